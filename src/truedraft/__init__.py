@@ -1,0 +1,38 @@
+"""Generation with transformers, several tokens per pass, exactly what the model alone would have said."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Accelerated": "accelerated",
+    "Card": "card",
+    "Control": "control._base",
+    "DraftTree": "tree",
+    "Drafter": "drafters._base",
+    "Refused": "errors",
+    "Report": "stats",
+    "Rule": "accept._base",
+    "accelerate": "accelerated",
+}
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:
+    from truedraft.accelerated import Accelerated as Accelerated
+    from truedraft.accelerated import accelerate as accelerate
+    from truedraft.accept._base import Rule as Rule
+    from truedraft.card import Card as Card
+    from truedraft.control._base import Control as Control
+    from truedraft.drafters._base import Drafter as Drafter
+    from truedraft.errors import Refused as Refused
+    from truedraft.stats import Report as Report
+    from truedraft.tree import DraftTree as DraftTree
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: torch takes seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'truedraft' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"truedraft.{_HOMES[name]}"), name)

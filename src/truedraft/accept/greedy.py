@@ -1,0 +1,38 @@
+"""Greedy: the likeliest token at every node; the draft is kept as far as it agrees.
+
+Stern et al., "Blockwise Parallel Decoding", NeurIPS 2018 (arXiv 1811.03115), section 3.
+The same tokens as plain greedy decoding, with any drafter and any tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from truedraft.accept._base import Offer, Rule
+from truedraft.card import Card, Guarantee
+from truedraft.chance import Chance
+from truedraft.errors import Refused
+from truedraft.tree import Row
+
+
+@dataclass
+class Greedy(Rule):
+    card = Card(
+        paper="arXiv 1811.03115 (2018)",
+        idea="Keep drafted tokens for as long as each is the target's own likeliest next token.",
+        family="exact match",
+    )
+    guarantee: ClassVar[Guarantee] = "tokens"
+    samples: ClassVar[bool] = False
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        best, tokens = scores.max(-1)
+        if best.isnan().any():
+            raise Refused(
+                "the target's logits are NaN: check its weights and dtype (fp16 overflows; try bfloat16 or float32)"
+            )
+        return tokens.tolist()

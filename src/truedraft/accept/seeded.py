@@ -1,0 +1,34 @@
+"""Seeded: the token that the target itself would sample there under this seed; the draft is kept as far as it agrees.
+
+The noise of a step does not depend on what was drafted, so the text is that of plain sampling under the same seed
+(`torch.manual_seed` and `model.generate`, token for token), and its law is the target's. Matching the target's own
+sample as a rule: Leviathan et al., arXiv 2211.17192, section 3.5, in the strict form; it accepts less often than
+rejection sampling does when drafts are sampled, and exactly as often when they are certain (lookup).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from truedraft.accept._base import Offer, Rule
+from truedraft.card import Card, Guarantee
+from truedraft.chance import Chance
+from truedraft.tree import Row
+
+
+@dataclass
+class Seeded(Rule):
+    card = Card(
+        paper="arXiv 2211.17192 (2023)",
+        idea="Keep drafted tokens for as long as each is the token that the target draws there with this seed.",
+        family="exact match",
+    )
+    guarantee: ClassVar[Guarantee] = "tokens"
+    samples: ClassVar[bool] = True
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        return chance.pick(scores.softmax(-1), rows)

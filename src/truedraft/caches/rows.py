@@ -1,0 +1,134 @@
+"""A KV cache whose rows have lengths of their own: no padding, no realignment.
+
+Slots 0..n-1 are in use. A pass writes each row's tree behind the row's own length; a commit keeps the accepted
+path there and the rest is forgotten by not being counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class Cursor:
+    """Where the current pass reads and writes; shared by all layers.
+
+    lengths: committed positions per slot in use.
+    first, last: the slots that take part in the pass.
+    width: positions that the pass writes per slot.
+    view: positions that the pass may read, the longest row's length and the width.
+    """
+
+    def __init__(self, slots: int, capacity: int):
+        self.slots, self.capacity = slots, capacity
+        self.lengths: list[int] = []
+        self.first = self.last = self.width = self.view = 0
+        self.level = True  # all rows of the pass have one length
+        self.place: Tensor | None = None  # (rows, width) positions to write, where lengths differ
+
+    def begin(self, first: int, last: int, width: int, device: torch.device) -> None:
+        lengths = self.lengths[first:last]
+        self.first, self.last, self.width = first, last, width
+        self.view = max(lengths) + width
+        self.level = min(lengths) == max(lengths)
+        if not self.level:
+            self.place = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
+
+
+class RowLayer(CacheLayerMixin):
+    """One layer's keys and values, (slots, heads, capacity, head size), allocated at the first write."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, cursor: Cursor):
+        super().__init__()
+        self.cursor = cursor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        c = self.cursor
+        # zeros, not empty: what lies behind a row is masked, and a masked NaN would still be a NaN
+        self.keys, self.values = (
+            torch.zeros(c.slots, s.shape[1], c.capacity, s.shape[3], dtype=s.dtype, device=s.device)
+            for s in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        c = self.cursor
+        keys, values = self.keys[c.first : c.last], self.values[c.first : c.last]
+        if c.level:
+            start = c.lengths[c.first]
+            keys[:, :, start : start + c.width] = key_states
+            values[:, :, start : start + c.width] = value_states
+        else:
+            rows = torch.arange(c.last - c.first, device=keys.device)[:, None]
+            keys[rows, :, c.place] = key_states.transpose(1, 2)
+            values[rows, :, c.place] = value_states.transpose(1, 2)
+        return keys[:, :, : c.view], values[:, :, : c.view]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cursor.view, 0
+
+    def get_seq_length(self) -> int:
+        c = self.cursor
+        return max(c.lengths[c.first : c.last], default=0)
+
+    def get_max_length(self) -> int:
+        return self.cursor.capacity
+
+    def keep(self, slot: int, length: int, path: Sequence[int]) -> None:
+        """Move the entries of `path` (offsets behind `length`) together."""
+        at = torch.tensor(path, device=self.keys.device) + length
+        for kept in (self.keys[slot], self.values[slot]):
+            kept[:, length : length + len(path)] = kept.index_select(1, at)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.keys[target, :, :length] = self.keys[source, :, :length]
+        self.values[target, :, :length] = self.values[source, :, :length]
+
+
+class RowCache(Cache):
+    """The layers of `RowLayer` under one cursor.
+
+    Args:
+        layers: number of attention layers.
+        slots: rows at most.
+        capacity: positions per row, the widest tree included.
+    """
+
+    layers: list[RowLayer]  # type: ignore[assignment]
+
+    def __init__(self, layers: int, slots: int, capacity: int):
+        self.cursor = Cursor(slots, capacity)
+        super().__init__(layers=[RowLayer(self.cursor) for _ in range(layers)])
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.cursor.lengths
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        """Make the entries of `path`, offsets behind the slot's length, the next entries of the row."""
+        if list(path) != list(range(len(path))):
+            for layer in self.layers:
+                layer.keep(slot, self.lengths[slot], path)
+        self.lengths[slot] += len(path)
+
+    def release(self, slot: int) -> None:
+        """Free a slot; the last one in use takes its place."""
+        last = len(self.lengths) - 1
+        if slot != last:
+            for layer in self.layers:
+                layer.move(last, slot, self.lengths[last])
+            self.lengths[slot] = self.lengths[last]
+        self.lengths.pop()

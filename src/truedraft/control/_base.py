@@ -1,0 +1,38 @@
+"""What a control is: how much to draft, and how much of the draft to verify."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from truedraft.card import Card
+from truedraft.drafters._base import Drafter
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Accepted, DraftTree, Row
+
+
+class Control(ABC):
+    """Sizes drafts. It can only make decoding faster or slower, never different."""
+
+    card: ClassVar[Card]
+
+    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float]) -> None:
+        """Before the first pass of a call: what will be controlled, and the seconds spent so far by part, kept current."""
+
+    def start(self, rows: Sequence[Row]) -> None:
+        """New rows."""
+
+    @abstractmethod
+    def budget(self, rows: Sequence[Row]) -> list[int]:
+        """Nodes worth drafting below each row's root."""
+
+    def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
+        """What of the drafts is worth verifying."""
+        return list(trees)
+
+    def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
+        """What came of the pass; `row.tokens` already holds it."""
+
+    def end(self, row: Row) -> None:
+        """The row is finished; forget it."""

@@ -1,0 +1,149 @@
+"""Cost model: verify as much of a draft as raises tokens per second, from measured costs and each row's own history.
+
+The gain of a node is the share of recent drafts whose node of that rank turned out right. Drafts are compared with
+what was emitted whether they were verified or not, so a row whose drafts do not pay stops verifying them, keeps
+learning at no cost, and takes them up again when its text begins to repeat. Costs: `runtime/curve.py`. The
+objective, accepted tokens over the measured time of the pass, is that of Sequoia's hardware-aware budget (arXiv
+2402.12374, section 3.3), here per pass and with drafts that were not verified as evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from truedraft.card import Card
+from truedraft.control._base import Control
+from truedraft.drafters._base import Drafter
+from truedraft.runtime import curve
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Accepted, DraftTree, Row
+
+SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
+
+
+@dataclass
+class History:
+    """How often the node of each rank was right, the recent past counting most."""
+
+    memory: float
+    prior: Sequence[float]
+    tried: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+
+    def add(self, nodes: int, path: set[int]) -> None:
+        """A draft of `nodes` nodes below the root, of which those in `path` were right."""
+        while len(self.tried) < nodes:
+            self.tried.append(0.0)
+            self.right.append(0.0)
+        for i in range(nodes):
+            self.tried[i] = self.tried[i] * self.memory + 1
+            self.right[i] = self.right[i] * self.memory + (i + 1 in path)
+
+    def value(self, i: int) -> float:
+        """The chance that the node of rank `i` (0 the first drafted) is right."""
+        prior = self.prior[min(i, len(self.prior) - 1)]
+        return (self.right[i] + prior) / (self.tried[i] + 1) if i < len(self.tried) else prior
+
+
+@dataclass
+class Shadow:
+    """A draft that is still being compared with what the target says."""
+
+    tree: DraftTree
+    node: int = 0
+    path: set[int] = field(default_factory=set)
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Go on along `tokens`; true once the draft was right to its end or went wrong."""
+        for token in tokens:
+            if not any(c not in self.tree.probes for c in self.tree.shape.children[self.node]):
+                return True
+            child = self.tree.child(self.node, token)
+            if child is None:
+                return True
+            self.node = child
+            self.path.add(child)
+        return not self.tree.shape.children[self.node]
+
+
+@dataclass
+class Cost(Control):
+    card = Card(
+        paper="arXiv 2402.12374 (2024), section 3.3, extended",
+        idea="Verify as much of each draft as raises expected tokens per second on this machine.",
+        family="cost model",
+    )
+    memory: float = 0.9  # weight that an observation keeps at each later one
+    slack: float = 0.02  # share of the time that drafts which are not verified may cost
+
+    def __post_init__(self) -> None:
+        self._rows: dict[int, History] = {}
+        self._shadows: dict[int, list[Shadow]] = {}
+        self._emitted: dict[int, int] = {}
+        self._target: DecoderTarget | None = None
+
+    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float]) -> None:
+        if self._target is not target and drafter.width:
+            self._target, self._curve = target, curve.of(target)
+        self._width, self._seconds = drafter.width, seconds
+        self._proposed = 0
+        self._paid = True
+
+    def start(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._rows[id(row)] = History(self.memory, [0.3 * 0.85**i for i in range(24)])
+            self._shadows[id(row)] = []
+
+    def budget(self, rows: Sequence[Row]) -> list[int]:
+        if not self._width:
+            return [0] * len(rows)
+        for row in rows:
+            self._emitted[id(row)] = len(row.tokens)
+        spent = self._seconds["draft"]
+        idle = not self._paid and spent > self.slack * self._seconds["target"]
+        self._proposed += not idle
+        return [0 if idle else self._width] * len(rows)
+
+    def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
+        for row, tree in zip(rows, trees, strict=True):
+            if len(tree) > 1:
+                self._shadows[id(row)].append(Shadow(tree))
+        longest = max(len(tree) for tree in trees) - 1
+        if longest == 0:
+            return list(trees)
+        gains = [self._gains(row, len(tree) - 1) for row, tree in zip(rows, trees, strict=True)]
+        drafting = self._seconds["draft"] / max(self._proposed, 1)
+        best, size = len(rows) / self._curve(len(rows)), 0
+        for k in SIZES[1:]:
+            k = min(k, longest)
+            expected = len(rows) + sum(g[min(k, len(g) - 1)] for g in gains)
+            rate = expected / (self._curve(len(rows) * (1 + k)) + drafting)
+            if rate > best:
+                best, size = rate, k
+            if k == longest:
+                break
+        self._paid = size > 0
+        return [tree.cut(1 + size) for tree in trees]
+
+    def _gains(self, row: Row, nodes: int) -> list[float]:
+        """Expected accepted nodes among the first 0, 1, ... of a draft."""
+        history, gains = self._rows[id(row)], [0.0]
+        for i in range(nodes):
+            gains.append(gains[-1] + history.value(i))
+        return gains
+
+    def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
+        for row in rows:
+            said = row.tokens[self._emitted.get(id(row), len(row.tokens)) :]
+            going = []
+            for shadow in self._shadows[id(row)]:
+                if shadow.follow(said):
+                    self._rows[id(row)].add(len(shadow.tree) - 1, shadow.path)
+                else:
+                    going.append(shadow)
+            self._shadows[id(row)] = going
+
+    def end(self, row: Row) -> None:
+        for memory in (self._rows, self._shadows, self._emitted):
+            memory.pop(id(row), None)

@@ -1,0 +1,27 @@
+"""Fixed: every draft at its full published size, whatever it costs.
+
+For measurements of acceptance, and for whoever knows the machine; it may be slower than plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from truedraft.card import Card
+from truedraft.control._base import Control
+from truedraft.drafters._base import Drafter
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Row
+
+
+@dataclass
+class Fixed(Control):
+    card = Card(paper="none", idea="Always draft and verify as much as the drafter offers.", family="fixed")
+    nodes: int = 0  # nodes drafted per row and pass; 0 stands for the drafter's own size
+
+    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float]) -> None:
+        self._size = self.nodes or drafter.width
+
+    def budget(self, rows: Sequence[Row]) -> list[int]:
+        return [self._size] * len(rows)

@@ -1,0 +1,1 @@
+"""Drafters: who guesses. One file per method; `truedraft methods` lists them."""

@@ -1,0 +1,97 @@
+"""What a drafter is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from truedraft.card import Card
+from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
+
+State = TypeVar("State")
+
+
+class Drafter(ABC):
+    """Guesses what the target will say next. Right guesses save passes; wrong ones change nothing.
+
+    Subclasses are dataclasses whose fields are the method's knobs.
+
+    needs: what it asks to see of every pass.
+    takes_references: whether it copies from documents that the caller gives.
+    tokenizer: of a drafter that has one of its own; it must be the target's.
+    """
+
+    card: ClassVar[Card]
+    needs: Taps = Taps()
+    takes_references: ClassVar[bool] = False
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def start(self, rows: Sequence[Row]) -> None:
+        """New rows, their prompts in `row.tokens`."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Nodes that a full draft has, at most."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        """A tree per row, at most `budget` nodes below each root, none deeper than `row.room - 1`.
+
+        Deeper nodes could never be emitted; the engine cuts them off. An empty draft is a tree of the root alone.
+        """
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        """Every pass as it was: all nodes with their scores, rejected ones included; the first is the prompt's.
+
+        `row.tokens` already holds what was emitted.
+        """
+
+    def end(self, row: Row) -> None:
+        """The row is finished; forget it."""
+
+
+class Plain(Drafter):
+    """Drafts nothing: plain decoding through the same engine."""
+
+    card = Card(paper="none", idea="One token per pass.", family="none")
+
+    @property
+    def width(self) -> int:
+        return 0
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        return [DraftTree.chain(row.tokens[-1]) for row in rows]
+
+
+class PerRow(Drafter, Generic[State]):
+    """A drafter that treats every sequence by itself: a state per row and a chain or tree from it."""
+
+    def __post_init__(self) -> None:
+        self._states: dict[int, State] = {}
+
+    @abstractmethod
+    def begin(self, row: Row) -> State: ...
+
+    @abstractmethod
+    def draft(self, row: Row, state: State, budget: int) -> Sequence[int] | DraftTree:
+        """The next tokens, at most `budget` of them, as a chain or as a tree with `row.tokens[-1]` at its root."""
+
+    def start(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._states[id(row)] = self.begin(row)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        trees = []
+        for row, most in zip(rows, budget, strict=True):
+            drafted: Any = self.draft(row, self._states[id(row)], most) if most > 0 else ()
+            trees.append(drafted if isinstance(drafted, DraftTree) else DraftTree.chain(row.tokens[-1], drafted))
+        return trees
+
+    def end(self, row: Row) -> None:
+        del self._states[id(row)]

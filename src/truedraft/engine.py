@@ -1,0 +1,90 @@
+"""The causal loop: draft a tree, score it in one pass, keep what the target would have said itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from truedraft.accept._base import Rule, walk
+from truedraft.chance import Chance
+from truedraft.control._base import Control
+from truedraft.drafters._base import Drafter
+from truedraft.sampling import History, Laws
+from truedraft.stats import Emission, Pass, Stopwatch
+from truedraft.stopping import Stops
+from truedraft.targets.decoder import DecoderTarget, Prompt
+from truedraft.tree import Accepted, DraftTree, Row
+
+
+@dataclass
+class Engine:
+    """One batch from prompts to the end of its last row. The parts say what is done; the engine says when."""
+
+    target: DecoderTarget
+    drafter: Drafter
+    rule: Rule
+    control: Control
+    laws: Laws
+    stops: Stops
+    chance: Chance
+    history: History
+    watch: Stopwatch
+
+    def run(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Iterator[Pass]:
+        """Decode, one pass of the target per item; `row.tokens` grows as it goes."""
+        prefill = self.watch.timed("prefill", self.target.prefill)
+        propose = self.watch.timed("draft", self.drafter.propose)
+        score = self.watch.timed("target", self.target.score)
+
+        self.target.taps = self.drafter.needs
+        self.control.open(self.target, self.drafter, self.watch.seconds)
+        self.target.reserve(
+            len(rows), max(len(p) + r.room for p, r in zip(prompts, rows, strict=True)) + self.drafter.width
+        )
+        rows = list(rows)
+        self.drafter.start(rows)
+        self.control.start(rows)
+
+        trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in rows]
+        scores = prefill(prompts)
+        while True:
+            before = [len(row.tokens) for row in rows]
+            accepted = walk(rows, trees, scores, self.laws, self.rule, self.stops, self.chance, self.history)
+            self.target.commit([a.path for a in accepted])
+            self.drafter.observe(rows, trees, scores, accepted)
+            self.control.observe(rows, trees, accepted)
+            yield _record(rows, before, trees, accepted)
+
+            self._retire(rows, accepted)
+            if not rows:
+                return
+            budget = self.control.budget(rows)
+            trees = [
+                tree.shallow(row.room - row.step - 1) for row, tree in zip(rows, propose(rows, budget), strict=True)
+            ]
+            trees = self.control.prune(rows, trees)
+            scores = score(trees)
+
+    def _retire(self, rows: list[Row], accepted: Sequence[Accepted]) -> None:
+        """Rows that ended leave; as in the cache, the last slot takes a freed slot's place."""
+        for slot in reversed(range(len(rows))):
+            if accepted[slot].ended:
+                self.drafter.end(rows[slot])
+                self.control.end(rows[slot])
+                self.target.release(slot)
+                rows[slot] = rows[-1]
+                rows.pop()
+        if rows:
+            self.chance.passed(min(row.step for row in rows))
+
+
+def _record(
+    rows: Sequence[Row], before: Sequence[int], trees: Sequence[DraftTree], accepted: Sequence[Accepted]
+) -> Pass:
+    return Pass(
+        max(map(len, trees)),
+        tuple(
+            Emission(row.index, tuple(row.tokens[n:]), min(len(a.path) - 1, len(row.tokens) - n), tree.drafted)
+            for row, n, tree, a in zip(rows, before, trees, accepted, strict=True)
+        ),
+    )

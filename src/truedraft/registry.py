@@ -1,0 +1,103 @@
+"""Methods by name: a file's name is its registration.
+
+`drafters/prompt_lookup.py` is the drafter `prompt-lookup`; files that begin with an underscore are furniture.
+Packages outside register with the entry-point groups `truedraft.drafters`, `truedraft.accept` and
+`truedraft.control`, each entry pointing to a class.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import inspect
+import pkgutil
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from truedraft.errors import Refused
+
+KINDS = {"drafters": "Drafter", "accept": "Rule", "control": "Control"}
+
+
+@cache
+def _files(kind: str) -> dict[str, str]:
+    package = importlib.import_module(f"truedraft.{kind}")
+    return {
+        m.name.replace("_", "-"): f"truedraft.{kind}.{m.name}"
+        for m in pkgutil.iter_modules(package.__path__)
+        if not m.name.startswith("_")
+    }
+
+
+def names(kind: str) -> list[str]:
+    """Names of every method of a kind, those of other packages included, sorted."""
+    return sorted({*_files(kind), *(e.name for e in entry_points(group=f"truedraft.{kind}"))})
+
+
+def method(kind: str, name: str) -> type:
+    """The class of a method.
+
+    Raises:
+        Refused: no such method; the nearest names are offered.
+    """
+    if name in _files(kind):
+        module = importlib.import_module(_files(kind)[name])
+        base = getattr(importlib.import_module(f"truedraft.{kind}._base"), KINDS[kind])
+        found = [
+            c
+            for c in vars(module).values()
+            if inspect.isclass(c) and issubclass(c, base) and c.__module__ == module.__name__
+        ]
+        if len(found) != 1:
+            raise TypeError(f"{module.__name__} must define one {base.__name__}, found {len(found)}")
+        return found[0]
+    for entry in entry_points(group=f"truedraft.{kind}"):
+        if entry.name == name:
+            return entry.load()
+    known = names(kind)
+    near = difflib.get_close_matches(name, [*known, *presets(kind)], n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(known)}."
+    raise Refused(f"there is no {kind.rstrip('s')} method {name!r}: {hint} (`truedraft methods` lists all)")
+
+
+def presets(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Preset name -> (method, knobs), from the cards."""
+    return {
+        preset: (name, dict(knobs))
+        for name in names(kind)
+        if (card := getattr(method(kind, name), "card", None)) is not None
+        for preset, knobs in card.presets.items()
+    }
+
+
+def load(kind: str, spec: str, **knobs: Any) -> Any:
+    """A method from its name, a preset's name, or `name:knob=value,knob=value`.
+
+    Raises:
+        Refused: unknown method, unknown knob, or a value that the method does not take.
+    """
+    name, _, given = spec.partition(":")
+    for part in filter(None, given.split(",")):
+        key, eq, value = part.partition("=")
+        if not eq:
+            raise Refused(f"cannot read {part!r} in {spec!r}: knobs are written name:knob=value,knob=value")
+        try:
+            knobs[key.strip()] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            knobs[key.strip()] = value
+    if name not in names(kind) and name in (known := presets(kind)):
+        name, preset = known[name]
+        knobs = {**preset, **knobs}
+    cls = method(kind, name)
+    allowed = list(inspect.signature(cls).parameters)
+    for key in knobs:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(allowed) or 'none'}."
+            raise Refused(f"{name} has no knob {key!r}: {hint}")
+    try:
+        return cls(**knobs)
+    except TypeError as e:
+        raise Refused(f"{name} cannot be built from {spec!r}: {e}") from e

@@ -1,0 +1,112 @@
+"""What a pass costs by width, measured once per model and machine and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from truedraft.targets.decoder import DecoderTarget, Prompt
+from truedraft.tree import DraftTree
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 64  # positions read before the timed passes
+REPEATS = 7
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a pass at a few widths; straight lines between them.
+
+    widths: tokens in a pass, all rows together. seconds: median of each, made non-decreasing.
+    """
+
+    widths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, tokens: int) -> float:
+        """Seconds of a pass over `tokens` tokens."""
+        i = min(max(bisect_left(self.widths, tokens), 1), len(self.widths) - 1)
+        (w0, w1), (s0, s1) = self.widths[i - 1 : i + 1], self.seconds[i - 1 : i + 1]
+        return s0 + (s1 - s0) * (tokens - w0) / (w1 - w0)
+
+
+def measure(target: DecoderTarget) -> Curve:
+    """Time passes over a scratch cache: rounds over all widths, so that a slow moment of the machine hits all alike."""
+    limit = target.hard_limit or CONTEXT + WIDTHS[-1]
+    widths = tuple(w for w in WIDTHS if w <= limit // 2)
+    context = min(CONTEXT, limit - widths[-1])
+    ids = torch.arange(context, device=target.device) % target.vocabulary
+    target.reserve(1, context + widths[-1])
+    target.prefill([Prompt(ids)])
+    times: dict[int, list[float]] = {w: [] for w in widths}
+    for turn in range(REPEATS + 1):
+        for width in widths:
+            tree = DraftTree.chain(0, [i % target.vocabulary for i in range(width - 1)])
+            start = time.perf_counter()
+            target.score([tree])
+            if target.device.type == "cuda":
+                torch.cuda.synchronize(target.device)
+            if turn:  # the first round warms up
+                times[width].append(time.perf_counter() - start)
+    target.cache = None
+    seconds: list[float] = []
+    for width in widths:
+        seconds.append(max(statistics.median(times[width]), seconds[-1] if seconds else 0.0))
+    return Curve(widths, tuple(seconds))
+
+
+def of(target: DecoderTarget) -> Curve:
+    """The curve of a target: from disk where this model was measured on this machine before, else measured now."""
+    path = _folder() / f"{_key(target)}.json"
+    try:
+        stored = json.loads(path.read_text())
+        return Curve(tuple(stored["widths"]), tuple(stored["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        curve = measure(target)
+        _write(path, {"widths": curve.widths, "seconds": curve.seconds, "model": type(target.model).__name__})
+        return curve
+
+
+def _folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "truedraft" / "curves"
+
+
+def _key(target: DecoderTarget) -> str:
+    config = target.config
+    machine = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor()
+    parts = [
+        VERSION, type(target.model).__name__, config.to_json_string(use_diff=False), str(target.dtype),
+        target.model.config._attn_implementation, machine, torch.get_num_threads(), torch.__version__,
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        return f"{names[0]} x {os.cpu_count()}"
+    except (OSError, IndexError):
+        return f"{platform.processor()} {platform.machine()} x {os.cpu_count()}"
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    """Whole or not at all; a folder that cannot be written costs a measurement each time, nothing else."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
+            json.dump(content, f)
+        os.replace(f.name, path)
+    except OSError:
+        return

@@ -1,0 +1,145 @@
+"""Logits -> law, with the processors that `transformers` built, each node on its own prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as lp
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from truedraft.tree import Row
+
+# Look at the scores alone: one call serves rows of different lengths.
+POINTWISE = {
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.InfNanRemoveLogitsProcessor,
+    lp.LogitNormalization,
+}
+# Look at one row's own prefix and keep no memory between calls.
+ROWWISE = POINTWISE | {
+    lp.RepetitionPenaltyLogitsProcessor,
+    lp.NoRepeatNGramLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
+    lp.MinLengthLogitsProcessor,
+    lp.MinNewTokensLengthLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty,
+    lp.SuppressTokensLogitsProcessor,
+    lp.SuppressTokensAtBeginLogitsProcessor,
+    lp.PrefixConstrainedLogitsProcessor,
+}
+
+
+def _for_rows(processor: LogitsProcessor, places: list[int]) -> LogitsProcessor:
+    """A processor made for the whole batch, as it is for some of its rows alone."""
+    if isinstance(processor, lp.RepetitionPenaltyLogitsProcessor):
+        if isinstance(ignored := processor.prompt_ignore_length, Tensor):
+            return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[places])
+    if isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return lp.PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(places[i], ids), 1)
+    return processor
+
+
+class History:
+    """`input_ids` as `model.generate` would hold them at any step: left padding, prompt, emitted tokens, pad behind.
+
+    Args:
+        prompt: (batch, length) the caller's ids, padding included; length 0 where the prompt is embeddings.
+        steps: how many tokens may follow.
+        pad: written behind rows that have ended.
+    """
+
+    def __init__(self, prompt: Tensor, steps: int, pad: int):
+        self.length = prompt.shape[1]
+        self.ids = torch.nn.functional.pad(prompt, (0, steps), value=pad)
+
+    def append(self, row: Row, token: int) -> None:
+        """Emit `token` for `row`: it is in the prefix of every node that is judged after it."""
+        self.ids[row.index, self.length + row.step] = token
+        row.tokens.append(token)
+
+    def prefix(self, rows: Sequence[Row]) -> Tensor:
+        """(k, length) ids of rows that stand at the same step."""
+        end = self.length + rows[0].step
+        if len(rows) == 1:
+            return self.ids[rows[0].index : rows[0].index + 1, :end]
+        return self.ids[[row.index for row in rows], :end]
+
+    def batch(self, step: int) -> Tensor:
+        """(batch, length) ids of the whole batch at a step."""
+        return self.ids[:, : self.length + step]
+
+
+class Laws:
+    """Processed next-token scores of the nodes that the walk visits, kept where the caller wants them returned.
+
+    in_step: some processor may couple rows or count its calls, so rows advance together and every call is the one
+        that plain generate makes: the whole batch, once per step.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        history: History,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
+    ):
+        self.processors = processors
+        self.history = history
+        kinds = {type(p) for p in processors}
+        self.in_step = bool(kinds - ROWWISE)
+        self.pointwise = not kinds - POINTWISE
+        self.strangers = sorted(k.__name__ for k in kinds - ROWWISE)
+        batch = history.ids.shape[0]
+        self.scores: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_scores else None
+        self.logits: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_logits else None
+
+    def __call__(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """(k, V) scores after every processor, for the next token of each row.
+
+        logits: (k, V) raw logits of the nodes where the rows stand; not written to.
+        """
+        raw = logits.to(torch.float32)
+        scores = self._process(rows, raw) if self.processors else raw
+        for kept, values in ((self.scores, scores), (self.logits, raw)):
+            if kept is not None:
+                for row, value in zip(rows, values, strict=True):
+                    kept[row.index].append(value.clone())
+        return scores
+
+    def _process(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
+        if self.in_step:
+            ids = self.history.batch(rows[0].step)
+            full = raw.new_zeros(ids.shape[0], raw.shape[1])
+            places = [row.index for row in rows]
+            full[places] = raw
+            return self.processors(ids, full)[places]  # type: ignore[arg-type]
+        if self.pointwise:
+            return self.processors(self.history.ids[: len(rows), :0], raw.clone())  # type: ignore[arg-type]
+        scores = torch.empty_like(raw)
+        groups: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault(row.step, []).append(i)
+        for places in groups.values():
+            group = [rows[i] for i in places]
+            processors = LogitsProcessorList(_for_rows(p, [row.index for row in group]) for p in self.processors)
+            scores[places] = processors(self.history.prefix(group), raw[places])  # type: ignore[arg-type]
+        return scores
+
+    def steps(self, kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
+        """One (batch, V) tensor per step, as `transformers` returns them; zeros where a row had ended."""
+        blank = torch.zeros_like(next(v for row in kept for v in row))
+        return tuple(
+            torch.stack([row[t] if t < len(row) else blank for row in kept]) for t in range(max(map(len, kept)))
+        )

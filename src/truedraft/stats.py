@@ -1,0 +1,137 @@
+"""What happened, pass by pass, and the report made from it. Pure data: filled outside the decode loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What one pass emitted for one row.
+
+    row: place in the caller's batch.
+    tokens: emitted token ids, in order.
+    drafted: how many of them, from the first on, had been drafted; the rest is the target's own word.
+    offered: nodes that were up for verification.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    drafted: int
+    offered: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of the target; `width` is its nodes per row, padding included, or 0 for the prompt's own pass."""
+
+    width: int
+    emitted: tuple[Emission, ...]
+
+
+class Stopwatch:
+    """Seconds spent in the parts that were wrapped by `timed`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, part: str, f: Callable[P, R]) -> Callable[P, R]:
+        """`f`, its time counted under `part`."""
+        self.seconds.setdefault(part, 0.0)
+
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            start = time.perf_counter()
+            try:
+                return f(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+
+        return wrapped
+
+
+@dataclass
+class Report:
+    """The last call of `generate`, in figures.
+
+    drafter, rule, guarantee, control: what was in play.
+    notes: one sentence for each thing the caller should know (rows kept in step, an interruption).
+    passes: every pass of the target, the prompt's own first.
+    seconds: wall time by part: prefill, draft, target, all.
+    """
+
+    drafter: str
+    rule: str
+    guarantee: str
+    control: str
+    notes: list[str] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    interrupted: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens emitted, all rows together."""
+        return sum(len(e.tokens) for p in self.passes for e in p.emitted)
+
+    @property
+    def row_passes(self) -> int:
+        return sum(len(p.emitted) for p in self.passes)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Emitted tokens per row and pass, bonus included; plain decoding has 1."""
+        return self.tokens / max(self.row_passes, 1)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the drafted nodes that were emitted; None where nothing was drafted."""
+        offered = sum(e.offered for p in self.passes for e in p.emitted)
+        return sum(e.drafted for p in self.passes for e in p.emitted) / offered if offered else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds.get("all", 0.0), 1e-9)
+
+    @property
+    def engine_seconds_per_pass(self) -> float:
+        """Everything that is not the target's forward or prefill, per pass."""
+        own = self.seconds.get("all", 0.0) - self.seconds.get("target", 0.0) - self.seconds.get("prefill", 0.0)
+        return own / max(len(self.passes), 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures alone, for JSON."""
+        return {
+            "drafter": self.drafter,
+            "rule": self.rule,
+            "guarantee": self.guarantee,
+            "control": self.control,
+            "notes": self.notes,
+            "interrupted": self.interrupted,
+            "tokens": self.tokens,
+            "passes": len(self.passes),
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 4),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "seconds": {k: round(v, 6) for k, v in self.seconds.items()},
+        }
+
+    def __str__(self) -> str:
+        rate = (
+            "nothing drafted"
+            if self.acceptance_rate is None
+            else f"{self.acceptance_rate:.0%} of drafted nodes accepted"
+        )
+        total = max(self.seconds.get("all", 0.0), 1e-9)
+        where = ", ".join(f"{part} {s / total:.0%}" for part, s in self.seconds.items() if part != "all")
+        lines = [
+            f"drafter {self.drafter}, rule {self.rule} (guarantee: {self.guarantee}), control {self.control}",
+            f"{self.tokens} tokens in {len(self.passes)} passes: mean acceptance length {self.mean_acceptance_length:.2f}, {rate}",
+            f"{self.tokens_per_second:.1f} tokens/s; time: {where}",
+        ]
+        return "\n".join(lines + self.notes)

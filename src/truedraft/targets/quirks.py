@@ -1,0 +1,45 @@
+"""Every per-architecture exception, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import PreTrainedConfig
+
+# Layer kinds whose KV of a position depends on that position's path alone, so that a tree can share a prefix.
+HOSTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def _rope_type(config: PreTrainedConfig) -> str | None:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    types = (
+        [rope.get("rope_type")]
+        if "rope_type" in rope
+        else [r.get("rope_type") for r in rope.values() if isinstance(r, dict)]
+    )
+    return next((t for t in types if t in ("dynamic", "longrope")), None)
+
+
+def _alibi(config: PreTrainedConfig) -> str | None:
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        return "adds a bias by place in the cache (ALiBi), where a tree's nodes do not stand at their depth"
+    return None
+
+
+def _length_dependent_rope(config: PreTrainedConfig) -> str | None:
+    if kind := _rope_type(config):
+        return (
+            f"uses {kind} rotary scaling, whose frequencies change with the longest position of a pass, "
+            "so a drafted node could change the scores of the nodes before it"
+        )
+    return None
+
+
+# Each: config -> why the model cannot be hosted exactly, or None.
+REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [_alibi, _length_dependent_rope]
+
+
+def learned_positions(config: PreTrainedConfig) -> int | None:
+    """The size of a table of learned positions, past which the model itself fails; None for rotary positions."""
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
+    return None if rotary else getattr(config, "max_position_embeddings", None)

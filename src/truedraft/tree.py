@@ -1,0 +1,193 @@
+"""What passes between the parts: a draft tree, the scores of its nodes, what was accepted of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+CHECKS = os.environ.get("TRUEDRAFT_CHECK", "") not in ("", "0")
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What follows from the parents alone; made once per distinct tree shape."""
+
+    depth: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    mask: Tensor  # (n, n) bool: mask[i, j] where j is i or an ancestor of i
+
+
+@lru_cache(maxsize=4096)
+def shape_of(parent: tuple[int, ...]) -> Shape:
+    n = len(parent)
+    depth, children = [0] * n, [[] for _ in range(n)]  # type: ignore[var-annotated]
+    mask = torch.eye(n, dtype=torch.bool)
+    for i in range(1, n):
+        p = parent[i]
+        depth[i] = depth[p] + 1
+        children[p].append(i)
+        mask[i] |= mask[p]
+    return Shape(tuple(depth), tuple(map(tuple, children)), mask)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """The pending token (node 0) and candidate tokens below it. A chain is a tree.
+
+    tokens: (n,) token ids; node 0 is the last emitted token, not yet in the KV cache.
+    parent: (n,) index of each node's parent; `parent[0] == -1`, `parent[i] < i`.
+    dist: (n, V) row i is the law that the children of node i were drawn from, in order;
+        None where the children are fixed by the context (lookup, top-k), that is, point masses.
+    probes: nodes that are read but never verified (mask tokens, prompt tokens, window entries).
+    """
+
+    tokens: tuple[int, ...]
+    parent: tuple[int, ...]
+    dist: Tensor | None = None
+    probes: frozenset[int] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        if CHECKS:
+            self.check()
+
+    def check(self) -> None:
+        """Raises ValueError where the tree breaks its own contract; run on every tree when TRUEDRAFT_CHECK is set."""
+        n = len(self.tokens)
+        if n == 0 or len(self.parent) != n:
+            raise ValueError(f"{n} tokens need as many parents, got {len(self.parent)}")
+        if self.parent[0] != -1 or any(not 0 <= p < i for i, p in enumerate(self.parent[1:], 1)):
+            raise ValueError(f"parents must be -1 for the root and point backwards, got {self.parent}")
+        if 0 in self.probes or any(not 0 < i < n for i in self.probes):
+            raise ValueError(f"probes must be nodes below the root, got {sorted(self.probes)} of {n} nodes")
+        if any(p in self.probes and i not in self.probes for i, p in enumerate(self.parent)):
+            raise ValueError("a verified node cannot hang below a probe")
+        if self.dist is not None and self.dist.shape[0] != n:
+            raise ValueError(f"dist needs one row per node, got {tuple(self.dist.shape)} for {n} nodes")
+
+    @classmethod
+    def chain(cls, root: int, draft: Iterable[int] = (), dist: Tensor | None = None) -> DraftTree:
+        """The pending token `root` followed by `draft`, each token the only child of the one before."""
+        tokens = (root, *draft)
+        return cls(tokens, _chain_parents(len(tokens)), dist)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def shape(self) -> Shape:
+        return shape_of(self.parent)
+
+    @property
+    def drafted(self) -> int:
+        """Nodes that stand for verification: neither the root nor probes."""
+        return len(self.tokens) - 1 - len(self.probes)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, if there is one to verify."""
+        for c in self.shape.children[node]:
+            if self.tokens[c] == token and c not in self.probes:
+                return c
+        return None
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Node indices from the root to `node`, both included."""
+        steps = [node]
+        while (node := self.parent[node]) >= 0:
+            steps.append(node)
+        return tuple(reversed(steps))
+
+    def cut(self, nodes: int) -> DraftTree:
+        """The first `nodes` nodes: closed under parents, since parents come first."""
+        if nodes >= len(self):
+            return self
+        dist = None if self.dist is None else self.dist[:nodes]
+        return DraftTree(self.tokens[:nodes], self.parent[:nodes], dist, frozenset(i for i in self.probes if i < nodes))
+
+    def shallow(self, depth: int) -> DraftTree:
+        """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
+        if max(self.shape.depth) <= depth:
+            return self
+        kept = [i for i, d in enumerate(self.shape.depth) if d <= depth]
+        new = {old: i for i, old in enumerate(kept)}
+        dist = None if self.dist is None else self.dist[kept]
+        return DraftTree(
+            tuple(self.tokens[i] for i in kept),
+            tuple(new.get(self.parent[i], -1) for i in kept),
+            dist,
+            frozenset(new[i] for i in self.probes if i in new),
+        )
+
+
+@lru_cache(maxsize=1024)
+def _chain_parents(n: int) -> tuple[int, ...]:
+    return tuple(range(-1, n - 1))
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a drafter asks to see of every pass, besides the logits.
+
+    hidden: layers whose output is wanted, as in `output_hidden_states`: 0 the embeddings, -1 the last, normed.
+    """
+
+    hidden: tuple[int, ...] = ()
+
+    def __or__(self, other: Taps) -> Taps:
+        return Taps(tuple(sorted({*self.hidden, *other.hidden})))
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What one pass of the target says.
+
+    logits: (rows, width, V) raw logits at every node; rows with fewer nodes are padded at the end.
+    hidden: layer -> one (m, H) tensor per row, for the layers tapped; the nodes are its last entries.
+    context: (rows,) positions in `hidden` before node 0: the prompt but its last token after a prefill, else 0.
+    """
+
+    logits: Tensor
+    hidden: dict[int, list[Tensor]]
+    context: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The accepted path of one row's tree and the token that follows it.
+
+    path: node indices from the root (0) on; their KV becomes permanent.
+    token: the correction or bonus token, the next pending token.
+    ended: the row stops here.
+    """
+
+    path: tuple[int, ...]
+    token: int
+    ended: bool
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence in the engine.
+
+    index: its place in the caller's batch.
+    tokens: prompt and emitted tokens, without padding; the last one is the pending token.
+    prompt: how many of them are prompt.
+    room: how many more tokens may be emitted, at most.
+    references: token ids of documents that the output may copy from.
+    """
+
+    index: int
+    tokens: list[int]
+    prompt: int
+    room: int
+    references: tuple[tuple[int, ...], ...] = ()
+    ended: bool = False
+
+    @property
+    def step(self) -> int:
+        """Tokens emitted so far: the step of `transformers` generate that samples the next one."""
+        return len(self.tokens) - self.prompt

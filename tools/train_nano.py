@@ -1,0 +1,445 @@
+"""Train the embedded models: `nano` and `nano-draft`, one tokenizer for both.
+
+Real text only: stories and plays from files given by path, and the standard library of the Python that runs this
+script. An editing task is made from both (a file, an instruction, the edited file), so that copy-heavy generation
+is learnt from real files. Training is by the clock: the learning rate holds, then falls to zero at the end.
+
+    python tools/train_nano.py tokenizer --stories FILE --plays FILE --out runs/nano
+    python tools/train_nano.py model     --stories FILE --plays FILE --out runs/nano --size nano --minutes 120
+    python tools/train_nano.py export    --out runs/nano --size nano --to src/truedraft/assets/nano
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import io
+import json
+import keyword
+import os
+import random
+import re
+import sys
+import sysconfig
+import time
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END, EDIT, RESULT = "<|end|>", "<|edit|>", "<|result|>"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SIZES = {
+    "nano": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8),
+    "nano-draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4),
+}
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__"}
+NAMES = ["lily", "tom", "tim", "max", "sue", "ben", "mia", "sam", "anna", "jack", "lucy", "spot", "bob", "sara", "timmy", "jane", "fin", "amy", "john", "leo", "ella", "kate"]
+
+
+# ---------------------------------------------------------------- text
+
+
+def stories(path: Path) -> list[str]:
+    return [s.strip() for s in re.split(r"(?<!\n)\n(?!\n)", path.read_text()) if len(s) > 200]
+
+
+def plays(path: Path, lines: int = 40) -> list[str]:
+    parts = path.read_text().split("\n\n")
+    return ["\n\n".join(parts[i : i + lines // 4]) for i in range(0, len(parts), lines // 4)]
+
+
+def library() -> list[str]:
+    """Every module of the standard library, without tests and tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                try:
+                    files.append((Path(folder) / name).read_text())
+                except UnicodeDecodeError:
+                    continue
+    return files
+
+
+def functions(source: str, longest: int = 45) -> Iterator[str]:
+    """Functions and short classes of a module, dedented."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return
+    lines = source.split("\n")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            first = min([node.lineno] + [d.lineno for d in node.decorator_list])
+            block = lines[first - 1 : node.end_lineno]
+            if 4 <= len(block) <= longest:
+                indent = node.col_offset
+                yield "\n".join(line[indent:] for line in block)
+
+
+def held_out(text: str) -> bool:
+    return int(hashlib.sha1(text[:400].encode()).hexdigest(), 16) % 50 == 0
+
+
+# ---------------------------------------------------------------- edits
+
+
+@dataclass
+class Edits:
+    """Makes editing tasks: a text, an instruction, the edited text."""
+
+    names: list[str]  # identifiers that a variable may be renamed to
+    words: set[str]  # words frequent enough that a typo in them can be recognised
+
+    def of(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
+        kind = rng.choices(["rename", "typos", "comments"], [5, 3, 1 if code else 0])[0]
+        return getattr(self, kind)(text, rng, code)
+
+    def rename(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
+        if code:
+            found = Counter(re.findall(r"\b[A-Za-z_]\w{2,}\b", text))
+            olds = [w for w, n in found.items() if n >= 2 and not keyword.iskeyword(w) and w not in KEPT]
+            pool = self.names
+        else:
+            found = Counter(re.findall(r"\b[a-z]+\b", text))
+            olds = [w for w in NAMES if found[w] >= 2]
+            pool = NAMES
+        if not olds:
+            return None
+        old, new = rng.choice(olds), rng.choice(pool)
+        if new in found:
+            return None
+        return text, f"Rename {old} to {new}.", re.sub(rf"\b{old}\b", new, text)
+
+    def typos(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
+        spots = [m for m in re.finditer(r"\b[a-z]{5,}\b", text) if m.group() in self.words]
+        if not spots:
+            return None
+        damaged = text
+        for m in sorted(rng.sample(spots, min(len(spots), rng.randint(1, 4))), key=lambda m: -m.start()):
+            i = m.start() + rng.randint(1, len(m.group()) - 3)
+            a, b = damaged[i], damaged[i + 1]
+            hurt = rng.choice([b + a, a, a + b + b])  # swapped, one lost, one doubled
+            damaged = damaged[:i] + hurt + damaged[i + 2 :]
+        return (damaged, "Fix the typos.", text) if damaged != text else None
+
+    def comments(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
+        try:
+            marks = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
+        except (tokenize.TokenError, IndentationError, SyntaxError):
+            return None
+        if not marks:
+            return None
+        lines: list[str | None] = list(text.split("\n"))
+        for mark in marks:
+            row, col = mark.start
+            line = (lines[row - 1] or "")[:col].rstrip()
+            lines[row - 1] = line or None
+        return text, "Remove the comments.", "\n".join(line for line in lines if line is not None)
+
+
+KEPT = {"self", "cls", "None", "True", "False"} | set(dir(__builtins__))
+
+
+def edit_prompt(text: str, instruction: str) -> str:
+    return f"{text}{EDIT}{instruction}{RESULT}"
+
+
+# ---------------------------------------------------------------- corpus
+
+
+class Corpus:
+    """Documents by domain, tokenised once; `rows` packs whole documents from the start of each row."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast):
+        raw = {"story": stories(args.stories), "play": plays(args.plays), "python": library()}
+        self.tokenizer = tokenizer
+        self.snippets: dict[str, dict[bool, list[str]]] = {
+            "python": {True: [], False: []},
+            "story": {True: [], False: []},
+        }
+        for source in raw["python"]:
+            for block in functions(source):
+                self.snippets["python"][held_out(source)].append(block)
+        for story in raw["story"]:
+            self.snippets["story"][held_out(story)].append(story)
+        words = Counter(w for d in raw.values() for t in d for w in re.findall(r"\b[a-z]{5,}\b", t))
+        identifiers = Counter(
+            w for t in self.snippets["python"][False] for w in re.findall(r"\b[a-z_][a-z_0-9]{2,14}\b", t)
+        )
+        self.edits = Edits(
+            [w for w, n in identifiers.items() if n >= 8 and not keyword.iskeyword(w) and w not in KEPT],
+            {w for w, n in words.items() if n >= 60},
+        )
+        self.ids: dict[tuple[str, bool], list[list[int]]] = {}
+        for domain, texts in raw.items():
+            for val in (False, True):
+                chosen = [t for t in texts if held_out(t) == val]
+                self.ids[domain, val] = tokenizer(chosen)["input_ids"] if chosen else []
+        print({k: (len(v), sum(map(len, v))) for k, v in self.ids.items()}, flush=True)
+
+    def edit(self, rng: random.Random, val: bool, longest: int) -> tuple[list[int], list[int]]:
+        """One editing task as (prompt ids, result ids), at most `longest` tokens together."""
+        while True:
+            code = rng.random() < 0.7
+            text = rng.choice(self.snippets["python" if code else "story"][val])
+            if not code:  # one to three paragraphs
+                paragraphs = text.split("\n\n")
+                start = rng.randrange(len(paragraphs))
+                text = "\n\n".join(paragraphs[start : start + rng.randint(1, 3)])
+            made = self.edits.of(text, rng, code)
+            if made is None:
+                continue
+            before, instruction, after = made
+            prompt = self.tokenizer(edit_prompt(before, instruction))["input_ids"]
+            result = self.tokenizer(after)["input_ids"]
+            if len(prompt) + len(result) < longest:
+                return prompt, result
+
+    def document(self, rng: random.Random, val: bool, length: int) -> list[int]:
+        domain = rng.choices(["edit", "story", "python", "play"], [45, 28, 24, 3])[0]
+        if domain == "edit":
+            prompt, result = self.edit(rng, val, length - 2)
+            return prompt + result
+        ids = rng.choice(self.ids[domain, val])
+        if len(ids) > length:  # a long module: a window of it
+            start = rng.randrange(len(ids) - length // 2)
+            ids = ids[start : start + length]
+        return ids
+
+    def rows(self, rng: random.Random, count: int, length: int) -> torch.Tensor:
+        end = self.tokenizer.eos_token_id
+        out = torch.empty(count, length + 1, dtype=torch.long)
+        for row in out:
+            ids = [end]
+            while len(ids) <= length:
+                ids += self.document(rng, False, length) + [end]
+            row[:] = torch.tensor(ids[: length + 1])
+        return out
+
+
+def train_tokenizer(args: argparse.Namespace) -> None:
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tok.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        special_tokens=[END, EDIT, RESULT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    code = library()
+    tok.train_from_iterator(stories(args.stories) + plays(args.plays) + code[:: max(1, len(code) // 350)], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tok,
+        eos_token=END,
+        bos_token=END,
+        pad_token=END,
+        additional_special_tokens=[EDIT, RESULT],
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    fast.save_pretrained(args.out / "tokenizer")
+    for sample in ("    def name(self, value):\n        return value\n", "one day, a little girl named lily"):
+        print(fast.convert_ids_to_tokens(fast(sample)["input_ids"]))
+
+
+# ---------------------------------------------------------------- model
+
+
+def build(size: str, vocabulary: int, end: int) -> LlamaForCausalLM:
+    shape = SIZES[size]
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            num_key_value_heads=shape["num_attention_heads"] // 2,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=end,
+            eos_token_id=end,
+            pad_token_id=end,
+            **shape,
+        )
+    )
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised (Jordan et al. 2024). torch's own casts to bf16, which a CPU without bf16 units pays dearly."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            alike: dict[torch.Size, list[torch.nn.Parameter]] = {}
+            for p in group["params"]:
+                alike.setdefault(p.shape, []).append(p)
+            for shape, params in alike.items():
+                updates = []
+                for p in params:
+                    memory = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    memory.lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(p.grad.lerp(memory, group["momentum"]))
+                x = torch.stack(updates)  # (k, m, n)
+                if wide := shape[0] > shape[1]:
+                    x = x.mT
+                x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    gram = x @ x.mT
+                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+                x = x.mT if wide else x
+                scale = group["lr"] * 0.2 * max(shape) ** 0.5  # as strong as an AdamW step
+                for p, update in zip(params, x, strict=True):
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=scale)
+
+
+@torch.no_grad()
+def validate(model: LlamaForCausalLM, corpus: Corpus, length: int, edits: int) -> dict[str, float]:
+    """Loss per domain on held-out documents, and the share of held-out edits done without a single wrong token."""
+    model.eval()
+    rng, report = random.Random(7), {}
+    end = corpus.tokenizer.eos_token_id
+    for domain in ("story", "python", "play"):
+        docs = [d[:length] for d in corpus.ids[domain, True] if len(d) > 64][:48]
+        total = count = 0.0
+        for d in docs:
+            ids = torch.tensor([[end] + d])
+            total += model(ids, labels=ids).loss.item() * len(d)
+            count += len(d)
+        report[domain] = round(total / max(count, 1), 4)
+    exact = right = count = 0.0
+    for _ in range(edits):
+        prompt, result = corpus.edit(rng, True, min(length, 700))
+        ids = torch.tensor([[end] + prompt + result + [end]])
+        guess = model(ids).logits[0, -len(result) - 2 : -1].argmax(-1)
+        hit = guess == ids[0, -len(result) - 1 :]
+        # teacher forcing: all argmaxes right is exactly "greedy decoding writes the whole answer"
+        exact, right, count = exact + bool(hit.all()), right + hit.sum().item(), count + len(hit)
+    report["edit_exact"], report["edit_token"] = round(exact / edits, 4), round(right / count, 5)
+    model.train()
+    return report
+
+
+def train_model(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    rng = random.Random(args.seed)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer")
+    corpus = Corpus(args, tokenizer)
+    folder = args.out / args.size
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.start:
+        model = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    else:
+        model = build(args.size, len(tokenizer), tokenizer.eos_token_id)
+    model.train()
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        Muon(matrices, lr=args.lr),
+        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    log = (folder / "log.jsonl").open("a")
+    print(f"{args.size}: {model.num_parameters():,} parameters", flush=True)
+    start, step, tokens, smooth, last = time.monotonic(), 0, 0, None, 0.0
+    while (progress := (time.monotonic() - start) / 60 / args.minutes) < 1:
+        length = args.context // (1 if progress > 0.6 or args.start else 2 if progress > 0.15 else 4)
+        scale = min(1.0, (step + 1) / 100) * min(1.0, (1 - progress) / 0.35 + 0.01)
+        for opt in optimizers:
+            for group in opt.param_groups:
+                group["lr"] = args.lr * scale
+        batch = corpus.rows(rng, args.batch // length, length)
+        loss = 0.0
+        for part in batch.split(args.micro // length):
+            logits = model(part[:, :-1]).logits
+            piece = (
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) * len(part) / len(batch)
+            )
+            piece.backward()
+            loss += piece.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in optimizers:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        step, tokens = step + 1, tokens + batch[:, 1:].numel()
+        smooth = loss if smooth is None else 0.97 * smooth + 0.03 * loss
+        minutes = (time.monotonic() - start) / 60
+        if step % 25 == 0:
+            print(f"{minutes:6.1f} min  step {step}  {tokens / 1e6:.2f} M tokens  loss {smooth:.3f}", flush=True)
+        if minutes - last >= args.every and minutes < args.minutes:
+            last = minutes
+            save(model, tokenizer, folder)
+            row = {
+                "minutes": round(minutes, 1),
+                "tokens": tokens,
+                "train": round(smooth, 4),
+                **validate(model, corpus, args.context, 40),
+            }
+            print(row, flush=True)
+            print(json.dumps(row), file=log, flush=True)
+    save(model, tokenizer, folder)
+    row = {
+        "minutes": args.minutes,
+        "tokens": tokens,
+        "train": round(smooth or 0.0, 4),
+        **validate(model, corpus, args.context, 200),
+    }
+    print(json.dumps(row), file=log, flush=True)
+    print(row, flush=True)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def export(args: argparse.Namespace) -> None:
+    """bf16 weights and tokenizer, as they ship."""
+    model = LlamaForCausalLM.from_pretrained(args.out / args.size / "model", dtype=torch.bfloat16)
+    model.save_pretrained(args.to)
+    PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer").save_pretrained(args.to)
+    (args.to / "training.jsonl").write_text((args.out / args.size / "log.jsonl").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", choices=["tokenizer", "model", "export"])
+    parser.add_argument("--stories", type=Path, help="TinyStories, one story a line block")
+    parser.add_argument("--plays", type=Path, help="tiny Shakespeare")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--to", type=Path, help="where `export` writes")
+    parser.add_argument("--size", choices=list(SIZES), default="nano")
+    parser.add_argument("--start", type=Path, help="continue from these weights, at full context")
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--every", type=float, default=10.0, help="minutes between validations")
+    parser.add_argument("--batch", type=int, default=6144, help="tokens per step")
+    parser.add_argument("--micro", type=int, default=2048, help="tokens per forward")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    {"tokenizer": train_tokenizer, "model": train_model, "export": export}[args.job](args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
