@@ -177,6 +177,7 @@ class Accelerated:
         prompts = _prompts(input_ids, model_kwargs)
         steps = config.max_length - input_ids.shape[1]
         self._check_lengths(prompts, steps)
+        self.target.reserve(len(prompts), max(map(len, prompts)) + steps + drafter.width)
         pad = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
         history = History(input_ids, steps, pad)
         returns = config.return_dict_in_generate

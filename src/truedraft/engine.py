@@ -31,16 +31,13 @@ class Engine:
     watch: Stopwatch
 
     def run(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Iterator[Pass]:
-        """Decode, one pass of the target per item; `row.tokens` grows as it goes."""
+        """Decode, one pass of the target per item; `row.tokens` grows as it goes. The target's cache is reserved."""
         prefill = self.watch.timed("prefill", self.target.prefill)
         propose = self.watch.timed("draft", self.drafter.propose)
         score = self.watch.timed("target", self.target.score)
 
         self.target.taps = self.drafter.needs
         self.control.open(self.target, self.drafter, self.watch.seconds)
-        self.target.reserve(
-            len(rows), max(len(p) + r.room for p, r in zip(prompts, rows, strict=True)) + self.drafter.width
-        )
         rows = list(rows)
         self.drafter.start(rows)
         self.control.start(rows)

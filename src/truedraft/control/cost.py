@@ -75,6 +75,7 @@ class Cost(Control):
         family="cost model",
     )
     memory: float = 0.9  # weight that an observation keeps at each later one
+    hope: float = 0.15  # chance given to the first node of a row's first drafts, falling by 0.85 a rank
     slack: float = 0.02  # share of the time that drafts which are not verified may cost
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class Cost(Control):
 
     def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._rows[id(row)] = History(self.memory, [0.3 * 0.85**i for i in range(24)])
+            self._rows[id(row)] = History(self.memory, [self.hope * 0.85**i for i in range(24)])
             self._shadows[id(row)] = []
 
     def budget(self, rows: Sequence[Row]) -> list[int]:

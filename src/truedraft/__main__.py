@@ -1,0 +1,7 @@
+"""`python -m truedraft` is the command `truedraft`."""
+
+import sys
+
+from truedraft.cli import main
+
+sys.exit(main())

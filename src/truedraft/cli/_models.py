@@ -1,0 +1,109 @@
+"""Models by name: embedded, a local folder, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft import assets
+from truedraft.cli._text import waiting
+from truedraft.errors import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from truedraft.accelerated import Accelerated
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A decoder language model in eval mode and its tokenizer, set up for generation.
+
+    Embedded models run on the CPU, in float32 unless told otherwise; others on the GPU where there is one.
+
+    Raises:
+        Refused: no such model or dtype, a damaged one, or one that does not generate; the message names the argument.
+    """
+    check_dtype(dtype)
+    source = _source(name)
+    import huggingface_hub
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
+    embedded = name in assets.names()
+    options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
+    try:
+        _check_generative(name, transformers.AutoConfig.from_pretrained(source, **options))
+        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
+        kind = "float32" if embedded and dtype == "auto" else dtype
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
+    except Refused:
+        raise
+    except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
+        where = "" if options["local_files_only"] else " (no such folder here, so the hub was asked)"
+        reason = " ".join(str(e).partition("\n")[0].split()) or type(e).__name__
+        raise Refused(f"MODEL {name!r} cannot be loaded{where}: {reason}") from e
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    device = "cuda" if torch.cuda.is_available() and not embedded else "cpu"
+    return model.to(device).eval(), tokenizer
+
+
+def accelerated(name: str, dtype: str, draft: str, control: str = "cost") -> Accelerated:
+    """A model by name with a drafter and a control by theirs; `draft` may also be "auto" or "none".
+
+    Raises:
+        Refused: a name is unknown, or the model cannot be hosted exactly.
+    """
+    with waiting("loading the model"):
+        from truedraft import accelerate, registry
+
+        choices: dict[str, Any] = {"auto": "auto", "none": None}  # a wrong name does not wait for a model to load
+        drafter = choices[draft] if draft in choices else registry.load("drafters", draft)
+        controller = registry.load("control", control)
+        return accelerate(*load(name, dtype), draft=drafter, control=controller)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises Refused, with the choices, where `dtype` is none of them."""
+    if dtype not in DTYPES:
+        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+
+
+def _source(name: str) -> Path | str:
+    """The folder that a name stands for, or the name itself where only the hub can know it."""
+    if not name:
+        raise Refused("MODEL is empty: give a folder, a name on the hub, or an embedded model")
+    if name in assets.names():
+        return assets.path(name)
+    folder = Path(name).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise Refused(f"MODEL {name!r} is no model of transformers: it has no config.json")
+        return folder
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise Refused(f"MODEL {name!r} does not exist")
+    if "/" not in name and difflib.get_close_matches(name, assets.names(), cutoff=0.75):
+        assets.path(name)
+    return name
+
+
+def _check_generative(name: str, config: Any) -> None:
+    """Raises Refused where the checkpoint is of another kind, which a causal model's class would load all the same."""
+    import transformers
+
+    for architecture in config.architectures or ():
+        cls = getattr(transformers, architecture, None)
+        if cls is not None and not cls.can_generate():
+            raise Refused(
+                f"MODEL {name!r} is not generative: it is a {architecture}, which has no language-model head; "
+                "give a decoder language model"
+            )
+    if config.is_encoder_decoder:
+        raise Refused(f"MODEL {name!r} is an encoder-decoder, which is not hosted yet: give a decoder language model")

@@ -1,0 +1,81 @@
+"""Text in and out: files, ids that become text as they come, a spinner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from truedraft.errors import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read(path: Path, option: str) -> str:
+    """The text of a file that was given as `option`.
+
+    Raises:
+        Refused: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise Refused(f"{option} {path}: not UTF-8 text") from e
+    except OSError as e:
+        raise Refused(f"{option} {path}: {e.strerror}") from e
+
+
+class Pieces:
+    """Token ids to text, piece by piece: the pieces join to the text of all ids.
+
+    A token may be part of a character or of a word, so ids are decoded together with those before them, and an
+    unfinished character waits for its rest.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.start = self.sent = 0  # ids[start:sent] is text that was given out, kept as context
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete."""
+        self.ids += ids
+        return self._piece(final=False)
+
+    def end(self) -> str:
+        """What is left, an unfinished character included."""
+        return self._piece(final=True)
+
+    def _piece(self, final: bool) -> str:
+        before = self._decode(self.ids[self.start : self.sent])
+        now = self._decode(self.ids[self.start :])
+        if len(now) <= len(before) or (now.endswith("\N{REPLACEMENT CHARACTER}") and not final):
+            return ""
+        self.start, self.sent = self.sent, len(self.ids)
+        return now[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[Callable[[str | None], None]]:
+    """A spinner on stderr, if that is a terminal; gives a function that changes its text, or ends it for None."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    status = console.status(text)
+
+    def update(text: str | None) -> None:
+        if text is None:
+            status.stop()
+        else:
+            status.update(text)
+
+    with status:
+        yield update

@@ -1,0 +1,194 @@
+"""`truedraft demo`: plain and accelerated generation side by side, on two prompts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from typer import Option
+
+from truedraft import assets
+from truedraft.cli._models import accelerated
+from truedraft.cli._text import Pieces, read, waiting
+from truedraft.errors import Refused
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from truedraft.accelerated import Accelerated
+    from truedraft.stats import Pass, Report
+
+ROUNDS = 3
+WARM_UP = 16  # tokens
+DRAFTED = "bold green"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and how many tokens to write at most."""
+
+    name: str
+    text: str
+    tokens: int
+
+
+@dataclass
+class Outcome:
+    """Both ways of decoding one case: new ids and report of the last round, seconds of every round."""
+
+    case: Case
+    plain: list[int] = field(default_factory=list)
+    fast: list[int] = field(default_factory=list)
+    plain_seconds: list[float] = field(default_factory=list)
+    fast_seconds: list[float] = field(default_factory=list)
+    report: Report | None = None
+
+    @property
+    def differs(self) -> int | None:
+        """The first place where the ids differ; None where they are identical."""
+        both = zip(self.plain, self.fast, strict=False)
+        shorter = min(len(self.plain), len(self.fast))
+        place = next((i for i, (a, b) in enumerate(both) if a != b), shorter)
+        return None if place == len(self.plain) == len(self.fast) else place
+
+
+def demo(
+    prompt: Annotated[Path | None, Option(help="A file with a prompt, in place of the two that ship.")] = None,
+    instruction: Annotated[str | None, Option(help="Edit the file of --prompt as this says (for nano).")] = None,
+    model: Annotated[str, Option(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
+    draft: Annotated[str, Option(help="A drafter or `name:knob=value` (see `truedraft methods`).")] = "auto",
+    max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt; 200 for prose, 400 for edits.")] = None,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> int:
+    """Decode greedily with transformers alone and accelerated; show the text, the speed, whether the tokens agree.
+    \f
+    Returns the exit code: 1 where a token differs. Raises Refused for a bad argument, KeyboardInterrupt for Ctrl-C.
+    """
+    from rich.console import Console
+
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise Refused(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    todo = cases(prompt, instruction, max_new_tokens)
+    console = Console(highlight=False)
+    fast = accelerated(model, dtype, draft)
+    with waiting("warming up, and measuring what a pass costs here"):
+        for case in todo:
+            _turn(fast, Outcome(case), WARM_UP, None)
+    console.out(f"{model}, greedy. ", end="", highlight=False)
+    console.out("Green: drafted and accepted.", style=DRAFTED, end="", highlight=False)
+    console.out(" Plain: the model's own word.", highlight=False)
+    outcomes = [run(fast, case, console) for case in todo]
+    console.print(_table(outcomes))
+    for outcome in outcomes:
+        if outcome.differs is not None:
+            console.out(f"{outcome.case.name}: differs from new token {outcome.differs} on", highlight=False)
+    return int(any(outcome.differs is not None for outcome in outcomes))
+
+
+def cases(prompt: Path | None, instruction: str | None, tokens: int | None) -> list[Case]:
+    """The prompts to run: those that ship, or a file, with an instruction to edit it or as it is.
+
+    Raises:
+        Refused: an instruction without a file, or a file that cannot be read or is empty.
+    """
+    if prompt is None:
+        if instruction is not None:
+            raise Refused("--instruction needs --prompt FILE, the text to edit")
+        edit = edit_prompt(assets.prompt("edit.py.txt"), assets.prompt("edit_instruction.txt"))
+        return [Case("story", assets.prompt("story.txt"), tokens or 200), Case("edit", edit, tokens or 400)]
+    text = read(prompt, "--prompt").removesuffix("\n")
+    if not text:
+        raise Refused(f"--prompt {prompt}: the file is empty")
+    if instruction is not None:
+        return [Case(prompt.name, edit_prompt(text, instruction), tokens or 400)]
+    return [Case(prompt.name, text, tokens or 200)]
+
+
+def edit_prompt(text: str, instruction: str) -> str:
+    """An editing task as nano has learnt to read it (`tools/train_nano.py`)."""
+    return f"{text}<|edit|>{instruction}<|result|>"
+
+
+def run(fast: Accelerated, case: Case, console: Console) -> Outcome:
+    """Plain and accelerated in turns, the first accelerated round written to the console as it comes.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C.
+    """
+    from rich.text import Text
+
+    outcome, pieces = Outcome(case), Pieces(fast.tokenizer)  # type: ignore[arg-type]
+
+    def show(done: Pass) -> None:
+        for emission in done.emitted:
+            console.out(pieces.feed(emission.tokens[: emission.drafted]), style=DRAFTED, end="", highlight=False)
+            console.out(pieces.feed(emission.tokens[emission.drafted :]), end="", highlight=False)
+
+    console.rule(Text(case.name), align="left", style="dim")
+    console.out(case.text, style="dim", end="", highlight=False)
+    for turn in range(ROUNDS):
+        _turn(fast, outcome, case.tokens, show if turn == 0 else None)
+        if turn == 0:
+            console.out(pieces.end() + "\n")
+        if outcome.differs is not None:
+            break
+    return outcome
+
+
+def _turn(fast: Accelerated, outcome: Outcome, tokens: int, show: Callable[[Pass], None] | None) -> None:
+    """One round of both, added to the outcome."""
+    encoded: Any = fast.tokenizer(outcome.case.text, return_tensors="pt")  # type: ignore[misc]
+    inputs = {name: encoded[name].to(fast.model.device) for name in ("input_ids", "attention_mask")}
+    settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False}
+    outcome.plain, seconds = _timed(cast("Callable[..., Any]", fast.model.generate), inputs, settings)
+    outcome.plain_seconds.append(seconds)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="generation was interrupted")
+        outcome.fast, seconds = _timed(fast.generate, inputs, settings | {"on_pass": show})
+    outcome.fast_seconds.append(seconds)
+    outcome.report = fast.report()
+    if outcome.report.interrupted:
+        raise KeyboardInterrupt
+
+
+def _timed(generate: Callable[..., Any], inputs: dict[str, Any], settings: dict[str, Any]) -> tuple[list[int], float]:
+    """New ids and seconds."""
+    start = time.perf_counter()
+    ids = generate(**inputs, **settings)[0, inputs["input_ids"].shape[1] :].tolist()
+    return ids, time.perf_counter() - start
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(caption=f"medians of {ROUNDS} rounds", caption_justify="left")
+    table.add_column("prompt")
+    for outcome in outcomes:
+        table.add_column(Text(outcome.case.name), justify="right")
+    figures = [_figures(outcome) for outcome in outcomes]
+    for heading in figures[0]:
+        table.add_row(heading, *(column[heading] for column in figures))
+    return table
+
+
+def _figures(outcome: Outcome) -> dict[str, str]:
+    report = outcome.report
+    assert report is not None
+    plain, fast = statistics.median(outcome.plain_seconds), statistics.median(outcome.fast_seconds)
+    return {
+        "drafter": report.drafter,
+        "passes": str(len(report.passes)),
+        "mean acceptance length": f"{report.mean_acceptance_length:.2f}",
+        "tokens": str(len(outcome.fast)),
+        "tokens/s plain": f"{len(outcome.plain) / plain:.1f}",
+        "tokens/s accelerated": f"{len(outcome.fast) / fast:.1f}",
+        "speed-up": f"{plain / fast:.2f}x",
+        "identical": "yes" if outcome.differs is None else "no",
+    }

@@ -1,0 +1,130 @@
+"""`truedraft generate`: text from a model, as `model.generate` would write it, in fewer passes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from truedraft.cli._models import accelerated
+from truedraft.cli._request import Request, read_prompt, read_settings
+from truedraft.cli._text import Pieces, read, waiting
+from truedraft.errors import Refused
+
+if TYPE_CHECKING:
+    from truedraft.accelerated import Accelerated
+    from truedraft.stats import Pass
+
+
+def generate(
+    model: Annotated[str, Argument(help="An embedded model (nano), a local folder, or a name on the hub.")],
+    prompt: Annotated[str | None, Argument(help="The prompt; - or nothing reads standard input.")] = None,
+    file: Annotated[Path | None, Option(help="Read the prompt from a file; one final newline is dropped.")] = None,
+    draft: Annotated[str, Option(help="A drafter, `name:knob=value`, or none (see `truedraft methods`).")] = "auto",
+    control: Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")] = "cost",
+    reference: Annotated[list[Path] | None, Option(help="A text that the output may copy from; repeatable.")] = None,
+    max_new_tokens: Annotated[int, Option(help="Most tokens to write.")] = 128,
+    min_new_tokens: Annotated[int | None, Option(help="Fewest tokens to write.")] = None,
+    sample: Annotated[bool, Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
+    temperature: Annotated[float | None, Option(help="Above 1 flattens the law, below 1 sharpens it.")] = None,
+    top_k: Annotated[int | None, Option(help="Sample among the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, Option(help="Sample among the likeliest tokens that hold this mass.")] = None,
+    min_p: Annotated[float | None, Option(help="Drop tokens below this share of the likeliest one.")] = None,
+    typical_p: Annotated[float | None, Option(help="Locally typical sampling with this mass.")] = None,
+    epsilon_cutoff: Annotated[float | None, Option(help="Drop tokens below this probability.")] = None,
+    eta_cutoff: Annotated[float | None, Option(help="Eta sampling's cutoff.")] = None,
+    repetition_penalty: Annotated[float | None, Option(help="Above 1 makes repeated tokens less likely.")] = None,
+    no_repeat_ngram_size: Annotated[int | None, Option(help="Never repeat an n-gram of this size.")] = None,
+    stop: Annotated[list[str] | None, Option(help="End after this string; repeatable.")] = None,
+    eos: Annotated[list[int] | None, Option(help="End at this token id; repeatable.")] = None,
+    num_return_sequences: Annotated[int, Option("--num-return-sequences", "-n", help="How many texts.")] = 1,
+    max_time: Annotated[float | None, Option(help="End after so many seconds.")] = None,
+    seed: Annotated[int | None, Option(help="Seed for torch.manual_seed.")] = None,
+    settings: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Another GenerationConfig field; repeatable.")
+    ] = None,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    chat: Annotated[bool, Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    stream: Annotated[bool | None, Option(help="Show text as it comes; by default on a terminal.")] = None,
+    report: Annotated[bool, Option("--report", help="Print the figures of the run on stderr.")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object: text, token_ids and the figures.")] = False,
+) -> int:
+    """Generate text: the tokens of model.generate under the same settings and seed, in fewer passes.
+    \f
+    Returns the exit code: 0, or 130 where Ctrl-C cut the text short. Raises Refused for a bad argument.
+    """
+    fields = {
+        "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "do_sample": sample, "max_time": max_time,
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p,
+        "epsilon_cutoff": epsilon_cutoff, "eta_cutoff": eta_cutoff, "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size, "stop_strings": stop or None, "eos_token_id": eos or None,
+        "num_return_sequences": num_return_sequences,
+    }  # fmt: skip
+    output = _output(stream, as_json, report, num_return_sequences)
+    documents = [read(path, "--reference") for path in reference or ()]
+    request = Request(read_prompt(prompt, file), read_settings(fields, settings or ()), documents, seed, chat)
+    fast = accelerated(model, dtype, draft, control)
+    return output.write(fast, output.run(fast, request))
+
+
+def _output(stream: bool | None, as_json: bool, report: bool, texts: int) -> Output:
+    if stream and as_json:
+        raise Refused("--stream and --json were both given: choose one")
+    if stream and texts > 1:
+        raise Refused(f"--stream shows one text, --num-return-sequences is {texts}: drop one of them")
+    if stream is None:
+        stream = texts == 1 and not as_json and sys.stdout.isatty()
+    return Output(stream, as_json, report)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the text goes, and when."""
+
+    stream: bool
+    as_json: bool
+    report: bool
+
+    def run(self, fast: Accelerated, request: Request) -> list[list[int]]:
+        """The new ids of every text; streamed text is written as it comes."""
+        pieces, tokens = Pieces(fast.tokenizer), 0  # type: ignore[arg-type]
+        with waiting("reading the prompt") as show, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="generation was interrupted")
+
+            def on_pass(done: Pass) -> None:
+                nonlocal tokens
+                tokens += sum(len(emission.tokens) for emission in done.emitted)
+                if not self.stream:
+                    show(f"writing: {tokens} tokens")
+                    return
+                show(None)
+                for emission in done.emitted:
+                    print(pieces.feed(emission.tokens), end="", flush=True)
+
+            rows = request.run(fast, on_pass)
+        if self.stream:
+            print(pieces.end())
+        return rows
+
+    def write(self, fast: Accelerated, rows: Sequence[list[int]]) -> int:
+        """Print what was not streamed, and the figures; returns the exit code."""
+        report = fast.report()
+        texts = [fast.tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]  # type: ignore[union-attr]
+        if self.as_json:
+            one = len(rows) == 1
+            said = {"text": texts[0] if one else texts, "token_ids": rows[0] if one else rows}
+            print(json.dumps(said | report.as_dict()))
+        elif len(texts) > 1:
+            for i, text in enumerate(texts, 1):
+                print(f"--- {i} of {len(texts)} ---\n{text}")
+        elif not self.stream:
+            print(texts[0])
+        if self.report:
+            print(report, file=sys.stderr)
+        return 130 if report.interrupted else 0

@@ -1,0 +1,48 @@
+"""Tiny sharpened models of every family, and the cases that the registry spans."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRUEDRAFT_CHECK"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _curves_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured curves go to a folder of the run, not to the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def weights() -> Path:
+    """Real checkpoints, where the folder beside the repository has them."""
+    if not (SHARED / "weights").is_dir():
+        pytest.skip("no folder ../shared/weights")
+    return SHARED / "weights"
+
+
+@pytest.fixture(scope="session")
+def stories() -> list[str]:
+    """Openings cut from real stories, where the folder beside the repository has them."""
+    path = SHARED / "data" / "tinystories_sample" / "tinystories_4MB.txt"
+    if not path.is_file():
+        pytest.skip("no file ../shared/data/tinystories_sample/tinystories_4MB.txt")
+    texts = [t for t in path.read_text().split("\n") if len(t) > 200]
+    return [t[: 30 + 7 * (i % 12)] for i, t in enumerate(texts[:: len(texts) // 100][:100])]

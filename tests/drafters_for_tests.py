@@ -1,0 +1,120 @@
+"""Drafters that try the engine: one that knows the answer, one that talks nonsense, one with probes, one with taps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from truedraft import Card, Drafter, DraftTree
+from truedraft.tree import Accepted, Row, Scores, Taps
+
+_CARD = Card(paper="none", idea="For tests.", family="test")
+
+
+@dataclass
+class Noise(Drafter):
+    """Random trees of random tokens, siblings with the same token among them."""
+
+    card = _CARD
+    vocabulary: int = 61  # tokens drawn from
+    seed: int = 0  # of the trees
+    size: int = 7  # nodes
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    @property
+    def width(self) -> int:
+        return self.size
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        return [self.tree(row, min(self.size, most)) for row, most in zip(rows, budget, strict=True)]
+
+    def tree(self, row: Row, nodes: int) -> DraftTree:
+        nodes = self.random.randint(0, nodes) if nodes else 0
+        parent = (-1, *(self.random.randrange(i) for i in range(1, nodes + 1)))
+        tokens = (row.tokens[-1], *(self.random.randrange(self.vocabulary) for _ in range(nodes)))
+        return DraftTree(tokens, parent)
+
+
+@dataclass
+class Oracle(Noise):
+    """Knows each row's true continuation and hides up to `deep` tokens of it on a branch among random nodes."""
+
+    answers: dict[int, list[int]] = field(default_factory=dict)  # row -> prompt and continuation
+    deep: int = 4  # tokens hidden at most
+
+    @property
+    def width(self) -> int:
+        return self.size + self.deep
+
+    def tree(self, row: Row, nodes: int) -> DraftTree:
+        noise = super().tree(row, nodes)
+        tokens, parent = list(noise.tokens), list(noise.parent)
+        at = 0
+        for token in self.answers[row.index][len(row.tokens) :][: self.random.randint(1, self.deep)]:
+            if len(tokens) > self.size + self.deep:
+                break
+            tokens.append(token)
+            parent.append(at)
+            at = len(tokens) - 1
+        return DraftTree(tuple(tokens), tuple(parent))
+
+
+@dataclass
+class ProbeReader(Noise):
+    """Hangs a probe token below the root and below a draft, and drafts next what the probes' logits say."""
+
+    mask: int = 4  # the token that probes carry
+
+    def start(self, rows: Sequence[Row]) -> None:
+        self.guess: dict[int, int] = {}
+        self.read = 0
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        trees = []
+        for row in rows:
+            draft = self.guess.get(row.index, 3)
+            trees.append(
+                DraftTree((row.tokens[-1], self.mask, draft, self.mask), (-1, 0, 0, 2), probes=frozenset({1, 3}))
+            )
+        return trees
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            if tree.probes:
+                probe = max(tree.probes)
+                self.guess[row.index] = int(scores.logits[b, probe].argmax())
+                self.read += 1
+
+
+@dataclass
+class HiddenReader(Noise):
+    """Taps the last hidden state, applies the model's head to it and drafts the second-best token of the last pass."""
+
+    head: torch.nn.Module | None = None  # the model's output head
+    needs = Taps(hidden=(-1,))
+
+    def start(self, rows: Sequence[Row]) -> None:
+        self.guess: dict[int, int] = {}
+        self.largest_error = 0.0
+        self.lengths = [len(row.tokens) for row in rows]
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        return [DraftTree.chain(row.tokens[-1], [self.guess[row.index]] * 2) for row in rows]
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        assert self.head is not None
+        for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            hidden = scores.hidden[-1][b]
+            assert len(hidden) == scores.context[b] + len(tree)
+            mine = self.head(hidden[scores.context[b] :])
+            self.largest_error = max(self.largest_error, (mine - scores.logits[b, : len(tree)]).abs().max().item())
+            self.guess[row.index] = int(mine[0].topk(2).indices[1])

@@ -1,0 +1,86 @@
+"""Tiny random models, sharpened so that their text is not one token babbled on."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+
+V = 61
+EOS = 2
+_COMMON: dict[str, Any] = dict(
+    vocab_size=V,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+_NO_GQA = {k: v for k, v in _COMMON.items() if k != "num_key_value_heads"}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": _COMMON,
+    "qwen2": _COMMON,
+    "qwen3": {**_COMMON, "head_dim": 8},
+    "mistral": {**_COMMON, "sliding_window": 9},
+    "gemma2": {**_COMMON, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**_COMMON, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8},
+    "phi": _COMMON,
+    "phi3": _COMMON,
+    "gpt2": dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=None),
+    "gpt_neox": _NO_GQA,
+    "opt": {
+        **{k: v for k, v in _NO_GQA.items() if k != "intermediate_size"},
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "do_layer_norm_before": True,
+    },
+    "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {**_COMMON, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "olmo2": _COMMON,
+    "stablelm": _COMMON,
+    "starcoder2": {**_COMMON, "sliding_window": None},
+    "cohere": _COMMON,
+    "granite": _COMMON,
+}
+
+# torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
+# left-padded window (Gemma 2) strays from what the model says to the same prompt alone
+NO_FP64 = {"mixtral", "qwen3_moe", "gemma2"}
+
+
+@lru_cache(maxsize=None)
+def tiny(
+    architecture: str = "llama",
+    dtype: torch.dtype = torch.float64,
+    sharpen: float = 3.0,
+    vocabulary: int = V,
+    attention: str | None = None,
+) -> PreTrainedModel:
+    """A model of an architecture with random weights, the matrices multiplied by `sharpen`."""
+    torch.manual_seed(7)
+    config = CONFIG_MAPPING[architecture](**{**ARCHITECTURES[architecture], "vocab_size": vocabulary})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(sharpen)
+    return model.to(dtype)
+
+
+def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, left-padded, each with a phrase that comes back, so that lookup finds something."""
+    g = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.vocab_size
+    phrases = torch.randint(3, vocabulary, (rows, 6), generator=g).tolist()
+    prompts = [(p * 3)[: 5 + 3 * i] for i, p in enumerate(phrases)]
+    longest = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[0] * (longest - len(p)) + p for p in prompts]),
+        "attention_mask": torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]),
+    }

@@ -1,0 +1,101 @@
+"""The cost model: verifies what pays, stops what does not, and comes back when drafts turn good."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import tiny
+
+from truedraft.control.cost import Cost, History, Shadow
+from truedraft.drafters.prompt_lookup import PromptLookup
+from truedraft.runtime import curve
+from truedraft.runtime.curve import Curve
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import DraftTree, Row
+
+STEEP = Curve((1, 2, 16), (1.0, 2.0, 2.2))  # any width beyond one costs double
+FLAT = Curve((1, 16), (1.0, 1.0))
+
+
+@pytest.fixture
+def control(monkeypatch: pytest.MonkeyPatch) -> Cost:
+    monkeypatch.setattr(curve, "of", lambda target: STEEP)
+    made = Cost()
+    made.open(object(), PromptLookup(), {"draft": 0.0, "target": 1.0})  # type: ignore[arg-type]
+    return made
+
+
+def _pass(control: Cost, row: Row, draft: list[int], said: list[int]) -> int:
+    """One pass in which the target says `said`; returns how many drafted nodes were verified."""
+    control.budget([row])
+    tree = DraftTree.chain(row.tokens[-1], draft)
+    verified = len(control.prune([row], [tree])[0]) - 1
+    row.tokens += said
+    control.observe([row], [tree], [])
+    return verified
+
+
+def test_hopeless_drafts_are_not_verified(control: Cost) -> None:
+    row = Row(0, [1], 1, 999)
+    control.start([row])
+    assert sum(_pass(control, row, [9] * 10, [2]) for _ in range(50)) == 0
+
+
+def test_good_drafts_are_taken_up_without_having_been_verified(control: Cost) -> None:
+    row = Row(0, [1], 1, 999)
+    control.start([row])
+    for _ in range(20):
+        _pass(control, row, [9] * 10, [2])
+    sizes = [_pass(control, row, [2] * 10, [2]) for _ in range(30)]
+    assert sizes[0] == 0 and sizes[-1] == 10
+
+
+def test_a_flat_curve_verifies_everything(control: Cost) -> None:
+    control._curve = FLAT
+    row = Row(0, [1], 1, 999)
+    control.start([row])
+    assert _pass(control, row, [9] * 10, [2]) == 10
+
+
+def test_a_shadow_follows_a_branch_over_several_passes() -> None:
+    shadow = Shadow(DraftTree((1, 5, 6, 7), (-1, 0, 0, 2)))
+    assert not shadow.follow([6])
+    assert shadow.follow([7])
+    assert shadow.path == {2, 3}
+
+
+def test_history_weighs_the_recent_past() -> None:
+    history = History(0.5, [0.3])
+    for _ in range(10):
+        history.add(1, set())
+    for _ in range(3):
+        history.add(1, {1})
+    assert history.value(0) > 0.6
+
+
+def test_the_curve_is_measured_once_and_survives_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = DecoderTarget(tiny("qwen2"))
+    first = curve.of(target)
+    assert list(first.seconds) == sorted(first.seconds) and first.widths[0] == 1
+    (file,) = (tmp_path / "truedraft" / "curves").iterdir()
+    assert json.loads(file.read_text())["seconds"] == list(first.seconds)
+    assert curve.of(target) == first
+    file.write_text("{half")
+    assert curve.of(target).widths == first.widths
+    assert json.loads(file.read_text())["widths"] == list(first.widths)
+
+
+def test_the_curve_draws_straight_lines() -> None:
+    line = Curve((1, 2, 4), (1.0, 2.0, 3.0))
+    assert [line(w) for w in (1, 2, 3, 4, 6)] == [1.0, 2.0, 2.5, 3.0, 4.0]
+
+
+def test_measuring_leaves_torch_and_the_target_alone() -> None:
+    target = DecoderTarget(tiny("qwen2"))
+    state = torch.get_rng_state()
+    curve.measure(target)
+    assert target.cache is None and torch.equal(torch.get_rng_state(), state)

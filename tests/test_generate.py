@@ -1,0 +1,218 @@
+"""What users bring to `generate`, and what they are told when it cannot be done."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import ragged, tiny
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+import truedraft
+from nets import text_net
+from truedraft import Refused, registry
+from truedraft.stats import Pass
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture(scope="module")
+def fast() -> truedraft.Accelerated:
+    return truedraft.accelerate(tiny(), control="fixed")
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_scores_and_logits_are_those_of_transformers(rows: int, sample: bool, fast: truedraft.Accelerated) -> None:
+    inputs = ragged(tiny(), rows)
+    kwargs: dict[str, Any] = dict(
+        max_new_tokens=25, return_dict_in_generate=True, output_scores=True, output_logits=True, do_sample=sample,
+        repetition_penalty=1.2, eos_token_id=[11, 12, 13], pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    expected = tiny().generate(**inputs, **kwargs)
+    torch.manual_seed(1)
+    got = fast.generate(**inputs, **kwargs)
+    assert torch.equal(got.sequences, expected.sequences)
+    length = inputs["input_ids"].shape[1]
+    for mine, theirs in ((got.scores, expected.scores), (got.logits, expected.logits)):
+        assert len(mine) == len(theirs)
+        ended = torch.zeros(rows, dtype=torch.bool)
+        for t, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert torch.allclose(a[~ended], b[~ended], atol=1e-4)
+            assert not a[ended].any()
+            ended |= torch.isin(expected.sequences[:, length + t], torch.tensor([11, 12, 13]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_streamer_gets_the_steps_of_transformers(rows: int, fast: truedraft.Accelerated) -> None:
+    inputs, mine, theirs = ragged(tiny(), rows), Recorder(), Recorder()
+    kwargs: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=[11, 12], pad_token_id=0)
+    tiny().generate(**inputs, streamer=theirs, **kwargs)
+    fast.generate(**inputs, streamer=mine, **kwargs)
+    assert mine.got == theirs.got and mine.ended == theirs.ended == 1
+
+
+def test_embeddings_as_the_prompt(fast: truedraft.Accelerated) -> None:
+    ids = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 8, 9, 8]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    embeds = tiny().get_input_embeddings()(ids)
+    kwargs: dict[str, Any] = dict(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=15, do_sample=False)
+    assert torch.equal(fast.generate(**kwargs), tiny().generate(**kwargs))
+
+
+def test_what_users_bring_keeps_working() -> None:
+    model, inputs = tiny(), ragged(tiny(), 3)
+    text_net(model, "oracle", inputs, generation_config=GenerationConfig(max_new_tokens=12, do_sample=True, top_k=9))
+    text_net(model, "noise", inputs, max_new_tokens=15, num_return_sequences=1, suppress_tokens=[3, 4], do_sample=False)
+    text_net(model, "noise", inputs, max_length=40, min_length=38, do_sample=False)
+    text_net(model, "noise", inputs, max_new_tokens=9, sequence_bias=[[[5], 4.0]], forced_eos_token_id=7, do_sample=True)
+
+
+def test_return_sequences_share_a_prompt(fast: truedraft.Accelerated) -> None:
+    inputs = ragged(tiny(), 2)
+    kwargs: dict[str, Any] = dict(max_new_tokens=15, do_sample=True, num_return_sequences=3)
+    torch.manual_seed(4)
+    expected = tiny().generate(**inputs, **kwargs)
+    torch.manual_seed(4)
+    assert torch.equal(fast.generate(**inputs, **kwargs), expected)
+
+
+def test_prompt_lookup_num_tokens_chooses_the_drafter(fast: truedraft.Accelerated) -> None:
+    plain = truedraft.accelerate(tiny(), draft=None, control="fixed")
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    out = plain.generate(ids, max_new_tokens=10, prompt_lookup_num_tokens=4, do_sample=False)
+    assert plain.report().drafter == "prompt-lookup"
+    assert torch.equal(out, tiny().generate(ids, max_new_tokens=10, do_sample=False))
+
+
+def test_references_are_copied_from() -> None:
+    model = tiny()
+    ids = torch.tensor([[5, 6, 7]])
+    answer = model.generate(ids, max_new_tokens=40, do_sample=False)
+    fast = truedraft.accelerate(model, control="fixed")
+    for references in ([answer[0]], [answer[0].tolist(), [9, 9]], [[answer[0].tolist()]]):
+        assert torch.equal(fast.generate(ids, max_new_tokens=40, do_sample=False, references=references), answer)
+        assert fast.report().drafter == "llma"
+        assert fast.report().mean_acceptance_length > 4
+
+
+def test_ctrl_c_returns_what_there_is(fast: truedraft.Accelerated) -> None:
+    inputs = ragged(tiny(), 3)
+    expected = tiny().generate(**inputs, max_new_tokens=30, do_sample=False)
+    seen: list[Pass] = []
+
+    def press(done: Pass) -> None:
+        seen.append(done)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"):
+        got = fast.generate(**inputs, max_new_tokens=30, do_sample=False, on_pass=press)
+    assert fast.report().interrupted
+    start = inputs["input_ids"].shape[1]
+    assert start < got.shape[1] < expected.shape[1]
+    for mine, theirs in zip(got, expected, strict=True):
+        said = [t for t in mine[start:].tolist() if t != 0]
+        assert said and said == theirs[start : start + len(said)].tolist()
+    assert torch.equal(fast.generate(**inputs, max_new_tokens=30, do_sample=False), expected)
+
+
+_IDS = torch.tensor([[5, 6, 7]])
+BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
+    "beam search": (lambda f: f.generate(_IDS, num_beams=3, max_new_tokens=4), "beam search"),
+    "contrastive search": (lambda f: f.generate(_IDS, penalty_alpha=0.6, top_k=4, max_new_tokens=4), "contrastive search"),
+    "attention weights": (
+        lambda f: f.generate(_IDS, output_attentions=True, return_dict_in_generate=True, max_new_tokens=4),
+        "output_attentions",
+    ),
+    "no cache": (lambda f: f.generate(_IDS, use_cache=False, max_new_tokens=4), "use_cache=False"),
+    "another cache": (lambda f: f.generate(_IDS, cache_implementation="static", max_new_tokens=4), "cache_implementation"),
+    "draft model": (lambda f: f.generate(_IDS, assistant_model=tiny("qwen2"), max_new_tokens=4), "assistant_model"),
+    "zero temperature": (lambda f: f.generate(_IDS, do_sample=True, temperature=0.0, max_new_tokens=4), "temperature"),
+    "right padding": (
+        lambda f: f.generate(_IDS, attention_mask=torch.tensor([[1, 1, 0]]), max_new_tokens=4),
+        "pad on the left",
+    ),
+    "empty prompt": (lambda f: f.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=4), "empty"),
+    "long prompt": (lambda f: f.generate(torch.full((1, 200), 5), max_new_tokens=4), "context has 128"),
+    "stop strings without a tokenizer": (lambda f: f.generate(_IDS, stop_strings=["a"], max_new_tokens=4), "need a tokenizer"),
+    "reference of another type": (lambda f: f.generate(_IDS, references=[{"a": 1}], max_new_tokens=4), r"references\[0\] is dict"),
+    "reference as one string": (lambda f: f.generate(_IDS, references="text", max_new_tokens=4), "list of documents"),
+    "reference text without a tokenizer": (lambda f: f.generate(_IDS, references=["a"], max_new_tokens=4), "no tokenizer"),
+    "reference outside the vocabulary": (lambda f: f.generate(_IDS, references=[[5, 999]], max_new_tokens=4), "vocabulary of 61"),
+    "references for other rows": (lambda f: f.generate(_IDS, references=[[[5]], [[6]]], max_new_tokens=4), "2 rows"),
+    "seeds for other rows": (lambda f: f.generate(_IDS, seed=[1, 2], do_sample=True, max_new_tokens=4), "2 entries"),
+    "unknown setting": (lambda f: f.generate(_IDS, max_new_token=4), "max_new_token"),
+    "report before anything": (lambda f: truedraft.accelerate(tiny()).report(), "nothing to report"),
+    "unknown drafter": (lambda f: truedraft.accelerate(tiny(), draft="promt-lookup"), "did you mean 'prompt-lookup'"),
+    "unknown knob": (lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup:lenght=3"), "did you mean 'length'"),
+    "unreadable knob": (lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup:5"), "knob=value"),
+    "drafter of another type": (lambda f: truedraft.accelerate(tiny(), draft=5), "draft=int"),
+    "unknown rule": (lambda f: truedraft.accelerate(tiny(), rule="greddy"), "did you mean 'greedy'"),
+    "rule against the setting": (
+        lambda f: truedraft.accelerate(tiny(), rule="greedy").generate(_IDS, do_sample=True, max_new_tokens=4),
+        "rule='greedy'",
+    ),
+    "references without a use": (
+        lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup").generate(_IDS, references=[[5]], max_new_tokens=4),
+        "draft='llma'",
+    ),
+    "past the learned positions": (
+        lambda f: truedraft.accelerate(tiny("gpt2")).generate(_IDS, max_new_tokens=400),
+        "max_new_tokens to at most 125",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_clear_error(case: str, fast: truedraft.Accelerated) -> None:
+    call, words = BAD[case]
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=words) as error:
+        warnings.simplefilter("ignore")
+        call(fast)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_nan_logits_are_named(sample: bool) -> None:
+    torch.manual_seed(0)
+    from models import ARCHITECTURES
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**ARCHITECTURES["llama"])).eval()
+    fast = truedraft.accelerate(model)
+    model.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(Refused, match="NaN"):
+        fast.generate(_IDS, max_new_tokens=4, do_sample=sample)
+
+
+def test_a_drafter_with_another_tokenizer_is_refused() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    def words(*entries: str) -> PreTrainedTokenizerFast:
+        vocabulary = {w: i for i, w in enumerate(entries)}
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
+
+    draft = registry.load("drafters", "prompt-lookup")
+    draft.tokenizer = words("a", "b")
+    with pytest.raises(Refused, match="tokenizer of prompt-lookup"):
+        truedraft.accelerate(tiny(), words("a", "c"), draft=draft)
+    with pytest.raises(Refused, match="tokenizer of its own"):
+        truedraft.accelerate(tiny(), None, draft=draft)
+    truedraft.accelerate(tiny(), words("a", "b"), draft=draft)

@@ -1,0 +1,117 @@
+"""Mutants: faults planted on purpose, each of which a named net must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import ragged, tiny
+from nets import RULES, eos_inside, node_net, text_net
+from torch import Tensor
+
+from truedraft import tree as trees
+from truedraft.accept.greedy import Greedy
+from truedraft.caches.rows import RowCache
+from truedraft.chance import StreamNoise
+from truedraft.sampling import History
+from truedraft.stopping import Stops
+from truedraft.tree import DraftTree, Row, Shape
+
+Net = Callable[[], Any]
+
+
+def nodes() -> None:
+    node_net(tiny(), "oracle")
+
+
+def text(rule: str = "greedy", **kwargs: Any) -> Net:
+    return lambda: text_net(tiny(), "oracle", ragged(tiny(), 3), max_new_tokens=40, **{**RULES[rule], **kwargs})
+
+
+def text_with_eos() -> None:
+    inputs = ragged(tiny(), 3)
+    text("greedy", eos_token_id=eos_inside(tiny(), inputs), pad_token_id=0)()
+
+
+def reshaped(change: Callable[[Shape], Shape]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        true = trees.shape_of
+        patch.setattr(trees, "shape_of", lambda parent: change(true(parent)))
+
+    return plant
+
+
+def replaced(owner: type, name: str, new: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, new)
+
+
+def keep_first_nodes(self: RowCache, slot: int, path: Sequence[int]) -> None:
+    self.lengths[slot] += len(path)
+
+
+def keep_rejected(self: RowCache, slot: int, path: Sequence[int]) -> None:
+    self.lengths[slot] += self.cursor.width if self.cursor.width < 30 else len(path)
+
+
+def forget_the_path(self: History, row: Row, token: int) -> None:
+    """Ids reach the processors only when a token is the row's first of the pass."""
+    row.tokens.append(token)
+    if row.step % 2 == 0:
+        self.ids[row.index, self.length + row.step - 1] = token
+
+
+def noise_per_draw(self: StreamNoise, law: Tensor, rows: Sequence[Row]) -> list[int]:
+    block = law.new_empty(self.batch, law.shape[-1]).exponential_(1)
+    return (law / block[[row.index for row in rows]]).argmax(-1).tolist()
+
+
+def second_best(self: Greedy, scores: Tensor, *_: Any) -> list[int]:
+    return scores.topk(2).indices[:, 1].tolist()
+
+
+def overshoot(self: Stops, rows: Sequence[Row]) -> None:
+    for row in rows:
+        row.ended = row.tokens[-1] in self.eos or row.step == (self.steps or 0) + 1
+
+
+def deaf_to_eos(self: Stops, rows: Sequence[Row]) -> None:
+    for row in rows:
+        row.ended = row.step == self.steps
+
+
+def gullible(self: DraftTree, node: int, token: int) -> int | None:
+    """Any child is as good as the right one."""
+    return next(iter(self.shape.children[node]), None)
+
+
+MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Net]] = {
+    "lost tree mask": (reshaped(lambda s: Shape(s.depth, s.children, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
+    "tree read as a chain": (reshaped(lambda s: Shape(s.depth, s.children, torch.ones_like(s.mask).tril())), nodes),
+    "positions by node index": (reshaped(lambda s: Shape(tuple(range(len(s.depth))), s.children, s.mask)), nodes),
+    "commit of the first k nodes": (replaced(RowCache, "commit", keep_first_nodes), nodes),
+    "rejected KV kept": (replaced(RowCache, "commit", keep_rejected), nodes),
+    "overshot length": (replaced(Stops, "__call__", overshoot), text()),
+    "end of text ignored inside a draft": (replaced(Stops, "__call__", deaf_to_eos), text_with_eos),
+    "stale penalty history": (
+        replaced(History, "append", forget_the_path),
+        text(repetition_penalty=1.8),
+    ),
+    "noise tied to the draws made": (replaced(StreamNoise, "pick", noise_per_draw), text("seeded")),
+    "second-best token": (replaced(Greedy, "choose", second_best), text()),
+    "unverified drafts accepted": (replaced(DraftTree, "child", gullible), text()),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_net_is_green_without_the_fault(name: str) -> None:
+    MUTANTS[name][1]()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_net_catches_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, net = MUTANTS[name]
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
+        net()

@@ -1,0 +1,91 @@
+"""What is hosted, what is refused in one sentence, and a cache whose rows keep to themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import V, tiny
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BloomConfig, LlamaConfig
+from transformers import MambaConfig, PreTrainedModel, T5Config
+
+import truedraft
+from truedraft import DraftTree, Refused
+from truedraft.caches.rows import RowCache
+from truedraft.targets.decoder import DecoderTarget, Prompt, check_exact
+
+_SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+
+
+def _dynamic_rope() -> PreTrainedModel:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, intermediate_size=32, rope_parameters=rope)).eval()
+
+
+REFUSED = {
+    "not generative": (lambda: AutoModel.from_config(BertConfig(**_SMALL, intermediate_size=32)).eval(), "not generative"),
+    "encoder-decoder": (
+        lambda: AutoModelForSeq2SeqLM.from_config(
+            T5Config(vocab_size=V, d_model=32, num_layers=1, num_heads=4, d_ff=32, decoder_start_token_id=0)
+        ).eval(),
+        "encoder-decoder",
+    ),
+    "recurrent state": (
+        lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=1)).eval(),
+        "cannot be hosted exactly",
+    ),
+    "ALiBi": (lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=V, hidden_size=32, n_layer=1, n_head=4)).eval(), "ALiBi"),
+    "dynamic rotary scaling": (_dynamic_rope, "dynamic rotary scaling"),
+    "training mode": (lambda: AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, intermediate_size=32)).train(), r"model\.eval\(\)"),
+    "not a model": (lambda: torch.nn.Linear(2, 2), "not a model of transformers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_hosted_is_refused_in_one_sentence(case: str) -> None:
+    make, words = REFUSED[case]
+    with pytest.raises(Refused, match=words) as error:
+        truedraft.accelerate(make())
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_ignores_its_mask_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, attention_mask=None, position_ids=None, **k: forward(*a, **k))
+    target = DecoderTarget.__new__(DecoderTarget)
+    DecoderTarget.__init__(target, tiny("qwen2"))
+    target.model = model
+    with pytest.raises(Refused, match="differs from plain forwards"):
+        check_exact(target)
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_its_bytes() -> None:
+    fast = truedraft.accelerate(tiny())
+    with pytest.raises(Refused, match=r"needs [\d,]{12,} bytes"):
+        fast.generate(torch.tensor([[3, 4]]), max_new_tokens=10**10)
+
+
+def test_a_released_slot_is_taken_by_the_last_row() -> None:
+    target = DecoderTarget(tiny())
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    target.reserve(3, 16)
+    target.prefill([Prompt(torch.tensor(p)) for p in prompts])
+    target.commit([(0,)] * 3)
+    target.release(0)
+    assert target.cache is not None and target.cache.lengths == [4, 2]
+    scores = target.score([DraftTree.chain(20), DraftTree.chain(21)]).logits[:, 0]
+    for row, ids in zip(scores, ([10, 11, 12, 13, 20], [8, 9, 21]), strict=True):
+        with torch.no_grad():
+            assert torch.allclose(row, target.model(torch.tensor([ids])).logits[0, -1], atol=1e-9)
+
+
+def test_commit_gathers_a_path_that_is_not_a_prefix() -> None:
+    cache = RowCache(1, 1, 8)
+    cache.lengths.append(2)
+    cache.cursor.begin(0, 1, 5, torch.device("cpu"))
+    values = torch.arange(5.0).reshape(1, 1, 5, 1)
+    cache.layers[0].update(values, values + 10)
+    cache.commit(0, (0, 2, 4))
+    assert cache.lengths == [5]
+    assert cache.layers[0].keys[0, 0, 2:5, 0].tolist() == [0, 2, 4]
+    assert cache.layers[0].values[0, 0, 2:5, 0].tolist() == [10, 12, 14]
