@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 V = 61
 EOS = 2
@@ -54,7 +54,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 NO_FP64 = {"mixtral", "qwen3_moe", "gemma2"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny(
     architecture: str = "llama",
     dtype: torch.dtype = torch.float64,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import EOS, V, ragged
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader
+from models import EOS, V, ragged
 from truedraft import Drafter, DraftTree, registry
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Row, Scores
@@ -55,7 +55,9 @@ PROCESSORS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def drafter(name: str, model: PreTrainedModel, answers: torch.Tensor | None = None, padding: Any = None) -> Drafter | None:
+def drafter(
+    name: str, model: PreTrainedModel, answers: torch.Tensor | None = None, padding: Any = None
+) -> Drafter | None:
     """A registered drafter, or one of the trial drafters made for this model and its true output."""
     vocabulary = model.config.vocab_size
     if name == "oracle":
@@ -91,7 +93,10 @@ def text_net(
     **kwargs: Any,
 ) -> truedraft.Report:
     """Output and random stream equal those of `model.generate`. `kwargs` values that are callables of no argument are made anew."""
-    made = [{k: v() if k in ("logits_processor", "stopping_criteria") and callable(v) else v for k, v in kwargs.items()} for _ in range(2)]
+    made = [
+        {k: v() if k in ("logits_processor", "stopping_criteria") and callable(v) else v for k, v in kwargs.items()}
+        for _ in range(2)
+    ]
     torch.manual_seed(5)
     expected = model.generate(**inputs, **made[0])
     state = torch.get_rng_state()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny
 
+from models import tiny
 from truedraft.control.cost import Cost, History, Shadow
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.runtime import curve
@@ -76,7 +76,9 @@ def test_history_weighs_the_recent_past() -> None:
     assert history.value(0) > 0.6
 
 
-def test_the_curve_is_measured_once_and_survives_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curve_is_measured_once_and_survives_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = DecoderTarget(tiny("qwen2"))
     first = curve.of(target)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import ragged, tiny
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import truedraft
+from models import ragged, tiny
 from nets import text_net
 from truedraft import Refused, registry
 from truedraft.stats import Pass
@@ -80,7 +80,9 @@ def test_what_users_bring_keeps_working() -> None:
     text_net(model, "oracle", inputs, generation_config=GenerationConfig(max_new_tokens=12, do_sample=True, top_k=9))
     text_net(model, "noise", inputs, max_new_tokens=15, num_return_sequences=1, suppress_tokens=[3, 4], do_sample=False)
     text_net(model, "noise", inputs, max_length=40, min_length=38, do_sample=False)
-    text_net(model, "noise", inputs, max_new_tokens=9, sequence_bias=[[[5], 4.0]], forced_eos_token_id=7, do_sample=True)
+    text_net(
+        model, "noise", inputs, max_new_tokens=9, sequence_bias=[[[5], 4.0]], forced_eos_token_id=7, do_sample=True
+    )
 
 
 def test_return_sequences_share_a_prompt(fast: truedraft.Accelerated) -> None:
@@ -135,13 +137,19 @@ def test_ctrl_c_returns_what_there_is(fast: truedraft.Accelerated) -> None:
 _IDS = torch.tensor([[5, 6, 7]])
 BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     "beam search": (lambda f: f.generate(_IDS, num_beams=3, max_new_tokens=4), "beam search"),
-    "contrastive search": (lambda f: f.generate(_IDS, penalty_alpha=0.6, top_k=4, max_new_tokens=4), "contrastive search"),
+    "contrastive search": (
+        lambda f: f.generate(_IDS, penalty_alpha=0.6, top_k=4, max_new_tokens=4),
+        "contrastive search",
+    ),
     "attention weights": (
         lambda f: f.generate(_IDS, output_attentions=True, return_dict_in_generate=True, max_new_tokens=4),
         "output_attentions",
     ),
     "no cache": (lambda f: f.generate(_IDS, use_cache=False, max_new_tokens=4), "use_cache=False"),
-    "another cache": (lambda f: f.generate(_IDS, cache_implementation="static", max_new_tokens=4), "cache_implementation"),
+    "another cache": (
+        lambda f: f.generate(_IDS, cache_implementation="static", max_new_tokens=4),
+        "cache_implementation",
+    ),
     "draft model": (lambda f: f.generate(_IDS, assistant_model=tiny("qwen2"), max_new_tokens=4), "assistant_model"),
     "zero temperature": (lambda f: f.generate(_IDS, do_sample=True, temperature=0.0, max_new_tokens=4), "temperature"),
     "right padding": (
@@ -150,11 +158,23 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     ),
     "empty prompt": (lambda f: f.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=4), "empty"),
     "long prompt": (lambda f: f.generate(torch.full((1, 200), 5), max_new_tokens=4), "context has 128"),
-    "stop strings without a tokenizer": (lambda f: f.generate(_IDS, stop_strings=["a"], max_new_tokens=4), "need a tokenizer"),
-    "reference of another type": (lambda f: f.generate(_IDS, references=[{"a": 1}], max_new_tokens=4), r"references\[0\] is dict"),
+    "stop strings without a tokenizer": (
+        lambda f: f.generate(_IDS, stop_strings=["a"], max_new_tokens=4),
+        "need a tokenizer",
+    ),
+    "reference of another type": (
+        lambda f: f.generate(_IDS, references=[{"a": 1}], max_new_tokens=4),
+        r"references\[0\] is dict",
+    ),
     "reference as one string": (lambda f: f.generate(_IDS, references="text", max_new_tokens=4), "list of documents"),
-    "reference text without a tokenizer": (lambda f: f.generate(_IDS, references=["a"], max_new_tokens=4), "no tokenizer"),
-    "reference outside the vocabulary": (lambda f: f.generate(_IDS, references=[[5, 999]], max_new_tokens=4), "vocabulary of 61"),
+    "reference text without a tokenizer": (
+        lambda f: f.generate(_IDS, references=["a"], max_new_tokens=4),
+        "no tokenizer",
+    ),
+    "reference outside the vocabulary": (
+        lambda f: f.generate(_IDS, references=[[5, 999]], max_new_tokens=4),
+        "vocabulary of 61",
+    ),
     "references for other rows": (lambda f: f.generate(_IDS, references=[[[5]], [[6]]], max_new_tokens=4), "2 rows"),
     "seeds for other rows": (lambda f: f.generate(_IDS, seed=[1, 2], do_sample=True, max_new_tokens=4), "2 entries"),
     "unknown setting": (lambda f: f.generate(_IDS, max_new_token=4), "max_new_token"),
@@ -169,7 +189,9 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
         "rule='greedy'",
     ),
     "references without a use": (
-        lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup").generate(_IDS, references=[[5]], max_new_tokens=4),
+        lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup").generate(
+            _IDS, references=[[5]], max_new_tokens=4
+        ),
         "draft='llma'",
     ),
     "past the learned positions": (
@@ -191,8 +213,9 @@ def test_bad_input_gets_one_clear_error(case: str, fast: truedraft.Accelerated) 
 @pytest.mark.parametrize("sample", [False, True])
 def test_nan_logits_are_named(sample: bool) -> None:
     torch.manual_seed(0)
-    from models import ARCHITECTURES
     from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from models import ARCHITECTURES
 
     model = AutoModelForCausalLM.from_config(LlamaConfig(**ARCHITECTURES["llama"])).eval()
     fast = truedraft.accelerate(model)

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from models import tiny
-from nets import DRAFTERS, drafter
 from scipy.stats import chisquare
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import truedraft
+from models import tiny
+from nets import DRAFTERS, drafter
 from truedraft import registry
 from truedraft.chance import PositionNoise, StreamNoise, outcomes
 from truedraft.tree import Row
@@ -20,7 +20,9 @@ SIZE, STEPS = 5, 3
 SAMPLING = [name for name in registry.names("accept") if registry.method("accept", name).samples]
 
 
-def chain_rule(model: torch.nn.Module, prompt: list[int], processors: LogitsProcessorList) -> dict[tuple[int, ...], float]:
+def chain_rule(
+    model: torch.nn.Module, prompt: list[int], processors: LogitsProcessorList
+) -> dict[tuple[int, ...], float]:
     """The law of the next tokens by one plain forward per prefix."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(STEPS):

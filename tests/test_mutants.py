@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import ragged, tiny
-from nets import RULES, eos_inside, node_net, text_net
 from torch import Tensor
 
+from models import ragged, tiny
+from nets import RULES, eos_inside, node_net, text_net
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
 from truedraft.caches.rows import RowCache
@@ -87,7 +87,10 @@ def gullible(self: DraftTree, node: int, token: int) -> int | None:
 
 
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Net]] = {
-    "lost tree mask": (reshaped(lambda s: Shape(s.depth, s.children, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
+    "lost tree mask": (
+        reshaped(lambda s: Shape(s.depth, s.children, torch.eye(len(s.depth), dtype=torch.bool))),
+        nodes,
+    ),
     "tree read as a chain": (reshaped(lambda s: Shape(s.depth, s.children, torch.ones_like(s.mask).tril())), nodes),
     "positions by node index": (reshaped(lambda s: Shape(tuple(range(len(s.depth))), s.children, s.mask)), nodes),
     "commit of the first k nodes": (replaced(RowCache, "commit", keep_first_nodes), nodes),

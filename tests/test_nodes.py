@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from models import ARCHITECTURES, NO_FP64, tiny
 from nets import DRAFTERS, node_net
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import V, tiny
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BloomConfig, LlamaConfig
-from transformers import MambaConfig, PreTrainedModel, T5Config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BloomConfig,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
 import truedraft
+from models import V, tiny
 from truedraft import DraftTree, Refused
 from truedraft.caches.rows import RowCache
 from truedraft.targets.decoder import DecoderTarget, Prompt, check_exact
@@ -22,7 +31,10 @@ def _dynamic_rope() -> PreTrainedModel:
 
 
 REFUSED = {
-    "not generative": (lambda: AutoModel.from_config(BertConfig(**_SMALL, intermediate_size=32)).eval(), "not generative"),
+    "not generative": (
+        lambda: AutoModel.from_config(BertConfig(**_SMALL, intermediate_size=32)).eval(),
+        "not generative",
+    ),
     "encoder-decoder": (
         lambda: AutoModelForSeq2SeqLM.from_config(
             T5Config(vocab_size=V, d_model=32, num_layers=1, num_heads=4, d_ff=32, decoder_start_token_id=0)
@@ -33,9 +45,15 @@ REFUSED = {
         lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=1)).eval(),
         "cannot be hosted exactly",
     ),
-    "ALiBi": (lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=V, hidden_size=32, n_layer=1, n_head=4)).eval(), "ALiBi"),
+    "ALiBi": (
+        lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=V, hidden_size=32, n_layer=1, n_head=4)).eval(),
+        "ALiBi",
+    ),
     "dynamic rotary scaling": (_dynamic_rope, "dynamic rotary scaling"),
-    "training mode": (lambda: AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, intermediate_size=32)).train(), r"model\.eval\(\)"),
+    "training mode": (
+        lambda: AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, intermediate_size=32)).train(),
+        r"model\.eval\(\)",
+    ),
     "not a model": (lambda: torch.nn.Linear(2, 2), "not a model of transformers"),
 }
 

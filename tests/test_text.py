@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from models import ARCHITECTURES, NO_FP64, ragged, tiny
 from nets import DRAFTERS, PROCESSORS, REGISTERED, RULES, eos_inside, text_net
 
@@ -18,7 +19,10 @@ def test_every_drafter_says_what_the_model_says(name: str, rule: str, rows: int,
     settings = PROCESSORS[processors]
     if rule == "greedy" and processors == "warpers":
         pytest.skip("greedy decoding takes no warpers")
-    fresh = {k: (lambda k=k: settings()[k]) if k in ("logits_processor", "stopping_criteria") else v for k, v in settings().items()}
+    fresh = {
+        k: (lambda k=k: settings()[k]) if k in ("logits_processor", "stopping_criteria") else v
+        for k, v in settings().items()
+    }
     report = text_net(model, name, inputs, max_new_tokens=40, **{**RULES[rule], **fresh})
     if name == "oracle" and processors != "stranger":
         assert report.mean_acceptance_length > 1.5

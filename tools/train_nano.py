@@ -43,7 +43,30 @@ SIZES = {
     "nano-draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4),
 }
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__"}
-NAMES = ["lily", "tom", "tim", "max", "sue", "ben", "mia", "sam", "anna", "jack", "lucy", "spot", "bob", "sara", "timmy", "jane", "fin", "amy", "john", "leo", "ella", "kate"]
+NAMES = [
+    "lily",
+    "tom",
+    "tim",
+    "max",
+    "sue",
+    "ben",
+    "mia",
+    "sam",
+    "anna",
+    "jack",
+    "lucy",
+    "spot",
+    "bob",
+    "sara",
+    "timmy",
+    "jane",
+    "fin",
+    "amy",
+    "john",
+    "leo",
+    "ella",
+    "kate",
+]
 
 
 # ---------------------------------------------------------------- text

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from truedraft import registry
 from truedraft.accept._base import Rule
-from truedraft.chance import Chance, PositionNoise, StreamNoise
+from truedraft.arguments import (
+    Document,
+    chance_of,
+    check_arguments,
+    check_lengths,
+    check_settings,
+    prompts_of,
+    references_of,
+)
+from truedraft.chance import Chance
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter, Plain
 from truedraft.engine import Engine
@@ -24,31 +32,14 @@ from truedraft.errors import Refused
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops
-from truedraft.targets.decoder import DecoderTarget, Prompt, check_exact
+from truedraft.targets.decoder import DecoderTarget, check_exact
 from truedraft.tree import Row
-
-Document = str | Sequence[int] | Tensor
-
-# Settings of generate that change what is computed and that the engine does not do.
-UNSUPPORTED = {
-    "num_beams": (1, "beam search is not supported"),
-    "num_beam_groups": (1, "group beam search is not supported"),
-    "penalty_alpha": (None, "contrastive search is not supported"),
-    "dola_layers": (None, "DoLa decoding is not supported"),
-    "constraints": (None, "constrained beam search is not supported"),
-    "force_words_ids": (None, "constrained beam search is not supported"),
-    "output_attentions": (False, "attention weights of single tokens do not exist in a pass over a tree"),
-    "output_hidden_states": (False, "hidden states are not collected"),
-    "token_healing": (False, "token healing is not supported"),
-    "assistant_early_exit": (None, "early-exit drafting has no drafter here"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Call:
     """What this call adds to `model.generate`, carried through it to the decode loop."""
 
-    drafter: Drafter
     references: Any
     seed: int | Sequence[int] | None
     chance: Chance | None
@@ -61,7 +52,7 @@ class Accelerated:
 
     Attributes:
         model: the model as it was given, untouched.
-        target, drafter, control: the parts in play.
+        target, drafter, rule, control: the parts in play; `rule` is None where each call chooses.
     """
 
     def __init__(
@@ -74,8 +65,8 @@ class Accelerated:
     ):
         self.target = DecoderTarget(model)
         self.model, self.tokenizer = model, tokenizer
-        self.default_draft = draft == "auto"
-        self.drafter = _drafter("prompt-lookup" if self.default_draft else draft)
+        self._by_itself = draft == "auto"
+        self.drafter = _drafter("prompt-lookup" if self._by_itself else draft)
         self.rule: Rule | None = registry.load("accept", rule) if isinstance(rule, str) else rule
         self.control: Control = registry.load("control", control) if isinstance(control, str) else control
         _check_vocabulary(self.drafter, tokenizer)
@@ -101,12 +92,12 @@ class Accelerated:
         chance: Chance | None = None,
         on_pass: Callable[[Pass], None] | None = None,
         **kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    ) -> Any:
         """`model.generate`, with its arguments and its return value, in fewer passes.
 
         Greedy: the tokens of `model.generate`. With `do_sample=True`: the tokens that `model.generate` samples
         under the same `torch.manual_seed`; torch's random stream stands afterwards where it would have stood.
-        Ctrl-C ends generation and returns what there is.
+        Ctrl-C ends generation and returns what there is, with a warning.
 
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
@@ -118,35 +109,26 @@ class Accelerated:
             on_pass: called after every pass with what it emitted.
             **kwargs: whatever `model.generate` takes.
 
+        Returns:
+            (batch, length) token ids, or with `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` without
+            `past_key_values`; `scores` and `logits` are zero where a row had ended.
+
         Raises:
             Refused: a setting that cannot be honoured exactly, named before anything is computed.
         """
-        drafter = self._drafter_of(kwargs, references)
-        _check_arguments(kwargs)
-        call = _Call(drafter, references, seed, chance, kwargs.get("streamer"), on_pass)
+        check_arguments(kwargs)
+        call = _Call(references, seed, chance, kwargs.get("streamer"), on_pass)
         kwargs = self._with_stop_strings(kwargs)
-        return self.model.generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)  # type: ignore[operator]
-
-    def _drafter_of(self, kwargs: dict[str, Any], references: Any) -> Drafter:
-        if (length := kwargs.pop("prompt_lookup_num_tokens", None)) is not None:
-            return registry.load(
-                "drafters", "prompt-lookup", length=length, n=kwargs.pop("max_matching_ngram_size", None) or 2
-            )
-        if references is None or self.drafter.takes_references:
-            return self.drafter
-        if self.default_draft:
-            return registry.load("drafters", "llma")
-        raise Refused(
-            f"references were given, and {_name(self.drafter)} does not use any: accelerate the model with draft='llma'"
-        )
+        generate: Any = self.model.generate
+        return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
 
     def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Stop strings as a ready criterion: `generate` forgets the tokenizer when a decode loop is given to it."""
         kwargs = dict(kwargs)
         tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
         config = kwargs.get("generation_config") or self.model.generation_config
-        strings = kwargs.get("stop_strings", getattr(config, "stop_strings", None))
-        if strings is None:
+        strings = kwargs.get("stop_strings") or config.stop_strings or self.model.generation_config.stop_strings
+        if not strings:
             return kwargs
         if tokenizer is None:
             raise Refused(f"stop_strings={strings!r} need a tokenizer: give one to accelerate() or to generate()")
@@ -162,29 +144,24 @@ class Accelerated:
         generation_config: GenerationConfig,
         truedraft_call: _Call,
         **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    ) -> Any:
         """The decode loop that `model.generate` calls once it has prepared everything."""
         call, config = truedraft_call, generation_config
-        drafter = call.drafter
-        if config.prompt_lookup_num_tokens is not None:
-            drafter = registry.load(
-                "drafters",
-                "prompt-lookup",
-                length=config.prompt_lookup_num_tokens,
-                n=config.max_matching_ngram_size or 2,
-            )
-        rule = self._rule_of(config)
-        prompts = _prompts(input_ids, model_kwargs)
+        check_settings(config)
+        drafter, rule = self._drafter_of(config, call.references), self._rule_of(config)
+        prompts = prompts_of(input_ids, model_kwargs)
+        batch, longest = len(prompts), max(map(len, prompts))
         steps = config.max_length - input_ids.shape[1]
-        self._check_lengths(prompts, steps)
-        self.target.reserve(len(prompts), max(map(len, prompts)) + steps + drafter.width)
-        pad = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
+        check_lengths(self.target, longest, steps)
+        references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
+        chance = call.chance or chance_of(call.seed, batch)
+        self.target.reserve(batch, longest + steps + drafter.width)
+
+        pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         history = History(input_ids, steps, pad)
-        returns = config.return_dict_in_generate
+        returns = bool(config.return_dict_in_generate)
         laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
         stops = Stops(stopping_criteria, history, laws)
-        chance = call.chance or _chance(call.seed, len(prompts))
-        references = self._references(call.references, len(prompts))
         rows = [
             Row(i, [] if p.ids is None else p.ids.tolist(), 0 if p.ids is None else len(p), steps, references[i])
             for i, p in enumerate(prompts)
@@ -194,10 +171,10 @@ class Accelerated:
         report = Report(_name(drafter), _name(rule), rule.guarantee, _name(self.control), _notes(rows, laws, stops))
         self._report, report.seconds = report, watch.seconds
         stream = _Stream(call.streamer, rows, history)
-        run = watch.timed("all", lambda passes: next(passes, None))
         passes = engine.run(rows, prompts)
+        advance = watch.timed("all", lambda: next(passes, None))
         try:
-            while (done := run(passes)) is not None:
+            while (done := advance()) is not None:
                 report.passes.append(done)
                 if call.on_pass is not None:
                     call.on_pass(done)
@@ -207,77 +184,27 @@ class Accelerated:
             report.notes.append("interrupted: what had been generated until then was returned")
             warnings.warn("generation was interrupted; what had been generated is returned", stacklevel=2)
         finally:
+            passes.close()
             self.target.cache = None
         stream.end()
         return _output(rows, history, laws, returns)
 
+    def _drafter_of(self, config: GenerationConfig, references: Any) -> Drafter:
+        if (length := config.prompt_lookup_num_tokens) is not None:
+            return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
+        if references is None or self.drafter.takes_references:
+            return self.drafter
+        if self._by_itself:
+            return registry.load("drafters", "llma")
+        name = _name(self.drafter)
+        raise Refused(f"references were given, and {name} does not use any: accelerate the model with draft='llma'")
+
     def _rule_of(self, config: GenerationConfig) -> Rule:
-        mode = config.get_generation_mode()
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
-            raise Refused(
-                f"{mode.value.replace('_', ' ')} is not supported: drop its settings (num_beams, penalty_alpha, ...)"
-            )
-        for name, (neutral, why) in UNSUPPORTED.items():
-            value = getattr(config, name, None)
-            if value not in (None, neutral):
-                raise Refused(f"{name}={value!r}: {why}")
-        if config.cache_implementation not in (None, "dynamic"):
-            raise Refused(
-                f"cache_implementation={config.cache_implementation!r}: truedraft keeps a cache of its own; drop it"
-            )
-        if not config.use_cache:
-            raise Refused("use_cache=False: truedraft needs the KV cache; drop it, the result is the same")
         rule = self.rule or registry.load("accept", "seeded" if config.do_sample else "greedy")
         if rule.samples != bool(config.do_sample):
-            raise Refused(
-                f"rule={_name(rule)!r} {'samples' if rule.samples else 'does not sample'}, do_sample={config.do_sample}"
-            )
+            does = "samples" if rule.samples else "does not sample"
+            raise Refused(f"rule={_name(rule)!r} {does}, and do_sample is {bool(config.do_sample)}: change one of them")
         return rule
-
-    def _check_lengths(self, prompts: Sequence[Prompt], steps: int) -> None:
-        longest = max(map(len, prompts))
-        if min(map(len, prompts)) == 0:
-            raise Refused("a prompt is empty (no token, or masked throughout): give each row at least one token")
-        context, hard = self.target.context, self.target.hard_limit
-        if context is not None and longest > context:
-            raise Refused(f"the prompt has {longest} tokens, the model's context has {context}: shorten the prompt")
-        if hard is not None and longest + steps > hard:
-            raise Refused(
-                f"{longest} prompt tokens and {steps} new ones exceed the model's {hard} learned positions: "
-                f"set max_new_tokens to at most {hard - longest}"
-            )
-
-    def _references(self, references: Any, batch: int) -> list[tuple[tuple[int, ...], ...]]:
-        if references is None:
-            return [()] * batch
-        if isinstance(references, str) or not isinstance(references, Sequence):
-            raise Refused(f"references={type(references).__name__}: give a list of documents, each text or token ids")
-        nested = bool(references) and all(
-            isinstance(r, list | tuple) and not any(isinstance(t, int) for t in r) for r in references
-        )
-        if not nested:
-            shared = tuple(self._document(d, f"references[{i}]") for i, d in enumerate(references))
-            return [shared] * batch
-        if len(references) != batch:
-            raise Refused(f"references has lists for {len(references)} rows, the batch has {batch}")
-        return [
-            tuple(self._document(d, f"references[{b}][{i}]") for i, d in enumerate(row))
-            for b, row in enumerate(references)
-        ]
-
-    def _document(self, document: Any, where: str) -> tuple[int, ...]:
-        if isinstance(document, str):
-            if self.tokenizer is None:
-                raise Refused(f"{where} is text, and there is no tokenizer: give one to accelerate(), or token ids")
-            return tuple(self.tokenizer(document, add_special_tokens=False)["input_ids"])
-        ids = document.tolist() if isinstance(document, Tensor) else document
-        if not isinstance(ids, list | tuple) or not all(type(t) is int for t in ids):
-            raise Refused(
-                f"{where} is {type(document).__name__}: a reference is text (str) or token ids (list of int, 1-D tensor)"
-            )
-        if ids and not 0 <= min(ids) <= max(ids) < self.target.vocabulary:
-            raise Refused(f"{where} has token ids outside the model's vocabulary of {self.target.vocabulary}")
-        return tuple(ids)
 
 
 def accelerate(
@@ -323,40 +250,13 @@ class _Stream:
             self.streamer.end()
 
 
-def _output(rows: Sequence[Row], history: History, laws: Laws, returns: bool | None) -> Any:
-    sequences = history.batch(max(row.step for row in rows)).clone()
+def _output(rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
+    steps = max(row.step for row in rows)
+    sequences: Any = history.batch(steps).clone()
     if not returns:
         return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,  # type: ignore[arg-type]
-        scores=None if laws.scores is None else laws.steps(laws.scores),  # type: ignore[arg-type]
-        logits=None if laws.logits is None else laws.steps(laws.logits),  # type: ignore[arg-type]
-    )
-
-
-def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Prompt]:
-    """Each row's prompt without its padding."""
-    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-    source = input_ids if embeds is None else embeds
-    if mask is not None:
-        if not bool(mask[:, -1].all()):
-            raise Refused(
-                "attention_mask ends in 0: pad on the left (tokenizer.padding_side = 'left'), so prompts end the rows"
-            )
-        lines = [line[seen.bool()] for line, seen in zip(source, mask, strict=True)]
-    else:
-        lines = list(source)
-    return [Prompt(ids=line) if embeds is None else Prompt(embeds=line) for line in lines]
-
-
-def _chance(seed: int | Sequence[int] | None, batch: int) -> Chance:
-    if seed is None:
-        return StreamNoise(batch)
-    if isinstance(seed, int):
-        return PositionNoise([(seed, i) for i in range(batch)])
-    if len(seed) != batch:
-        raise Refused(f"seed has {len(seed)} entries, the batch has {batch} rows")
-    return PositionNoise([(s, 0) for s in seed])
+    scores, logits = (None if kept is None else laws.steps(kept)[:steps] for kept in (laws.scores, laws.logits))
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]
 
 
 def _drafter(draft: str | Drafter | None) -> Drafter:
@@ -372,37 +272,23 @@ def _drafter(draft: str | Drafter | None) -> Drafter:
 def _check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None) -> None:
     if drafter.tokenizer is None:
         return
+    name = _name(drafter)
     if tokenizer is None:
-        raise Refused(
-            f"{_name(drafter)} has a tokenizer of its own: give accelerate() the model's, so they can be compared"
-        )
+        raise Refused(f"{name} has a tokenizer of its own: give accelerate() the model's, so they can be compared")
     if drafter.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise Refused(
-            f"the tokenizer of {_name(drafter)} ({len(drafter.tokenizer)} entries) differs from the model's "
+            f"the tokenizer of {name} ({len(drafter.tokenizer)} entries) differs from the model's "
             f"({len(tokenizer)}): use a drafter made for this model"
         )
 
 
-def _check_arguments(kwargs: Mapping[str, Any]) -> None:
-    for name, remedy in {
-        "assistant_model": "no drafter takes a draft model yet; choose one of `truedraft methods`",
-        "past_key_values": "truedraft keeps a cache of its own; give the whole prompt",
-        "custom_generate": "truedraft is the decode loop",
-        "position_ids": "positions follow from the attention mask",
-        "synced_gpus": "one process decodes one batch",
-    }.items():
-        if kwargs.get(name):
-            raise Refused(f"{name} is not supported: {remedy}")
-
-
 def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
-    strangers = laws.strangers + stops.strangers
     if len(rows) == 1 or not (laws.in_step or stops.in_step):
         return []
+    strangers = laws.strangers + stops.strangers
     cause = f"{', '.join(strangers)} may look across rows" if strangers else "there is no end-of-text token"
     return [f"rows advanced together, because {cause}"]
 
 
 def _name(part: object) -> str:
-    module = type(part).__module__.rpartition(".")[2]
-    return "plain" if isinstance(part, Plain) else module.replace("_", "-")
+    return "plain" if isinstance(part, Plain) else type(part).__module__.rpartition(".")[2].replace("_", "-")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from truedraft.accept._base import Rule, walk
@@ -30,7 +30,7 @@ class Engine:
     history: History
     watch: Stopwatch
 
-    def run(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Iterator[Pass]:
+    def run(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Generator[Pass, None, None]:
         """Decode, one pass of the target per item; `row.tokens` grows as it goes. The target's cache is reserved."""
         prefill = self.watch.timed("prefill", self.target.prefill)
         propose = self.watch.timed("draft", self.drafter.propose)
@@ -41,33 +41,38 @@ class Engine:
         rows = list(rows)
         self.drafter.start(rows)
         self.control.start(rows)
+        try:
+            trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in rows]
+            scores = prefill(prompts)
+            while True:
+                before = [len(row.tokens) for row in rows]
+                accepted = walk(rows, trees, scores, self.laws, self.rule, self.stops, self.chance, self.history)
+                self.target.commit([a.path for a in accepted])
+                self.drafter.observe(rows, trees, scores, accepted)
+                self.control.observe(rows, trees, accepted)
+                yield _record(rows, before, trees, accepted)
 
-        trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in rows]
-        scores = prefill(prompts)
-        while True:
-            before = [len(row.tokens) for row in rows]
-            accepted = walk(rows, trees, scores, self.laws, self.rule, self.stops, self.chance, self.history)
-            self.target.commit([a.path for a in accepted])
-            self.drafter.observe(rows, trees, scores, accepted)
-            self.control.observe(rows, trees, accepted)
-            yield _record(rows, before, trees, accepted)
+                self._retire(rows, accepted)
+                if not rows:
+                    return
+                budget = self.control.budget(rows)
+                trees = propose(rows, budget)
+                trees = [tree.shallow(row.room - row.step - 1) for row, tree in zip(rows, trees, strict=True)]
+                trees = self.control.prune(rows, trees)
+                scores = score(trees)
+        finally:
+            for row in rows:
+                self._end(row)
 
-            self._retire(rows, accepted)
-            if not rows:
-                return
-            budget = self.control.budget(rows)
-            trees = [
-                tree.shallow(row.room - row.step - 1) for row, tree in zip(rows, propose(rows, budget), strict=True)
-            ]
-            trees = self.control.prune(rows, trees)
-            scores = score(trees)
+    def _end(self, row: Row) -> None:
+        self.drafter.end(row)
+        self.control.end(row)
 
     def _retire(self, rows: list[Row], accepted: Sequence[Accepted]) -> None:
         """Rows that ended leave; as in the cache, the last slot takes a freed slot's place."""
         for slot in reversed(range(len(rows))):
             if accepted[slot].ended:
-                self.drafter.end(rows[slot])
-                self.control.end(rows[slot])
+                self._end(rows[slot])
                 self.target.release(slot)
                 rows[slot] = rows[-1]
                 rows.pop()

@@ -139,7 +139,9 @@ class Laws:
 
     def steps(self, kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
         """One (batch, V) tensor per step, as `transformers` returns them; zeros where a row had ended."""
-        blank = torch.zeros_like(next(v for row in kept for v in row))
+        if not any(kept):
+            return ()
+        blank = torch.zeros_like(next(row[0] for row in kept if row))
         return tuple(
             torch.stack([row[t] if t < len(row) else blank for row in kept]) for t in range(max(map(len, kept)))
         )

@@ -71,22 +71,24 @@ def walk(
         for row, token in zip(standing, tokens, strict=True):
             history.append(row, token)
         stops(standing)
-        over = all(row.ended for row in standing) if stops.keep_ended else False
-        going = []
-        for i, node, token in zip(alive, nodes, tokens, strict=True):
-            if over or (rows[i].ended and not stops.keep_ended):
-                continue
-            child = trees[i].child(node, token)
-            going.append((i, child))
-        if in_step and any(child is None for _, child in going):
+        goes_on = [not row.ended for row in standing]
+        if stops.keep_ended and any(goes_on):
+            goes_on = [True] * len(standing)
+        below = {
+            i: trees[i].child(node, token)
+            for i, node, token, on in zip(alive, nodes, tokens, goes_on, strict=True)
+            if on
+        }
+        if in_step and None in below.values():
             break
-        alive = [i for i, child in going if child is not None]
-        for i, child in going:
-            if child is not None:
-                paths[i].append(child)
+        alive = [i for i, child in below.items() if child is not None]
+        for i in alive:
+            paths[i].append(below[i])  # type: ignore[arg-type]
     if stops.keep_ended and not all(row.ended for row in rows):
-        return [Accepted(tuple(p), row.tokens[-1], False) for p, row in zip(paths, rows, strict=True)]
-    return [Accepted(tuple(p), row.tokens[-1], row.ended) for p, row in zip(paths, rows, strict=True)]
+        ended = [False] * len(rows)
+    else:
+        ended = [row.ended for row in rows]
+    return [Accepted(tuple(path), row.tokens[-1], e) for path, row, e in zip(paths, rows, ended, strict=True)]
 
 
 def _offer(tree: DraftTree, node: int) -> Offer:

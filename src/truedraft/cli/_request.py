@@ -7,10 +7,11 @@ import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli._text import read
+from truedraft.cli._text import read, waiting
 from truedraft.errors import Refused
 
 if TYPE_CHECKING:
@@ -21,6 +22,22 @@ if TYPE_CHECKING:
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 OPTIONS = {"eos_token_id": "--eos", "stop_strings": "--stop", "do_sample": "--sample"}  # the others follow their fields
+
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "max_new_tokens": (lambda v: v >= 1, "at least 1"),
+    "min_new_tokens": (lambda v: v >= 0, "at least 0"),
+    "num_return_sequences": (lambda v: v >= 1, "at least 1"),
+    "temperature": (lambda v: 0 < v < inf, "above 0: for the likeliest tokens drop --sample"),
+    "top_k": (lambda v: v >= 0, "at least 0 (0 keeps all)"),
+    "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "min_p": (lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "typical_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "epsilon_cutoff": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "eta_cutoff": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "repetition_penalty": (lambda v: 0 < v < inf, "above 0 (1 changes nothing)"),
+    "no_repeat_ngram_size": (lambda v: v >= 0, "at least 0 (0 forbids nothing)"),
+    "max_time": (lambda v: v > 0, "above 0 seconds"),
+}
 
 
 @dataclass(frozen=True)
@@ -120,22 +137,21 @@ def _check(fields: Mapping[str, Any]) -> None:
                 raise Refused(f"{_option(name)} needs --sample")
         if fields["num_return_sequences"] > 1:
             raise Refused("--num-return-sequences above 1 needs --sample: greedy texts would all be the same")
-    temperature = fields["temperature"]
-    if temperature is not None and not temperature > 0:
-        raise Refused(f"--temperature {temperature:g} must be above 0: for the likeliest tokens drop --sample")
-    for name in ("max_new_tokens", "num_return_sequences"):
-        if fields[name] < 1:
-            raise Refused(f"{_option(name)} {fields[name]} must be at least 1")
+    for name, (allowed, words) in RANGES.items():
+        value = fields[name]
+        if value is not None and not allowed(value):
+            raise Refused(f"{_option(name)} {value:g} must be {words}")
 
 
 def _setting(text: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
-    from transformers import GenerationConfig
-
     key, eq, value = text.partition("=")
     if not eq:
         raise Refused(f"--set {text!r}: write key=value")
     if key in fields:
         raise Refused(f"--set {key}: use {_option(key)}")
+    with waiting("loading transformers"):
+        from transformers import GenerationConfig
+
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)

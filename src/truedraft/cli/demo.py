@@ -40,7 +40,10 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Both ways of decoding one case: new ids and report of the last round, seconds of every round."""
+    """Both ways of decoding one case: new ids and report of the last round, seconds of every round.
+
+    differs: the first place where the ids of a round differed; None where all were identical.
+    """
 
     case: Case
     plain: list[int] = field(default_factory=list)
@@ -48,14 +51,7 @@ class Outcome:
     plain_seconds: list[float] = field(default_factory=list)
     fast_seconds: list[float] = field(default_factory=list)
     report: Report | None = None
-
-    @property
-    def differs(self) -> int | None:
-        """The first place where the ids differ; None where they are identical."""
-        both = zip(self.plain, self.fast, strict=False)
-        shorter = min(len(self.plain), len(self.fast))
-        place = next((i for i, (a, b) in enumerate(both) if a != b), shorter)
-        return None if place == len(self.plain) == len(self.fast) else place
+    differs: int | None = None
 
 
 def demo(
@@ -67,6 +63,7 @@ def demo(
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> int:
     """Decode greedily with transformers alone and accelerated; show the text, the speed, whether the tokens agree.
+
     \f
     Returns the exit code: 1 where a token differs. Raises Refused for a bad argument, KeyboardInterrupt for Ctrl-C.
     """
@@ -79,7 +76,9 @@ def demo(
     fast = accelerated(model, dtype, draft)
     with waiting("warming up, and measuring what a pass costs here"):
         for case in todo:
-            _turn(fast, Outcome(case), WARM_UP, None)
+            outcome = Outcome(Case(case.name, case.text, WARM_UP))
+            _run_plain(fast, outcome)
+            _run_fast(fast, outcome, None)
     console.out(f"{model}, greedy. ", end="", highlight=False)
     console.out("Green: drafted and accepted.", style=DRAFTED, end="", highlight=False)
     console.out(" Plain: the model's own word.", highlight=False)
@@ -131,36 +130,51 @@ def run(fast: Accelerated, case: Case, console: Console) -> Outcome:
             console.out(pieces.feed(emission.tokens[emission.drafted :]), end="", highlight=False)
 
     console.rule(Text(case.name), align="left", style="dim")
-    console.out(case.text, style="dim", end="", highlight=False)
-    for turn in range(ROUNDS):
-        _turn(fast, outcome, case.tokens, show if turn == 0 else None)
-        if turn == 0:
+    for turn in range(1, ROUNDS + 1):
+        with waiting(f"transformers alone, round {turn} of {ROUNDS}"):
+            _run_plain(fast, outcome)
+        if turn == 1:
+            console.out(case.text, style="dim", end="", highlight=False)
+            _run_fast(fast, outcome, show)
             console.out(pieces.end() + "\n")
-        if outcome.differs is not None:
-            break
+        else:
+            with waiting(f"accelerated, round {turn} of {ROUNDS}"):
+                _run_fast(fast, outcome, None)
     return outcome
 
 
-def _turn(fast: Accelerated, outcome: Outcome, tokens: int, show: Callable[[Pass], None] | None) -> None:
-    """One round of both, added to the outcome."""
-    encoded: Any = fast.tokenizer(outcome.case.text, return_tensors="pt")  # type: ignore[misc]
-    inputs = {name: encoded[name].to(fast.model.device) for name in ("input_ids", "attention_mask")}
-    settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False}
-    outcome.plain, seconds = _timed(cast("Callable[..., Any]", fast.model.generate), inputs, settings)
+def _run_plain(fast: Accelerated, outcome: Outcome) -> None:
+    generate = cast("Callable[..., Any]", fast.model.generate)
+    outcome.plain, seconds = _timed(generate, fast, outcome.case)
     outcome.plain_seconds.append(seconds)
+
+
+def _run_fast(fast: Accelerated, outcome: Outcome, show: Callable[[Pass], None] | None) -> None:
+    """The accelerated half of a round, compared with the plain one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="generation was interrupted")
-        outcome.fast, seconds = _timed(fast.generate, inputs, settings | {"on_pass": show})
+        outcome.fast, seconds = _timed(fast.generate, fast, outcome.case, on_pass=show)
     outcome.fast_seconds.append(seconds)
     outcome.report = fast.report()
     if outcome.report.interrupted:
         raise KeyboardInterrupt
+    if outcome.differs is None:
+        outcome.differs = first_difference(outcome.plain, outcome.fast)
 
 
-def _timed(generate: Callable[..., Any], inputs: dict[str, Any], settings: dict[str, Any]) -> tuple[list[int], float]:
-    """New ids and seconds."""
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first place where two sequences differ, the end of the shorter one included; None where they are equal."""
+    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if place == len(a) == len(b) else place
+
+
+def _timed(generate: Callable[..., Any], fast: Accelerated, case: Case, **settings: Any) -> tuple[list[int], float]:
+    """New ids and seconds of one greedy call."""
+    encoded: Any = fast.tokenizer(case.text, return_tensors="pt")  # type: ignore[misc]
+    inputs = {name: encoded[name].to(fast.model.device) for name in ("input_ids", "attention_mask")}
     start = time.perf_counter()
-    ids = generate(**inputs, **settings)[0, inputs["input_ids"].shape[1] :].tolist()
+    out = generate(**inputs, max_new_tokens=case.tokens, do_sample=False, **settings)
+    ids = out[0, inputs["input_ids"].shape[1] :].tolist()
     return ids, time.perf_counter() - start
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[str, Argument(help="An embedded model (nano), a local folder, or a name on the hub.")],
-    prompt: Annotated[str | None, Argument(help="The prompt; - or nothing reads standard input.")] = None,
+    model: Annotated[str, Argument(metavar="MODEL", help="nano, a local folder, or a name on the hub.")],
+    prompt: Annotated[str | None, Argument(metavar="PROMPT", help="- or nothing reads standard input.")] = None,
     file: Annotated[Path | None, Option(help="Read the prompt from a file; one final newline is dropped.")] = None,
     draft: Annotated[str, Option(help="A drafter, `name:knob=value`, or none (see `truedraft methods`).")] = "auto",
     control: Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")] = "cost",
@@ -56,6 +56,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="One JSON object: text, token_ids and the figures.")] = False,
 ) -> int:
     """Generate text: the tokens of model.generate under the same settings and seed, in fewer passes.
+
     \f
     Returns the exit code: 0, or 130 where Ctrl-C cut the text short. Raises Refused for a bad argument.
     """

@@ -1,0 +1,33 @@
+# `make demo` and `make test` do all the set-up themselves, in .venv, and need no download beyond Python packages.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN = $(VENV)/bin
+PROMPT ?=
+
+.PHONY: demo test lint bench real clean
+
+demo: $(VENV)/ready
+	$(BIN)/truedraft demo $(if $(PROMPT),--prompt '$(PROMPT)')
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
+
+lint: $(VENV)/ready
+	$(BIN)/ruff format --check -q .
+	$(BIN)/ruff check -q .
+	$(BIN)/mypy
+	$(BIN)/python tools/docs.py --check
+
+real: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/generate.py
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,123 @@
+"""The embedded model against plain `transformers` generate: story, edit, and what the engine itself costs.
+
+    python benchmarks/generate.py [--rounds 7] [--model nano] [--json FILE]
+
+Plain and accelerated runs alternate in one process; figures are medians, ratios are taken round by round. Output is
+compared before any figure is printed. `hopeless` drafts random tokens: what the cost control loses on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import truedraft
+from truedraft import Card, Drafter, DraftTree
+from truedraft.cli._models import load
+from truedraft.cli.demo import edit_prompt, story_prompt
+from truedraft.tree import Row
+
+
+@dataclass
+class Hopeless(Drafter):
+    """Random tokens, as wide as prompt lookup drafts."""
+
+    card = Card(paper="none", idea="Draft nonsense.", family="test")
+    vocabulary: int = 4096  # tokens drawn from
+
+    @property
+    def width(self) -> int:
+        return 10
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        return [
+            DraftTree.chain(row.tokens[-1], [random.randrange(self.vocabulary) for _ in range(min(10, most))])
+            for row, most in zip(rows, budget, strict=True)
+        ]
+
+
+def seconds(f: Any) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = f()
+    return time.perf_counter() - start, result
+
+
+def compare(
+    model: Any, tokenizer: Any, prompt: str, tokens: int, draft: Any, control: str, rounds: int
+) -> dict[str, Any]:
+    """One workload, `rounds` alternating runs of each side after a warm-up."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    settings = dict(max_new_tokens=tokens, do_sample=False)
+    fast = truedraft.accelerate(model, tokenizer, draft=draft, control=control)
+    expected, got = model.generate(**inputs, **settings), fast.generate(**inputs, **settings)
+    plain, quick, engine, nodes = [], [], [], []
+    for _ in range(rounds):
+        plain.append(seconds(lambda: model.generate(**inputs, **settings))[0])
+        quick.append(seconds(lambda: fast.generate(**inputs, **settings))[0])
+        report = fast.report()
+        engine.append(report.engine_seconds_per_pass)
+        nodes.append(sum(p.width for p in report.passes) / len(report.passes))
+    emitted = got.shape[1] - inputs["input_ids"].shape[1]
+    return {
+        "identical": torch.equal(got, expected),
+        "tokens": emitted,
+        "passes": len(report.passes),
+        "mean_acceptance_length": report.mean_acceptance_length,
+        "plain_tokens_per_second": emitted / statistics.median(plain),
+        "tokens_per_second": emitted / statistics.median(quick),
+        "speed_up": statistics.median(p / q for p, q in zip(plain, quick, strict=True)),
+        "engine_ms_per_pass": 1e3 * statistics.median(engine),
+        "engine_budget_ms": 0.5 + 0.01 * statistics.median(nodes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", default="nano")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model, tokenizer = load(args.model, "float32")
+    random.seed(0)
+    workloads = [
+        ("story", "plain", None, "cost", story_prompt(), 200),
+        ("story", "prompt-lookup", "prompt-lookup", "cost", story_prompt(), 200),
+        ("story", "hopeless", Hopeless(len(tokenizer)), "cost", story_prompt(), 200),
+        ("edit", "prompt-lookup", "prompt-lookup", "cost", edit_prompt(), 400),
+        ("edit", "llma", "llma", "cost", edit_prompt(), 400),
+        ("edit", "prompt-lookup", "prompt-lookup", "fixed", edit_prompt(), 400),
+    ]
+    table = Table(
+        title=f"{args.model}, batch 1, greedy, {torch.get_num_threads()} threads, {args.rounds} rounds, medians"
+    )
+    heads = ["prompt", "draft", "control", "identical", "tokens", "passes", "mean acc. length", "plain tok/s", "tok/s"]
+    for head in [*heads, "speed-up", "engine ms/pass (allowed)"]:
+        table.add_column(head)
+    rows = []
+    for prompt, name, draft, control, text, tokens in workloads:
+        row = compare(model, tokenizer, text, tokens, draft, control, args.rounds)
+        rows.append({"prompt": prompt, "draft": name, "control": control, **row})
+        table.add_row(
+            prompt, name, control, "yes" if row["identical"] else "NO", str(row["tokens"]), str(row["passes"]),
+            f"{row['mean_acceptance_length']:.2f}", f"{row['plain_tokens_per_second']:.0f}",
+            f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}x" if row["identical"] else "-",
+            f"{row['engine_ms_per_pass']:.2f} ({row['engine_budget_ms']:.2f})",
+        )  # fmt: skip
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What callers bring to `generate`, read and checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation.configuration_utils import GenerationMode
+
+from truedraft.chance import Chance, PositionNoise, StreamNoise
+from truedraft.errors import Refused
+from truedraft.targets.decoder import DecoderTarget, Prompt
+
+Document = str | Sequence[int] | Tensor
+
+# Arguments of generate that have no meaning here, each with its remedy.
+ARGUMENTS = {
+    "assistant_model": "no drafter takes a draft model yet; choose one of `truedraft methods`",
+    "past_key_values": "truedraft keeps a cache of its own; give the whole prompt",
+    "custom_generate": "truedraft is the decode loop",
+    "position_ids": "positions follow from the attention mask",
+    "synced_gpus": "one process decodes one batch",
+}
+# Settings that change what is computed and that the engine does not do: the neutral value, and why not.
+SETTINGS = {
+    "num_beams": (1, "beam search is not supported"),
+    "num_beam_groups": (1, "group beam search is not supported"),
+    "penalty_alpha": (None, "contrastive search is not supported"),
+    "dola_layers": (None, "DoLa decoding is not supported"),
+    "constraints": (None, "constrained beam search is not supported"),
+    "force_words_ids": (None, "constrained beam search is not supported"),
+    "output_attentions": (False, "attention weights of single tokens do not exist in a pass over a tree"),
+    "output_hidden_states": (False, "hidden states are not collected"),
+    "token_healing": (False, "token healing is not supported"),
+    "assistant_early_exit": (None, "early-exit drafting has no drafter here"),
+    "use_cache": (True, "truedraft needs the KV cache; drop it, the result is the same"),
+    "cache_implementation": ("dynamic", "truedraft keeps a cache of its own; drop it"),
+    "prefill_chunk_size": (None, "prompts are read in one piece"),
+}
+MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
+
+
+def check_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Raises Refused for an argument of `generate` that is not supported."""
+    for name, remedy in ARGUMENTS.items():
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            raise Refused(f"{name} is not supported: {remedy}")
+
+
+def check_settings(config: GenerationConfig) -> None:
+    """Raises Refused for a setting that the engine cannot honour exactly."""
+    for name, (neutral, why) in SETTINGS.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            raise Refused(f"{name}={value!r}: {why}")
+    mode = config.get_generation_mode()
+    if mode not in MODES:
+        raise Refused(f"{mode.value.replace('_', ' ')} is not supported: drop the settings that ask for it")
+
+
+def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Prompt]:
+    """Each row's prompt without its padding.
+
+    Raises:
+        Refused: a row is padded on the right, or empty.
+    """
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    source = input_ids if embeds is None else embeds
+    if source.shape[1] == 0 or (mask is not None and not bool(mask.any(-1).all())):
+        raise Refused("a prompt is empty (no token, or masked throughout): give each row at least one token")
+    lines: list[Tensor] = list(source)
+    if mask is not None:
+        if not bool(mask[:, -1].all()):
+            raise Refused("attention_mask ends in 0: pad on the left (tokenizer.padding_side = 'left')")
+        lines = [line[seen.bool()] for line, seen in zip(source, mask, strict=True)]
+    return [Prompt(ids=line) if embeds is None else Prompt(embeds=line) for line in lines]
+
+
+def check_lengths(target: DecoderTarget, longest: int, steps: int) -> None:
+    """Raises Refused where a prompt does not fit the model's context, or the output its learned positions."""
+    context, hard = target.context, target.hard_limit
+    if context is not None and longest > context:
+        raise Refused(f"the prompt has {longest} tokens, the model's context has {context}: shorten the prompt")
+    if hard is not None and longest + steps > hard:
+        raise Refused(
+            f"{longest} prompt tokens and {steps} new ones exceed the model's {hard} learned positions: "
+            f"set max_new_tokens to at most {hard - longest}"
+        )
+
+
+def chance_of(seed: int | Sequence[int] | None, batch: int) -> Chance:
+    """Where the noise of sampling comes from: torch's stream, or (seed, row, position)."""
+    if seed is None:
+        return StreamNoise(batch)
+    if isinstance(seed, int):
+        return PositionNoise([(seed, i) for i in range(batch)])
+    if len(seed) != batch:
+        raise Refused(f"seed has {len(seed)} entries, the batch has {batch} rows")
+    return PositionNoise([(s, 0) for s in seed])
+
+
+def references_of(
+    references: Any, batch: int, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Token ids of each row's documents.
+
+    Raises:
+        Refused: not documents, text without a tokenizer, ids outside the vocabulary, or lists for another batch.
+    """
+    if references is None:
+        return [()] * batch
+    if isinstance(references, str) or not isinstance(references, Sequence):
+        raise Refused(f"references={type(references).__name__}: give a list of documents, each text or token ids")
+    if not (references and all(_is_list_of_documents(r) for r in references)):
+        shared = tuple(_document(d, f"references[{i}]", tokenizer, vocabulary) for i, d in enumerate(references))
+        return [shared] * batch
+    if len(references) != batch:
+        raise Refused(f"references has lists for {len(references)} rows, the batch has {batch}")
+    return [
+        tuple(_document(d, f"references[{b}][{i}]", tokenizer, vocabulary) for i, d in enumerate(row))
+        for b, row in enumerate(references)
+    ]
+
+
+def _is_list_of_documents(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not any(isinstance(t, int) for t in value)
+
+
+def _document(document: Any, where: str, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[int, ...]:
+    if isinstance(document, str):
+        if tokenizer is None:
+            raise Refused(f"{where} is text, and there is no tokenizer: give one to accelerate(), or token ids")
+        return tuple(tokenizer(document, add_special_tokens=False)["input_ids"])
+    ids = document.tolist() if isinstance(document, Tensor) else document
+    if not isinstance(ids, list | tuple) or not all(type(t) is int for t in ids):
+        kind = type(document).__name__
+        raise Refused(f"{where} is {kind}: a reference is text (str) or token ids (list of int, 1-D tensor)")
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise Refused(f"{where} has token ids outside the model's vocabulary of {vocabulary}")
+    return tuple(ids)

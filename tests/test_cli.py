@@ -1,0 +1,345 @@
+"""The command line: what it writes, what it refuses, and that help is instant."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from truedraft import Refused, accelerated, assets, registry
+from truedraft.cli import _models, demo, main
+from truedraft.cli._text import Pieces
+
+PROMPT = "one day a cat saw a red ball. the cat saw a red"
+SENTENCES = [PROMPT, "the dog and the cat went to the park.", "she said, here is a ball for the dog."]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Measured curves do not land in the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tok.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|end|>", clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data *= 4  # a random model that small babbles one token
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(model, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def plain(model, tokenizer, **settings):
+    """The new ids of model.generate, and their text."""
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    out = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **settings)
+    rows = out[:, inputs["input_ids"].shape[1] :]
+    return rows.tolist(), tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from truedraft.cli import main\n"
+        "for command in ([], ['generate'], ['demo'], ['methods']): assert main([*command, '--help']) == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    for option in ("--draft", "--set", "--instruction", "--json"):
+        assert option in done.stdout
+
+
+def test_methods_lists_every_name(capsys):
+    assert main(["methods"]) == 0
+    table = capsys.readouterr().out
+    assert main(["methods", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    for kind in registry.KINDS:
+        assert [entry["name"] for entry in listed[kind]] == registry.names(kind)
+        assert all(name in table for name in (*registry.names(kind), *registry.presets(kind)))
+    assert listed["drafters"][registry.names("drafters").index("prompt-lookup")]["knobs"] == {"n": 3, "length": 10}
+    assert all("guarantee" in entry for entry in listed["accept"])
+
+
+@pytest.mark.parametrize("more", [(), ("--stream",), ("--draft", "none"), ("--control", "fixed")])
+def test_greedy_text_is_that_of_model_generate(more, model, tokenizer, folder, capsys):
+    _, (text,) = plain(model, tokenizer, max_new_tokens=40, do_sample=False)
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "40", *more]) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_stops(model, tokenizer, folder, capsys):
+    (ids,), (text,) = plain(model, tokenizer, max_new_tokens=40, do_sample=False)
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "40", "--eos", str(ids[4]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == ids[: ids.index(ids[4]) + 1]
+    word = next(word for i in ids if (word := tokenizer.decode([i])).isalpha() and word.isascii())
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "40", "--stop", word]) == 0
+    said = capsys.readouterr().out.removesuffix("\n")
+    assert text.startswith(said) and said.count(word) == 1 and said.endswith(word)
+
+
+def test_sampled_texts_are_those_of_model_generate(model, tokenizer, folder, capsys):
+    torch.manual_seed(5)
+    rows, texts = plain(
+        model, tokenizer, max_new_tokens=30, do_sample=True, temperature=0.7, top_k=20, num_return_sequences=3
+    )
+    options = ["--sample", "--temperature", "0.7", "--top-k", "20", "-n", "3", "--seed", "5", "--max-new-tokens", "30"]
+    assert main(["generate", folder, PROMPT, *options, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["text"] == texts
+    assert [ids + [0] * (len(row) - len(ids)) for ids, row in zip(said["token_ids"], rows, strict=True)] == rows
+    assert main(["generate", folder, PROMPT, *options]) == 0
+    assert capsys.readouterr().out == "".join(f"--- {i} of 3 ---\n{text}\n" for i, text in enumerate(texts, 1))
+
+
+def test_json_has_the_report(folder, capsys):
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "9", "--min-new-tokens", "9", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert isinstance(said["text"], str) and len(said["token_ids"]) == said["tokens"] == 9
+    assert said["guarantee"] == "tokens" and said["passes"] <= 9 and "seconds" in said
+
+
+def test_report_goes_to_stderr(folder, capsys):
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "5", "--report"]) == 0
+    assert "mean acceptance length" in capsys.readouterr().err
+
+
+def test_settings_by_name(model, tokenizer, folder, capsys):
+    _, (text,) = plain(model, tokenizer, max_new_tokens=20, do_sample=False, bad_words_ids=[[70], [80]])
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "20", "--set", "bad_words_ids=[[70], [80]]"]) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_references_are_drafted_from(folder, tmp_path, capsys):
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "20", "--min-new-tokens", "20"]) == 0
+    said = capsys.readouterr().out
+    (tmp_path / "before.txt").write_text(PROMPT + said)
+    options = [
+        "--max-new-tokens",
+        "20",
+        "--min-new-tokens",
+        "20",
+        "--reference",
+        str(tmp_path / "before.txt"),
+        "--json",
+    ]
+    assert main(["generate", folder, PROMPT, *options, "--control", "fixed"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["drafter"] == "llma" and report["text"] + "\n" == said
+
+
+@pytest.mark.parametrize("given", [["-"], []])
+def test_prompt_from_standard_input_and_file(given, folder, tmp_path, monkeypatch, capsys):
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "8"]) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
+    assert main(["generate", folder, *given, "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out == expected
+    (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
+    assert main(["generate", folder, "--file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_chat_uses_the_template(folder, tokenizer, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    assert main(["generate", folder, "<a cat>", "--max-new-tokens", "8"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["generate", str(tmp_path / "chat"), "a cat", "--chat", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def refused(capsys, *args: str) -> str:
+    """The one line that a refused command line writes."""
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, (out, err)
+    return err
+
+
+@pytest.mark.parametrize(
+    "args, named",
+    [
+        (["x", "--temperature", "0.5"], "--temperature needs --sample"),
+        (["x", "--eta-cutoff", "0.5"], "--eta-cutoff needs --sample"),
+        (["x", "--sample", "--temperature", "0"], "--temperature 0 must be above 0: for the likeliest tokens drop"),
+        (["x", "--sample", "--top-p", "2"], "--top-p 2"),
+        (["x", "--sample", "--min-p=nan"], "--min-p nan"),
+        (["x", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["x", "--max-new-tokens", "many"], "--max-new-tokens"),
+        (["x", "-n", "2"], "--num-return-sequences"),
+        (["x", "--frob"], "--frob"),
+        (["x", "--stream", "--json"], "--stream"),
+        (["x", "--stream", "--sample", "-n", "2"], "--stream"),
+        (["x", "--set", "num_beans=2"], "num_beams"),
+        (["x", "--set", "num_beams"], "key=value"),
+        (["x", "--set", "top_k=2"], "use --top-k"),
+        (["x", "--set", "num_beams=2"], "num_beams"),
+        (["x", "--set", "penalty_alpha=0.6"], "penalty_alpha"),
+        (["x", "--dtype", "int8"], "--dtype int8"),
+        (["x", "--draft", "prompt-lokup"], "prompt-lookup"),
+        (["x", "--draft", "prompt-lookup:m=1"], "'m'"),
+        (["x", "--control", "costs"], "'cost'"),
+        (["x", "--chat"], "--chat"),
+        (["x", "--file", "nowhere.txt"], "--file"),
+        (["--file", "nowhere.txt"], "--file nowhere.txt"),
+        (["x", "--reference", "nowhere.txt"], "--reference nowhere.txt"),
+        ([""], "PROMPT is empty"),
+        (["a " * 300], "the prompt has"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(args, named, folder, capsys):
+    assert named in refused(capsys, "generate", folder, *args)
+
+
+def test_bad_standard_input(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert "PROMPT is empty" in refused(capsys, "generate", folder)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x80"), encoding="utf-8"))
+    assert "PROMPT on standard input is not UTF-8" in refused(capsys, "generate", folder)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert "PROMPT is missing" in refused(capsys, "generate", folder)
+
+
+def test_models_that_cannot_be_loaded(tmp_path, folder, capsys):
+    assert f"MODEL '{tmp_path / 'none'}' does not exist" in refused(capsys, "generate", str(tmp_path / "none"), "x")
+    assert "no config.json" in refused(capsys, "generate", str(tmp_path), "x")
+    BertModel(
+        BertConfig(
+            vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+            max_position_embeddings=8,
+        )
+    ).save_pretrained(tmp_path / "bert")  # fmt: skip
+    assert "is not generative: it is a BertModel" in refused(capsys, "generate", str(tmp_path / "bert"), "x")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    (damaged / "model.safetensors").write_bytes(b"no tensors")
+    assert f"MODEL '{damaged}' cannot be loaded" in refused(capsys, "generate", str(damaged), "x")
+
+
+def test_embedded_models(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(assets, "ROOT", tmp_path)
+    shutil.copytree(folder, tmp_path / "nano")
+    assert assets.names() == ["nano"] and assets.path("nano") == tmp_path / "nano"
+    with pytest.raises(Refused, match="'nan': did you mean 'nano'"):
+        assets.path("nan")
+    assert "did you mean 'nano'" in refused(capsys, "generate", "nanoo", "x")
+    model, tokenizer = _models.load("nano")
+    assert model.dtype == torch.float32 and not model.training
+    assert tokenizer.padding_side == "left" and tokenizer.pad_token == tokenizer.eos_token
+
+
+def test_pieces_join_to_the_text_and_hold_back_unfinished_characters(tokenizer):
+    text = "a cat, één ‘naïve’ 🐈‍⬛ in 日本"
+    pieces = Pieces(tokenizer)
+    parts = [pieces.feed([i]) for i in tokenizer(text)["input_ids"]]
+    assert "".join(parts) == text and not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+    assert pieces.end() == ""
+    cut = Pieces(tokenizer)
+    assert cut.feed(tokenizer("a 🐈")["input_ids"][:-1]) + cut.end() == "a \N{REPLACEMENT CHARACTER}"
+
+
+def test_demo_compares_both(folder, tmp_path, capsys):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    args = ["demo", "--model", folder, "--prompt", str(tmp_path / "prompt.txt"), "--max-new-tokens", "16"]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert PROMPT in out and "speed-up" in out and "yes" in out and "\x1b" not in out
+
+
+def test_demo_tells_where_tokens_differ(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    generate = accelerated.Accelerated.generate
+
+    def wrong(self, *args, **kwargs):
+        out = generate(self, *args, **kwargs)
+        out[0, -1] += 1
+        return out
+
+    monkeypatch.setattr(accelerated.Accelerated, "generate", wrong)
+    args = ["demo", "--model", folder, "--prompt", str(tmp_path / "prompt.txt"), "--max-new-tokens", "1"]
+    assert main(args) == 1
+    assert "prompt.txt: differs from new token 0 on" in capsys.readouterr().out
+
+
+def test_first_difference():
+    assert demo.first_difference([1, 2], [1, 2]) is None
+    assert demo.first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert demo.first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_demo_prompts(tmp_path, capsys):
+    story, edit = demo.cases(None, None, None)
+    source, _, rest = edit.text.partition("<|edit|>")
+    assert (story.tokens, edit.tokens) == (200, 400)
+    assert ast.parse(source) and 25 <= source.count("\n") + 1 <= 40 and rest.endswith("<|result|>")
+    (tmp_path / "a.py").write_text("x = 1\n")
+    assert demo.cases(tmp_path / "a.py", "Rename x to y.", 7)[0].text == "x = 1<|edit|>Rename x to y.<|result|>"
+    assert "--instruction needs --prompt" in refused(capsys, "demo", "--instruction", "Rename x to y.")
+    assert "--prompt nowhere.py" in refused(capsys, "demo", "--prompt", "nowhere.py")
+
+
+def test_edit_prompt_is_what_nano_was_trained_on():
+    path = Path(__file__).parent.parent / "tools" / "train_nano.py"
+    tree = ast.parse(path.read_text())
+    names = {"END, EDIT, RESULT", "edit_prompt"}
+    kept = [n for n in tree.body if getattr(n, "name", None) in names or ast.unparse(n).startswith("END, EDIT, RESULT")]
+    scope: dict = {}
+    exec(compile(ast.Module(kept, []), path, "exec"), scope)
+    assert scope["edit_prompt"]("a", "b") == demo.edit_prompt("a", "b")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_prints_what_there_is(folder):
+    many = "20000"
+    options = ["--stream", "--report", "--min-new-tokens", many, "--max-new-tokens", many]
+    with subprocess.Popen(
+        [sys.executable, "-m", "truedraft", "generate", folder, PROMPT, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
+    ) as process:
+        first = process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert len(first) == 5 and rest.endswith(b"\n")
+    assert b"interrupted" in err and b"Traceback" not in err and b"warn" not in err.lower()

@@ -1,0 +1,96 @@
+"""House net: cards are complete, knobs explained, imports one way, files short, every registered case run."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import re
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from nets import DRAFTERS
+from truedraft import registry
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "truedraft"
+METHODS = [(kind, name) for kind in registry.KINDS for name in registry.names(kind)]
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize(("kind", "name"), METHODS)
+def test_a_card_is_complete_and_every_knob_explained(kind: str, name: str) -> None:
+    method = registry.method(kind, name)
+    card = method.card
+    assert card.paper and card.idea.endswith(".") and card.family
+    assert dataclasses.is_dataclass(method), "the knobs are dataclass fields"
+    source = inspect.getsource(method)
+    comments = {
+        t.start[0]: t.string
+        for t in tokenize.generate_tokens(io.StringIO(source).readline)
+        if t.type == tokenize.COMMENT
+    }
+    lines = source.split("\n")
+    for field in dataclasses.fields(method):
+        if not field.name.startswith("_"):
+            (at,) = [i for i, line in enumerate(lines, 1) if re.match(rf"\s+{field.name}\s*:", line)]
+            assert len(comments.get(at, "")) > 5, f"{name}.{field.name} has no trailing comment"
+    assert (sys.modules[method.__module__].__doc__ or "").strip(), "the file says what it does"
+
+
+def test_a_listed_preset_can_be_built() -> None:
+    for kind in registry.KINDS:
+        for preset in registry.presets(kind):
+            registry.load(kind, preset)
+
+
+def test_every_registered_drafter_and_preset_is_a_case() -> None:
+    assert set(registry.names("drafters")) | set(registry.presets("drafters")) <= set(DRAFTERS)
+
+
+# package -> the packages of truedraft that it may import from; the engine knows contracts only
+ALLOWED = {
+    "drafters": {"tree", "card", "chance", "sampling", "errors", "drafters"},
+    "accept": {"tree", "card", "chance", "sampling", "stopping", "errors", "accept"},
+    "control": {"tree", "card", "errors", "control", "drafters", "runtime", "targets"},
+    "targets": {"tree", "caches", "runtime", "errors", "targets"},
+    "caches": {"tree", "errors", "caches"},
+    "runtime": {"tree", "caches", "targets", "errors", "runtime"},
+    "engine": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters", "control", "targets", "errors"},
+    "tree": set(),
+    "chance": {"tree", "errors"},
+    "sampling": {"tree", "errors"},
+    "stopping": {"tree", "sampling"},
+    "stats": set(),
+    "card": set(),
+    "errors": set(),
+    "registry": {"errors"},
+}
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("truedraft"):
+            rest = node.module.split(".")[1:]
+            found |= {rest[0]} if rest else {alias.name for alias in node.names}
+            assert len(rest) < 2 or rest[0] not in ("drafters", "accept", "control") or rest[1].startswith("_"), (
+                f"{file.name} names the method {rest[1]}"
+            )
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_imports_point_one_way_and_files_stay_short(file: Path) -> None:
+    room = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+    if room in ALLOWED:
+        assert imports(file) <= ALLOWED[room] | ({"drafters"} if room == "control" else set())
+    else:
+        imports(file)
+    assert len(file.read_text().splitlines()) <= 400
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno <= 75, f"{node.name} is longer than it reads"

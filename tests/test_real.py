@@ -1,0 +1,66 @@
+"""Real checkpoints on real story openings: equal to `model.generate`, token for token, in fp32.
+
+The whole hundred with every drafter is slow; every run takes a sample. Divergences are listed with the gap between
+the two likeliest tokens at the first one, since a tie may fall otherwise at another width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import truedraft
+from nets import REGISTERED
+
+CHECKPOINTS = ["stories260K", "bitllama_3M", "babyllama_tok105"]
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
+
+
+def divergences(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], rows: int, draft: str, sample: bool
+) -> list[str]:
+    fast = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
+    found = []
+    for start in range(0, len(texts), rows):
+        inputs = tokenizer(texts[start : start + rows], return_tensors="pt", padding=True)
+        inputs = {k: inputs[k] for k in ("input_ids", "attention_mask")}
+        torch.manual_seed(start)
+        expected = model.generate(**inputs, max_new_tokens=128, do_sample=sample)
+        torch.manual_seed(start)
+        got = fast.generate(**inputs, max_new_tokens=128, do_sample=sample)
+        for b in range(len(got)):
+            if not torch.equal(got[b], expected[b]):
+                at = int((got[b] != expected[b]).nonzero()[0])
+                pad = int((inputs["attention_mask"][b] == 0).sum())
+                with torch.no_grad():
+                    top = model(expected[b : b + 1, pad:at]).logits[0, -1].topk(2).values
+                found.append(f"prompt {start + b}, token {at}: top-2 gap {float(top[0] - top[1]):.3g}")
+    return found
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_sample_of_prompts(checkpoint: str, sample: bool, weights: Path, stories: list[str]) -> None:
+    model, tokenizer = load(weights / checkpoint)
+    for draft, rows in (("prompt-lookup", 1), ("llma", 5)):
+        assert not divergences(model, tokenizer, stories[:5], rows, draft, sample)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("draft", REGISTERED)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_hundred_prompts(
+    checkpoint: str, draft: str, rows: int, sample: bool, weights: Path, stories: list[str]
+) -> None:
+    model, tokenizer = load(weights / checkpoint)
+    assert not divergences(model, tokenizer, stories, rows, draft, sample)
