@@ -92,7 +92,7 @@ def text_net(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **kwargs: Any,
 ) -> truedraft.Report:
-    """Output and random stream equal those of `model.generate`. `kwargs` values that are callables of no argument are made anew."""
+    """Output and random stream equal those of `model.generate`; processors given as makers are made for each side."""
     made = [
         {k: v() if k in ("logits_processor", "stopping_criteria") and callable(v) else v for k, v in kwargs.items()}
         for _ in range(2)

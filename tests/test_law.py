@@ -1,4 +1,4 @@
-"""Law net: the exact law of the next tokens, by enumeration over every draw, equals the chain rule over plain forwards."""
+"""Law net: the law of the next tokens, by enumeration over every draw, equals the chain rule over plain forwards."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def build(size: str, vocabulary: int, end: int) -> LlamaForCausalLM:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024). torch's own casts to bf16, which a CPU without bf16 units pays dearly."""
+    """Momentum, orthogonalised (Jordan et al. 2024). torch's own casts to bf16, dear on a CPU without bf16 units."""
 
     def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))

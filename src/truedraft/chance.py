@@ -62,7 +62,9 @@ class StreamNoise:
 
 
 class PositionNoise:
-    """Noise tied to (seed, row, step) by a counter-based generator (Philox): a row's text does not depend on its neighbours.
+    """Noise tied to (seed, row, step) by a counter-based generator (Philox).
+
+    A row's text does not depend on its neighbours.
 
     Args:
         seeds: (seed, row key) for each row of the batch.

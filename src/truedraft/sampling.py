@@ -42,9 +42,8 @@ ROWWISE = POINTWISE | {
 
 def _for_rows(processor: LogitsProcessor, places: list[int]) -> LogitsProcessor:
     """A processor made for the whole batch, as it is for some of its rows alone."""
-    if isinstance(processor, lp.RepetitionPenaltyLogitsProcessor):
-        if isinstance(ignored := processor.prompt_ignore_length, Tensor):
-            return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[places])
+    if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), Tensor):
+        return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[places])  # type: ignore[attr-defined]
     if isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return lp.PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(places[i], ids), 1)

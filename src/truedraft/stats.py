@@ -131,7 +131,8 @@ class Report:
         where = ", ".join(f"{part} {s / total:.0%}" for part, s in self.seconds.items() if part != "all")
         lines = [
             f"drafter {self.drafter}, rule {self.rule} (guarantee: {self.guarantee}), control {self.control}",
-            f"{self.tokens} tokens in {len(self.passes)} passes: mean acceptance length {self.mean_acceptance_length:.2f}, {rate}",
+            f"{self.tokens} tokens in {len(self.passes)} passes: "
+            f"mean acceptance length {self.mean_acceptance_length:.2f}, {rate}",
             f"{self.tokens_per_second:.1f} tokens/s; time: {where}",
         ]
         return "\n".join(lines + self.notes)

@@ -18,7 +18,7 @@ class Control(ABC):
     card: ClassVar[Card]
 
     def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float]) -> None:
-        """Before the first pass of a call: what will be controlled, and the seconds spent so far by part, kept current."""
+        """Before the first pass of a call: what will be controlled, and the seconds spent by part, kept current."""
 
     def start(self, rows: Sequence[Row]) -> None:
         """New rows."""

@@ -27,7 +27,7 @@ class NgramIndex:
         self.texts[id(text)] = (text, max(end, done))
 
     def continuation(self, suffix: Sequence[int], shortest: int, length: int) -> Sequence[int]:
-        """What followed the first occurrence of the longest indexed n-gram that `suffix` ends with, at most `length` tokens."""
+        """Up to `length` tokens that followed the first occurrence of the longest known n-gram at the end of `suffix`."""
         for n in range(min(self.longest, len(suffix)), shortest - 1, -1):
             if found := self.first.get(tuple(suffix[-n:])):
                 text, stop = found

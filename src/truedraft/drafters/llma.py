@@ -24,7 +24,7 @@ class Llma(PerRow[NgramIndex]):
         idea="Copy from documents given by the caller, from the place that the output has just been quoting.",
         family="retrieval",
         presets={"llma-trigger2": {"trigger": 2}},
-        published="Over 2x in retrieval-augmented, cache-assisted and multi-turn generation (LLaMA 7B-30B, V100, greedy).",
+        published="Over 2x in retrieval-augmented, cache-assisted and multi-turn generation (LLaMA 7B-30B, V100).",
     )
     takes_references: ClassVar[bool] = True
     trigger: int = 1  # shortest n-gram that starts a copy; published default 1

@@ -23,7 +23,7 @@ class PromptLookup(PerRow[NgramIndex]):
         idea="Copy what followed the last few tokens when they stood in the text before.",
         family="retrieval",
         presets={"prompt-lookup-hf": {"n": 2}},
-        published="2-4x on summarising, document QA and code editing (Mistral 7B, greedy); 1.0x on creative writing.",
+        published="Spec-Bench, Vicuna 7B, A100, greedy: 1.66x overall, 2.66x summarising, 1.06x translation.",
     )
     n: int = 3  # longest n-gram looked for; published default 3, transformers' own default is 2
     length: int = 10  # tokens copied; published default 10

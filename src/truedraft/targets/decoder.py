@@ -100,7 +100,7 @@ class DecoderTarget:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
-        """Read the prompts of new rows, each taking the next free slot; scores are those of a lone root, the last token.
+        """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens.
 
         Neighbours of equal length share a call.
         """
@@ -195,7 +195,7 @@ class DecoderTarget:
         return self._dressed(near)
 
     def _places(self, positions: Tensor, width: int) -> Tensor:
-        """The position of every entry that a row may read, (rows, 1, 1, view): its place, or a node's depth behind it."""
+        """The position of every entry that a row may read: its place, or behind it a node's; (rows, 1, 1, view)."""
         cursor = self.cache.cursor  # type: ignore[union-attr]
         places = torch.arange(cursor.view, device=self.device).repeat(len(positions), 1)
         for b, n in enumerate(cursor.lengths):
@@ -235,7 +235,7 @@ def check_hosted(model: Any) -> None:
     if foreign or getattr(model, "_is_stateful", False):
         kinds = ", ".join(sorted(foreign)) or "recurrent state"
         raise Refused(
-            f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to an accepted path"
+            f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to a path"
         )
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager"):
@@ -274,6 +274,6 @@ def check_exact(target: DecoderTarget) -> None:
             tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
             if error > tolerance:
                 raise Refused(
-                    f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain forwards by {error:.2g} "
-                    f"standard deviations of the logits (allowed {tolerance}), so its attention ignores the mask or positions given"
+                    f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain forwards by "
+                    f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions"
                 )
