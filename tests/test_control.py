@@ -24,7 +24,7 @@ FLAT = Curve((1, 16), (1.0, 1.0))
 def control(monkeypatch: pytest.MonkeyPatch) -> Cost:
     monkeypatch.setattr(curve, "of", lambda target: STEEP)
     made = Cost()
-    made.open(object(), PromptLookup(), {"draft": 0.0, "target": 1.0})  # type: ignore[arg-type]
+    made.open(object(), PromptLookup(), {"draft": 0.0, "target": 1.0}, False)  # type: ignore[arg-type]
     return made
 
 

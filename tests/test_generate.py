@@ -54,7 +54,7 @@ def test_scores_and_logits_are_those_of_transformers(rows: int, sample: bool, fa
         ended = torch.zeros(rows, dtype=torch.bool)
         for t, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             assert torch.allclose(a[~ended], b[~ended], atol=1e-4)
-            assert not a[ended].any()
+            assert rows == 1 or torch.allclose(a[ended], b[ended], atol=1e-4)
             ended |= torch.isin(expected.sequences[:, length + t], torch.tensor([11, 12, 13]))
 
 
@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     "unknown drafter": (lambda f: truedraft.accelerate(tiny(), draft="promt-lookup"), "did you mean 'prompt-lookup'"),
     "unknown knob": (lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup:lenght=3"), "did you mean 'length'"),
     "unreadable knob": (lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup:5"), "knob=value"),
-    "drafter of another type": (lambda f: truedraft.accelerate(tiny(), draft=5), "draft=int"),
+    "drafter of another type": (lambda f: truedraft.accelerate(tiny(), draft=5), "draft=5"),
     "unknown rule": (lambda f: truedraft.accelerate(tiny(), rule="greddy"), "did you mean 'greedy'"),
     "rule against the setting": (
         lambda f: truedraft.accelerate(tiny(), rule="greedy").generate(_IDS, do_sample=True, max_new_tokens=4),

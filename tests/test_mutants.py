@@ -73,12 +73,12 @@ def second_best(self: Greedy, scores: Tensor, *_: Any) -> list[int]:
 
 def overshoot(self: Stops, rows: Sequence[Row]) -> None:
     for row in rows:
-        row.ended = row.tokens[-1] in self.eos or row.step == (self.steps or 0) + 1
+        row.end = len(row.tokens) if row.tokens[-1] in self.eos or row.step == self.steps + 1 else None
 
 
 def deaf_to_eos(self: Stops, rows: Sequence[Row]) -> None:
     for row in rows:
-        row.ended = row.step == self.steps
+        row.end = len(row.tokens) if row.step == self.steps else None
 
 
 def gullible(self: DraftTree, node: int, token: int) -> int | None:

@@ -32,7 +32,8 @@ from truedraft.errors import Refused
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops
-from truedraft.targets.decoder import DecoderTarget, check_exact
+from truedraft.stopping import longest as longest_of
+from truedraft.targets.decoder import DecoderTarget, check_exact, check_hosted
 from truedraft.tree import Row
 
 
@@ -66,9 +67,11 @@ class Accelerated:
         self.target = DecoderTarget(model)
         self.model, self.tokenizer = model, tokenizer
         self._by_itself = draft == "auto"
-        self.drafter = _drafter("prompt-lookup" if self._by_itself else draft)
-        self.rule: Rule | None = registry.load("accept", rule) if isinstance(rule, str) else rule
-        self.control: Control = registry.load("control", control) if isinstance(control, str) else control
+        self.drafter: Drafter = (
+            Plain() if draft is None else _part("prompt-lookup" if self._by_itself else draft, "drafters", Drafter)
+        )
+        self.rule: Rule | None = None if rule is None else _part(rule, "accept", Rule)
+        self.control: Control = _part(control, "control", Control)
         _check_vocabulary(self.drafter, tokenizer)
         check_exact(self.target)
         self._report: Report | None = None
@@ -86,6 +89,7 @@ class Accelerated:
     def generate(
         self,
         inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
         *,
         references: Sequence[Document] | Sequence[Sequence[Document]] | None = None,
         seed: int | Sequence[int] | None = None,
@@ -101,6 +105,7 @@ class Accelerated:
 
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
+            generation_config: as in `model.generate`.
             references: documents that the output may copy from, for drafters that use them: texts or token ids,
                 for every row; or one such list per row.
             seed: draw the noise of each row from (seed, row, position) instead of torch's stream, so that a row's
@@ -111,12 +116,16 @@ class Accelerated:
 
         Returns:
             (batch, length) token ids, or with `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` without
-            `past_key_values`; `scores` and `logits` are zero where a row had ended.
+            `past_key_values`.
 
         Raises:
             Refused: a setting that cannot be honoured exactly, named before anything is computed.
         """
+        check_hosted(self.model)
         check_arguments(kwargs)
+        if self.target.cache is not None:
+            raise Refused("generate() was called while it runs: use another accelerate(model) for a call inside a call")
+        kwargs["generation_config"] = generation_config
         call = _Call(references, seed, chance, kwargs.get("streamer"), on_pass)
         kwargs = self._with_stop_strings(kwargs)
         generate: Any = self.model.generate
@@ -149,9 +158,9 @@ class Accelerated:
         call, config = truedraft_call, generation_config
         check_settings(config)
         drafter, rule = self._drafter_of(config, call.references), self._rule_of(config)
-        prompts = prompts_of(input_ids, model_kwargs)
+        prompts = prompts_of(input_ids, model_kwargs, self.target.window)
         batch, longest = len(prompts), max(map(len, prompts))
-        steps = config.max_length - input_ids.shape[1]
+        steps = longest_of(stopping_criteria) - input_ids.shape[1]
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
         chance = call.chance or chance_of(call.seed, batch)
@@ -191,6 +200,10 @@ class Accelerated:
 
     def _drafter_of(self, config: GenerationConfig, references: Any) -> Drafter:
         if (length := config.prompt_lookup_num_tokens) is not None:
+            if references is not None:
+                raise Refused(
+                    "references were given with prompt_lookup_num_tokens, which copies from the prompt: drop one"
+                )
             return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
         if references is None or self.drafter.takes_references:
             return self.drafter
@@ -259,14 +272,14 @@ def _output(rows: Sequence[Row], history: History, laws: Laws, returns: bool) ->
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]
 
 
-def _drafter(draft: str | Drafter | None) -> Drafter:
-    if draft is None:
-        return Plain()
-    if isinstance(draft, str):
-        return registry.load("drafters", draft)
-    if isinstance(draft, Drafter):
-        return draft
-    raise Refused(f"draft={type(draft).__name__}: give a drafter, its name, or None for plain decoding")
+def _part(given: Any, kind: str, base: type) -> Any:
+    """A drafter, rule or control, from itself or its name."""
+    if isinstance(given, str):
+        return registry.load(kind, given)
+    if isinstance(given, base):
+        return given
+    what = {"drafters": "draft", "accept": "rule"}.get(kind, kind)
+    raise Refused(f"{what}={given!r}: give a {base.__name__} or the name of one (`truedraft methods` lists them)")
 
 
 def _check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -283,10 +296,11 @@ def _check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
-    if len(rows) == 1 or not (laws.in_step or stops.in_step):
+    if len(rows) == 1 or not stops.in_step:
         return []
-    strangers = laws.strangers + stops.strangers
-    cause = f"{', '.join(strangers)} may look across rows" if strangers else "there is no end-of-text token"
+    if strangers := laws.strangers + stops.strangers:
+        return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
+    cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
     return [f"rows advanced together, because {cause}"]
 
 

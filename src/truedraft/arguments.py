@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -39,11 +40,22 @@ SETTINGS = {
     "cache_implementation": ("dynamic", "truedraft keeps a cache of its own; drop it"),
     "prefill_chunk_size": (None, "prompts are read in one piece"),
 }
+# What `generate` itself hands to a decode loop.
+INPUTS = {
+    "attention_mask",
+    "inputs_embeds",
+    "logits_to_keep",
+    "next_sequence_length",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
 MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
     """Raises Refused for an argument of `generate` that is not supported."""
+    _check_neutral(kwargs)
     for name, remedy in ARGUMENTS.items():
         value = kwargs.get(name)
         if value is not None and value is not False:
@@ -52,21 +64,30 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
 
 def check_settings(config: GenerationConfig) -> None:
     """Raises Refused for a setting that the engine cannot honour exactly."""
-    for name, (neutral, why) in SETTINGS.items():
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            raise Refused(f"{name}={value!r}: {why}")
+    _check_neutral(vars(config))
     mode = config.get_generation_mode()
     if mode not in MODES:
         raise Refused(f"{mode.value.replace('_', ' ')} is not supported: drop the settings that ask for it")
 
 
-def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Prompt]:
+def _check_neutral(values: Mapping[str, Any]) -> None:
+    for name, (neutral, why) in SETTINGS.items():
+        value = values.get(name)
+        if value is not None and value != neutral:
+            raise Refused(f"{name}={value!r}: {why}")
+
+
+def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int | None) -> list[Prompt]:
     """Each row's prompt without its padding.
 
+    window: of a model with sliding windows, which count masked positions too.
+
     Raises:
-        Refused: a row is padded on the right, or empty.
+        Refused: a row is padded on the right, or empty; or the model was given an input that only it understands.
     """
+    foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in INPUTS)
+    if foreign:
+        raise Refused(f"{', '.join(foreign)}: model inputs besides input_ids or inputs_embeds are not supported")
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     source = input_ids if embeds is None else embeds
     if source.shape[1] == 0 or (mask is not None and not bool(mask.any(-1).all())):
@@ -75,6 +96,10 @@ def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Promp
     if mask is not None:
         if not bool(mask[:, -1].all()):
             raise Refused("attention_mask ends in 0: pad on the left (tokenizer.padding_side = 'left')")
+        if window is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
+            raise Refused(
+                "attention_mask has gaps, which this model's sliding windows count: mask only padding on the left"
+            )
         lines = [line[seen.bool()] for line, seen in zip(source, mask, strict=True)]
     return [Prompt(ids=line) if embeds is None else Prompt(embeds=line) for line in lines]
 
@@ -95,11 +120,17 @@ def chance_of(seed: int | Sequence[int] | None, batch: int) -> Chance:
     """Where the noise of sampling comes from: torch's stream, or (seed, row, position)."""
     if seed is None:
         return StreamNoise(batch)
-    if isinstance(seed, int):
-        return PositionNoise([(seed, i) for i in range(batch)])
-    if len(seed) != batch:
-        raise Refused(f"seed has {len(seed)} entries, the batch has {batch} rows")
-    return PositionNoise([(s, 0) for s in seed])
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != batch:
+            raise Refused(f"seed has {len(seed)} entries, the batch has {batch} rows")
+        return PositionNoise([(_seed(s), 0) for s in seed])
+    return PositionNoise([(_seed(seed), i) for i in range(batch)])
+
+
+def _seed(value: Any) -> int:
+    if not isinstance(value, Integral) or not 0 <= int(value) < 2**64:
+        raise Refused(f"seed={value!r}: give an integer from 0 to 2**64 - 1, or a list with one for each row")
+    return int(value)
 
 
 def references_of(
@@ -126,7 +157,7 @@ def references_of(
 
 
 def _is_list_of_documents(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not any(isinstance(t, int) for t in value)
+    return isinstance(value, list | tuple) and not any(isinstance(t, Integral) for t in value)
 
 
 def _document(document: Any, where: str, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[int, ...]:
@@ -135,9 +166,9 @@ def _document(document: Any, where: str, tokenizer: PreTrainedTokenizerBase | No
             raise Refused(f"{where} is text, and there is no tokenizer: give one to accelerate(), or token ids")
         return tuple(tokenizer(document, add_special_tokens=False)["input_ids"])
     ids = document.tolist() if isinstance(document, Tensor) else document
-    if not isinstance(ids, list | tuple) or not all(type(t) is int for t in ids):
+    if not isinstance(ids, list | tuple) or not all(isinstance(t, Integral) for t in ids):
         kind = type(document).__name__
         raise Refused(f"{where} is {kind}: a reference is text (str) or token ids (list of int, 1-D tensor)")
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         raise Refused(f"{where} has token ids outside the model's vocabulary of {vocabulary}")
-    return tuple(ids)
+    return tuple(int(t) for t in ids)

@@ -78,6 +78,7 @@ class PositionNoise:
         for line, row in zip(noise, rows, strict=True):
             bits = np.random.Philox(key=self.seeds[row.index], counter=[0, row.step, 0, 0])
             np.random.Generator(bits).standard_exponential(dtype=np.float32, out=line)
+        np.maximum(noise, np.finfo(np.float32).tiny, out=noise)  # an exact 0 would pick its token whatever the law
         return _argmax(law, torch.from_numpy(noise).to(law.device))
 
     def passed(self, step: int) -> None:

@@ -37,7 +37,8 @@ class Engine:
         score = self.watch.timed("target", self.target.score)
 
         self.target.taps = self.drafter.needs
-        self.control.open(self.target, self.drafter, self.watch.seconds)
+        calibrate = self.watch.timed("calibrate", self.control.open)
+        calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step)
         rows = list(rows)
         self.drafter.start(rows)
         self.control.start(rows)
@@ -56,13 +57,28 @@ class Engine:
                 if not rows:
                     return
                 budget = self.control.budget(rows)
-                trees = propose(rows, budget)
-                trees = [tree.shallow(row.room - row.step - 1) for row, tree in zip(rows, trees, strict=True)]
-                trees = self.control.prune(rows, trees)
+                drafts = [self._fitted(row, tree) for row, tree in zip(rows, propose(rows, budget), strict=True)]
+                trees = self._padded(rows, self.control.prune(rows, drafts))
                 scores = score(trees)
         finally:
             for row in rows:
                 self._end(row)
+
+    def _fitted(self, row: Row, tree: DraftTree) -> DraftTree:
+        """A drafter's tree without the nodes that could not be emitted any more."""
+        if tree.tokens[0] != row.tokens[-1]:
+            raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
+        return tree.cut(1 + self.drafter.width).shallow(row.room - row.step - 1)
+
+    def _padded(self, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
+        """Rows that ended and wait for the others say padding, as deep as the others may get."""
+        if not self.stops.pads or not any(row.ended for row in rows):
+            return trees
+        pad, depth = self.history.pad, max(max(tree.shape.depth) for tree in trees)
+        return [
+            DraftTree.chain(row.tokens[-1], [pad] * depth) if row.ended else tree
+            for row, tree in zip(rows, trees, strict=True)
+        ]
 
     def _end(self, row: Row) -> None:
         self.drafter.end(row)
@@ -83,10 +99,9 @@ class Engine:
 def _record(
     rows: Sequence[Row], before: Sequence[int], trees: Sequence[DraftTree], accepted: Sequence[Accepted]
 ) -> Pass:
-    return Pass(
-        max(map(len, trees)),
-        tuple(
-            Emission(row.index, tuple(row.tokens[n:]), min(len(a.path) - 1, len(row.tokens) - n), tree.drafted)
-            for row, n, tree, a in zip(rows, before, trees, accepted, strict=True)
-        ),
-    )
+    emitted = []
+    for row, n, tree, a in zip(rows, before, trees, accepted, strict=True):
+        said = tuple(row.tokens[n : row.end])
+        if said:  # a row that waits for the others says nothing
+            emitted.append(Emission(row.index, said, min(len(a.path) - 1, len(said)), tree.drafted))
+    return Pass(max(map(len, trees)), tuple(emitted))

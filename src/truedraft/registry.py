@@ -97,6 +97,9 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
             near = difflib.get_close_matches(key, allowed, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(allowed) or 'none'}."
             raise Refused(f"{name} has no knob {key!r}: {hint}")
+        default = inspect.signature(cls).parameters[key].default
+        if isinstance(default, int | float) and not (type(knobs[key]) is type(default) and knobs[key] >= 0):
+            raise Refused(f"{name}:{key}={knobs[key]!r}: give a non-negative {type(default).__name__}, like {default}")
     try:
         return cls(**knobs)
     except TypeError as e:

@@ -60,8 +60,8 @@ class History:
     """
 
     def __init__(self, prompt: Tensor, steps: int, pad: int):
-        self.length = prompt.shape[1]
-        self.ids = torch.nn.functional.pad(prompt, (0, steps), value=pad)
+        self.length, self.pad = prompt.shape[1], pad
+        self.ids = torch.nn.functional.pad(prompt.long(), (0, steps), value=pad)
 
     def append(self, row: Row, token: int) -> None:
         """Emit `token` for `row`: it is in the prefix of every node that is judged after it."""
@@ -77,14 +77,15 @@ class History:
 
     def batch(self, step: int) -> Tensor:
         """(batch, length) ids of the whole batch at a step."""
-        return self.ids[:, : self.length + step]
+        return self.ids[:, : self.length + step].contiguous()
 
 
 class Laws:
     """Processed next-token scores of the nodes that the walk visits, kept where the caller wants them returned.
 
-    in_step: some processor may couple rows or count its calls, so rows advance together and every call is the one
-        that plain generate makes: the whole batch, once per step.
+    in_step: rows advance together, those that ended on padding, and every call is the one that plain generate makes:
+        the whole batch, once per step. So it must be where a processor may couple rows or count its calls, and where
+        the scores of a batch are returned, which `transformers` goes on computing for rows that ended.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class Laws:
         self.processors = processors
         self.history = history
         kinds = {type(p) for p in processors}
-        self.in_step = bool(kinds - ROWWISE)
+        batch = history.ids.shape[0]
+        self.in_step = bool(kinds - ROWWISE) or (batch > 1 and bool(keep_scores or keep_logits))
         self.pointwise = not kinds - POINTWISE
         self.strangers = sorted(k.__name__ for k in kinds - ROWWISE)
-        batch = history.ids.shape[0]
         self.scores: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_scores else None
         self.logits: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_logits else None
 
@@ -119,11 +120,7 @@ class Laws:
 
     def _process(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
         if self.in_step:
-            ids = self.history.batch(rows[0].step)
-            full = raw.new_zeros(ids.shape[0], raw.shape[1])
-            places = [row.index for row in rows]
-            full[places] = raw
-            return self.processors(ids, full)[places]  # type: ignore[arg-type]
+            return self.processors(self.history.batch(rows[0].step), raw.clone())  # type: ignore[arg-type]
         if self.pointwise:
             return self.processors(self.history.ids[: len(rows), :0], raw.clone())  # type: ignore[arg-type]
         scores = torch.empty_like(raw)
@@ -137,10 +134,5 @@ class Laws:
         return scores
 
     def steps(self, kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
-        """One (batch, V) tensor per step, as `transformers` returns them; zeros where a row had ended."""
-        if not any(kept):
-            return ()
-        blank = torch.zeros_like(next(row[0] for row in kept if row))
-        return tuple(
-            torch.stack([row[t] if t < len(row) else blank for row in kept]) for t in range(max(map(len, kept)))
-        )
+        """One (batch, V) tensor per step, as `transformers` returns them."""
+        return tuple(torch.stack(step) for step in zip(*kept, strict=True))

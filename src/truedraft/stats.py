@@ -62,7 +62,7 @@ class Report:
     drafter, rule, guarantee, control: what was in play.
     notes: one sentence for each thing the caller should know (rows kept in step, an interruption).
     passes: every pass of the target, the prompt's own first.
-    seconds: wall time by part: prefill, draft, target, all.
+    seconds: wall time by part: calibrate (measuring costs, once per model and machine), prefill, draft, target, all.
     """
 
     drafter: str
@@ -96,13 +96,18 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds.get("all", 0.0), 1e-9)
+        """Emitted tokens over the time of the call, calibration left out."""
+        return self.tokens / self._working
 
     @property
     def engine_seconds_per_pass(self) -> float:
         """Everything that is not the target's forward or prefill, per pass."""
-        own = self.seconds.get("all", 0.0) - self.seconds.get("target", 0.0) - self.seconds.get("prefill", 0.0)
+        own = self._working - self.seconds.get("target", 0.0) - self.seconds.get("prefill", 0.0)
         return own / max(len(self.passes), 1)
+
+    @property
+    def _working(self) -> float:
+        return max(self.seconds.get("all", 0.0) - self.seconds.get("calibrate", 0.0), 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
         """Figures alone, for JSON."""
@@ -127,8 +132,7 @@ class Report:
             if self.acceptance_rate is None
             else f"{self.acceptance_rate:.0%} of drafted nodes accepted"
         )
-        total = max(self.seconds.get("all", 0.0), 1e-9)
-        where = ", ".join(f"{part} {s / total:.0%}" for part, s in self.seconds.items() if part != "all")
+        where = ", ".join(f"{p} {self.seconds.get(p, 0.0) / self._working:.0%}" for p in ("prefill", "draft", "target"))
         lines = [
             f"drafter {self.drafter}, rule {self.rule} (guarantee: {self.guarantee}), control {self.control}",
             f"{self.tokens} tokens in {len(self.passes)} passes: "

@@ -16,12 +16,14 @@ ALIKE = {sc.MaxLengthCriteria, sc.MaxTimeCriteria, sc.EosTokenCriteria}
 
 
 class Stops:
-    """Sets `row.ended` exactly after the token where plain generate would have ended the row.
+    """Sets `row.end` exactly after the token where plain generate would have ended the row.
 
     End-of-text tokens and lengths are integers here; every other criterion is asked as it is, on its row's prefix.
 
+    steps: tokens that a row may emit.
     in_step: a criterion may look across rows or count its calls, or rows that ended go on until the last one has
-        (what `transformers` does without an end-of-text token): rows advance together.
+        (what `transformers` does without an end-of-text token): rows advance together and leave together.
+    pads: rows that ended go on with padding, as `transformers` has it where there is an end-of-text token.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, history: History, laws: Laws):
@@ -29,30 +31,31 @@ class Stops:
         self.eos = {
             int(t) for c in criteria if type(c) is sc.EosTokenCriteria for t in c.eos_token_id.flatten().tolist()
         }
-        lengths = [c.max_length for c in criteria if type(c) is sc.MaxLengthCriteria]
-        self.steps = min(lengths) - history.length if lengths else None
+        self.steps = longest(criteria) - history.length
         self.others = StoppingCriteriaList(
             c for c in criteria if type(c) not in (sc.EosTokenCriteria, sc.MaxLengthCriteria)
         )
         kinds = {type(c) for c in criteria}
-        has_eos = any(hasattr(c, "eos_token_id") for c in criteria)
         self.strangers = sorted(k.__name__ for k in kinds - ROWWISE)
-        self.keep_ended = history.ids.shape[0] > 1 and not has_eos and bool(kinds - ALIKE)
-        self.in_step = bool(self.strangers) or self.keep_ended
+        self.pads = any(hasattr(c, "eos_token_id") for c in criteria)
+        unpadded = history.ids.shape[0] > 1 and not self.pads and bool(kinds - ALIKE)
+        self.in_step = laws.in_step or bool(self.strangers) or unpadded
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Judge `rows`, each of which has just emitted a token."""
+        """Judge `rows`, each of which has just emitted a token; in step, rows that ended stay ended."""
         if self.in_step:
-            step = rows[0].step
             scores = None if self.laws.scores is None else self.laws.steps(self.laws.scores)
-            done = self.criteria(self.history.batch(step), scores).tolist()
-            for row in rows:
-                row.ended |= bool(done[row.index])
-            return
-        for row in rows:
-            row.ended = row.tokens[-1] in self.eos or row.step == self.steps or self._asked(row)
+            ended = self.criteria(self.history.batch(rows[0].step), scores).tolist()
+        else:
+            ended = [row.tokens[-1] in self.eos or row.step == self.steps or self._asked(row) for row in rows]
+        for row, end in zip(rows, ended, strict=True):
+            if end and row.end is None:
+                row.end = len(row.tokens)
 
     def _asked(self, row: Row) -> bool:
-        if not self.others:
-            return False
-        return bool(torch.as_tensor(self.others(self.history.prefix([row]), None)).any())
+        return bool(self.others) and bool(torch.as_tensor(self.others(self.history.prefix([row]), None)).any())
+
+
+def longest(criteria: StoppingCriteriaList) -> int:
+    """The length, prompt included, at which every row has ended."""
+    return min(c.max_length for c in criteria if isinstance(c, sc.MaxLengthCriteria))

@@ -161,7 +161,7 @@ class Accepted:
 
     path: node indices from the root (0) on; their KV becomes permanent.
     token: the correction or bonus token, the next pending token.
-    ended: the row stops here.
+    ended: the row leaves the batch.
     """
 
     path: tuple[int, ...]
@@ -178,6 +178,7 @@ class Row:
     prompt: how many of them are prompt.
     room: how many more tokens may be emitted, at most.
     references: token ids of documents that the output may copy from.
+    end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     """
 
     index: int
@@ -185,7 +186,11 @@ class Row:
     prompt: int
     room: int
     references: tuple[tuple[int, ...], ...] = ()
-    ended: bool = False
+    end: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.end is not None
 
     @property
     def step(self) -> int:

@@ -59,7 +59,6 @@ def walk(
     Only nodes on accepted paths are ever judged, each after the tokens before it were emitted, so processors and
     criteria see the prefixes that plain decoding would show them.
     """
-    in_step = laws.in_step or stops.in_step
     paths: list[list[int]] = [[0] for _ in rows]
     alive = list(range(len(rows)))
     while alive:
@@ -68,27 +67,24 @@ def walk(
         raw = scores.logits[0, nodes[0]][None] if len(rows) == 1 else scores.logits[alive, nodes]
         offers = [_offer(trees[i], node) for i, node in zip(alive, nodes, strict=True)]
         tokens = rule.choose(laws(standing, raw), offers, standing, chance)
+        tokens = [history.pad if row.ended and stops.pads else t for row, t in zip(standing, tokens, strict=True)]
         for row, token in zip(standing, tokens, strict=True):
             history.append(row, token)
         stops(standing)
-        goes_on = [not row.ended for row in standing]
-        if stops.keep_ended and any(goes_on):
-            goes_on = [True] * len(standing)
-        below = {
-            i: trees[i].child(node, token)
-            for i, node, token, on in zip(alive, nodes, tokens, goes_on, strict=True)
-            if on
-        }
-        if in_step and None in below.values():
+        below = [
+            None if row.ended and not stops.in_step else trees[i].child(node, token)
+            for row, i, node, token in zip(standing, alive, nodes, tokens, strict=True)
+        ]
+        if stops.in_step and (None in below or all(row.ended for row in standing)):
             break
-        alive = [i for i, child in below.items() if child is not None]
-        for i in alive:
-            paths[i].append(below[i])  # type: ignore[arg-type]
-    if stops.keep_ended and not all(row.ended for row in rows):
-        ended = [False] * len(rows)
-    else:
-        ended = [row.ended for row in rows]
-    return [Accepted(tuple(path), row.tokens[-1], e) for path, row, e in zip(paths, rows, ended, strict=True)]
+        alive = [i for i, child in zip(alive, below, strict=True) if child is not None]
+        for i, child in zip(alive, filter(None, below), strict=True):
+            paths[i].append(child)
+    over = all(row.ended for row in rows)
+    return [
+        Accepted(tuple(path), row.tokens[-1], over if stops.in_step else row.ended)
+        for path, row in zip(paths, rows, strict=True)
+    ]
 
 
 def _offer(tree: DraftTree, node: int) -> Offer:

@@ -26,7 +26,8 @@ def load(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTok
     Raises:
         Refused: no such model or dtype, a damaged one, or one that does not generate; the message names the argument.
     """
-    check_dtype(dtype)
+    if dtype not in DTYPES:
+        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     source = _source(name)
     import huggingface_hub
     import torch
@@ -68,12 +69,6 @@ def accelerated(name: str, dtype: str, draft: str, control: str = "cost") -> Acc
         drafter = choices[draft] if draft in choices else registry.load("drafters", draft)
         controller = registry.load("control", control)
         return accelerate(*load(name, dtype), draft=drafter, control=controller)
-
-
-def check_dtype(dtype: str) -> None:
-    """Raises Refused, with the choices, where `dtype` is none of them."""
-    if dtype not in DTYPES:
-        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
 
 
 def _source(name: str) -> Path | str:

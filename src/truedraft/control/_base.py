@@ -17,8 +17,12 @@ class Control(ABC):
 
     card: ClassVar[Card]
 
-    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float]) -> None:
-        """Before the first pass of a call: what will be controlled, and the seconds spent by part, kept current."""
+    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
+        """Before the first pass of a call.
+
+        seconds: spent so far by part (draft, target), kept current.
+        in_step: rows advance together, so a token counts only where every row accepts it.
+        """
 
     def start(self, rows: Sequence[Row]) -> None:
         """New rows."""

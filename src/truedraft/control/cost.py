@@ -9,6 +9,7 @@ objective, accepted tokens over the measured time of the pass, is that of Sequoi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -84,10 +85,10 @@ class Cost(Control):
         self._emitted: dict[int, int] = {}
         self._target: DecoderTarget | None = None
 
-    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float]) -> None:
+    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
         if self._target is not target and drafter.width:
             self._target, self._curve = target, curve.of(target)
-        self._width, self._seconds = drafter.width, seconds
+        self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         self._proposed = 0
         self._paid = True
 
@@ -113,13 +114,12 @@ class Cost(Control):
         longest = max(len(tree) for tree in trees) - 1
         if longest == 0:
             return list(trees)
-        gains = [self._gains(row, len(tree) - 1) for row, tree in zip(rows, trees, strict=True)]
+        gains = self._gains(rows, [len(tree) - 1 for tree in trees], longest)
         drafting = self._seconds["draft"] / max(self._proposed, 1)
         best, size = len(rows) / self._curve(len(rows)), 0
         for k in SIZES[1:]:
             k = min(k, longest)
-            expected = len(rows) + sum(g[min(k, len(g) - 1)] for g in gains)
-            rate = expected / (self._curve(len(rows) * (1 + k)) + drafting)
+            rate = (len(rows) + gains[k]) / (self._curve(len(rows) * (1 + k)) + drafting)
             if rate > best:
                 best, size = rate, k
             if k == longest:
@@ -127,11 +127,13 @@ class Cost(Control):
         self._paid = size > 0
         return [tree.cut(1 + size) for tree in trees]
 
-    def _gains(self, row: Row, nodes: int) -> list[float]:
-        """Expected accepted nodes among the first 0, 1, ... of a draft."""
-        history, gains = self._rows[id(row)], [0.0]
-        for i in range(nodes):
-            gains.append(gains[-1] + history.value(i))
+    def _gains(self, rows: Sequence[Row], drafted: Sequence[int], longest: int) -> list[float]:
+        """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft."""
+        histories = [self._rows[id(row)] for row in rows]
+        gains = [0.0]
+        for i in range(longest):
+            values = [h.value(i) if i < n else 0.0 for h, n in zip(histories, drafted, strict=True)]
+            gains.append(gains[-1] + (len(rows) * math.prod(values) if self._in_step else sum(values)))
         return gains
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:

@@ -20,7 +20,7 @@ class Fixed(Control):
     card = Card(paper="none", idea="Always draft and verify as much as the drafter offers.", family="fixed")
     nodes: int = 0  # nodes drafted per row and pass; 0 stands for the drafter's own size
 
-    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float]) -> None:
+    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
         self._size = self.nodes or drafter.width
 
     def budget(self, rows: Sequence[Row]) -> list[int]:

@@ -27,7 +27,7 @@ class NgramIndex:
         self.texts[id(text)] = (text, max(end, done))
 
     def continuation(self, suffix: Sequence[int], shortest: int, length: int) -> Sequence[int]:
-        """Up to `length` tokens that followed the first occurrence of the longest known n-gram at the end of `suffix`."""
+        """Up to `length` tokens that followed the first occurrence of the longest known n-gram that ends `suffix`."""
         for n in range(min(self.longest, len(suffix)), shortest - 1, -1):
             if found := self.first.get(tuple(suffix[-n:])):
                 text, stop = found

@@ -56,12 +56,16 @@ class DecoderTarget:
         self.cache: RowCache | None = None
         self.layer_types = get_layer_types_and_kwargs(self.config)[0]
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
-        self.additive = model.config._attn_implementation == "eager"
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        embed = model.get_input_embeddings()
-        self.device: torch.device = embed.weight.device  # type: ignore[assignment]
-        self.dtype: torch.dtype = model.dtype
         self.vocabulary: int = self.config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     @property
     def context(self) -> int | None:
@@ -203,7 +207,7 @@ class DecoderTarget:
         return places[:, None, None, :]
 
     def _dressed(self, seen: Tensor) -> Tensor:
-        if not self.additive:
+        if self.model.config._attn_implementation != "eager":
             return seen
         return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(
             ~seen, torch.finfo(self.dtype).min

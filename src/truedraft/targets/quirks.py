@@ -26,6 +26,18 @@ def _alibi(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _local_layers(config: PreTrainedConfig) -> str | None:
+    if config.model_type == "gpt_neo" and "local" in config.attention_layers:
+        return "has local-attention layers that count by place in the cache, not by position"
+    return None
+
+
+def _counted_keys(config: PreTrainedConfig) -> str | None:
+    if config.model_type == "doge":
+        return "keeps the top keys of those in the cache, so a row depends on how long its neighbours are"
+    return None
+
+
 def _length_dependent_rope(config: PreTrainedConfig) -> str | None:
     if kind := _rope_type(config):
         return (
@@ -36,7 +48,12 @@ def _length_dependent_rope(config: PreTrainedConfig) -> str | None:
 
 
 # Each: config -> why the model cannot be hosted exactly, or None.
-REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [_alibi, _length_dependent_rope]
+REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
+    _alibi,
+    _local_layers,
+    _counted_keys,
+    _length_dependent_rope,
+]
 
 
 def learned_positions(config: PreTrainedConfig) -> int | None:
