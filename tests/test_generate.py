@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LogitsProcessor, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import truedraft
-from models import ragged, tiny
+from drafters_for_tests import Noise
+from models import ARCHITECTURES, ragged, tiny
 from nets import text_net
 from truedraft import Refused, registry
 from truedraft.stats import Pass
@@ -134,6 +135,71 @@ def test_ctrl_c_returns_what_there_is(fast: truedraft.Accelerated) -> None:
     assert torch.equal(fast.generate(**inputs, max_new_tokens=30, do_sample=False), expected)
 
 
+def test_a_processor_that_couples_rows_sees_ended_rows_go_on() -> None:
+    class Centred(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores - 0.7 * scores.mean(0, keepdim=True)
+
+    model, inputs = tiny(), ragged(tiny(), 3)
+    for name in ("oracle", "noise", "prompt-lookup"):
+        kwargs: dict[str, Any] = dict(logits_processor=[Centred()], eos_token_id=[11, 12, 13, 14], pad_token_id=0)
+        report = text_net(model, name, inputs, max_new_tokens=40, do_sample=True, **kwargs)
+        assert report.notes and "Centred" in report.notes[0]
+
+
+def test_a_longer_length_criterion_of_the_user_takes_over() -> None:
+    kwargs: dict[str, Any] = dict(max_new_tokens=6, stopping_criteria=[MaxLengthCriteria(30)], do_sample=False)
+    text_net(tiny(), "oracle", ragged(tiny(), 2), **kwargs)
+
+
+def test_gaps_in_a_mask_are_closed_up_and_refused_where_windows_count_them() -> None:
+    inputs = {"input_ids": torch.arange(3, 23)[None], "attention_mask": torch.ones(1, 20, dtype=torch.long)}
+    inputs["attention_mask"][0, 8:12] = 0
+    expected = tiny().generate(**inputs, max_new_tokens=12, do_sample=False)
+    got = truedraft.accelerate(tiny(), draft=None).generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, expected)
+    with pytest.raises(Refused, match="gaps"):
+        truedraft.accelerate(tiny("mistral")).generate(**inputs, max_new_tokens=4)
+
+
+def test_the_model_is_looked_at_again_at_every_call() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**ARCHITECTURES["llama"])).eval()
+    fast = truedraft.accelerate(model, draft="prompt-lookup", control="fixed")
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7]])
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(fast.generate(ids, max_new_tokens=20, do_sample=False), expected)
+    model.train()
+    with pytest.raises(Refused, match="training mode"):
+        fast.generate(ids, max_new_tokens=4)
+
+
+def test_a_call_inside_a_call_and_a_foreign_root_are_refused(fast: truedraft.Accelerated) -> None:
+    with pytest.raises(Refused, match="while it runs"):
+        fast.generate(_IDS, max_new_tokens=4, do_sample=False, on_pass=lambda _: fast.generate(_IDS, max_new_tokens=2))
+
+    class Foreign(Noise):
+        def propose(self, rows: Any, budget: Any) -> list[truedraft.DraftTree]:
+            return [truedraft.DraftTree.chain(row.tokens[-1] + 1) for row in rows]
+
+    with pytest.raises(ValueError, match="pending token"):
+        truedraft.accelerate(tiny(), draft=Foreign()).generate(_IDS, max_new_tokens=4, do_sample=False)
+
+
+def test_an_interrupt_before_the_first_token_returns_the_prompt() -> None:
+    fast = truedraft.accelerate(tiny(), draft=None)
+
+    class Press(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    kwargs: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, do_sample=False)
+    with pytest.warns(UserWarning, match="interrupted"):
+        out = fast.generate(_IDS, max_new_tokens=4, logits_processor=[Press()], **kwargs)
+    assert torch.equal(out.sequences, _IDS) and out.scores == ()
+
+
 _IDS = torch.tensor([[5, 6, 7]])
 BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     "beam search": (lambda f: f.generate(_IDS, num_beams=3, max_new_tokens=4), "beam search"),
@@ -178,6 +244,19 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     "references for other rows": (lambda f: f.generate(_IDS, references=[[[5]], [[6]]], max_new_tokens=4), "2 rows"),
     "seeds for other rows": (lambda f: f.generate(_IDS, seed=[1, 2], do_sample=True, max_new_tokens=4), "2 entries"),
     "unknown setting": (lambda f: f.generate(_IDS, max_new_token=4), "max_new_token"),
+    "positions of the caller": (lambda f: f.generate(_IDS, position_ids=_IDS, max_new_tokens=4), "position_ids"),
+    "token healing": (lambda f: f.generate(_IDS, token_healing=True, max_new_tokens=4), "token_healing"),
+    "another model input": (
+        lambda f: truedraft.accelerate(tiny("gpt2")).generate(_IDS, token_type_ids=_IDS, max_new_tokens=4),
+        "token_type_ids",
+    ),
+    "a seed that is none": (lambda f: f.generate(_IDS, seed=1.5, do_sample=True, max_new_tokens=4), r"seed=1\.5"),
+    "a knob of another type": (lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup:n=abc"), "non-negative int"),
+    "a control that is none": (lambda f: truedraft.accelerate(tiny(), control=3), "control=3"),
+    "references twice": (
+        lambda f: f.generate(_IDS, references=[[5]], prompt_lookup_num_tokens=3, max_new_tokens=4),
+        "drop one",
+    ),
     "report before anything": (lambda f: truedraft.accelerate(tiny()).report(), "nothing to report"),
     "unknown drafter": (lambda f: truedraft.accelerate(tiny(), draft="promt-lookup"), "did you mean 'prompt-lookup'"),
     "unknown knob": (lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup:lenght=3"), "did you mean 'length'"),
@@ -214,8 +293,6 @@ def test_bad_input_gets_one_clear_error(case: str, fast: truedraft.Accelerated) 
 def test_nan_logits_are_named(sample: bool) -> None:
     torch.manual_seed(0)
     from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from models import ARCHITECTURES
 
     model = AutoModelForCausalLM.from_config(LlamaConfig(**ARCHITECTURES["llama"])).eval()
     fast = truedraft.accelerate(model)

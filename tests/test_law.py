@@ -87,6 +87,13 @@ def test_stream_noise_draws_what_multinomial_draws(batch: int, vocabulary: int) 
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_position_noise_never_divides_by_zero() -> None:
+    """numpy draws an exact 0 about once in ten million; at this position, within 128 k entries."""
+    law = torch.zeros(1, 128_256)
+    law[0, :50] = 0.02
+    assert PositionNoise([(1, 0)]).pick(law, [Row(0, [1] * 138, 1, 1000)])[0] < 50
+
+
 def test_position_noise_follows_the_law() -> None:
     """Chi-square over 20,000 draws; false-alarm rate 1e-6, and a bias of 0.02 on a token of 0.3 would show for sure."""
     law = torch.tensor([[0.3, 0.05, 0.25, 0.4]])
