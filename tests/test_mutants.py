@@ -55,11 +55,11 @@ def keep_rejected(self: RowCache, slot: int, path: Sequence[int]) -> None:
     self.lengths[slot] += self.cursor.width if self.cursor.width < 30 else len(path)
 
 
-def forget_the_path(self: History, row: Row, token: int) -> None:
-    """Ids reach the processors only when a token is the row's first of the pass."""
-    row.tokens.append(token)
-    if row.step % 2 == 0:
-        self.ids[row.index, self.length + row.step - 1] = token
+def forget_the_path(self: History, rows: Sequence[Row]) -> None:
+    """Processors see every other token too late."""
+    for row in rows:
+        if row.step % 2 == 0:
+            self.ids[row.index, self.length : self.length + row.step] = torch.tensor(row.tokens[row.prompt :])
 
 
 def noise_per_draw(self: StreamNoise, law: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -68,7 +68,7 @@ def noise_per_draw(self: StreamNoise, law: Tensor, rows: Sequence[Row]) -> list[
 
 
 def second_best(self: Greedy, scores: Tensor, *_: Any) -> list[int]:
-    return scores.topk(2).indices[:, 1].tolist()
+    return scores.topk(2).indices[..., 1].tolist()
 
 
 def overshoot(self: Stops, rows: Sequence[Row]) -> None:
@@ -98,11 +98,11 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Net]] = {
     "overshot length": (replaced(Stops, "__call__", overshoot), text()),
     "end of text ignored inside a draft": (replaced(Stops, "__call__", deaf_to_eos), text_with_eos),
     "stale penalty history": (
-        replaced(History, "append", forget_the_path),
+        replaced(History, "_catch_up", forget_the_path),
         text(repetition_penalty=1.8),
     ),
     "noise tied to the draws made": (replaced(StreamNoise, "pick", noise_per_draw), text("seeded")),
-    "second-best token": (replaced(Greedy, "choose", second_best), text()),
+    "second-best token": (replaced(Greedy, "ahead", second_best), text()),
     "unverified drafts accepted": (replaced(DraftTree, "child", gullible), text()),
 }
 

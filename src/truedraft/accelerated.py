@@ -167,14 +167,14 @@ class Accelerated:
         self.target.reserve(batch, longest + steps + drafter.width)
 
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-        history = History(input_ids, steps, pad)
-        returns = bool(config.return_dict_in_generate)
-        laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
-        stops = Stops(stopping_criteria, history, laws)
         rows = [
             Row(i, [] if p.ids is None else p.ids.tolist(), 0 if p.ids is None else len(p), steps, references[i])
             for i, p in enumerate(prompts)
         ]
+        history = History(input_ids, steps, pad, rows)
+        returns = bool(config.return_dict_in_generate)
+        laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
+        stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
         report = Report(_name(drafter), _name(rule), rule.guarantee, _name(self.control), _notes(rows, laws, stops))
@@ -255,7 +255,7 @@ class _Stream:
         going = [row.step for row in self.rows if not row.ended]
         reached = min(going) if going else max(row.step for row in self.rows)
         for step in range(self.sent, reached):
-            self.streamer.put(self.history.ids[:, self.history.length + step].cpu())
+            self.streamer.put(self.history.column(step).cpu())
         self.sent = reached
 
     def end(self) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.errors import Refused
 from truedraft.tree import Row
 
 T = TypeVar("T")
@@ -21,7 +20,7 @@ T = TypeVar("T")
 
 class Chance(Protocol):
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
-        """One token per row. law: (k, V) probabilities, for the next token of each of the k rows."""
+        """One token per row, -1 where its law is NaN. law: (k, V) probabilities for the next tokens of the k rows."""
         ...
 
     def passed(self, step: int) -> None:
@@ -31,11 +30,7 @@ class Chance(Protocol):
 
 def _argmax(law: Tensor, noise: Tensor) -> list[int]:
     value, token = (law / noise).max(-1)
-    if value.isnan().any():
-        raise Refused(
-            "the target's logits are NaN: check its weights and dtype (fp16 overflows; try bfloat16 or float32)"
-        )
-    return token.tolist()
+    return token.masked_fill_(value.isnan(), -1).tolist()
 
 
 class StreamNoise:

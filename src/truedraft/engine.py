@@ -47,7 +47,7 @@ class Engine:
             scores = prefill(prompts)
             while True:
                 before = [len(row.tokens) for row in rows]
-                accepted = walk(rows, trees, scores, self.laws, self.rule, self.stops, self.chance, self.history)
+                accepted = walk(rows, trees, scores, self.laws, self.rule, self.stops, self.chance, self.history.pad)
                 self.target.commit([a.path for a in accepted])
                 self.drafter.observe(rows, trees, scores, accepted)
                 self.control.observe(rows, trees, accepted)

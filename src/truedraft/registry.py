@@ -13,7 +13,7 @@ import importlib
 import inspect
 import pkgutil
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from truedraft.errors import Refused
@@ -31,9 +31,14 @@ def _files(kind: str) -> dict[str, str]:
     }
 
 
+@cache
+def _foreign(kind: str) -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group=f"truedraft.{kind}")}
+
+
 def names(kind: str) -> list[str]:
     """Names of every method of a kind, those of other packages included, sorted."""
-    return sorted({*_files(kind), *(e.name for e in entry_points(group=f"truedraft.{kind}"))})
+    return sorted({*_files(kind), *_foreign(kind)})
 
 
 def method(kind: str, name: str) -> type:
@@ -53,9 +58,8 @@ def method(kind: str, name: str) -> type:
         if len(found) != 1:
             raise TypeError(f"{module.__name__} must define one {base.__name__}, found {len(found)}")
         return found[0]
-    for entry in entry_points(group=f"truedraft.{kind}"):
-        if entry.name == name:
-            return entry.load()
+    if name in _foreign(kind):
+        return _foreign(kind)[name].load()
     known = names(kind)
     near = difflib.get_close_matches(name, [*known, *presets(kind)], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(known)}."

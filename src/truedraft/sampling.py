@@ -53,23 +53,30 @@ def _for_rows(processor: LogitsProcessor, places: list[int]) -> LogitsProcessor:
 class History:
     """`input_ids` as `model.generate` would hold them at any step: left padding, prompt, emitted tokens, pad behind.
 
+    Rows hold their tokens; the tensor catches up when a processor or a criterion asks to see it.
+
     Args:
         prompt: (batch, length) the caller's ids, padding included; length 0 where the prompt is embeddings.
         steps: how many tokens may follow.
         pad: written behind rows that have ended.
+        rows: all rows of the batch, in its order.
     """
 
-    def __init__(self, prompt: Tensor, steps: int, pad: int):
-        self.length, self.pad = prompt.shape[1], pad
+    def __init__(self, prompt: Tensor, steps: int, pad: int, rows: Sequence[Row]):
+        self.length, self.pad, self.rows = prompt.shape[1], pad, rows
         self.ids = torch.nn.functional.pad(prompt.long(), (0, steps), value=pad)
+        self.written = [0] * len(rows)  # steps of each row that the tensor holds
 
-    def append(self, row: Row, token: int) -> None:
-        """Emit `token` for `row`: it is in the prefix of every node that is judged after it."""
-        self.ids[row.index, self.length + row.step] = token
-        row.tokens.append(token)
+    def _catch_up(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            first, self.written[row.index] = self.written[row.index], row.step
+            if first < row.step:
+                new = torch.tensor(row.tokens[row.prompt + first :], device=self.ids.device)
+                self.ids[row.index, self.length + first : self.length + row.step] = new
 
     def prefix(self, rows: Sequence[Row]) -> Tensor:
         """(k, length) ids of rows that stand at the same step."""
+        self._catch_up(rows)
         end = self.length + rows[0].step
         if len(rows) == 1:
             return self.ids[rows[0].index : rows[0].index + 1, :end]
@@ -77,7 +84,13 @@ class History:
 
     def batch(self, step: int) -> Tensor:
         """(batch, length) ids of the whole batch at a step."""
+        self._catch_up(self.rows)
         return self.ids[:, : self.length + step].contiguous()
+
+    def column(self, step: int) -> Tensor:
+        """(batch,) ids that the rows emitted at a step."""
+        self._catch_up(self.rows)
+        return self.ids[:, self.length + step]
 
 
 class Laws:
@@ -101,6 +114,7 @@ class Laws:
         batch = history.ids.shape[0]
         self.in_step = bool(kinds - ROWWISE) or (batch > 1 and bool(keep_scores or keep_logits))
         self.pointwise = not kinds - POINTWISE
+        self.raw = not (kinds or keep_scores or keep_logits)  # a node's law is its logits, and nobody keeps it
         self.strangers = sorted(k.__name__ for k in kinds - ROWWISE)
         self.scores: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_scores else None
         self.logits: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_logits else None

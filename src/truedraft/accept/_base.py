@@ -11,7 +11,8 @@ from torch import Tensor
 
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.sampling import History, Laws
+from truedraft.errors import Refused
+from truedraft.sampling import Laws
 from truedraft.stopping import Stops
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
@@ -37,11 +38,18 @@ class Rule(ABC):
 
     @abstractmethod
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        """The next token of each row.
+        """The next token of each row, -1 where its scores are NaN.
 
         scores: (k, V) processed scores at the node where each row stands.
         offers: the k nodes' children.
         """
+
+    def ahead(self, logits: Tensor) -> list[list[int]] | None:
+        """The token at every node at once, where it depends on the node's own scores alone; else None.
+
+        logits: (rows, nodes, V); asked for only where no processor changes them.
+        """
+        return None
 
 
 def walk(
@@ -52,28 +60,32 @@ def walk(
     rule: Rule,
     stops: Stops,
     chance: Chance,
-    history: History,
+    pad: int,
 ) -> list[Accepted]:
     """Follow every row's tree from its root for as long as the rule says what the draft says; emit as it goes.
 
     Only nodes on accepted paths are ever judged, each after the tokens before it were emitted, so processors and
     criteria see the prefixes that plain decoding would show them.
     """
+    said = rule.ahead(scores.logits) if laws.raw else None
     paths: list[list[int]] = [[0] for _ in rows]
     alive = list(range(len(rows)))
     while alive:
         standing = [rows[i] for i in alive]
         nodes = [paths[i][-1] for i in alive]
-        raw = scores.logits[0, nodes[0]][None] if len(rows) == 1 else scores.logits[alive, nodes]
-        offers = [_offer(trees[i], node) for i, node in zip(alive, nodes, strict=True)]
-        tokens = rule.choose(laws(standing, raw), offers, standing, chance)
-        tokens = [history.pad if row.ended and stops.pads else t for row, t in zip(standing, tokens, strict=True)]
+        if said is not None:
+            tokens = [said[i][node] for i, node in zip(alive, nodes, strict=True)]
+        else:
+            offers = [_offer(trees[i], node) for i, node in zip(alive, nodes, strict=True)]
+            tokens = rule.choose(laws(standing, scores.logits[alive, nodes]), offers, standing, chance)
+        if min(tokens) < 0:
+            raise Refused("the target's logits are NaN: check its weights and dtype (float16 overflows)")
         for row, token in zip(standing, tokens, strict=True):
-            history.append(row, token)
+            row.tokens.append(pad if row.ended and stops.pads else token)
         stops(standing)
         below = [
-            None if row.ended and not stops.in_step else trees[i].child(node, token)
-            for row, i, node, token in zip(standing, alive, nodes, tokens, strict=True)
+            None if row.ended and not stops.in_step else trees[i].child(node, row.tokens[-1])
+            for row, i, node in zip(standing, alive, nodes, strict=True)
         ]
         if stops.in_step and (None in below or all(row.ended for row in standing)):
             break

@@ -15,7 +15,6 @@ from torch import Tensor
 from truedraft.accept._base import Offer, Rule
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.errors import Refused
 from truedraft.tree import Row
 
 
@@ -30,9 +29,12 @@ class Greedy(Rule):
     samples: ClassVar[bool] = False
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        best, tokens = scores.max(-1)
-        if best.isnan().any():
-            raise Refused(
-                "the target's logits are NaN: check its weights and dtype (fp16 overflows; try bfloat16 or float32)"
-            )
-        return tokens.tolist()
+        return _argmax(scores)
+
+    def ahead(self, logits: Tensor) -> list[list[int]]:
+        return _argmax(logits)
+
+
+def _argmax(scores: Tensor) -> list:
+    best, tokens = scores.max(-1)
+    return tokens.masked_fill_(best.isnan(), -1).tolist()
