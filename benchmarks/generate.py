@@ -9,6 +9,7 @@ compared before any figure is printed. `hopeless` drafts random tokens: what the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -25,7 +26,7 @@ from rich.table import Table
 import truedraft
 from truedraft import Card, Drafter, DraftTree
 from truedraft.cli._models import load
-from truedraft.cli.demo import edit_prompt, story_prompt
+from truedraft.cli.demo import cases
 from truedraft.tree import Row
 
 
@@ -90,13 +91,13 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer = load(args.model, "float32")
     random.seed(0)
-    workloads = [
-        ("story", "plain", None, "cost", story_prompt(), 200),
-        ("story", "prompt-lookup", "prompt-lookup", "cost", story_prompt(), 200),
-        ("story", "hopeless", Hopeless(len(tokenizer)), "cost", story_prompt(), 200),
-        ("edit", "prompt-lookup", "prompt-lookup", "cost", edit_prompt(), 400),
-        ("edit", "llma", "llma", "cost", edit_prompt(), 400),
-        ("edit", "prompt-lookup", "prompt-lookup", "fixed", edit_prompt(), 400),
+    story, edit = cases(None, None, None)
+    sides = [
+        ("plain", None, "cost"),
+        ("hopeless", Hopeless(len(tokenizer)), "cost"),
+        ("prompt-lookup", "prompt-lookup", "cost"),
+        ("prompt-lookup", "prompt-lookup", "fixed"),
+        ("llma", "llma", "cost"),
     ]
     table = Table(
         title=f"{args.model}, batch 1, greedy, {torch.get_num_threads()} threads, {args.rounds} rounds, medians"
@@ -105,11 +106,11 @@ def main() -> None:
     for head in [*heads, "speed-up", "engine ms/pass (allowed)"]:
         table.add_column(head)
     rows = []
-    for prompt, name, draft, control, text, tokens in workloads:
-        row = compare(model, tokenizer, text, tokens, draft, control, args.rounds)
-        rows.append({"prompt": prompt, "draft": name, "control": control, **row})
+    for case, (name, draft, control) in itertools.product((story, edit), sides):
+        row = compare(model, tokenizer, case.text, case.tokens, draft, control, args.rounds)
+        rows.append({"prompt": case.name, "draft": name, "control": control, **row})
         table.add_row(
-            prompt, name, control, "yes" if row["identical"] else "NO", str(row["tokens"]), str(row["passes"]),
+            case.name, name, control, "yes" if row["identical"] else "NO", str(row["tokens"]), str(row["passes"]),
             f"{row['mean_acceptance_length']:.2f}", f"{row['plain_tokens_per_second']:.0f}",
             f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}x" if row["identical"] else "-",
             f"{row['engine_ms_per_pass']:.2f} ({row['engine_budget_ms']:.2f})",

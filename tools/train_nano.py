@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END, EDIT, RESULT = "<|end|>", "<|edit|>", "<|result|>"
@@ -435,12 +435,77 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     tokenizer.save_pretrained(folder / "model")
 
 
+CARD = """---
+license: apache-2.0
+language: en
+---
+# {size}
+
+A Llama of {parameters:,} parameters (bf16, {layers} layers x {hidden}, byte-level BPE of {vocabulary} entries,
+trained at a context of {context}), embedded in truedraft so that its demo, tests and benchmarks run with no download.
+It writes small stories and Python, and tries simple edits of a text: renaming, fixing typos, removing comments. It is
+a toy: do not expect facts or working code.
+
+An edit is asked for as `TEXT<|edit|>INSTRUCTION<|result|>`, for instance `Rename total to amount.`,
+`Fix the typos.` or `Remove the comments.`; the answer ends with `<|end|>`.
+
+## Data
+
+| text | licence | share of the documents |
+|---|---|---|
+| editing tasks made from the Python functions and stories below | as below | 45 % |
+| TinyStories (Eldan and Li 2023), a lower-cased sample of 4 MB | CDLA-Sharing-1.0 | 28 % |
+| the standard library of Python {python}, tests and tables left out | PSF-2.0 | 24 % |
+| tiny Shakespeare | public domain | 3 % |
+
+One document in fifty is held out, by a hash of its beginning; editing tasks for validation come from held-out ones.
+
+## Validation over time
+
+Loss in nats per token on held-out documents; the last columns are held-out edits done without one wrong token under
+greedy decoding, and the share of their tokens that are right given the true text before.
+
+| tokens seen | stories | Python | plays | edits right | edit tokens right |
+|---|---|---|---|---|---|
+{rows}
+
+## Train it again
+
+    python tools/train_nano.py tokenizer --stories FILE --plays FILE --out RUN
+    python tools/train_nano.py model --stories FILE --plays FILE --out RUN --size {size} --minutes 120
+    python tools/train_nano.py export --out RUN --size {size} --to src/truedraft/assets/{size}
+"""
+
+
 def export(args: argparse.Namespace) -> None:
-    """bf16 weights and tokenizer, as they ship."""
+    """bf16 weights, the tokenizer that puts the document mark in front, and the card, as they ship."""
     model = LlamaForCausalLM.from_pretrained(args.out / args.size / "model", dtype=torch.bfloat16)
     model.save_pretrained(args.to)
-    PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer").save_pretrained(args.to)
-    (args.to / "training.jsonl").write_text((args.out / args.size / "log.jsonl").read_text())
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer")
+    mark = [(END, tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(f"{END} $A", None, mark)
+    tokenizer.save_pretrained(args.to)
+    logs = [json.loads(line) for line in (args.out / args.size / "log.jsonl").read_text().splitlines()]
+    before = 0
+    lines = []
+    for i, row in enumerate(logs):  # a continued run counts its tokens anew
+        if i and row["tokens"] < logs[i - 1]["tokens"]:
+            before += logs[i - 1]["tokens"]
+        cells = [f"{(before + row['tokens']) / 1e6:.1f} M", row["story"], row["python"], row["play"]]
+        cells += [f"{row['edit_exact']:.0%}", f"{row['edit_token']:.1%}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    config = model.config
+    card = CARD.format(
+        size=args.size,
+        parameters=model.num_parameters(),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        context=args.context,
+        python=".".join(map(str, sys.version_info[:2])),
+        rows="\n".join(lines),
+    )
+    (args.to / "README.md").write_text(card)
 
 
 def main() -> None:
