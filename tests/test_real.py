@@ -32,10 +32,10 @@ def divergences(
     rows: int,
     drafts: list[str],
     sample: bool,
-) -> list[str]:
-    """Every row that differs from plain generate, with the drafter and the gap where it first does."""
+) -> dict[str, float]:
+    """Every row that differs from plain generate -> the gap between the two best tokens where it first does."""
     sides = {draft: truedraft.accelerate(model, tokenizer, draft=draft, control="fixed") for draft in drafts}
-    found = []
+    found = {}
     for start in range(0, len(texts), rows):
         inputs = tokenizer(texts[start : start + rows], return_tensors="pt", padding=True, return_token_type_ids=False)
         torch.manual_seed(start)
@@ -47,18 +47,39 @@ def divergences(
                 if not torch.equal(got[b], expected[b]):
                     at = int((got[b] != expected[b]).nonzero()[0])
                     pad = int((inputs["attention_mask"][b] == 0).sum())
-                    with torch.no_grad():
-                        top = model(expected[b : b + 1, pad:at]).logits[0, -1].topk(2).values
-                    gap = float(top[0] - top[1])
-                    found.append(f"{draft}, prompt {start + b}, position {at}: top-2 gap {gap:.3g}")
+                    step = at - inputs["input_ids"].shape[1]
+                    noise = noise_of(start, step, len(got), model.config.vocab_size)[b] if sample else None
+                    found[f"{draft}, prompt {start + b}, step {step}"] = gap(model, expected[b : b + 1, pad:at], noise)
     return found
+
+
+def noise_of(seed: int, step: int, rows: int, vocabulary: int) -> torch.Tensor:
+    """What torch.multinomial draws at a step, (rows, V)."""
+    torch.manual_seed(seed)
+    for _ in range(step + 1):
+        block = torch.empty(rows, vocabulary).exponential_(1)
+    return block
+
+
+@torch.no_grad()
+def gap(model: PreTrainedModel, prefix: torch.Tensor, noise: torch.Tensor | None) -> float:
+    """Between the two best of log p, or of log p - log noise where the token is sampled among the 50 likeliest."""
+    scores = model(prefix).logits[0, -1].double()
+    if noise is not None:
+        scores = torch.where(scores >= scores.topk(50).values[-1], scores - noise.double().log(), -torch.inf)
+    best = scores.topk(2).values
+    return float(best[0] - best[1])
+
+
+TIE = 1e-4  # fp32 logits of these models differ by up to about 2e-5 between widths
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_sample_of_prompts(checkpoint: str, sample: bool, weights: Path, stories: list[str]) -> None:
     model, tokenizer = load(weights / checkpoint)
-    assert not divergences(model, tokenizer, stories[:4], 4, DRAFTERS, sample)
+    found = divergences(model, tokenizer, stories[:4], 4, DRAFTERS, sample)
+    assert all(g < TIE for g in found.values()), found
 
 
 @pytest.mark.slow
@@ -67,4 +88,6 @@ def test_a_sample_of_prompts(checkpoint: str, sample: bool, weights: Path, stori
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_hundred_prompts(checkpoint: str, rows: int, sample: bool, weights: Path, stories: list[str]) -> None:
     model, tokenizer = load(weights / checkpoint)
-    assert not divergences(model, tokenizer, stories, rows, DRAFTERS, sample)
+    found = divergences(model, tokenizer, stories, rows, DRAFTERS, sample)
+    print(f"\n{checkpoint}, {rows} rows, {'seeded' if sample else 'greedy'}: {found or 'all equal'}")
+    assert all(g < TIE for g in found.values()), found
