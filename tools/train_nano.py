@@ -506,6 +506,7 @@ def export(args: argparse.Namespace) -> None:
         rows="\n".join(lines),
     )
     (args.to / "README.md").write_text(card)
+    (args.to / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:
