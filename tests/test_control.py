@@ -60,6 +60,30 @@ def test_a_flat_curve_verifies_everything(control: Cost) -> None:
     assert _pass(control, row, [9] * 10, [2]) == 10
 
 
+def test_a_curve_measured_at_a_bad_moment_is_found_out() -> None:
+    """Costs say that any width costs fifteen times as much; passes say that all cost the same."""
+    control, seconds = Cost(), {"draft": 0.0, "target": 0.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curve, "of", lambda target: Curve((1, 2, 16), (1.0, 15.0, 15.0)))
+        control.open(object(), PromptLookup(), seconds, False)  # type: ignore[arg-type]
+    row, sizes = Row(0, [1], 1, 9999), []
+    control.start([row])
+    for _ in range(400):
+        control.budget([row])
+        sizes.append(len(control.prune([row], [DraftTree.chain(row.tokens[-1], [2] * 10)])[0]) - 1)
+        seconds["target"] += 1.0
+        row.tokens += [2] * (1 + sizes[-1])
+        control.observe([row], [], [])
+    assert sizes[0] == 0 and sizes[-50:] == [10] * 50
+
+
+def test_a_curve_learns_the_kind_of_pass_that_it_saw() -> None:
+    line = Curve((1, 2, 16), (1.0, 10.0, 20.0))
+    assert line.learned(2, 5.0, 1.0, plain=1).seconds == (1.0, 5.0, 10.0)
+    assert line.learned(1, 2.0, 1.0, plain=1).seconds == (2.0, 10.0, 20.0)
+    assert line.learned(16, 0.2, 1.0, plain=1).seconds == (1.0, 1.0, 1.0)
+
+
 def test_a_shadow_follows_a_branch_over_several_passes() -> None:
     shadow = Shadow(DraftTree((1, 5, 6, 7), (-1, 0, 0, 2)))
     assert not shadow.follow([6])

@@ -2,7 +2,8 @@
 
 The gain of a node is the share of recent drafts whose node of that rank turned out right. Drafts are compared with
 what was emitted whether they were verified or not, so a row whose drafts do not pay stops verifying them, keeps
-learning at no cost, and takes them up again when its text begins to repeat. Costs: `runtime/curve.py`. The
+learning at no cost, and takes them up again when its text begins to repeat. Costs: `runtime/curve.py`,
+corrected by the passes at hand; now and then a promising draft is tried against them. The
 objective, accepted tokens over the measured time of the pass, is that of Sequoia's hardware-aware budget (arXiv
 2402.12374, section 3.3), here per pass and with drafts that were not verified as evidence.
 """
@@ -77,7 +78,8 @@ class Cost(Control):
     )
     memory: float = 0.9  # weight that an observation keeps at each later one
     hope: float = 0.15  # chance given to the first node of a row's first drafts, falling by 0.85 a rank
-    slack: float = 0.02  # share of the time that drafts which are not verified may cost
+    slack: float = 0.02  # share of the time that drafts which are not verified, or are tried, may cost
+    rate: float = 0.1  # how fast the costs follow the passes at hand
 
     def __post_init__(self) -> None:
         self._rows: dict[int, History] = {}
@@ -91,6 +93,9 @@ class Cost(Control):
         self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         self._proposed = 0
         self._paid = True
+        self._explored = 0.0  # seconds that trying against the curve has cost
+        self._exploring = False
+        self._pass: tuple[int, float] | None = None  # tokens of the pass under way, seconds of the target before it
 
     def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -111,7 +116,13 @@ class Cost(Control):
         for row, tree in zip(rows, trees, strict=True):
             if len(tree) > 1:
                 self._shadows[id(row)].append(Shadow(tree))
+        sized = self._sized(rows, trees)
+        self._pass = (len(rows) * max(map(len, sized)), self._seconds["target"])
+        return sized
+
+    def _sized(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         longest = max(len(tree) for tree in trees) - 1
+        self._exploring = False
         if longest == 0:
             return list(trees)
         gains = self._gains(rows, [len(tree) - 1 for tree in trees], longest)
@@ -125,6 +136,10 @@ class Cost(Control):
             if k == longest:
                 break
         self._paid = size > 0
+        worth_a_try = gains[longest] > len(rows) and self._explored < self.slack * self._seconds["target"]
+        self._exploring = size == 0 and worth_a_try
+        if self._exploring:
+            size = longest
         return [tree.cut(1 + size) for tree in trees]
 
     def _gains(self, rows: Sequence[Row], drafted: Sequence[int], longest: int) -> list[float]:
@@ -137,6 +152,13 @@ class Cost(Control):
         return gains
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
+        if self._pass is not None and self._width:
+            tokens, before = self._pass
+            spent = self._seconds["target"] - before
+            if spent > 0:
+                if self._exploring:
+                    self._explored += max(spent - self._curve(len(rows)), 0.0)
+                self._curve = self._curve.learned(tokens, spent, 0.5 if self._exploring else self.rate, len(rows))
         for row in rows:
             said = row.tokens[self._emitted.get(id(row), len(row.tokens)) :]
             going = []

@@ -10,6 +10,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -39,6 +40,17 @@ class Curve:
         i = min(max(bisect_left(self.widths, tokens), 1), len(self.widths) - 1)
         (w0, w1), (s0, s1) = self.widths[i - 1 : i + 1], self.seconds[i - 1 : i + 1]
         return s0 + (s1 - s0) * (tokens - w0) / (w1 - w0)
+
+    def learned(self, tokens: int, seconds: float, rate: float, plain: int) -> Curve:
+        """The curve after a pass over `tokens` tokens took `seconds`: it may have been measured at a bad moment.
+
+        rate: how far, from 0 to 1, the widths of its kind move: those up to `plain` tokens, or those beyond.
+        """
+        factor = (seconds / self(tokens)) ** rate
+        moved = [
+            s * factor if (w > plain) == (tokens > plain) else s for w, s in zip(self.widths, self.seconds, strict=True)
+        ]
+        return Curve(self.widths, tuple(accumulate(moved, max)))
 
 
 def measure(target: DecoderTarget) -> Curve:
