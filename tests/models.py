@@ -9,7 +9,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 V = 61
-EOS = 2
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,

@@ -11,9 +11,8 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader
-from models import EOS, V, ragged
+from models import V, ragged
 from truedraft import Drafter, DraftTree, registry
-from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Row, Scores
 
 REGISTERED = [*registry.names("drafters"), *registry.presets("drafters")]
@@ -152,6 +151,3 @@ def node_net(
         got = fast.generate(**inputs, max_new_tokens=steps, do_sample=False, **kwargs)
     assert torch.equal(got, expected)
     return compared
-
-
-__all__ = ["DRAFTERS", "EOS", "PROCESSORS", "REGISTERED", "RULES", "DecoderTarget", "node_net", "text_net"]

@@ -268,7 +268,7 @@ def _output(rows: Sequence[Row], history: History, laws: Laws, returns: bool) ->
     sequences: Any = history.batch(steps).clone()
     if not returns:
         return sequences
-    scores, logits = (None if kept is None else laws.steps(kept)[:steps] for kept in (laws.scores, laws.logits))
+    scores, logits = (None if kept is None else tuple(kept[:steps]) for kept in (laws.scores, laws.logits))
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]
 
 

@@ -116,8 +116,9 @@ class Laws:
         self.pointwise = not kinds - POINTWISE
         self.raw = not (kinds or keep_scores or keep_logits)  # a node's law is its logits, and nobody keeps it
         self.strangers = sorted(k.__name__ for k in kinds - ROWWISE)
-        self.scores: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_scores else None
-        self.logits: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_logits else None
+        # one (batch, V) tensor per step: where they are kept, every call is for the whole batch
+        self.scores: list[Tensor] | None = [] if keep_scores else None
+        self.logits: list[Tensor] | None = [] if keep_logits else None
 
     def __call__(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """(k, V) scores after every processor, for the next token of each row.
@@ -128,8 +129,7 @@ class Laws:
         scores = self._process(rows, raw) if self.processors else raw
         for kept, values in ((self.scores, scores), (self.logits, raw)):
             if kept is not None:
-                for row, value in zip(rows, values, strict=True):
-                    kept[row.index].append(value.clone())
+                kept.append(values.clone())
         return scores
 
     def _process(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
@@ -146,7 +146,3 @@ class Laws:
             processors = LogitsProcessorList(_for_rows(p, [row.index for row in group]) for p in self.processors)
             scores[places] = processors(self.history.prefix(group), raw[places])  # type: ignore[arg-type]
         return scores
-
-    def steps(self, kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
-        """One (batch, V) tensor per step, as `transformers` returns them."""
-        return tuple(torch.stack(step) for step in zip(*kept, strict=True))

@@ -44,7 +44,7 @@ class Stops:
     def __call__(self, rows: Sequence[Row]) -> None:
         """Judge `rows`, each of which has just emitted a token; in step, rows that ended stay ended."""
         if self.in_step:
-            scores = None if self.laws.scores is None else self.laws.steps(self.laws.scores)
+            scores = None if self.laws.scores is None else tuple(self.laws.scores)
             ended = self.criteria(self.history.batch(rows[0].step), scores).tolist()
         else:
             ended = [row.tokens[-1] in self.eos or row.step == self.steps or self._asked(row) for row in rows]

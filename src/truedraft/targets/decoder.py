@@ -77,11 +77,6 @@ class DecoderTarget:
         """Positions past which the model itself fails; None where it does not."""
         return learned_positions(self.config)
 
-    def room(self) -> int:
-        """Positions left in the fullest row's cache."""
-        assert self.cache is not None
-        return self.cache.cursor.capacity - max(self.cache.lengths)
-
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for `rows` rows of `capacity` positions each.
 
