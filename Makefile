@@ -24,7 +24,7 @@ real: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/generate.py
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml setup.py constraints.txt $(wildcard src/truedraft/runtime/native/*.c src/truedraft/runtime/native/*.inc)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

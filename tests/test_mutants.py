@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
 from truedraft.caches.rows import RowCache
 from truedraft.chance import StreamNoise
+from truedraft.runtime import native
 from truedraft.sampling import History
 from truedraft.stopping import Stops
 from truedraft.tree import DraftTree, Row, Shape
@@ -24,6 +26,12 @@ Net = Callable[[], Any]
 
 def nodes() -> None:
     node_net(tiny(), "oracle")
+
+
+def nodes_compiled() -> None:
+    if native.library() is None:
+        pytest.skip("the compiled pass was not built on this machine")
+    node_net(tiny("llama", torch.float32), "oracle", tolerance=1e-4)
 
 
 def text(rule: str = "greedy", **kwargs: Any) -> Net:
@@ -39,6 +47,16 @@ def reshaped(change: Callable[[Shape], Shape]) -> Callable[[pytest.MonkeyPatch],
     def plant(patch: pytest.MonkeyPatch) -> None:
         true = trees.shape_of
         patch.setattr(trees, "shape_of", lambda parent: change(true(parent)))
+
+    return plant
+
+
+def unchecked(change: Callable[[Shape], Shape]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Without the check that `accelerate` makes, which would find the fault and call the model's own forward."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        reshaped(change)(patch)
+        patch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
 
     return plant
 
@@ -87,12 +105,21 @@ def gullible(self: DraftTree, node: int, token: int) -> int | None:
 
 
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Net]] = {
-    "lost tree mask": (
-        reshaped(lambda s: Shape(s.depth, s.children, torch.eye(len(s.depth), dtype=torch.bool))),
-        nodes,
+    "lost tree mask": (reshaped(lambda s: replace(s, mask=torch.eye(len(s.depth), dtype=torch.bool))), nodes),
+    "tree read as a chain": (reshaped(lambda s: replace(s, mask=torch.ones_like(s.mask).tril())), nodes),
+    "positions by node index": (reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth))))), nodes),
+    "lost ancestors in a compiled pass": (
+        unchecked(lambda s: replace(s, extras=tuple(e[-1:] for e in s.extras))),
+        nodes_compiled,
     ),
-    "tree read as a chain": (reshaped(lambda s: Shape(s.depth, s.children, torch.ones_like(s.mask).tril())), nodes),
-    "positions by node index": (reshaped(lambda s: Shape(tuple(range(len(s.depth))), s.children, s.mask)), nodes),
+    "tree read as a chain in a compiled pass": (
+        unchecked(lambda s: replace(s, run=tuple(range(1, len(s.run) + 1)), extras=((),) * len(s.run))),
+        nodes_compiled,
+    ),
+    "positions by node index in a compiled pass": (
+        unchecked(lambda s: replace(s, depth=tuple(range(len(s.depth))))),
+        nodes_compiled,
+    ),
     "commit of the first k nodes": (replaced(RowCache, "commit", keep_first_nodes), nodes),
     "rejected KV kept": (replaced(RowCache, "commit", keep_rejected), nodes),
     "overshot length": (replaced(Stops, "__call__", overshoot), text()),

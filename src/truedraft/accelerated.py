@@ -33,7 +33,7 @@ from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops
 from truedraft.stopping import longest as longest_of
-from truedraft.targets.decoder import DecoderTarget, check_exact, check_hosted
+from truedraft.targets.decoder import check_hosted, hosted
 from truedraft.tree import Row
 
 
@@ -63,8 +63,10 @@ class Accelerated:
         draft: str | Drafter | None,
         rule: str | Rule | None,
         control: str | Control,
+        runtime: str,
+        strict: bool,
     ):
-        self.target = DecoderTarget(model)
+        self.target = hosted(model, runtime, strict)
         self.model, self.tokenizer = model, tokenizer
         self._by_itself = draft == "auto"
         self.drafter: Drafter = (
@@ -73,7 +75,6 @@ class Accelerated:
         self.rule: Rule | None = None if rule is None else _part(rule, "accept", Rule)
         self.control: Control = _part(control, "control", Control)
         _check_vocabulary(self.drafter, tokenizer)
-        check_exact(self.target)
         self._report: Report | None = None
 
     def report(self) -> Report:
@@ -177,7 +178,10 @@ class Accelerated:
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
-        report = Report(_name(drafter), _name(rule), rule.guarantee, _name(self.control), _notes(rows, laws, stops))
+        report = Report(
+            _name(drafter), _name(rule), rule.guarantee, _name(self.control), self.target.runtime,
+            _notes(rows, laws, stops),
+        )  # fmt: skip
         self._report, report.seconds = report, watch.seconds
         stream = _Stream(call.streamer, rows, history)
         passes = engine.run(rows, prompts)
@@ -226,6 +230,8 @@ def accelerate(
     draft: str | Drafter | None = "auto",
     rule: str | Rule | None = None,
     control: str | Control = "cost",
+    runtime: str = "auto",
+    strict: bool = False,
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, and says what the model alone would have said.
 
@@ -236,11 +242,16 @@ def accelerate(
             for plain decoding; "auto" needs no training and uses references where they are given.
         rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples.
         control: how much is drafted; "cost" measures what pays on this machine, "fixed" always drafts in full.
+        runtime: "auto" makes passes by compiled code where it can stand in for the model's forward (on the CPU, for
+            the common architectures): faster, and the same to the last bit at any width. "stock" always calls the
+            model's own forward.
+        strict: refuse where a pass could depend on how many tokens it verifies (floating point rounds differently at
+            different widths); with the compiled pass it cannot.
 
     Raises:
-        Refused: the model cannot be hosted exactly, or a name is unknown.
+        Refused: the model cannot be hosted exactly, or not strictly, or a name is unknown.
     """
-    return Accelerated(model, tokenizer, draft, rule, control)
+    return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
 
 
 class _Stream:

@@ -12,7 +12,8 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from truedraft.chance import Chance, PositionNoise, StreamNoise
 from truedraft.errors import Refused
-from truedraft.targets.decoder import DecoderTarget, Prompt
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Prompt
 
 Document = str | Sequence[int] | Tensor
 

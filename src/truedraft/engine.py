@@ -12,8 +12,8 @@ from truedraft.drafters._base import Drafter
 from truedraft.sampling import History, Laws
 from truedraft.stats import Emission, Pass, Stopwatch
 from truedraft.stopping import Stops
-from truedraft.targets.decoder import DecoderTarget, Prompt
-from truedraft.tree import Accepted, DraftTree, Row
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Accepted, DraftTree, Prompt, Row
 
 
 @dataclass

@@ -60,6 +60,7 @@ class Report:
     """The last call of `generate`, in figures.
 
     drafter, rule, guarantee, control: what was in play.
+    runtime: how passes were made, and why not faster.
     notes: one sentence for each thing the caller should know (rows kept in step, an interruption).
     passes: every pass of the target, the prompt's own first.
     seconds: wall time by part: calibrate (measuring costs, once per model and machine), prefill, draft, target, all.
@@ -69,6 +70,7 @@ class Report:
     rule: str
     guarantee: str
     control: str
+    runtime: str
     notes: list[str] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class Report:
             "rule": self.rule,
             "guarantee": self.guarantee,
             "control": self.control,
+            "runtime": self.runtime,
             "notes": self.notes,
             "interrupted": self.interrupted,
             "tokens": self.tokens,
@@ -137,6 +140,6 @@ class Report:
             f"drafter {self.drafter}, rule {self.rule} (guarantee: {self.guarantee}), control {self.control}",
             f"{self.tokens} tokens in {len(self.passes)} passes: "
             f"mean acceptance length {self.mean_acceptance_length:.2f}, {rate}",
-            f"{self.tokens_per_second:.1f} tokens/s; time: {where}",
+            f"{self.tokens_per_second:.1f} tokens/s; time: {where}; passes by {self.runtime}",
         ]
         return "\n".join(lines + self.notes)

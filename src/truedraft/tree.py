@@ -20,19 +20,27 @@ class Shape:
     depth: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
     mask: Tensor  # (n, n) bool: mask[i, j] where j is i or an ancestor of i
+    run: tuple[int, ...]  # how many of the first nodes, 0, 1, 2 ..., a node's path begins with
+    extras: tuple[tuple[int, ...], ...]  # the rest of its path
 
 
 @lru_cache(maxsize=4096)
 def shape_of(parent: tuple[int, ...]) -> Shape:
     n = len(parent)
-    depth, children = [0] * n, [[] for _ in range(n)]  # type: ignore[var-annotated]
+    depth, run = [0] * n, [1] * n
+    children: list[list[int]] = [[] for _ in range(n)]
+    extras: list[tuple[int, ...]] = [()] * n
     mask = torch.eye(n, dtype=torch.bool)
     for i in range(1, n):
         p = parent[i]
         depth[i] = depth[p] + 1
         children[p].append(i)
         mask[i] |= mask[p]
-    return Shape(tuple(depth), tuple(map(tuple, children)), mask)
+        if not extras[p] and run[p] == i:
+            run[i] = i + 1
+        else:
+            run[i], extras[i] = run[p], (*extras[p], i)
+    return Shape(tuple(depth), tuple(map(tuple, children)), mask, tuple(run), tuple(extras))
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +134,17 @@ class DraftTree:
 @lru_cache(maxsize=1024)
 def _chain_parents(n: int) -> tuple[int, ...]:
     return tuple(range(-1, n - 1))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a row begins with: token ids, or embeddings (length, H) in their place."""
+
+    ids: Tensor | None = None
+    embeds: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids) if self.ids is not None else len(self.embeds)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ class RowLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
+    def allocate(self, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Keys and values of a known form, before anything is written."""
+        like = torch.empty(1, heads, 1, size, dtype=dtype, device=device)
+        self.lazy_initialization(like, like)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:

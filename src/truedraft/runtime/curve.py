@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from truedraft.targets.decoder import DecoderTarget, Prompt
-from truedraft.tree import DraftTree
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import DraftTree, Prompt
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 64  # positions read before the timed passes
@@ -104,7 +104,8 @@ def _key(target: DecoderTarget) -> str:
     machine = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor()
     parts = [
         VERSION, type(target.model).__name__, config.to_json_string(use_diff=False), str(target.dtype),
-        target.model.config._attn_implementation, machine, torch.get_num_threads(), torch.__version__,
+        target.model.config._attn_implementation, target.runner.name, machine, torch.get_num_threads(),
+        torch.__version__,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
 

@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
+from truedraft.runtime.lean import LeanPass
+from truedraft.runtime.programs import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
-from truedraft.tree import DraftTree, Scores, Taps
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a row begins with: token ids, or embeddings (length, H) in their place."""
-
-    ids: Tensor | None = None
-    embeds: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids) if self.ids is not None else len(self.embeds)  # type: ignore[arg-type]
+from truedraft.targets.stock import StockPass
+from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 
 class DecoderTarget:
@@ -41,6 +30,11 @@ class DecoderTarget:
 
     Args:
         model: a causal language model of `transformers`, in eval mode.
+        runtime: "auto" for compiled passes where they can stand in for the model's own forward, else "stock".
+
+    Attributes:
+        runner: what makes the passes.
+        why_stock: why it is the model's own forward, where something faster was asked for.
 
     Raises:
         Refused: the model cannot be hosted exactly; the message says why.
@@ -48,16 +42,45 @@ class DecoderTarget:
 
     family = "decoder"
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, runtime: str = "auto"):
+        if runtime not in ("auto", "stock"):
+            raise Refused(f"runtime={runtime!r}: give 'auto' (compiled passes where they can be had) or 'stock'")
         check_hosted(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.taps = Taps()
-        self.cache: RowCache | None = None
+        self._cache: RowCache | None = None
         self.layer_types = get_layer_types_and_kwargs(self.config)[0]
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
-        self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocabulary: int = self.config.vocab_size
+        self.runner, self.why_stock = self._runner(runtime)
+
+    def _runner(self, runtime: str) -> tuple[LeanPass | StockPass, str | None]:
+        if runtime == "auto":
+            try:
+                return LeanPass(self.model), None
+            except Unsuited as why:
+                return StockPass(self.model, self.layer_types, self.window), str(why)
+        return StockPass(self.model, self.layer_types, self.window), None
+
+    @property
+    def runtime(self) -> str:
+        """How passes are made, and why not faster where that was asked for."""
+        return f"{self.runner.name} ({self.why_stock})" if self.why_stock else self.runner.name
+
+    @property
+    def cache(self) -> RowCache | None:
+        """The cache that passes read and write; None while nothing is generated."""
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: RowCache | None) -> None:
+        self._cache = cache
+        try:
+            self.runner.attach(cache)
+        except Unsuited as why:  # the model was changed since
+            self.runner, self.why_stock = StockPass(self.model, self.layer_types, self.window), str(why)
+            self.runner.attach(cache)
 
     @property
     def device(self) -> torch.device:
@@ -99,55 +122,13 @@ class DecoderTarget:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
-        """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens.
-
-        Neighbours of equal length share a call.
-        """
-        assert self.cache is not None
-        cursor = self.cache.cursor
-        logits: list[Tensor] = []
-        hidden: dict[int, list[Tensor]] = {layer: [] for layer in self.taps.hidden}
-        for length, group in groupby(prompts, len):
-            batch = list(group)
-            first = len(cursor.lengths)
-            cursor.lengths += [0] * len(batch)
-            cursor.begin(first, first + len(batch), length, self.device)
-            positions = torch.arange(length, device=self.device)[None].expand(len(batch), -1)
-            inputs: dict[str, Any]
-            if batch[0].embeds is not None:
-                inputs = {"inputs_embeds": torch.stack([p.embeds for p in batch])}  # type: ignore[misc]
-            else:
-                inputs = {"input_ids": torch.stack([p.ids for p in batch])}  # type: ignore[misc]
-            if self._cut_logits:
-                inputs["logits_to_keep"] = 1
-            out = self._forward(inputs, None, positions)
-            logits += list(out.logits[:, -1:])
-            for layer, kept in hidden.items():
-                kept += list(out.hidden_states[layer])
-            cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
-        return Scores(torch.stack(logits), hidden, [len(p) - 1 for p in prompts])
+        """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens."""
+        return self.runner.prefill(prompts, self.taps)
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree]) -> Scores:
         """One pass: the logits at every node of one tree per slot in use."""
-        assert self.cache is not None
-        cursor = self.cache.cursor
-        lengths = cursor.lengths
-        width = max(map(len, trees))
-        cursor.begin(0, len(trees), width, self.device)
-        ids = torch.tensor([t.tokens + (0,) * (width - len(t)) for t in trees], device=self.device)
-        positions = torch.tensor(
-            [[n + d for d in t.shape.depth] + [n] * (width - len(t)) for n, t in zip(lengths, trees, strict=True)],
-            device=self.device,
-        )
-        lone = width == 1 and len(trees) == 1 and (self.window is None or cursor.view <= self.window)
-        mask = None if lone else self._mask(trees, positions, width)
-        out = self._forward({"input_ids": ids}, mask, positions)
-        hidden = {
-            layer: [h[: len(t)] for h, t in zip(out.hidden_states[layer], trees, strict=True)]
-            for layer in self.taps.hidden
-        }
-        return Scores(out.logits, hidden, [0] * len(trees))
+        return self.runner.score(trees, self.taps)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Make the KV of each slot's accepted path permanent; the rest of the pass is forgotten."""
@@ -159,54 +140,6 @@ class DecoderTarget:
         """Free a slot; the last slot in use moves into it."""
         assert self.cache is not None
         self.cache.release(slot)
-
-    def _forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor) -> Any:
-        return self.model(
-            **inputs,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            output_hidden_states=bool(self.taps.hidden),
-            return_dict=True,
-        )
-
-    def _mask(self, trees: Sequence[DraftTree], positions: Tensor, width: int) -> Any:
-        """What each node sees: its row's committed positions and its ancestors; (rows, 1, width, view)."""
-        cursor = self.cache.cursor  # type: ignore[union-attr]
-        seen = torch.zeros(len(trees), 1, width, cursor.view, dtype=torch.bool)
-        for b, (n, tree) in enumerate(zip(cursor.lengths, trees, strict=True)):
-            nodes = len(tree)
-            seen[b, 0, :, :n] = True
-            seen[b, 0, :nodes, n : n + nodes] = tree.shape.mask
-            if nodes < width:
-                # padding sees itself, so that its softmax has something to sum over
-                seen[b, 0, range(nodes, width), range(n + nodes, n + width)] = True
-        seen = seen.to(self.device)
-        if self.window is None or cursor.view <= self.window:
-            near = seen
-        else:
-            near = seen & (positions[:, None, :, None] - self._places(positions, width) < self.window)
-        if self.window is None:
-            return self._dressed(seen)
-        if "full_attention" in self.layer_types:
-            return {"full_attention": self._dressed(seen), "sliding_attention": self._dressed(near)}
-        return self._dressed(near)
-
-    def _places(self, positions: Tensor, width: int) -> Tensor:
-        """The position of every entry that a row may read: its place, or behind it a node's; (rows, 1, 1, view)."""
-        cursor = self.cache.cursor  # type: ignore[union-attr]
-        places = torch.arange(cursor.view, device=self.device).repeat(len(positions), 1)
-        for b, n in enumerate(cursor.lengths):
-            places[b, n : n + width] = positions[b]
-        return places[:, None, None, :]
-
-    def _dressed(self, seen: Tensor) -> Tensor:
-        if self.model.config._attn_implementation != "eager":
-            return seen
-        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(
-            ~seen, torch.finfo(self.dtype).min
-        )
 
 
 def check_hosted(model: Any) -> None:
@@ -241,6 +174,31 @@ def check_hosted(model: Any) -> None:
         raise Refused(
             f"attn_implementation={attention!r} takes no tree mask: load the model with attn_implementation='sdpa'"
         )
+
+
+def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTarget:
+    """A target that was compared with the model's own forward on this machine.
+
+    Args:
+        runtime: see DecoderTarget.
+        strict: only with passes whose results do not depend on their width.
+
+    Raises:
+        Refused: the model cannot be hosted exactly, or not strictly.
+    """
+    target = DecoderTarget(model, runtime)
+    try:
+        check_exact(target)
+    except Refused:
+        if isinstance(target.runner, StockPass):
+            raise
+        target = DecoderTarget(model, "stock")
+        target.why_stock = "the compiled pass did not reproduce the model's forward"
+        check_exact(target)
+    if strict and isinstance(target.runner, StockPass):
+        why = target.why_stock or "runtime='stock' was asked for"
+        raise Refused(f"strict=True needs the compiled pass, whose results do not depend on its width, and {why}")
+    return target
 
 
 @torch.no_grad()

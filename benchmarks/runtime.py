@@ -1,0 +1,79 @@
+"""The compiled pass against the model's own forward, by width, and both against what this machine allows.
+
+    python benchmarks/runtime.py                  # random Llamas of 0.1 B and 0.5 B parameters, fp32 and bf16
+    python benchmarks/runtime.py MODEL --json OUT
+
+Targets take turns within one run; figures are medians. Read the ratios, not the milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from truedraft.bench.roofline import WIDTHS, measure_machine, measure_passes, roofline
+from truedraft.targets.decoder import DecoderTarget
+
+SIZES = {
+    "0.1 B": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+                  num_key_value_heads=4),
+    "0.5 B": dict(hidden_size=1024, intermediate_size=3584, num_hidden_layers=30, num_attention_heads=16,
+                  num_key_value_heads=8),
+}  # fmt: skip
+
+
+def models(path: str | None) -> list[tuple[str, PreTrainedModel]]:
+    if path:
+        return [(path, AutoModelForCausalLM.from_pretrained(path).eval())]
+    torch.manual_seed(0)
+    made = []
+    for name, shape in SIZES.items():
+        config = LlamaConfig(vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=True, **shape)
+        made.append((name, LlamaForCausalLM(config).eval()))
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a model of transformers; by default random ones")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--context", type=int, default=256, help="positions behind which passes are timed")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    console, results = Console(width=120), []
+    for name, model in models(args.model):
+        for dtype in args.dtype:
+            model = model.to(getattr(torch, dtype))
+            machine = measure_machine()
+            targets = [DecoderTarget(model), DecoderTarget(model, "stock")]
+            compiled, stock = measure_passes(targets, args.context, args.widths, args.rounds)
+            table = Table(
+                title=f"{name} {dtype}, by {targets[0].runtime}; this machine reads {machine.bandwidth / 1e9:.0f} GB/s "
+                f"and does {machine.rate / 1e9:.0f} fp32 GFLOP/s"
+            )
+            for column in ("width", "floor", "bound by", "compiled", "of width 1", "attained", "transformers", "gain"):
+                table.add_column(column, justify="right")
+            for row in roofline(targets[0], machine, compiled, args.context):
+                gain = stock[row.width] / row.seconds
+                table.add_row(
+                    str(row.width), f"{row.floor * 1e3:.1f} ms", row.bound, f"{row.seconds * 1e3:.1f} ms",
+                    f"{row.seconds / compiled[args.widths[0]]:.2f}x", f"{row.attained:.0%}",
+                    f"{stock[row.width] * 1e3:.1f} ms", f"{gain:.2f}x",
+                )  # fmt: skip
+                results.append({"model": name, "dtype": dtype, **asdict(row), "transformers": stock[row.width]})
+            console.print(table)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measurements of truedraft on the machine at hand."""

@@ -1,0 +1,279 @@
+"""A pass on the CPU in one call of compiled code: nodes of all rows together, no padding, no mask, no copies.
+
+Every node's numbers are computed in an order that depends on its own path alone (native/pass.c), so its logits are the
+same bit for bit whether it is scored alone, in a chain, in a tree, in a batch, or as part of a prompt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from truedraft.caches.rows import RowCache
+from truedraft.runtime import native
+from truedraft.runtime.native import Kind, Op, Pass
+from truedraft.runtime.programs import Program, Unsuited, compile_program, strangers
+from truedraft.tree import DraftTree, Prompt, Scores, Taps
+
+TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
+PROMPT = 512  # nodes of prompts in one call
+
+
+@dataclass
+class Nodes:
+    """The nodes of a pass, row after row: one entry per node but for `extra` and `group_from`.
+
+    base: a node sees the first places of its row up to here, and then `extra[extra_from[i]:extra_from[i + 1]]`.
+    """
+
+    token: list[int] = field(default_factory=list)
+    slot: list[int] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    place: list[int] = field(default_factory=list)
+    base: list[int] = field(default_factory=list)
+    extra_from: list[int] = field(default_factory=lambda: [0])
+    extra: list[int] = field(default_factory=list)
+    group_from: list[int] = field(default_factory=lambda: [0])
+    longest: int = 0
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+    def add_tree(self, slot: int, length: int, tree: DraftTree) -> None:
+        """The nodes of a tree behind the `length` committed positions of a slot."""
+        shape, first, n = tree.shape, len(self), len(tree)
+        self.token += tree.tokens
+        self.slot += [slot] * n
+        self.position += [length + d for d in shape.depth]
+        self.place += range(length, length + n)
+        self.base += [length + r for r in shape.run]
+        for extras in shape.extras:
+            self.extra += [first + e for e in extras]
+            self.extra_from.append(len(self.extra))
+        self._grouped(first, n, length + 1 + max(shape.depth))
+
+    def add_chain(self, slot: int, start: int, tokens: Sequence[int] | None, n: int) -> None:
+        """`n` positions of a prompt, from `start` on."""
+        first = len(self)
+        self.token += tokens or []
+        self.slot += [slot] * n
+        self.position += range(start, start + n)
+        self.place += range(start, start + n)
+        self.base += range(start + 1, start + n + 1)
+        self.extra_from += [len(self.extra)] * n
+        self._grouped(first, n, start + n)
+
+    def _grouped(self, first: int, n: int, sees: int) -> None:
+        self.group_from += [min(at + TOGETHER, first + n) for at in range(first, first + n, TOGETHER)]
+        self.longest = max(self.longest, sees)
+
+
+class LeanPass:
+    """The compiled pass of one model.
+
+    Raises:
+        Unsuited: the compiled pass is not there, or cannot stand in for this model's forward; says why.
+    """
+
+    name = "compiled pass"
+
+    def __init__(self, model: PreTrainedModel):
+        library = native.library()
+        if library is None:
+            raise Unsuited("the compiled pass was not built here, or the processor has no AVX2")
+        self._run = library.truedraft_pass
+        self.model = model
+        self._compile()
+
+    def _compile(self) -> None:
+        self.program: Program = compile_program(self.model)
+        self._made_of = self._fingerprint()
+        self._arena = 0
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def _fingerprint(self) -> list[object]:
+        return [p.data_ptr() for p in self.model.parameters()] + [strangers(self.model)]
+
+    def attach(self, cache: RowCache | None) -> None:
+        """Point the program at the cache of the passes that follow, made anew where weights were replaced.
+
+        Args:
+            cache: None lets go of the one before.
+
+        Raises:
+            Unsuited: the model was changed into one that the compiled pass does not know.
+        """
+        self.cache: RowCache = cache  # type: ignore[assignment]
+        if cache is None:
+            return
+        if self._fingerprint() != self._made_of:
+            self._compile()
+        p = self.program
+        attends = [op for op in p.ops if op.kind == Kind.ATTEND]
+        for layer, op in zip(cache.layers, attends, strict=True):
+            layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
+        for op, at in zip(p.ops, p.layers, strict=True):
+            if at >= 0:
+                op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()
+                if op.kind == Kind.PREPARE:
+                    cos, sin = self._table(p.layer_types[at], cache.cursor.capacity)
+                    op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+        self._variants: dict[tuple[int, ...], ctypes.Array[Op]] = {}
+
+    def _table(self, kind: str, capacity: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position, from the model's own module; fp32, (positions, rotary)."""
+        if kind not in self._tables or len(self._tables[kind][0]) < capacity:
+            rotary = self.model.model.rotary_emb
+            positions = torch.arange(capacity)[None]
+            like = torch.empty(1, dtype=self.model.dtype)
+            by_kind = (kind,) if hasattr(rotary, "layer_types") else ()
+            cos, sin = rotary(like, positions, *by_kind)
+            self._tables[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()
+        return self._tables[kind]
+
+    def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
+        """Read the prompts of new rows, all together, at most PROMPT nodes at a time."""
+        cursor = self.cache.cursor
+        first = len(cursor.lengths)
+        logits: list[Tensor] = []
+        hidden: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
+        for part in prompts_in_parts([len(p) for p in prompts]):
+            nodes, gather, embeds = Nodes(), [], []
+            for i, start, end in part:
+                prompt = prompts[i]
+                nodes.add_chain(
+                    first + i, start, None if prompt.ids is None else prompt.ids[start:end].tolist(), end - start
+                )
+                if end == len(prompt):
+                    gather.append(len(nodes) - 1)
+                if prompt.embeds is not None:
+                    embeds.append(prompt.embeds[start:end])
+            scored, states = self(nodes, gather, torch.cat(embeds) if embeds else None, taps.hidden)
+            logits.append(scored)
+            for layer, state in states.items():
+                at = 0
+                for i, start, end in part:
+                    state_of_part = state[at : at + end - start]
+                    if start:
+                        hidden[layer][i] = torch.cat([hidden[layer][i], state_of_part])
+                    else:
+                        hidden[layer].append(state_of_part)
+                    at += end - start
+        cursor.lengths += [len(p) - 1 for p in prompts]  # the root is committed with its path
+        return Scores(torch.cat(logits)[:, None], hidden, [len(p) - 1 for p in prompts])
+
+    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
+        """The logits at every node of one tree per slot in use."""
+        nodes = Nodes()
+        for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
+            nodes.add_tree(slot, length, tree)
+        scored, states = self(nodes, range(len(nodes)), None, taps.hidden)
+        sizes = [len(tree) for tree in trees]
+        width = max(sizes)
+        if len(nodes) == width * len(trees):
+            logits = scored.unflatten(0, (len(trees), width))
+        else:
+            logits = torch.nn.utils.rnn.pad_sequence(list(scored.split(sizes)), batch_first=True)
+        hidden = {layer: list(state.split(sizes)) for layer, state in states.items()}
+        return Scores(logits, hidden, [0] * len(trees))
+
+    def __call__(
+        self, nodes: Nodes, gather: Sequence[int], embeds: Tensor | None = None, hidden: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the nodes.
+
+        Args:
+            gather: the nodes whose logits are wanted.
+            embeds: (nodes, H) in the place of token ids.
+            hidden: layers whose output is wanted, as in `output_hidden_states`.
+
+        Returns:
+            fp32 logits (len(gather), V), and the hidden states (nodes, H) by layer.
+        """
+        n, m = len(nodes), len(gather)
+        kept = {layer: torch.zeros(n, self._stride("x")) for layer in hidden}
+        logits = torch.empty(m, self._stride("logits"))
+        self._reserve(n)
+        buffers = [*self._buffers, *(kept[layer].data_ptr() for layer in hidden)]
+        buffers[-1 - len(hidden)] = logits.data_ptr()
+        strides = [*self._strides, *(kept[layer].shape[1] for layer in hidden)]
+        embedded = None if embeds is None else embeds.float().contiguous()
+        given = Pass(
+            nodes=n, tail=m, vocabulary=self.model.config.vocab_size, capacity=self.cache.cursor.capacity,
+            token=_array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
+            slot=_array(nodes.slot), position=_array(nodes.position), place=_array(nodes.place),
+            base=_array(nodes.base), extra_from=_array(nodes.extra_from), extra=_array(nodes.extra or [0]),
+            gather=_array(gather), groups=len(nodes.group_from) - 1, group_from=_array(nodes.group_from),
+            longest=nodes.longest, buffer=(c_void_p * len(buffers))(*buffers), stride=_array(strides),
+        )  # fmt: skip
+        ops = self._ops(tuple(hidden))
+        share = self.model.config.num_attention_heads // self.model.config.num_key_value_heads
+        failure = self._run(ops, len(ops), given, share, torch.get_num_threads())
+        if failure == 1:
+            raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
+        if failure:
+            raise IndexError(("a token outside the vocabulary", "a position outside the cache")[failure - 2])
+        size = self.model.config.hidden_size
+        return logits[:, : self.model.config.vocab_size], {layer: kept[layer][:, :size] for layer in hidden}
+
+    def _stride(self, name: str) -> int:
+        return (self.program.widths[name] + 15) // 16 * 16
+
+    def _reserve(self, nodes: int) -> None:
+        """Buffers for as many nodes; zeros, because what pads a row must stay zero."""
+        if nodes <= self._arena:
+            return
+        self._arena = max(nodes, 2 * self._arena, TOGETHER)
+        names = list(self.program.widths)
+        self._strides = [self._stride(name) for name in names]
+        self._storage = [torch.zeros(self._arena, s) for s in self._strides[:-1]]
+        self._buffers = [s.data_ptr() for s in self._storage] + [0]  # the logits, allocated per pass
+
+    def _ops(self, hidden: tuple[int, ...]) -> ctypes.Array[Op]:
+        """The operations, with a copy of "x" behind each layer that is wanted."""
+        if hidden not in self._variants:
+            p = self.program
+            last = len(p.outputs) - 1
+            depths = [wanted % len(p.outputs) for wanted in hidden]
+            made: list[Op] = []
+            for i, op in enumerate(p.ops):
+                made.append(op)
+                made += [_copy(p, len(p.widths) + k) for k, d in enumerate(depths) if d < last and p.outputs[d] == i]
+            for k, depth in enumerate(depths):
+                if depth == last:  # behind the last norm, for all nodes
+                    norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
+                    norm.tail, norm.src, norm.dst = 0, list(p.widths).index("x"), len(p.widths) + k
+                    made.append(norm)
+            self._variants[hidden] = (Op * len(made))(*made)
+        return self._variants[hidden]
+
+
+def _copy(p: Program, to: int) -> Op:
+    at = list(p.widths).index("x")
+    return Op(kind=Kind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, groups=1, scale=1.0, inner=p.widths["x"])
+
+
+def _array(values: Sequence[int]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(values))(*values)
+
+
+def prompts_in_parts(lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Prompts of these lengths cut into calls of at most PROMPT nodes: (prompt, first, last) each."""
+    calls: list[list[tuple[int, int, int]]] = [[]]
+    room = PROMPT
+    for i, length in enumerate(lengths):
+        at = 0
+        while at < length:
+            if room == 0:
+                calls.append([])
+                room = PROMPT
+            take = min(room, length - at)
+            calls[-1].append((i, at, at + take))
+            at, room = at + take, room - take
+    return calls

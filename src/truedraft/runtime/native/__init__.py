@@ -1,0 +1,93 @@
+"""The compiled pass: loading `pass.c`, and its structures as Python sees them.
+
+The library is built when truedraft is installed, where there is a C compiler for x86-64; elsewhere, and on processors
+without AVX2, there is none and passes go through the model's own forward.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+INTEGERS = POINTER(c_int64)
+
+
+class Kind(enum.IntEnum):
+    """Operations, in the order of `enum Kind` in pass.c."""
+
+    EMBED = 0
+    RMS_NORM = 1
+    LAYER_NORM = 2
+    LINEAR = 3
+    GATED = 4
+    ACTIVATE = 5
+    PREPARE = 6
+    ATTEND = 7
+    ADD = 8
+    SCALE = 9
+    CAP = 10
+    GATHER = 11
+
+
+class Op(ctypes.Structure):
+    """`Op` of pass.c, field by field."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
+        *((name, c_int64) for name in ("out", "inner", "groups", "heads", "kv_heads", "head", "rotary", "window")),
+        *((name, c_void_p) for name in ("weight", "second", "bias", "other_bias", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("keys", "values", "cosine", "sine")),
+        *((name, c_float) for name in ("eps", "scale", "cap")),
+        ("norm_once", c_int32),
+    ]
+
+
+class Pass(ctypes.Structure):
+    """`Pass` of pass.c, field by field."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity")),
+        ("token", INTEGERS),
+        ("embeds", c_void_p),
+        *((name, INTEGERS) for name in ("slot", "position", "place", "base", "extra_from", "extra", "gather")),
+        ("groups", c_int64),
+        ("group_from", INTEGERS),
+        ("longest", c_int64),
+        ("buffer", POINTER(c_void_p)),
+        ("stride", INTEGERS),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled pass, or None where it was not built or this processor cannot run it.
+
+    TRUEDRAFT_NATIVE=0 in the environment leaves it out.
+    """
+    built = sorted(Path(__file__).parent.glob("_pass*.so"))
+    if not built or os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+        return None
+    try:
+        _share_threads()
+        lib = ctypes.CDLL(str(built[-1]))
+    except OSError:
+        return None
+    lib.truedraft_pass.argtypes = [POINTER(Op), c_int64, POINTER(Pass), c_int64, c_int32]
+    lib.truedraft_pass.restype = c_int32
+    lib.truedraft_choose.argtypes = [c_int32]
+    lib.truedraft_layout.restype = c_int64
+    if lib.truedraft_layout() != ctypes.sizeof(Op) * 65536 + ctypes.sizeof(Pass):
+        return None  # built from another version of pass.c
+    return lib if lib.truedraft_choose(5) else None
+
+
+def _share_threads() -> None:
+    """Make torch's own OpenMP the one that the library finds: two pools of threads would fight for the cores."""
+    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
+        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)

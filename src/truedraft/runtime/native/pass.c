@@ -1,0 +1,591 @@
+/* One pass of a decoder over a few nodes, as a list of operations run in one parallel region.
+ *
+ * Activations are fp32 rows, one per node, rounded to bf16 where a bf16 model would round them. Each number is
+ * computed by one thread, in an order that depends on its node's own path alone: not on how many nodes the pass has,
+ * which rows they belong to, or how many threads there are.
+ */
+
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+#define UNROLL _Pragma("GCC unroll 16")
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#define IN static inline __attribute__((always_inline))
+
+#ifndef NEAR
+#define NEAR 3
+#endif
+enum { L = 8, BLOCK = 24, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16 };
+
+/* ---------------------------------------------------------------- vectors of eight floats */
+
+AVX2 IN __m256 widen8(const bf16 *p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+
+AVX2 IN float sum8(__m256 a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+/* To the nearest bf16, ties to even; not-a-number stays so. */
+AVX2 IN __m256 round8(__m256 a) {
+  __m256i u = _mm256_castps_si256(a);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  u = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  u = _mm256_and_si256(u, _mm256_set1_epi32((int)0xffff0000));
+  return _mm256_blendv_ps(_mm256_castsi256_ps(u), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+
+AVX2 IN __m256 rounded(__m256 a, int narrow) { return narrow ? round8(a) : a; }
+
+/* The first `left` lanes of a, zero in the others. */
+AVX2 IN __m256 keep8(__m256 a, int64_t left) {
+  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), lane)));
+}
+
+/* exp, within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes). */
+AVX2 IN __m256 exp8(__m256 x) {
+  __m256 bad = _mm256_cmp_ps(x, x, _CMP_UNORD_Q), small = _mm256_cmp_ps(x, _mm256_set1_ps(-87.3f), _CMP_LT_OQ);
+  __m256 y = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-87.3f)), _mm256_set1_ps(88.7f));
+  __m256 n = _mm256_round_ps(_mm256_mul_ps(y, _mm256_set1_ps(1.44269504088896341f)), 0x08);
+  y = _mm256_fmadd_ps(n, _mm256_set1_ps(-0.693359375f), y);
+  y = _mm256_fmadd_ps(n, _mm256_set1_ps(2.12194440e-4f), y);
+  __m256 p = _mm256_set1_ps(1.9875691500e-4f);
+  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(1.3981999507e-3f));
+  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(8.3334519073e-3f));
+  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(4.1665795894e-2f));
+  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(1.6666665459e-1f));
+  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(5.0000001201e-1f));
+  p = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(y, y), p, y), _mm256_set1_ps(1.0f));
+  __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(126)), 23);
+  p = _mm256_mul_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(power)), _mm256_set1_ps(2.0f)); /* 2^128 has no float */
+  return _mm256_blendv_ps(_mm256_andnot_ps(small, p), x, bad);
+}
+
+/* tanh: a polynomial near zero (Cephes), where the other way would lose digits. */
+AVX2 IN __m256 tanh8(__m256 x) {
+  __m256 one = _mm256_set1_ps(1.0f), e = exp8(_mm256_add_ps(x, x)), z = _mm256_mul_ps(x, x);
+  __m256 far = _mm256_sub_ps(one, _mm256_div_ps(_mm256_set1_ps(2.0f), _mm256_add_ps(e, one)));
+  __m256 p = _mm256_set1_ps(-5.70498872745e-3f);
+  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(2.06390887954e-2f));
+  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-5.37397155531e-2f));
+  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(1.33314422036e-1f));
+  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-3.33332819422e-1f));
+  __m256 near = _mm256_fmadd_ps(_mm256_mul_ps(x, z), p, x);
+  return _mm256_blendv_ps(far, near, _mm256_cmp_ps(z, _mm256_set1_ps(0.390625f), _CMP_LT_OQ));
+}
+
+enum { SILU, GELU_TANH, GELU, RELU };
+
+AVX2 IN __m256 activated(__m256 x, int kind) {
+  __m256 one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
+  switch (kind) {
+    case SILU: return _mm256_div_ps(x, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
+    case RELU: return _mm256_max_ps(x, _mm256_setzero_ps());
+    case GELU_TANH: {
+      __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
+      __m256 t = _mm256_mul_ps(_mm256_set1_ps(0.7978845608f), _mm256_fmadd_ps(_mm256_set1_ps(0.044715f), cube, x));
+      return _mm256_mul_ps(_mm256_mul_ps(half, x), _mm256_add_ps(one, tanh8(t)));
+    }
+    default: {
+      float v[L];
+      _mm256_storeu_ps(v, x);
+      for (int i = 0; i < L; i++) v[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678f));
+      return _mm256_loadu_ps(v);
+    }
+  }
+}
+
+/* ---------------------------------------------------------------- linear layers, per instruction set */
+
+#define SET(name) name##_avx2
+#define TARGET AVX2
+#define LANES 8
+#define VEC __m256
+#define LOAD(p) _mm256_loadu_ps(p)
+#define ZERO _mm256_setzero_ps
+#define FMA _mm256_fmadd_ps
+#define SUM sum8
+#define WIDEN widen8
+#include "linear.inc"
+#undef SET
+#undef TARGET
+#undef LANES
+#undef VEC
+#undef LOAD
+#undef ZERO
+#undef FMA
+#undef SUM
+#undef WIDEN
+
+AVX512 IN __m512 widen16(const bf16 *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+
+#define SET(name) name##_avx512
+#define TARGET AVX512
+#define LANES 16
+#define VEC __m512
+#define LOAD(p) _mm512_loadu_ps(p)
+#define ZERO _mm512_setzero_ps
+#define FMA _mm512_fmadd_ps
+#define SUM _mm512_reduce_add_ps
+#define WIDEN widen16
+#include "linear.inc"
+
+typedef void (*Linear)(const float *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
+static Linear linears[2] = {linear_float_avx2, linear_bf16_avx2}; /* by `narrow` */
+
+/* ---------------------------------------------------------------- the list of operations */
+
+enum Kind { EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER };
+
+typedef struct {
+  int32_t kind;
+  int32_t wait;   /* the next operation needs this one's result */
+  int32_t src, other, dst;
+  int32_t narrow; /* weights are bf16 and results are rounded so */
+  int32_t tail;   /* runs over the gathered nodes only */
+  int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all */
+  int64_t out, in, groups;
+  int64_t heads, kv_heads, head, rotary, window;
+  const void *weight, *second;          /* LINEAR, GATED, EMBED: as the model keeps them */
+  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16 */
+  const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
+  void *keys, *values;                  /* (slots, kv_heads, capacity, head) */
+  const float *cosine, *sine;           /* (positions, rotary) */
+  float eps, scale, cap;
+  int32_t norm_once;                    /* PREPARE: the norms round once */
+} Op;
+
+typedef struct {
+  int64_t nodes, tail, vocabulary, capacity;
+  const int64_t *token;                 /* ids, or NULL where `embeds` is given */
+  const float *embeds;                  /* (nodes, hidden) */
+  const int64_t *slot, *position;       /* of each node; nodes of a slot stand together */
+  const int64_t *place;                 /* where a node's keys and values are written */
+  const int64_t *base;                  /* a node sees the places [0, base) ... */
+  const int64_t *extra_from;            /* ... and the nodes extra[extra_from[i] .. extra_from[i + 1]) */
+  const int64_t *extra;
+  const int64_t *gather;                /* the nodes of the tail */
+  int64_t groups;                       /* attention: nodes are taken in groups of one slot */
+  const int64_t *group_from;            /* (groups + 1,) */
+  int64_t longest;                      /* the most places that a node sees */
+  float **buffer;
+  const int64_t *stride;                /* floats from row to row; multiples of 16 */
+} Pass;
+
+typedef struct {
+  int64_t next;
+  char pad[56];
+} Counter;
+
+/* The next task: a thread's own share first, in order, then what others have left. */
+static inline int64_t claim(Counter *counters, int64_t total, int threads, int self, int *turn) {
+  for (; *turn < threads; ++*turn) {
+    const int of = (self + *turn) % threads;
+    const int64_t from = total * of / threads, to = total * (of + 1) / threads;
+    if (__atomic_load_n(&counters[of].next, __ATOMIC_RELAXED) >= to - from) continue;
+    const int64_t task = from + __atomic_fetch_add(&counters[of].next, 1, __ATOMIC_RELAXED);
+    if (task < to) return task;
+  }
+  return -1;
+}
+
+#define ROW(i, node) (pass->buffer[i] + (node) * pass->stride[i])
+
+AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
+  float *y = ROW(op->dst, node);
+  const __m256 scale = _mm256_set1_ps(op->scale);
+  const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds);
+  for (int64_t k = 0; k < op->in; k += L) {
+    __m256 v;
+    if (pass->embeds) {
+      float part[L] = {0};
+      memcpy(part, pass->embeds + node * op->in + k, sizeof(float) * (size_t)(op->in - k < L ? op->in - k : L));
+      v = _mm256_loadu_ps(part);
+    } else if (op->narrow) {
+      bf16 part[L] = {0};
+      memcpy(part, (const bf16 *)op->weight + pass->token[node] * op->in + k,
+             sizeof(bf16) * (size_t)(op->in - k < L ? op->in - k : L));
+      v = widen8(part);
+    } else {
+      float part[L] = {0};
+      memcpy(part, (const float *)op->weight + pass->token[node] * op->in + k,
+             sizeof(float) * (size_t)(op->in - k < L ? op->in - k : L));
+      v = _mm256_loadu_ps(part);
+    }
+    _mm256_storeu_ps(y + k, scaled ? rounded(_mm256_mul_ps(v, scale), op->narrow) : v);
+  }
+}
+
+AVX2 IN void rms_row(const float *x, float *y, int64_t width, const float *weight, float eps, int narrow, int once) {
+  __m256 squares = _mm256_setzero_ps();
+  for (int64_t k = 0; k < width; k += L) {
+    __m256 v = keep8(_mm256_loadu_ps(x + k), width - k);
+    squares = _mm256_fmadd_ps(v, v, squares);
+  }
+  const __m256 r = _mm256_set1_ps(1.0f / sqrtf(sum8(squares) / (float)width + eps));
+  for (int64_t k = 0; k < width; k += L) {
+    __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + k), r);
+    v = _mm256_mul_ps(rounded(v, narrow && !once), _mm256_loadu_ps(weight + k));
+    v = rounded(v, narrow);
+    if (width - k >= L) {
+      _mm256_storeu_ps(y + k, v);
+    } else {
+      float part[L];
+      _mm256_storeu_ps(part, v);
+      memcpy(y + k, part, sizeof(float) * (size_t)(width - k));
+    }
+  }
+}
+
+AVX2 static void layer_norm(const Op *op, const float *x, float *y) {
+  const int64_t width = op->in;
+  __m256 total = _mm256_setzero_ps(), squares = _mm256_setzero_ps();
+  for (int64_t k = 0; k < width; k += L) total = _mm256_add_ps(total, keep8(_mm256_loadu_ps(x + k), width - k));
+  const __m256 mean = _mm256_set1_ps(sum8(total) / (float)width);
+  for (int64_t k = 0; k < width; k += L) {
+    __m256 v = keep8(_mm256_sub_ps(_mm256_loadu_ps(x + k), mean), width - k);
+    squares = _mm256_fmadd_ps(v, v, squares);
+  }
+  const __m256 r = _mm256_set1_ps(1.0f / sqrtf(sum8(squares) / (float)width + op->eps));
+  for (int64_t k = 0; k < width; k += L) {
+    __m256 v = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + k), mean), r);
+    v = _mm256_mul_ps(v, _mm256_loadu_ps((const float *)op->weight + k));
+    if (op->bias) v = _mm256_add_ps(v, _mm256_loadu_ps(op->bias + k));
+    _mm256_storeu_ps(y + k, keep8(rounded(v, op->narrow), width - k));
+  }
+}
+
+/* Rows [first, first + rows) of the weights over the nodes [m0, m0 + nodes), with what follows the product. */
+AVX2 static void linear(const Op *op, const Pass *pass, int64_t first, int64_t rows, int64_t m0, int64_t nodes) {
+  const int64_t size = op->narrow ? 2 : 4, skip = first * op->in * size;
+  const float *x = ROW(op->src, m0);
+  const int64_t ldx = pass->stride[op->src], ldy = pass->stride[op->dst];
+  float one[CHUNK * BLOCK], two[CHUNK * BLOCK], *dst = ROW(op->dst, m0) + first;
+  linears[op->narrow](x, ldx, nodes, (const char *)op->weight + skip, rows, op->in, one, BLOCK);
+  if (op->kind == GATED)
+    linears[op->narrow](x, ldx, nodes, (const char *)op->second + skip, rows, op->in, two, BLOCK);
+  for (int64_t m = 0; m < nodes; m++) {
+    float *y = dst + m * ldy;
+    for (int64_t r = 0; r < rows; r += L) {
+      const int64_t left = rows - r;
+      __m256 v = _mm256_loadu_ps(one + m * BLOCK + r);
+      if (op->bias) v = _mm256_add_ps(v, _mm256_loadu_ps(op->bias + first + r));
+      v = rounded(v, op->narrow);
+      if (op->kind == GATED) {
+        __m256 u = _mm256_loadu_ps(two + m * BLOCK + r);
+        if (op->other_bias) u = _mm256_add_ps(u, _mm256_loadu_ps(op->other_bias + first + r));
+        v = rounded(activated(v, op->mode), op->narrow);
+        v = rounded(_mm256_mul_ps(v, rounded(u, op->narrow)), op->narrow);
+      }
+      float old[L] = {0};
+      memcpy(old, y + r, sizeof(float) * (size_t)(left < L ? left : L));
+      if (op->kind == LINEAR && op->scale != 1.0f)
+        v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
+      if (op->kind == LINEAR && op->mode) v = rounded(_mm256_add_ps(_mm256_loadu_ps(old), v), op->narrow);
+      _mm256_storeu_ps(old, v);
+      memcpy(y + r, old, sizeof(float) * (size_t)(left < L ? left : L));
+    }
+  }
+}
+
+/* ---------------------------------------------------------------- attention */
+
+IN bf16 narrowed(float a) {
+  uint32_t u;
+  memcpy(&u, &a, 4);
+  return (bf16)(u >> 16); /* already rounded */
+}
+
+AVX2 IN void put(void *to, int64_t at, const float *from, int64_t n, int narrow) {
+  if (narrow)
+    for (int64_t i = 0; i < n; i++) ((bf16 *)to)[at + i] = narrowed(from[i]);
+  else
+    memcpy((float *)to + at, from, sizeof(float) * (size_t)n);
+}
+
+AVX2 static void rotate(float *x, const Op *op, int64_t position) {
+  const float *c = op->cosine + position * op->rotary, *s = op->sine + position * op->rotary;
+  const int64_t half = op->rotary / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const int64_t a = i, b = i + half;
+    const float xa = x[a], xb = x[b];
+    float pa = xa * c[a], qa = -xb * s[a], pb = xb * c[b], qb = xa * s[b];
+    if (op->narrow) {
+      float four[L] = {pa, qa, pb, qb};
+      if (!op->mode) _mm256_storeu_ps(four, round8(_mm256_loadu_ps(four)));
+      float two[L] = {four[0] + four[1], four[2] + four[3]};
+      _mm256_storeu_ps(two, round8(_mm256_loadu_ps(two)));
+      x[a] = two[0];
+      x[b] = two[1];
+    } else {
+      x[a] = pa + qa;
+      x[b] = pb + qb;
+    }
+  }
+}
+
+/* Head by head: norm, rotation, and the keys and values of the node into the cache. */
+AVX2 static void prepare(const Op *op, const Pass *pass, int64_t node) {
+  float *q = ROW(op->src, node), *k = ROW(op->other, node), *v = ROW(op->dst, node);
+  const int64_t position = pass->position[node], head = op->head;
+  for (int64_t h = 0; h < op->heads; h++) {
+    if (op->q_norm) rms_row(q + h * head, q + h * head, head, op->q_norm, op->eps, op->narrow, op->norm_once);
+    if (op->rotary) rotate(q + h * head, op, position);
+  }
+  for (int64_t h = 0; h < op->kv_heads; h++) {
+    if (op->k_norm) rms_row(k + h * head, k + h * head, head, op->k_norm, op->eps, op->narrow, op->norm_once);
+    if (op->rotary) rotate(k + h * head, op, position);
+    const int64_t at = ((pass->slot[node] * op->kv_heads + h) * pass->capacity + pass->place[node]) * head;
+    put(op->keys, at, k + h * head, head, op->narrow);
+    put(op->values, at, v + h * head, head, op->narrow);
+  }
+}
+
+AVX2 IN __m256 get8(const void *p, int64_t at, int narrow) {
+  return narrow ? widen8((const bf16 *)p + at) : _mm256_loadu_ps((const float *)p + at);
+}
+
+/* s[j] = q . k[j] for n keys, four at a time so that q is read once. */
+AVX2 IN void scores_of(const float *q, const void *keys, int64_t at, int64_t n, int64_t head, int narrow, float *s) {
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) {
+    __m256 acc[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (int64_t d = 0; d < head; d += L) {
+      const __m256 u = _mm256_loadu_ps(q + d);
+      UNROLL for (int i = 0; i < 4; i++) acc[i] = _mm256_fmadd_ps(u, get8(keys, at + (j + i) * head + d, narrow), acc[i]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) s[j + i] = sum8(acc[i]);
+  }
+  for (; j < n; j++) {
+    __m256 acc = _mm256_setzero_ps();
+    for (int64_t d = 0; d < head; d += L)
+      acc = _mm256_fmadd_ps(_mm256_loadu_ps(q + d), get8(keys, at + j * head + d, narrow), acc);
+    s[j] = sum8(acc);
+  }
+}
+
+/* y += sum of p[j] v[j] for n values, j in order, 32 numbers of the head at a time. */
+AVX2 IN void blend(const float *p, const void *values, int64_t at, int64_t n, int64_t head, int narrow, float *y) {
+  int64_t d = 0;
+  for (; d + 4 * L <= head; d += 4 * L) {
+    __m256 acc[4];
+    UNROLL for (int i = 0; i < 4; i++) acc[i] = _mm256_loadu_ps(y + d + i * L);
+    for (int64_t j = 0; j < n; j++) {
+      const __m256 u = _mm256_broadcast_ss(p + j);
+      UNROLL for (int i = 0; i < 4; i++)
+        acc[i] = _mm256_fmadd_ps(u, get8(values, at + j * head + d + i * L, narrow), acc[i]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) _mm256_storeu_ps(y + d + i * L, acc[i]);
+  }
+  for (; d < head; d += L) {
+    __m256 acc = _mm256_loadu_ps(y + d);
+    for (int64_t j = 0; j < n; j++)
+      acc = _mm256_fmadd_ps(_mm256_broadcast_ss(p + j), get8(values, at + j * head + d, narrow), acc);
+    _mm256_storeu_ps(y + d, acc);
+  }
+}
+
+/* Scores to weights, n of them, in place; what stands behind them up to a multiple of eight is overwritten. */
+AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
+  const __m256 low = _mm256_set1_ps(-INFINITY);
+  __m256 top = low;
+  for (int64_t j = n; j % L; j++) s[j] = -INFINITY;
+  for (int64_t j = 0; j < n; j += L) {
+    __m256 v = _mm256_mul_ps(_mm256_loadu_ps(s + j), _mm256_set1_ps(scale));
+    if (cap > 0.0f) {
+      v = _mm256_mul_ps(_mm256_set1_ps(cap), tanh8(_mm256_div_ps(v, _mm256_set1_ps(cap))));
+      if (n - j < L) v = _mm256_blendv_ps(low, v, keep8(_mm256_castsi256_ps(_mm256_set1_epi32(-1)), n - j));
+    }
+    _mm256_storeu_ps(s + j, v);
+    top = _mm256_max_ps(v, top); /* a NaN in v is lost here, and comes back with the sum */
+  }
+  float lanes[L], best = -INFINITY;
+  _mm256_storeu_ps(lanes, top);
+  for (int i = 0; i < L; i++) best = lanes[i] > best ? lanes[i] : best;
+  __m256 total = _mm256_setzero_ps();
+  for (int64_t j = 0; j < n; j += L) {
+    __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(s + j), _mm256_set1_ps(best)));
+    _mm256_storeu_ps(s + j, e);
+    total = _mm256_add_ps(total, e);
+  }
+  const __m256 r = _mm256_set1_ps(1.0f / sum8(total));
+  for (int64_t j = 0; j < n; j += L) _mm256_storeu_ps(s + j, _mm256_mul_ps(_mm256_loadu_ps(s + j), r));
+}
+
+/* One head of keys and values, for the nodes of one group and the query heads that share it. */
+AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t kv, float *scratch) {
+  const int64_t from = pass->group_from[group], to = pass->group_from[group + 1];
+  const int64_t head = op->head, share = op->heads / op->kv_heads, narrow = op->narrow;
+  const int64_t origin = (pass->slot[from] * op->kv_heads + kv) * pass->capacity * head;
+  const int64_t ld = (pass->longest + 15) / 16 * 16;
+  int64_t low[MANY], furthest = 0;
+  for (int64_t i = from; i < to; i++) {
+    const int64_t first = op->window ? pass->position[i] - op->window + 1 : 0;
+    low[i - from] = first < 0 ? 0 : first > pass->base[i] ? pass->base[i] : first;
+    if (pass->base[i] > furthest) furthest = pass->base[i];
+  }
+#define QUERY(i, h) (ROW(op->src, i) + (kv * share + (h)) * head)
+#define RESULT(i, h) (ROW(op->dst, i) + (kv * share + (h)) * head)
+#define WEIGHTS(i, h) (scratch + (((i) - from) * share + (h)) * ld)
+#define IN_BLOCK(i)                                                             \
+  const int64_t first = low[(i) - from] > block ? low[(i) - from] : block;      \
+  const int64_t last = pass->base[i] < block + KEYS ? pass->base[i] : block + KEYS; \
+  if (first >= last) continue;
+#define EXTRAS(i, e)                                                                                      \
+  for (int64_t e = pass->extra_from[i], seen = pass->base[i] - low[(i) - from]; e < pass->extra_from[(i) + 1]; e++) \
+    if (!op->window || pass->position[pass->extra[e]] > pass->position[i] - op->window)
+  for (int64_t block = 0; block < furthest; block += KEYS)
+    for (int64_t i = from; i < to; i++) {
+      IN_BLOCK(i)
+      for (int64_t h = 0; h < share; h++)
+        scores_of(QUERY(i, h), op->keys, origin + first * head, last - first, head, (int)narrow,
+                  WEIGHTS(i, h) + first - low[i - from]);
+    }
+  for (int64_t i = from; i < to; i++) {
+    int64_t count = pass->base[i] - low[i - from];
+    EXTRAS(i, e) {
+      for (int64_t h = 0; h < share; h++)
+        scores_of(QUERY(i, h), op->keys, origin + pass->place[pass->extra[e]] * head, 1, head, (int)narrow,
+                  WEIGHTS(i, h) + seen);
+      count = ++seen;
+    }
+    for (int64_t h = 0; h < share; h++) {
+      softmax(WEIGHTS(i, h), count, op->scale, op->cap);
+      memset(RESULT(i, h), 0, sizeof(float) * (size_t)head);
+    }
+  }
+  for (int64_t block = 0; block < furthest; block += KEYS)
+    for (int64_t i = from; i < to; i++) {
+      IN_BLOCK(i)
+      for (int64_t h = 0; h < share; h++)
+        blend(WEIGHTS(i, h) + first - low[i - from], op->values, origin + first * head, last - first, head,
+              (int)narrow, RESULT(i, h));
+    }
+  for (int64_t i = from; i < to; i++) {
+    EXTRAS(i, e) {
+      for (int64_t h = 0; h < share; h++)
+        blend(WEIGHTS(i, h) + seen, op->values, origin + pass->place[pass->extra[e]] * head, 1, head, (int)narrow,
+              RESULT(i, h));
+      seen++;
+    }
+    if (narrow)
+      for (int64_t d = 0; d < share * head; d += L)
+        _mm256_storeu_ps(RESULT(i, 0) + d, round8(_mm256_loadu_ps(RESULT(i, 0) + d)));
+  }
+}
+
+/* ---------------------------------------------------------------- running it */
+
+AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
+  const float *x = ROW(op->src, node), *z = ROW(op->other, node);
+  float *y = ROW(op->dst, node);
+  for (int64_t k = 0; k < op->in; k += L) {
+    __m256 v = _mm256_loadu_ps(x + k);
+    switch (op->kind) {
+      case ACTIVATE: v = activated(v, op->mode); break;
+      case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
+      case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->scale)); break;
+      default: { /* CAP, each step rounded as torch does */
+        const __m256 cap = _mm256_set1_ps(op->cap);
+        v = rounded(tanh8(rounded(_mm256_div_ps(v, cap), op->narrow)), op->narrow);
+        v = _mm256_mul_ps(v, cap);
+      }
+    }
+    _mm256_storeu_ps(y + k, rounded(v, op->narrow));
+  }
+}
+
+static int64_t tasks_of(const Op *op, const Pass *pass) {
+  const int64_t nodes = op->tail ? pass->tail : pass->nodes;
+  switch (op->kind) {
+    case LINEAR:
+    case GATED: return (nodes + CHUNK - 1) / CHUNK * ((op->out + BLOCK - 1) / BLOCK);
+    case ATTEND: return pass->groups * op->kv_heads;
+    default: return nodes;
+  }
+}
+
+AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *scratch) {
+  switch (op->kind) {
+    case EMBED: embed(op, pass, task); return;
+    case RMS_NORM:
+      for (int64_t g = 0; g < op->groups; g++)
+        rms_row(ROW(op->src, task) + g * op->in, ROW(op->dst, task) + g * op->in, op->in, op->weight, op->eps,
+                op->narrow, op->mode);
+      return;
+    case LAYER_NORM: layer_norm(op, ROW(op->src, task), ROW(op->dst, task)); return;
+    case LINEAR:
+    case GATED: {
+      const int64_t blocks = (op->out + BLOCK - 1) / BLOCK, first = task % blocks * BLOCK, m0 = task / blocks * CHUNK;
+      const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
+      linear(op, pass, first, rows < BLOCK ? rows : BLOCK, m0, nodes < CHUNK ? nodes : CHUNK);
+      return;
+    }
+    case PREPARE: prepare(op, pass, task); return;
+    case ATTEND: attend(op, pass, task / op->kv_heads, task % op->kv_heads, scratch); return;
+    case GATHER:
+      memcpy(ROW(op->dst, task), ROW(op->src, pass->gather[task]), sizeof(float) * (size_t)op->in);
+      return;
+    default: elementwise(op, pass, task);
+  }
+}
+
+/* Returns 0; 1 where there was no memory, 2 for a token and 3 for a place out of range: nothing was done then. */
+int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share, int threads) {
+  const size_t each = (size_t)(share * MANY) * (size_t)((pass->longest + 15) / 16 * 16);
+  for (int64_t i = 0; i < pass->nodes; i++) {
+    if (!pass->embeds && (pass->token[i] < 0 || pass->token[i] >= pass->vocabulary)) return 2;
+    if (pass->place[i] < 0 || pass->place[i] >= pass->capacity || pass->position[i] >= pass->capacity) return 3;
+  }
+  Counter *counters = aligned_alloc(64, sizeof(Counter) * (size_t)(count * threads));
+  float *scratch = aligned_alloc(64, sizeof(float) * each * (size_t)threads);
+  if (!counters || !scratch) {
+    free(counters);
+    free(scratch);
+    return 1;
+  }
+  memset(counters, 0, sizeof(Counter) * (size_t)(count * threads));
+#pragma omp parallel num_threads(threads)
+  {
+    const int self = omp_get_thread_num(), all = omp_get_num_threads();
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t total = tasks_of(ops + i, pass);
+      int turn = 0;
+      for (int64_t task; (task = claim(counters + i * threads, total, all, self, &turn)) >= 0;)
+        run_task(ops + i, pass, task, scratch + (size_t)self * each);
+      if (ops[i].wait) {
+#pragma omp barrier
+      }
+    }
+  }
+  free(counters);
+  free(scratch);
+  return 0;
+}
+
+/* How large the structures are, so that a stale build is found out. */
+int64_t truedraft_layout(void) { return (int64_t)(sizeof(Op) * 65536 + sizeof(Pass)); }
+
+/* Which instruction set the linear layers use: 0 none, 2 AVX2, 5 AVX-512. `wanted` asks for at most that one. */
+int truedraft_choose(int wanted) {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || wanted < 2) return 0;
+  const int wide = wanted >= 5 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  linears[0] = wide ? linear_float_avx512 : linear_float_avx2;
+  linears[1] = wide ? linear_bf16_avx512 : linear_bf16_avx2;
+  return wide ? 5 : 2;
+}

@@ -1,0 +1,253 @@
+"""The compiled pass: the same bits at any width, in any company, with any number of threads; when it is not used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import truedraft
+from models import ARCHITECTURES, V, ragged, tiny
+from truedraft import DraftTree, Refused
+from truedraft.runtime import native
+from truedraft.runtime.programs import PROGRAMS
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Prompt, Taps
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
+DTYPES = [torch.float32, torch.bfloat16]
+BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+EVERY = pytest.mark.parametrize("architecture", PROGRAMS)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def target_of(architecture: str, dtype: torch.dtype, runtime: str = "auto") -> DecoderTarget:
+    target = DecoderTarget(tiny(architecture, dtype), runtime)
+    assert target.why_stock is None
+    return target
+
+
+def words(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(V) for _ in range(n)]
+
+
+def random_tree(rng: random.Random, root: int, nodes: int) -> DraftTree:
+    parents = tuple([-1] + [rng.randrange(max(0, i - 4), i) for i in range(1, nodes)])
+    return DraftTree((root, *words(rng, nodes - 1)), parents)
+
+
+def one_by_one(target: DecoderTarget, tokens: list[int]) -> Tensor:
+    """The logits after each token, each scored in a pass of its own; (n, V)."""
+    target.reserve(1, 64)
+    said = [target.prefill([Prompt(torch.tensor(tokens[:1]))]).logits[0]]
+    target.commit([[0]])
+    for token in tokens[1:]:
+        said.append(target.score([DraftTree.chain(token)]).logits[0])
+        target.commit([[0]])
+    return torch.cat(said)
+
+
+@EVERY
+@BOTH
+def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype: torch.dtype) -> None:
+    """Alone, in a chain, in a tree, beside other rows, and as a part of a prompt: no tolerance."""
+    target = target_of(architecture, dtype)
+    for seed in range(4):
+        rng = random.Random(seed)
+        prompts = [words(rng, n) for n in (3, 17, 1, 26)]
+        trees = [random_tree(rng, prompt[-1], n) for prompt, n in zip(prompts, (12, 1, 20, 5), strict=True)]
+        target.reserve(4, 64)
+        first = target.prefill([Prompt(torch.tensor(p)) for p in prompts]).logits[:, 0]
+        together = target.score(trees).logits
+        for row, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
+            assert torch.equal(one_by_one(target, prompt)[-1], first[row])
+            for leaf in range(len(tree)):
+                path = [tree.tokens[i] for i in tree.path(leaf)]
+                alone = one_by_one(target, prompt[:-1] + path)
+                assert torch.equal(alone[-1], together[row, leaf]), (seed, row, leaf)
+
+
+@EVERY
+@BOTH
+def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: torch.dtype) -> None:
+    target, rng = target_of(architecture, dtype), random.Random(5)
+    prompt = words(rng, 6)
+    tree = random_tree(rng, prompt[-1], 14)
+    path = tree.path(13)
+    target.reserve(1, 64)
+    target.prefill([Prompt(torch.tensor(prompt))])
+    target.score([tree])
+    target.commit([path])
+    after = target.score([DraftTree.chain(9, [8, 7])]).logits[0]
+    target.cache = None
+    whole = prompt[:-1] + [tree.tokens[i] for i in path] + [9, 8, 7]
+    assert torch.equal(one_by_one(target, whole)[-3:], after)
+
+
+@BOTH
+def test_threads_and_cuts_of_the_prompt_change_no_bit(
+    dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(1)
+    prompts = [Prompt(torch.tensor(words(rng, n))) for n in (40, 7)]
+    tree = random_tree(rng, 3, 19)
+    seen = []
+    for count, part in ((1, 512), (2, 512), (3, 11), (5, 1)):
+        torch.set_num_threads(count)
+        monkeypatch.setattr("truedraft.runtime.lean.PROMPT", part)
+        target = target_of("qwen3", dtype)
+        target.taps = Taps((0, 1, -1))
+        target.reserve(2, 64)
+        read, scored = target.prefill(prompts), target.score([tree, tree])
+        hidden = [state for s in (read, scored) for states in s.hidden.values() for state in states]
+        seen.append([read.logits, scored.logits, *hidden])
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+@EVERY
+@BOTH
+def test_it_is_the_model_s_forward_but_for_rounding(architecture: str, dtype: torch.dtype) -> None:
+    rng = random.Random(2)
+    prompts = [Prompt(torch.tensor(words(rng, n))) for n in (23, 4)]
+    trees = [random_tree(rng, 3, 9), random_tree(rng, 4, 6)]
+    results = []
+    for runtime in ("auto", "stock"):
+        target = target_of(architecture, dtype, runtime)
+        target.taps = Taps((0, 1, 2))
+        target.reserve(2, 64)
+        read, scored = target.prefill(prompts), target.score(trees)
+        results.append([read.logits, scored.logits[0], scored.logits[1, :6]])
+        results[-1] += [state for s in (read, scored) for states in s.hidden.values() for state in states]
+    tolerance = 2e-5 if dtype == torch.float32 else 0.1
+    for compiled, stock in zip(*results, strict=True):
+        assert compiled.shape == stock.shape
+        assert (compiled.float() - stock.float()).abs().max() < tolerance * stock.float().std()
+
+
+@EVERY
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
+def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None:
+    model = tiny(architecture, torch.float32)
+    fast = truedraft.accelerate(model, control="fixed")
+    assert fast.target.why_stock is None
+    given = dict(**ragged(model, 5), max_new_tokens=40, do_sample=sample, pad_token_id=0)
+    torch.manual_seed(3)
+    plain = model.generate(**given)
+    torch.manual_seed(3)
+    assert torch.equal(fast.generate(**given), plain)
+    embedded = model.get_input_embeddings()(given["input_ids"])
+    given = {k: v for k, v in given.items() if k != "input_ids"} | {"inputs_embeds": embedded}
+    torch.manual_seed(4)
+    plain = model.generate(**given)
+    torch.manual_seed(4)
+    assert torch.equal(fast.generate(**given), plain)
+
+
+def test_weights_are_read_where_they_are_and_when_they_are() -> None:
+    """No copy; changed in place or replaced, the next call sees the new ones."""
+    model = tiny.__wrapped__("llama", torch.float32)
+    fast = truedraft.accelerate(model)
+    prompt = {"input_ids": torch.tensor([[5, 6, 7]])}
+    given = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    held = {t.data_ptr() for t in fast.target.runner.program.kept}  # type: ignore[union-attr]
+    assert {p.data_ptr() for p in model.parameters() if p.ndim == 2} <= held
+    texts = [fast.generate(**prompt, **given)]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+        texts.append(fast.generate(**prompt, **given))
+        assert torch.equal(texts[-1], model.generate(**prompt, **given))
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.model.norm.weight = torch.nn.Parameter(torch.rand_like(model.model.norm.weight))
+        texts.append(fast.generate(**prompt, **given))
+        assert torch.equal(texts[-1], model.generate(**prompt, **given))
+    assert len({tuple(t[0].tolist()) for t in texts}) == 3
+
+
+class _Adapted(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def _adapted() -> torch.nn.Module:
+    model = tiny.__wrapped__("llama", torch.float32)
+    model.model.layers[0].mlp.up_proj.__class__ = _Adapted
+    return model
+
+
+def _hooked() -> torch.nn.Module:
+    model = tiny.__wrapped__("llama", torch.float32)
+    model.model.layers[1].register_forward_hook(lambda module, given, result: result)
+    return model
+
+
+UNSUITED = {
+    "no program": (lambda: tiny("gpt2", torch.float32), "no program for gpt2"),
+    "dtype": (lambda: tiny("llama", torch.float64), "neither float32 nor bfloat16"),
+    "an adapter": (_adapted, "_Adapted where a linear layer stood"),
+    "a hook": (_hooked, r"hooks or replaced forwards would not be run \(model.layers.1\)"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUITED)
+def test_where_it_cannot_stand_in_the_forward_is_called_and_strict_says_why(case: str) -> None:
+    make, why = UNSUITED[case]
+    model = make()
+    fast = truedraft.accelerate(model)
+    assert "transformers forward" in str(fast.target.runner.name)
+    prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(fast.generate(**prompt), model.generate(**prompt))
+    with pytest.raises(Refused, match=f"strict=True needs the compiled pass.*{why}"):
+        truedraft.accelerate(model, strict=True)
+
+
+def test_a_hook_added_later_is_run() -> None:
+    model = tiny.__wrapped__("llama", torch.float32)
+    fast = truedraft.accelerate(model)
+    calls: list[int] = []
+    model.model.layers[0].register_forward_hook(lambda module, given, result: calls.append(1))
+    given = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(fast.generate(**given), model.generate(**given))
+    assert len(calls) > 5
+
+
+def test_strict_is_honoured_and_stock_is_not_strict() -> None:
+    model = tiny("llama", torch.float32)
+    assert truedraft.accelerate(model, strict=True).target.why_stock is None
+    with pytest.raises(Refused, match="runtime='stock' was asked for"):
+        truedraft.accelerate(model, runtime="stock", strict=True)
+    with pytest.raises(Refused, match="runtime='fast'"):
+        truedraft.accelerate(model, runtime="fast")
+
+
+def test_a_wrong_program_is_found_out_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROGRAMS, "qwen3", lambda p, m: PROGRAMS["llama"](p, tiny("qwen2", torch.float32)))
+    fast = truedraft.accelerate(tiny("qwen3", torch.float32))
+    assert fast.target.why_stock and "did not reproduce" in fast.target.why_stock
+    monkeypatch.setitem(PROGRAMS, "gpt2", PROGRAMS["llama"])
+    fast = truedraft.accelerate(tiny("gpt2", torch.float32))
+    assert fast.target.why_stock and "not those of a gpt2 model" in fast.target.why_stock
+
+
+def test_what_is_out_of_range_is_an_error_before_anything_is_touched() -> None:
+    target = target_of("llama", torch.float32)
+    target.reserve(1, 8)
+    with pytest.raises(IndexError, match="vocabulary"):
+        target.prefill([Prompt(torch.tensor([1, V]))])
+    target.reserve(1, 8)
+    target.prefill([Prompt(torch.tensor([1, 2, 3]))])
+    with pytest.raises(IndexError, match="outside the cache"):
+        target.score([DraftTree.chain(1, range(2, 9))])
+
+
+def test_every_architecture_with_a_program_is_among_the_tested() -> None:
+    assert set(PROGRAMS) <= set(ARCHITECTURES)
