@@ -412,6 +412,7 @@ def train_model(args: argparse.Namespace) -> None:
             last = minutes
             save(model, tokenizer, folder)
             row = {
+                "run": args.seed,
                 "minutes": round(minutes, 1),
                 "tokens": tokens,
                 "train": round(smooth, 4),
@@ -421,6 +422,7 @@ def train_model(args: argparse.Namespace) -> None:
             print(json.dumps(row), file=log, flush=True)
     save(model, tokenizer, folder)
     row = {
+        "run": args.seed,
         "minutes": args.minutes,
         "tokens": tokens,
         "train": round(smooth or 0.0, 4),
@@ -489,8 +491,9 @@ def export(args: argparse.Namespace) -> None:
     before = 0
     lines = []
     for i, row in enumerate(logs):  # a continued run counts its tokens anew
-        if i and row["tokens"] < logs[i - 1]["tokens"]:
-            before += logs[i - 1]["tokens"]
+        last = logs[i - 1] if i else row
+        if row["tokens"] < last["tokens"] or row.get("run") != last.get("run"):
+            before += last["tokens"]
         cells = [f"{(before + row['tokens']) / 1e6:.1f} M", row["story"], row["python"], row["play"]]
         cells += [f"{row['edit_exact']:.0%}", f"{row['edit_token']:.1%}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")

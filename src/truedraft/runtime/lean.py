@@ -94,6 +94,9 @@ class LeanPass:
     def _compile(self) -> None:
         self.program: Program = compile_program(self.model)
         self._made_of = self._fingerprint()
+        c = self.model.config
+        self._vocabulary, self._hidden = c.vocab_size, c.hidden_size
+        self._share = c.num_attention_heads // c.num_key_value_heads
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -205,7 +208,7 @@ class LeanPass:
         strides = [*self._strides, *(kept[layer].shape[1] for layer in hidden)]
         embedded = None if embeds is None else embeds.float().contiguous()
         given = Pass(
-            nodes=n, tail=m, vocabulary=self.model.config.vocab_size, capacity=self.cache.cursor.capacity,
+            nodes=n, tail=m, vocabulary=self._vocabulary, capacity=self.cache.cursor.capacity,
             token=_array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
             slot=_array(nodes.slot), position=_array(nodes.position), place=_array(nodes.place),
             base=_array(nodes.base), extra_from=_array(nodes.extra_from), extra=_array(nodes.extra or [0]),
@@ -213,14 +216,12 @@ class LeanPass:
             longest=nodes.longest, buffer=(c_void_p * len(buffers))(*buffers), stride=_array(strides),
         )  # fmt: skip
         ops = self._ops(tuple(hidden))
-        share = self.model.config.num_attention_heads // self.model.config.num_key_value_heads
-        failure = self._run(ops, len(ops), given, share, torch.get_num_threads())
+        failure = self._run(ops, len(ops), given, self._share, torch.get_num_threads())
         if failure == 1:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
         if failure:
             raise IndexError(("a token outside the vocabulary", "a position outside the cache")[failure - 2])
-        size = self.model.config.hidden_size
-        return logits[:, : self.model.config.vocab_size], {layer: kept[layer][:, :size] for layer in hidden}
+        return logits[:, : self._vocabulary], {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
     def _stride(self, name: str) -> int:
         return (self.program.widths[name] + 15) // 16 * 16
