@@ -190,10 +190,19 @@ def _hooked() -> torch.nn.Module:
     return model
 
 
+def _widened() -> torch.nn.Module:
+    model = tiny.__wrapped__("llama", torch.float32)
+    mlp, wider = model.model.layers[0].mlp, 64
+    mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(32, wider, bias=False) for _ in range(2))
+    mlp.down_proj = torch.nn.Linear(wider, 32, bias=False)
+    return model
+
+
 UNSUITED = {
     "no program": (lambda: tiny("gpt2", torch.float32), "no program for gpt2"),
     "dtype": (lambda: tiny("llama", torch.float64), "neither float32 nor bfloat16"),
     "an adapter": (_adapted, "_Adapted where a linear layer stood"),
+    "other sizes": (_widened, "not of the sizes"),
     "a hook": (_hooked, r"hooks or replaced forwards would not be run \(model.layers.1\)"),
 }
 
@@ -208,6 +217,18 @@ def test_where_it_cannot_stand_in_the_forward_is_called_and_strict_says_why(case
     assert torch.equal(fast.generate(**prompt), model.generate(**prompt))
     with pytest.raises(Refused, match=f"strict=True needs the compiled pass.*{why}"):
         truedraft.accelerate(model, strict=True)
+
+
+def test_a_head_wider_than_the_configuration_says() -> None:
+    model = tiny.__wrapped__("llama", torch.float32)
+    model.lm_head = torch.nn.Linear(32, V + 9, bias=True)
+    model.lm_head.bias.data[V:] = -50.0  # these have no embedding
+    fast = truedraft.accelerate(model)
+    given = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    given |= {"output_logits": True, "return_dict_in_generate": True}
+    ours, plain = fast.generate(**given).logits, model.generate(**given).logits
+    assert fast.target.why_stock is None
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, plain, strict=True))
 
 
 def test_a_hook_added_later_is_run() -> None:

@@ -95,7 +95,8 @@ class LeanPass:
         self.program: Program = compile_program(self.model)
         self._made_of = self._fingerprint()
         c = self.model.config
-        self._vocabulary, self._hidden = c.vocab_size, c.hidden_size
+        self._vocabulary, self._hidden = self.program.widths["logits"], c.hidden_size
+        self._known = len(self.model.get_input_embeddings().weight)  # type: ignore[arg-type]
         self._share = c.num_attention_heads // c.num_key_value_heads
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
@@ -208,7 +209,7 @@ class LeanPass:
         strides = [*self._strides, *(kept[layer].shape[1] for layer in hidden)]
         embedded = None if embeds is None else embeds.float().contiguous()
         given = Pass(
-            nodes=n, tail=m, vocabulary=self._vocabulary, capacity=self.cache.cursor.capacity,
+            nodes=n, tail=m, vocabulary=self._known, capacity=self.cache.cursor.capacity,
             token=_array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
             slot=_array(nodes.slot), position=_array(nodes.position), place=_array(nodes.place),
             base=_array(nodes.base), extra_from=_array(nodes.extra_from), extra=_array(nodes.extra or [0]),

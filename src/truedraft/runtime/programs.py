@@ -46,6 +46,9 @@ class Program:
         for name in ("src", "other", "dst"):
             if name in fields:
                 fields[name] = list(self.widths).index(fields[name])
+        for name, size in (("src", "inner"), ("dst", "out")):
+            if name in fields and fields.get(size, 0) > list(self.widths.values())[fields[name]]:
+                raise Unsuited("its layers are not of the sizes that its configuration says")
         made = Op(kind=kind, wait=wait, narrow=self.narrow, **{"groups": 1, "scale": 1.0, **fields})
         self.ops.append(made)
         self.layers.append(layer)
@@ -179,7 +182,7 @@ class Program:
         for name in ("k", "v"):
             self.buffer(name, c.num_key_value_heads * head)
         self.buffer("g", inner)
-        self.buffer("logits", c.vocab_size)
+        self.buffer("logits", len(plain_linear(model.get_output_embeddings())[0]))
         self.op(
             Kind.EMBED, dst="x", weight=self.address(embedding.weight), inner=c.hidden_size, scale=scale, mode=given_too
         )  # fmt: skip
@@ -192,11 +195,11 @@ class Program:
         self.head_from = len(self.ops)
         self.op(Kind.GATHER, src="x", dst="t", inner=model.config.hidden_size)
         norm("t", "t")
-        self.linear("t", "logits", model.lm_head)
+        self.linear("t", "logits", model.get_output_embeddings())
         if divisor != 1.0:
-            self.op(Kind.SCALE, src="logits", dst="logits", inner=model.config.vocab_size, scale=1.0 / divisor)
+            self.op(Kind.SCALE, src="logits", dst="logits", inner=self.widths["logits"], scale=1.0 / divisor)
         if cap:
-            self.op(Kind.CAP, src="logits", dst="logits", inner=model.config.vocab_size, cap=cap)
+            self.op(Kind.CAP, src="logits", dst="logits", inner=self.widths["logits"], cap=cap)
         for op in self.ops[self.head_from :]:
             op.tail = 1
 
