@@ -258,7 +258,7 @@ class LeanPass:
 
 def _copy(p: Program, to: int) -> Op:
     at = list(p.widths).index("x")
-    return Op(kind=Kind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, groups=1, scale=1.0, inner=p.widths["x"])
+    return Op(kind=Kind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths["x"])
 
 
 def _array(values: Sequence[int]) -> ctypes.Array[c_int64]:

@@ -49,7 +49,7 @@ class Program:
         for name, size in (("src", "inner"), ("dst", "out")):
             if name in fields and fields.get(size, 0) > list(self.widths.values())[fields[name]]:
                 raise Unsuited("its layers are not of the sizes that its configuration says")
-        made = Op(kind=kind, wait=wait, narrow=self.narrow, **{"groups": 1, "scale": 1.0, **fields})
+        made = Op(kind=kind, wait=wait, narrow=self.narrow, **{"scale": 1.0, **fields})
         self.ops.append(made)
         self.layers.append(layer)
         return made

@@ -40,7 +40,7 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
-        *((name, c_int64) for name in ("out", "inner", "groups", "heads", "kv_heads", "head", "rotary", "window")),
+        *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window")),
         *((name, c_void_p) for name in ("weight", "second", "bias", "other_bias", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("keys", "values", "cosine", "sine")),
         *((name, c_float) for name in ("eps", "scale", "cap")),

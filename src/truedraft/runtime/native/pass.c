@@ -19,9 +19,6 @@ typedef uint16_t bf16;
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define IN static inline __attribute__((always_inline))
 
-#ifndef NEAR
-#define NEAR 3
-#endif
 enum { L = 8, BLOCK = 24, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
@@ -157,7 +154,7 @@ typedef struct {
   int32_t narrow; /* weights are bf16 and results are rounded so */
   int32_t tail;   /* runs over the gathered nodes only */
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all */
-  int64_t out, in, groups;
+  int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window;
   const void *weight, *second;          /* LINEAR, GATED, EMBED: as the model keeps them */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16 */
@@ -522,9 +519,7 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
   switch (op->kind) {
     case EMBED: embed(op, pass, task); return;
     case RMS_NORM:
-      for (int64_t g = 0; g < op->groups; g++)
-        rms_row(ROW(op->src, task) + g * op->in, ROW(op->dst, task) + g * op->in, op->in, op->weight, op->eps,
-                op->narrow, op->mode);
+      rms_row(ROW(op->src, task), ROW(op->dst, task), op->in, op->weight, op->eps, op->narrow, op->mode);
       return;
     case LAYER_NORM: layer_norm(op, ROW(op->src, task), ROW(op->dst, task)); return;
     case LINEAR:
