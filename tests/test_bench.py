@@ -1,13 +1,32 @@
-"""Measurements: floors are bytes over bandwidth or operations over rate, whichever is larger."""
+"""Benchmarks: equality before speed, figures that add up, floors by hand, files read as they are."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from scipy.stats import binom
 
+import truedraft
 from models import tiny
-from truedraft.bench.roofline import Machine, measure_machine, measure_passes, roofline
+from truedraft import Refused
+from truedraft.bench import compare as comparing
+from truedraft.bench.compare import Clock, Side, compare, interval, transformers_side, truedraft_side
+from truedraft.bench.oracle import Oracle, theory
+from truedraft.bench.page import page
+from truedraft.bench.roofline import Machine, Row, measure_machine, measure_passes, roofline
+from truedraft.bench.workloads import Item, Workload, embedded, from_file
+from truedraft.cli import main
+from truedraft.cli._models import load
 from truedraft.targets.decoder import DecoderTarget
+
+STORY = Workload("story", (Item("one day, a little girl"), Item("tom and his mom")), 12)
 
 
 def test_the_floor_of_a_pass_by_hand() -> None:
@@ -34,3 +53,167 @@ def test_targets_take_turns_and_leave_nothing_behind() -> None:
 def test_a_machine_reads_and_multiplies() -> None:
     machine = measure_machine(tries=1)
     assert machine.bandwidth > 1e8 and machine.rate > 1e8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_figures_add_up(batch: int, temperature: float) -> None:
+    model, tokenizer = load("nano")
+    sides = [
+        transformers_side("plain", model),
+        truedraft_side("none", truedraft.accelerate(model, tokenizer, draft=None)),
+        truedraft_side("lookup", truedraft.accelerate(model, tokenizer, draft="prompt-lookup")),
+    ]
+    plain, none, lookup = compare(
+        sides, STORY, tokenizer, model.device, batch, rounds=2, temperature=temperature, seed=3
+    )
+    assert [f.differs for f in (plain, none, lookup)] == [None] * 3
+    assert plain.tokens == none.tokens == lookup.tokens == 24
+    assert plain.speed_up == (1.0, 1.0, 1.0) and plain.passes is None
+    assert none.mean_acceptance_length == 1.0 and none.passes == 24 // batch
+    assert lookup.mean_acceptance_length >= 1.0 and lookup.passes <= none.passes
+    for f in (plain, none, lookup):
+        assert f.time_to_first_token and f.time_per_output_token and f.inter_token_latency and f.peak_memory
+        assert f.tokens_per_second > 0
+
+
+def test_a_way_that_differs_gets_its_first_divergence_and_no_speed_up() -> None:
+    model, tokenizer = load("nano")
+
+    def wrong(inputs: dict[str, Any], settings: dict[str, Any], _: Sequence[Item], clock: Clock) -> Any:
+        out = model.generate(**inputs, **settings, streamer=clock)
+        out[0, -2] += 1
+        return out, None
+
+    sides = [transformers_side("plain", model), Side("wrong", wrong)]
+    _, found = compare(sides, STORY, tokenizer, model.device, rounds=1)
+    assert found.speed_up is None
+    assert found.differs is not None and found.differs.startswith("prompt 0, new token 10: ")
+
+
+def test_latency_counts_tokens_of_one_pass_as_waiting_once() -> None:
+    measured = comparing.Measured()
+    clock = Clock(stamps=[(1.0, 1), (3.0, 4), (4.0, 1)])
+    measured.take(clock, 5.0, 6, 1, None)
+    assert measured.first == [1.0] and measured.gaps == [2.0, 0.0, 0.0, 0.0, 1.0]
+    assert measured.rest == 3.0 and measured.after == 5
+
+
+@pytest.mark.parametrize("n", [1, 5, 6, 9, 25])
+def test_the_interval_holds_the_median_often_enough(n: int) -> None:
+    low, high = interval(list(range(n)))
+    coverage = 1 - 2 * binom.cdf(low - 1, n, 0.5) - 2 * binom.pmf(low, n, 0.5) if n > 1 else 0.0
+    assert (low, high) == (0, n - 1) or coverage >= 0.95
+    assert low + high == n - 1
+
+
+def test_theory_is_the_mean_of_what_is_accepted() -> None:
+    rng, rate, length = random.Random(0), 0.7, 4
+    total = 0
+    for _ in range(200_000):
+        accepted = 0
+        while accepted < length and rng.random() < rate:
+            accepted += 1
+        total += accepted + 1
+    # standard error 0.0034; five of them
+    assert theory(rate, length, 1.0, 1.0) == pytest.approx(total / 200_000, abs=0.017)
+    assert theory(1.0, 4, 2.0, 4.0) == 2.5
+
+
+def test_the_oracle_is_right_as_often_as_it_says() -> None:
+    model = tiny("llama", torch.float32)
+    prompt = {"input_ids": torch.tensor([[5, 6, 7]])}
+    given = dict(**prompt, max_new_tokens=120, do_sample=False, pad_token_id=0)
+    truth = {0: model.generate(**given)[0].tolist()}
+    for rate, passes in ((1.0, 25), (0.0, 120)):  # the prompt's own pass says one token, every other five
+        fast = truedraft.accelerate(model, draft=Oracle(truth, rate, 4, 61), control="fixed")
+        assert fast.generate(**given)[0].tolist() == truth[0]
+        assert len(fast.report().passes) == passes
+    with pytest.raises(Refused):
+        truedraft.accelerate(model, draft="oracle")
+
+
+def test_files_are_read_as_they_are(tmp_path: Path) -> None:
+    spec = tmp_path / "question.jsonl"
+    lines = [{"category": "writing", "turns": ["a", "b"]}, {"category": "math", "turns": ["c"]}]
+    lines += [{"category": "rag", "turns": ["d"]}] * 3
+    spec.write_text("\n".join(json.dumps(line) for line in lines))
+    assert [(w.name, [i.text for i in w.items]) for w in from_file(spec, 2)] == [
+        ("chat", ["a", "c"]),
+        ("rag", ["d"] * 2),
+    ]
+    packed = tmp_path / "HumanEval.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"prompt": "def f():"}\n'))
+    assert from_file(packed, 9)[0] == Workload("HumanEval", (Item("def f():"),))
+    edit = tmp_path / "files.jsonl"
+    edit.write_text(json.dumps({"text": "x = 1", "instruction": "Rename x."}))
+    assert from_file(edit, 9)[0].items[0] == Item("x = 1\n\nRename x.\n", ("x = 1",))
+    talk = tmp_path / "traces.jsonl"
+    talk.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    assert from_file(talk, 9)[0].items[0] == Item("user: hi\nassistant:", ("hi",))
+    plain = tmp_path / "plain.txt"
+    plain.write_text("one\n\ntwo\nlines\n")
+    assert [i.text for i in from_file(plain, 9)[0].items] == ["one", "two\nlines"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b"{}", "line 1: no prompt"),
+        ("a.jsonl", b'{"prompt": "x"}\nnonsense', "line 2: not JSON"),
+        ("a.jsonl", b"[1]", "an object is wanted"),
+        ("a.txt", b"\n\n", "no prompts"),
+        ("a.txt", b"\xff\xfe", "cannot be read"),
+        ("a.jsonl.gz", b"no gzip", "cannot be read"),
+    ],
+)
+def test_a_file_without_prompts_is_refused_by_line(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Refused, match=words):
+        from_file(tmp_path / name, 5)
+
+
+def test_the_embedded_set_ships() -> None:
+    story, edit = embedded()
+    assert len(story.items) > 2 and len(edit.items) > 2 and all(item.references for item in edit.items)
+
+
+def test_the_page_is_whole_and_needs_nothing_else() -> None:
+    model, tokenizer = load("nano")
+    sides = [
+        transformers_side("plain", model),
+        truedraft_side("<none>", truedraft.accelerate(model, tokenizer, draft=None)),
+    ]
+    figures = compare(sides, STORY, tokenizer, model.device, rounds=1)
+    text = page("t", ["a & b"], figures, Machine(1e9, 1e9), [Row(1, 0.1, 0.2, "reading"), Row(2, 0.1, 0.3, "reading")])
+    assert text.startswith("<!doctype html>") and text.count("<svg") == 3 and "&lt;none&gt;" in text
+    assert "http" not in text and "<script" not in text
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    html = tmp_path / "page.html"
+    options = ["--limit", "1", "--rounds", "1", "--max-new-tokens", "6", "--draft", "prompt-lookup"]
+    assert main(["bench", "nano", *options, "--json", "--html", str(html)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {f["workload"] for f in found["figures"]} == {"story", "edit"}
+    assert all(f["differs"] is None and f["speed_up"] for f in found["figures"])
+    assert found["roofline"][0]["width"] == 1 and html.read_text().startswith("<!doctype html>")
+    assert main(["bench", "nano", *options]) == 0
+    assert "transformers lookup" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--batch", "-1"], "--batch -1"),
+        (["--temperature", "-1"], "must not be negative"),
+        (["--draft", "promt-lookup"], "prompt-lookup"),
+        (["--prompts", "/nowhere.txt"], "/nowhere.txt cannot be read"),
+        (["--dtype", "int3"], "--dtype int3"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "nano", *options]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The command line: `truedraft generate`, `truedraft demo`, `truedraft methods`."""
+"""The command line: `truedraft generate`, `truedraft demo`, `truedraft bench`, `truedraft methods`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from truedraft.cli import demo, generate, methods
+from truedraft.cli import bench, demo, generate, methods
 
 app = typer.Typer(
     name="truedraft",
@@ -15,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (generate.generate, demo.demo, methods.methods):
+for command in (generate.generate, demo.demo, bench.bench, methods.methods):
     app.command()(command)
 
 

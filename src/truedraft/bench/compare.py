@@ -1,0 +1,316 @@
+"""Ways of generating, side by side on the same prompts: equality first, then speed.
+
+All ways take turns in one process, round by round, so that what else the machine does falls on all of them. A way
+whose tokens differ from plain `transformers` generate gets its first divergence printed and no speed-up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median, quantiles
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from truedraft.accelerated import Accelerated
+from truedraft.bench.workloads import Item, Workload
+from truedraft.stats import Pass, Report
+
+
+@dataclass
+class Clock(BaseStreamer):
+    """When tokens came: (seconds since the start, tokens of all rows) each time some did, and the largest memory."""
+
+    start: float = field(default_factory=time.perf_counter)
+    stamps: list[tuple[float, int]] = field(default_factory=list)
+    peak: int = 0
+    _prompt: bool = True
+
+    def tick(self, tokens: int) -> None:
+        self.stamps.append((time.perf_counter() - self.start, tokens))
+        self.peak = max(self.peak, psutil.Process().memory_info().rss)
+
+    def put(self, value: Tensor) -> None:
+        """As a streamer of transformers, which is given the prompt first."""
+        if not self._prompt:
+            self.tick(value.numel())
+        self._prompt = False
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    def saw(self, done: Pass) -> None:
+        """As a listener of truedraft."""
+        if done.emitted:
+            self.tick(sum(len(e.tokens) for e in done.emitted))
+
+
+Run = Callable[[dict[str, Any], dict[str, Any], Sequence[Item], Clock], tuple[Tensor, Report | None]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A way of generating.
+
+    run: (inputs, settings, items, clock) -> output ids and, from truedraft, the report.
+    """
+
+    name: str
+    run: Run
+
+
+def transformers_side(name: str, model: Any, **extra: Any) -> Side:
+    """`model.generate`, with `extra` arguments (its own prompt lookup, an assistant)."""
+
+    def run(inputs: dict[str, Any], settings: dict[str, Any], _: Sequence[Item], clock: Clock) -> tuple[Tensor, None]:
+        return model.generate(**inputs, **settings, **extra, streamer=clock), None
+
+    return Side(name, run)
+
+
+def truedraft_side(name: str, fast: Accelerated) -> Side:
+    """An accelerated model; documents are given to drafters that use them."""
+
+    def run(
+        inputs: dict[str, Any], settings: dict[str, Any], items: Sequence[Item], clock: Clock
+    ) -> tuple[Tensor, Report]:
+        given: dict[str, Any] = {}
+        if fast.drafter.takes_references and any(item.references for item in items):
+            given["references"] = [list(item.references) for item in items]
+        out = fast.generate(**inputs, **settings, **given, on_pass=clock.saw)
+        return out, fast.report()
+
+    return Side(name, run)
+
+
+@dataclass
+class Measured:
+    """One run of one side over a workload."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)  # seconds to the first token, per call
+    gaps: list[float] = field(default_factory=list)  # seconds between a token and the one before, per token
+    rest: float = 0.0  # seconds after the first tokens
+    after: int = 0  # tokens after the first
+    peak: int = 0
+    reports: list[Report] = field(default_factory=list)
+
+    def take(self, clock: Clock, seconds: float, tokens: int, rows: int, report: Report | None) -> None:
+        self.seconds += seconds
+        self.tokens += tokens
+        self.peak = max(self.peak, clock.peak)
+        if report is not None:
+            self.reports.append(report)
+        if clock.stamps:
+            self.first.append(clock.stamps[0][0])
+            self.rest += clock.stamps[-1][0] - clock.stamps[0][0]
+            self.after += max(tokens - rows, 0)
+            for (before, _), (at, count) in zip(clock.stamps, clock.stamps[1:], strict=False):
+                # tokens of one pass come together: the first waited for the pass, the others for nothing
+                waited = max(1, min(rows, count))
+                self.gaps += [at - before] * waited + [0.0] * (count - waited)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a side did on a workload. Seconds are medians over rounds; `speed_up` is (median, low, high), where low and
+    high hold the median with 95 % confidence (order statistics), against plain transformers in the same round.
+
+    differs: where the output first differed from plain transformers; None where all tokens were equal.
+    bound: the most that drafts can give over the same engine without: mean acceptance length x cost of a plain pass
+        over cost of a pass.
+    """
+
+    workload: str
+    side: str
+    batch: int
+    temperature: float
+    differs: str | None
+    tokens: int
+    tokens_per_second: float
+    time_to_first_token: float | None
+    time_per_output_token: float | None
+    inter_token_latency: tuple[float, float] | None  # median and 95th percentile, per token
+    passes: int | None
+    mean_acceptance_length: float | None
+    acceptance_by_position: list[float] = field(default_factory=list)
+    draft_share: float | None = None
+    target_share: float | None = None
+    seconds_per_pass: float | None = None
+    peak_memory: int = 0
+    speed_up: tuple[float, float, float] | None = None
+    against_no_drafts: float | None = None
+    bound: float | None = None
+    runtime: str | None = None
+
+
+def compare(
+    sides: Sequence[Side],
+    workload: Workload,
+    tokenizer: Any,
+    device: torch.device,
+    batch: int = 1,
+    rounds: int = 5,
+    temperature: float = 0.0,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Figures]:
+    """Run the sides, the first of them plain transformers, in turns over a workload.
+
+    Args:
+        temperature: 0 for greedy decoding; otherwise sampled under `seed`, the same for every side.
+        progress: told what is about to run.
+    """
+    settings: dict[str, Any] = dict(max_new_tokens=workload.tokens, do_sample=temperature > 0)
+    if temperature > 0:
+        settings["temperature"] = temperature
+    calls = []
+    for at in range(0, len(workload.items), batch):
+        items = workload.items[at : at + batch]
+        text = [item.text for item in items]
+        inputs = tokenizer(text, return_tensors="pt", padding=len(text) > 1, return_token_type_ids=False).to(device)
+        calls.append((items, dict(inputs), at))
+    expected: list[Tensor] = []
+    differs: list[str | None] = [None] * len(sides)
+    for k, side in enumerate(sides):  # the first time warms up, and settles equality
+        progress(f"{workload.name}: {side.name}, compared")
+        for number, (items, inputs, at) in enumerate(calls):
+            out, _, _, _ = _once(side, inputs, settings, items, seed)
+            if k == 0:
+                expected.append(out)
+            elif differs[k] is None:
+                differs[k] = _difference(out, expected[number], at, inputs["input_ids"].shape[1])
+    kept: list[list[Measured]] = [[Measured() for _ in range(rounds)] for _ in sides]
+    for turn in range(rounds):
+        for k in _rotated(len(sides), turn):
+            progress(f"{workload.name}: {sides[k].name}, round {turn + 1} of {rounds}")
+            for items, inputs, _ in calls:
+                out, report, clock, seconds = _once(sides[k], inputs, settings, items, seed)
+                emitted = _emitted(out, inputs["input_ids"].shape[1], tokenizer.pad_token_id)
+                kept[k][turn].take(clock, seconds, emitted, len(items), report)
+    return _figures(sides, kept, differs, workload, batch, temperature)
+
+
+def _once(
+    side: Side, inputs: dict[str, Any], settings: dict[str, Any], items: Sequence[Item], seed: int
+) -> tuple[Tensor, Report | None, Clock, float]:
+    torch.manual_seed(seed)
+    clock = Clock()
+    out, report = side.run(inputs, settings, items, clock)
+    if out.device.type == "cuda":
+        torch.cuda.synchronize(out.device)
+    return out, report, clock, time.perf_counter() - clock.start
+
+
+def _rotated(count: int, turn: int) -> Iterator[int]:
+    """Every round begins with another side, so that none is always first."""
+    return ((turn + k) % count for k in range(count))
+
+
+def _difference(out: Tensor, expected: Tensor, first: int, prompt: int) -> str | None:
+    if torch.equal(out, expected):
+        return None
+    shared = min(out.shape[1], expected.shape[1])
+    unequal = (out[:, :shared] != expected[:, :shared]).nonzero()
+    if not len(unequal):
+        return f"{out.shape[1] - prompt} tokens instead of {expected.shape[1] - prompt}"
+    row, at = unequal[0].tolist()
+    return f"prompt {first + row}, new token {at - prompt}: {int(out[row, at])} instead of {int(expected[row, at])}"
+
+
+def _emitted(out: Tensor, prompt: int, pad: int | None) -> int:
+    """New tokens, without the padding behind rows that ended; the end-of-text token counts."""
+    new = out[:, prompt:]
+    if pad is None:
+        return new.numel()
+    total = 0
+    for row in new.tolist():
+        n = len(row)
+        while n > 1 and row[n - 1] == pad and row[n - 2] == pad:
+            n -= 1
+        total += n
+    return total
+
+
+def _figures(
+    sides: Sequence[Side],
+    kept: Sequence[Sequence[Measured]],
+    differs: Sequence[str | None],
+    workload: Workload,
+    batch: int,
+    temperature: float,
+) -> list[Figures]:
+    found: list[Figures] = []
+    undrafted = next((runs for runs in kept if runs[0].reports and _length_of(runs[0].reports) == 1.0), None)
+    for k, (side, runs) in enumerate(zip(sides, kept, strict=True)):
+        ratios = [plain.seconds / run.seconds for plain, run in zip(kept[0], runs, strict=True)]
+        figures: dict[str, Any] = {}
+        if reports := runs[-1].reports:
+            figures = _of_reports([report for run in runs for report in run.reports], len(runs))
+            if undrafted is not None:
+                plain_pass = _of_reports([r for run in undrafted for r in run.reports], 1)["seconds_per_pass"]
+                figures["bound"] = figures["mean_acceptance_length"] * plain_pass / figures["seconds_per_pass"]
+                figures["against_no_drafts"] = median(
+                    u.seconds / r.seconds for u, r in zip(undrafted, runs, strict=True)
+                )
+            figures["runtime"] = reports[-1].runtime
+        gaps = sorted(gap for run in runs for gap in run.gaps)
+        found.append(
+            Figures(
+                workload=workload.name,
+                side=side.name,
+                batch=batch,
+                temperature=temperature,
+                differs=differs[k],
+                tokens=runs[-1].tokens,
+                tokens_per_second=median(run.tokens / run.seconds for run in runs),
+                time_to_first_token=median(t for run in runs for t in run.first) if runs[0].first else None,
+                time_per_output_token=median(r.rest / r.after for r in runs if r.after) if gaps else None,
+                inter_token_latency=(median(gaps), quantiles(gaps, n=20)[-1]) if len(gaps) > 1 else None,
+                passes=figures.pop("passes", None),
+                mean_acceptance_length=figures.pop("mean_acceptance_length", None),
+                peak_memory=max(run.peak for run in runs),
+                speed_up=None if differs[k] else (median(ratios), *interval(ratios)),
+                **figures,
+            )
+        )
+    return found
+
+
+def _length_of(reports: Sequence[Report]) -> float:
+    return sum(r.tokens for r in reports) / max(sum(r.row_passes for r in reports), 1)
+
+
+def _of_reports(reports: Sequence[Report], rounds: int) -> dict[str, Any]:
+    emissions = [e for r in reports for p in r.passes for e in p.emitted]
+    drafted = [e for e in emissions if e.offered]
+    deepest = max((e.drafted for e in drafted), default=0)
+    working = sum(r.seconds["all"] - r.seconds.get("calibrate", 0.0) for r in reports)
+    scored = sum(len(r.passes) - 1 for r in reports)  # the prompt's own pass is not one of them
+    return {
+        "passes": sum(len(r.passes) for r in reports) // rounds,
+        "mean_acceptance_length": _length_of(reports),
+        "acceptance_by_position": [mean(e.drafted >= d for e in drafted) for d in range(1, deepest + 1)],
+        "draft_share": sum(r.seconds.get("draft", 0.0) for r in reports) / working,
+        "target_share": sum(r.seconds.get("target", 0.0) + r.seconds.get("prefill", 0.0) for r in reports) / working,
+        "seconds_per_pass": sum(r.seconds.get("target", 0.0) for r in reports) / max(scored, 1),
+    }
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Order statistics between which the median lies with at least 95 % confidence; all values where they are few."""
+    ordered, n = sorted(values), len(values)
+    outside = 0
+    below = 0.0
+    while outside < n // 2 and below + math.comb(n, outside) / 2**n <= 0.025:
+        below += math.comb(n, outside) / 2**n
+        outside += 1
+    k = max(outside - 1, 0)
+    return ordered[k], ordered[n - 1 - k]

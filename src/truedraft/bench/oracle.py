@@ -1,0 +1,106 @@
+"""A drafter that is told the answer, for measuring the engine: what would be gained at a given acceptance rate.
+
+It drafts the true continuation, each token replaced by a wrong one with a set probability, so that attained speed-up
+can be held against theory at every acceptance rate. It is no method: it is not registered and cannot be named.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from truedraft.accelerated import accelerate
+from truedraft.bench.roofline import measure_passes
+from truedraft.bench.workloads import Workload
+from truedraft.card import Card
+from truedraft.drafters._base import Drafter
+from truedraft.tree import DraftTree, Row
+
+RATES = (0.6, 0.8, 0.9)
+LENGTHS = (4, 8)
+
+
+@dataclass
+class Oracle(Drafter):
+    """Drafts chains from known outputs.
+
+    truth: row index -> all tokens of the row, prompt and output.
+    rate: probability that a drafted token is the true one, given that those before it were.
+    length: tokens drafted per pass.
+    """
+
+    card = Card(paper="none", idea="Draft the known output, corrupted at a set rate.", family="measurement")
+    truth: Mapping[int, Sequence[int]]
+    rate: float
+    length: int
+    vocabulary: int
+    seed: int = 0
+    _random: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    @property
+    def width(self) -> int:
+        return self.length
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        return [
+            DraftTree.chain(row.tokens[-1], self._drafted(row, min(self.length, most)))
+            for row, most in zip(rows, budget, strict=True)
+        ]
+
+    def _drafted(self, row: Row, count: int) -> list[int]:
+        true = self.truth[row.index][len(row.tokens) : len(row.tokens) + count]
+        return [t if self._random.random() < self.rate else (t + 1) % self.vocabulary for t in true]
+
+
+def theory(rate: float, length: int, width_1: float, width_all: float) -> float:
+    """The speed-up that acceptance allows: expected tokens per pass over the cost of the pass, in plain passes.
+
+    The expected length is (1 - rate^(length + 1)) / (1 - rate) (Leviathan et al. 2023, eq. 1), bonus included.
+    """
+    expected = length + 1 if rate >= 1 else (1 - rate ** (length + 1)) / (1 - rate)
+    return expected * width_1 / width_all
+
+
+def attain(
+    model: Any, tokenizer: Any, workloads: Sequence[Workload], progress: Callable[[str], None], rounds: int = 5
+) -> list[dict[str, Any]]:
+    """The oracle at a few rates and lengths on the first prompt of each workload, against theory.
+
+    Time without the prompt's pass, with drafts and without, in turns; theory is of the passes measured beside it.
+    """
+    plain = accelerate(model, tokenizer, draft=None)
+    found = []
+    for workload in workloads:
+        text = workload.items[0].text
+        inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device))
+        settings: dict[str, Any] = {**inputs, "max_new_tokens": workload.tokens, "do_sample": False}
+        truth = {0: plain.generate(**settings)[0].tolist()}
+        for rate in RATES:
+            for length in LENGTHS:
+                progress(f"{workload.name}: known answers at rate {rate}, {length} drafted")
+                told = Oracle(truth, rate, length, len(tokenizer))
+                fast = accelerate(model, tokenizer, draft=told, control="fixed")
+                cost = measure_passes([fast.target], inputs["input_ids"].shape[1], (1, length + 1), rounds)[0]
+                ratios, lengths = [], []
+                for _ in range(rounds):
+                    spent = []
+                    for side in (plain, fast):
+                        start = time.perf_counter()
+                        side.generate(**settings)
+                        spent.append(time.perf_counter() - start - side.report().seconds["prefill"])
+                    ratios.append(spent[0] / spent[1])
+                    lengths.append(fast.report().mean_acceptance_length)
+                expected = theory(rate, length, cost[1], cost[length + 1])
+                found.append({
+                    "workload": workload.name, "rate": rate, "drafted": length, "theory": expected,
+                    "attained": median(ratios), "share": median(ratios) / expected,
+                    "mean_acceptance_length": median(lengths),
+                })  # fmt: skip
+    return found

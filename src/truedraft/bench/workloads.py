@@ -1,0 +1,99 @@
+"""What is generated in a benchmark: a small embedded set, or prompts from files given by path."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from truedraft import assets
+from truedraft.errors import Refused
+
+# eight categories of MT-Bench are one kind of Spec-Bench
+CHAT = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt, and the documents that its answer may copy from."""
+
+    text: str
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of one kind, and how many tokens are written to each at most."""
+
+    name: str
+    items: tuple[Item, ...]
+    tokens: int = 128
+
+
+def embedded() -> list[Workload]:
+    """Story openings and edits of a Python class, as the embedded model has learnt to read them."""
+    stories = assets.prompt("stories.txt").strip().split("\n\n")
+    code = assets.prompt("edit.py.txt")
+    edits = [
+        Item(f"{code}<|edit|>{instruction}<|result|>", (code,))
+        for instruction in assets.prompt("edit_instructions.txt").strip().split("\n")
+    ]
+    return [Workload("story", tuple(Item(s) for s in stories)), Workload("edit", tuple(edits), 300)]
+
+
+def from_file(path: Path, limit: int, tokens: int = 128) -> list[Workload]:
+    """Prompts from a file, by kind where the file tells kinds apart, at most `limit` of each.
+
+    Read are: Spec-Bench and MT-Bench questions (`turns`, `category`; the first turn), HumanEval (`prompt`), files to
+    edit (`text`, `instruction`), recorded conversations (`messages`), any other JSON lines with a `prompt` or `text`,
+    gzipped or not; and plain text, prompts parted by empty lines.
+
+    Raises:
+        Refused: the file cannot be read, or a line of it has no prompt.
+    """
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        text = raw.decode()
+    except (OSError, UnicodeDecodeError, gzip.BadGzipFile) as e:
+        raise Refused(f"--prompts {path} cannot be read: {e}") from e
+    kinds: dict[str, list[Item]] = defaultdict(list)
+    if ".jsonl" in path.name:
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                kind, item = _item(path, number, line)
+                kinds[kind].append(item)
+    else:
+        kinds[path.stem] = [Item(part.strip()) for part in text.split("\n\n") if part.strip()]
+    if not any(kinds.values()):
+        raise Refused(f"--prompts {path}: there are no prompts in it")
+    return [Workload(kind, tuple(items[:limit]), tokens) for kind, items in kinds.items()]
+
+
+def _item(path: Path, number: int, line: str) -> tuple[str, Item]:
+    try:
+        row = json.loads(line)
+    except ValueError as e:
+        raise Refused(f"--prompts {path}, line {number}: not JSON ({e})") from e
+    if not isinstance(row, Mapping):
+        raise Refused(f"--prompts {path}, line {number}: an object is wanted, with a prompt, a text or turns")
+    name = path.name.split(".")[0]
+    if isinstance(turns := row.get("turns"), list) and turns:
+        category = str(row.get("category", name))
+        return "chat" if category in CHAT else category, Item(str(turns[0]))
+    if "instruction" in row and "text" in row:
+        return name, Item(f"{row['text']}\n\n{row['instruction']}\n", (str(row["text"]),))
+    if isinstance(messages := row.get("messages"), list) and messages:
+        said = [m for m in messages if isinstance(m, Mapping)]
+        return name, Item(_conversation(said), tuple(str(m.get("content", "")) for m in said))
+    for key in ("prompt", "text"):
+        if isinstance(row.get(key), str) and row[key].strip():
+            return name, Item(row[key])
+    raise Refused(f"--prompts {path}, line {number}: no prompt, text, turns or messages in it")
+
+
+def _conversation(messages: list[Mapping[str, Any]]) -> str:
+    return "".join(f"{m.get('role', 'user')}: {m.get('content', '')}\n" for m in messages) + "assistant:"

@@ -1,0 +1,250 @@
+"""`truedraft bench`: ways of generating side by side, equality before speed; and what the machine allows."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from truedraft.cli._models import DTYPES, load
+from truedraft.cli._text import waiting
+from truedraft.errors import Refused
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from truedraft.bench.compare import Figures, Side
+    from truedraft.bench.roofline import Machine, Row
+    from truedraft.bench.workloads import Workload
+
+DRAFTS = ["prompt-lookup", "llma"]
+
+
+def bench(
+    model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
+    draft: Annotated[list[str] | None, Option(help="A drafter, or `name:knob=value`; may be repeated.")] = None,
+    prompts: Annotated[
+        list[Path] | None, Option(help="Prompts from a file (JSON lines or text), in place of the small embedded set.")
+    ] = None,
+    limit: Annotated[int, Option(help="Prompts of each kind, at most.")] = 8,
+    max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt.")] = None,
+    batch: Annotated[list[int] | None, Option(help="Batch size; may be repeated.")] = None,
+    temperature: Annotated[list[float] | None, Option(help="0 is greedy; may be repeated.")] = None,
+    rounds: Annotated[int, Option(help="Turns that every way takes.")] = 5,
+    seed: Annotated[int, Option(help="Of torch, where temperature is not 0.")] = 0,
+    control: Annotated[str, Option(help="How much is drafted (see `truedraft methods`).")] = "cost",
+    baselines: Annotated[bool, Option(help="Also transformers' own prompt lookup (batch 1, greedy).")] = True,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    oracle: Annotated[bool, Option(help="Known answers drafted at set rates: attained against theory.")] = False,
+    roofline: Annotated[bool, Option(help="Only passes by width, against bandwidth and multiply rate.")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False,
+    html: Annotated[Path | None, Option(help="Write one self-contained page with plots.")] = None,
+) -> int:
+    """Compare truedraft with transformers, in turns within one process; a way that is not identical has no speed-up.
+
+    \f
+    Returns the exit code: 1 where a token differs. Raises Refused for a bad argument.
+    """
+    for name, value in (("--limit", limit), ("--rounds", rounds), *(("--batch", b) for b in batch or ())):
+        if value < 1:
+            raise Refused(f"{name} {value} must be at least 1")
+    if any(t < 0 for t in temperature or ()):
+        raise Refused(f"--temperature {min(temperature or ())} must not be negative")
+    if dtype not in DTYPES:
+        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    todo = _workloads(prompts, limit, max_new_tokens)
+    with waiting("loading the model") as say:
+        loaded, tokenizer = load(model, dtype)
+        machine, rows = _roofline(loaded) if roofline or html else (None, [])
+        figures: list[Figures] = []
+        attained: list[dict[str, Any]] = []
+        if oracle:
+            from truedraft.bench.oracle import attain
+
+            attained = attain(loaded, tokenizer, todo, say)
+        elif not roofline:
+            for temp in temperature or [0.0]:
+                for size in batch or [1]:
+                    extra = baselines and size == 1 and temp == 0
+                    sides = _sides(loaded, tokenizer, draft or DRAFTS, control, extra)
+                    figures += _compared(sides, todo, loaded, tokenizer, size, rounds, temp, seed, say)
+    result = {
+        "model": model,
+        "dtype": str(loaded.dtype),
+        "machine": _machine(),
+        "figures": [asdict(f) for f in figures],
+        "oracle": attained,
+        "roofline": [{**asdict(row), "attained": row.attained} for row in rows],
+    }
+    if html is not None:
+        from truedraft.bench.page import page
+
+        about = [f"{model}, {loaded.dtype}, {_machine()}", f"{rounds} rounds, medians with 95 % intervals."]
+        _write(html, page(f"truedraft bench: {model}", about, figures, machine, rows))
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print(figures, attained, machine, rows)
+    return int(any(f.differs is not None for f in figures))
+
+
+def _workloads(prompts: Sequence[Path] | None, limit: int, tokens: int | None) -> list[Workload]:
+    from truedraft.bench.workloads import Workload, embedded, from_file
+
+    found = [w for path in prompts for w in from_file(path, limit)] if prompts else embedded()
+    return [Workload(w.name, w.items[:limit], tokens or w.tokens) for w in found]
+
+
+def _sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, baselines: bool) -> list[Side]:
+    from truedraft import accelerate
+    from truedraft.bench.compare import transformers_side, truedraft_side
+
+    sides = [transformers_side("transformers", model)]
+    if baselines:
+        sides.append(transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10))
+    sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None)))
+    for draft in drafts:
+        fast = accelerate(model, tokenizer, draft=draft, control=control)
+        sides.append(truedraft_side(draft, fast))
+    return sides
+
+
+def _compared(
+    sides: Sequence[Side],
+    todo: Sequence[Workload],
+    model: Any,
+    tokenizer: Any,
+    batch: int,
+    rounds: int,
+    temperature: float,
+    seed: int,
+    say: Any,
+) -> list[Figures]:
+    from truedraft.bench.compare import compare
+
+    found: list[Figures] = []
+    for workload in todo:
+        found += compare(
+            sides, workload, tokenizer, model.device, batch, rounds, temperature, seed, progress=say
+        )  # fmt: skip
+    return found
+
+
+def _roofline(model: Any) -> tuple[Machine, list[Row]]:
+    from truedraft.bench.roofline import measure_machine, measure_passes, roofline
+    from truedraft.targets.decoder import DecoderTarget
+
+    if model.device.type != "cpu":
+        raise Refused("--roofline measures the CPU's memory, and the model is on another device")
+    target = DecoderTarget(model)
+    context = min(256, (target.context or 512) // 2)
+    machine = measure_machine()
+    return machine, roofline(target, machine, measure_passes([target], context)[0], context)
+
+
+def _machine() -> str:
+    import platform
+
+    import torch
+    import transformers
+
+    return (
+        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as f:
+            f.write(text)
+        os.replace(f.name, path)
+    except OSError as e:
+        raise Refused(f"--html {path}: {e.strerror}") from e
+
+
+def _print(
+    figures: Sequence[Figures], attained: Sequence[dict[str, Any]], machine: Machine | None, rows: Sequence[Row]
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    if figures:
+        console.print(_speed(figures))
+        console.print(_latency(figures))
+        for f in figures:
+            if f.differs is not None:
+                console.print(f"{f.workload}, {f.side}: {f.differs}", markup=False)
+    if attained:
+        table = Table(title="Known answers, each drafted token right with the given probability")
+        for head in ("workload", "rate", "drafted", "accepted", "theory", "attained", "share"):
+            table.add_column(head)
+        for a in attained:
+            table.add_row(
+                a["workload"], f"{a['rate']:g}", str(a["drafted"]), f"{a['mean_acceptance_length']:.2f}",
+                f"{a['theory']:.2f}x", f"{a['attained']:.2f}x", f"{a['share']:.0%}",
+            )  # fmt: skip
+        console.print(table)
+    if rows and machine is not None:
+        table = Table(
+            title=f"A pass by width; this machine reads {machine.bandwidth / 1e9:.0f} GB/s and multiplies "
+            f"{machine.rate / 1e9:.0f} fp32 GFLOP/s"
+        )
+        for head in ("width", "floor", "bound by", "measured", "of width 1", "attained"):
+            table.add_column(head)
+        for row in rows:
+            table.add_row(
+                str(row.width), f"{row.floor * 1e3:.2f} ms", row.bound, f"{row.seconds * 1e3:.2f} ms",
+                f"{row.seconds / rows[0].seconds:.2f}x", f"{row.attained:.0%}",
+            )  # fmt: skip
+        console.print(table)
+        paid = next((row.width for row in rows if row.bound == "multiplying"), None)
+        console.print(
+            f"Verification stops being free at width {paid}." if paid else "Verification is free at every width here."
+        )
+
+
+def _speed(figures: Sequence[Figures]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Speed: medians, over transformers generate in the same round, with 95 % intervals")
+    heads = ("workload", "way", "batch", "T", "same", "tok/s", "passes", "accepted", "draft", "speed-up", "by drafts")
+    for head in heads:
+        table.add_column(head, no_wrap=head == "way")
+    for f in figures:
+        most = "" if f.bound is None or f.against_no_drafts is None else f"{f.against_no_drafts:.2f} of {f.bound:.2f}"
+        table.add_row(
+            f.workload, f.side, str(f.batch), f"{f.temperature:g}", "yes" if f.differs is None else "NO",
+            f"{f.tokens_per_second:.0f}", "" if f.passes is None else str(f.passes),
+            "" if f.mean_acceptance_length is None else f"{f.mean_acceptance_length:.2f}",
+            "" if f.draft_share is None else f"{f.draft_share:.0%}",
+            "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x ({f.speed_up[1]:.2f}-{f.speed_up[2]:.2f})", most,
+        )  # fmt: skip
+    return table
+
+
+def _latency(figures: Sequence[Figures]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title="Latency in ms: to the first token, per token after it, between tokens (median, 95th percentile)"
+    )
+    for head in ("workload", "way", "batch", "T", "first", "per token", "p50", "p95", "memory, MB"):
+        table.add_column(head, no_wrap=head == "way")
+    for f in figures:
+        seconds = [f.time_to_first_token, f.time_per_output_token, *(f.inter_token_latency or (None, None))]
+        table.add_row(
+            f.workload, f.side, str(f.batch), f"{f.temperature:g}",
+            *("" if t is None else f"{t * 1e3:.2f}" for t in seconds), str(f.peak_memory >> 20),
+        )  # fmt: skip
+    return table
