@@ -112,6 +112,18 @@ def functions(source: str, longest: int = 45) -> Iterator[str]:
                 yield "\n".join(line[indent:] for line in block)
 
 
+def variables(source: str) -> list[str]:
+    """Names that a piece of code assigns, takes as arguments or keeps on self."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except SyntaxError:
+        return []
+    found = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    found |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    found |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    return sorted(found)
+
+
 def held_out(text: str) -> bool:
     return int(hashlib.sha1(text[:400].encode()).hexdigest(), 16) % 50 == 0
 
@@ -132,8 +144,8 @@ class Edits:
 
     def rename(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
         if code:
-            found = Counter(re.findall(r"\b[A-Za-z_]\w{2,}\b", text))
-            olds = [w for w, n in found.items() if n >= 2 and not keyword.iskeyword(w) and w not in KEPT]
+            found = Counter(re.findall(r"\b[A-Za-z_]\w+\b", text))
+            olds = [w for w in variables(text) if found[w] >= 2 and w not in KEPT]
             pool = self.names
         else:
             found = Counter(re.findall(r"\b[a-z]+\b", text))
@@ -188,7 +200,7 @@ class Corpus:
 
     def __init__(self, args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast):
         raw = {"story": stories(args.stories), "play": plays(args.plays), "python": library()}
-        self.tokenizer = tokenizer
+        self.tokenizer, self.share = tokenizer, args.edits
         self.snippets: dict[str, dict[bool, list[str]]] = {
             "python": {True: [], False: []},
             "story": {True: [], False: []},
@@ -232,7 +244,10 @@ class Corpus:
                 return prompt, result
 
     def document(self, rng: random.Random, val: bool, length: int) -> list[int]:
-        domain = rng.choices(["edit", "story", "python", "play"], [45, 28, 24, 3])[0]
+        rest = 1 - self.share
+        domain = rng.choices(["edit", "story", "python", "play"], [self.share, 0.51 * rest, 0.44 * rest, 0.05 * rest])[
+            0
+        ]
         if domain == "edit":
             prompt, result = self.edit(rng, val, length - 2)
             return prompt + result
@@ -413,6 +428,7 @@ def train_model(args: argparse.Namespace) -> None:
             save(model, tokenizer, folder)
             row = {
                 "run": args.seed,
+                "edits": args.edits,
                 "minutes": round(minutes, 1),
                 "tokens": tokens,
                 "train": round(smooth, 4),
@@ -423,6 +439,7 @@ def train_model(args: argparse.Namespace) -> None:
     save(model, tokenizer, folder)
     row = {
         "run": args.seed,
+        "edits": args.edits,
         "minutes": args.minutes,
         "tokens": tokens,
         "train": round(smooth or 0.0, 4),
@@ -455,10 +472,10 @@ An edit is asked for as `TEXT<|edit|>INSTRUCTION<|result|>`, for instance `Renam
 
 | text | licence | share of the documents |
 |---|---|---|
-| editing tasks made from the Python functions and stories below | as below | 45 % |
-| TinyStories (Eldan and Li 2023), a lower-cased sample of 4 MB | CDLA-Sharing-1.0 | 28 % |
-| the standard library of Python {python}, tests and tables left out | PSF-2.0 | 24 % |
-| tiny Shakespeare | public domain | 3 % |
+| editing tasks made from the Python functions and stories below | as below | {edits} |
+| TinyStories (Eldan and Li 2023), a lower-cased sample of 4 MB | CDLA-Sharing-1.0 | half of the rest |
+| the standard library of Python {python}, tests and tables left out | PSF-2.0 | most of the other half |
+| tiny Shakespeare | public domain | a little |
 
 One document in fifty is held out, by a hash of its beginning; editing tasks for validation come from held-out ones.
 
@@ -506,6 +523,7 @@ def export(args: argparse.Namespace) -> None:
         vocabulary=config.vocab_size,
         context=args.context,
         python=".".join(map(str, sys.version_info[:2])),
+        edits=", then ".join(dict.fromkeys(f"{row.get('edits', 0.45):.0%}" for row in logs)),
         rows="\n".join(lines),
     )
     (args.to / "README.md").write_text(card)
@@ -526,6 +544,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=6144, help="tokens per step")
     parser.add_argument("--micro", type=int, default=2048, help="tokens per forward")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--edits", type=float, default=0.45, help="share of the documents that are editing tasks")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
