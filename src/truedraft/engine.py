@@ -35,6 +35,8 @@ class Engine:
         prefill = self.watch.timed("prefill", self.target.prefill)
         propose = self.watch.timed("draft", self.drafter.propose)
         score = self.watch.timed("target", self.target.score)
+        prune = self.watch.timed("control", self.control.prune)
+        learn = self.watch.timed("control", self.control.observe)
 
         self.target.taps = self.drafter.needs
         calibrate = self.watch.timed("calibrate", self.control.open)
@@ -50,7 +52,7 @@ class Engine:
                 accepted = walk(rows, trees, scores, self.laws, self.rule, self.stops, self.chance, self.history.pad)
                 self.target.commit([a.path for a in accepted])
                 self.drafter.observe(rows, trees, scores, accepted)
-                self.control.observe(rows, trees, accepted)
+                learn(rows, trees, accepted)
                 yield _record(rows, before, trees, accepted)
 
                 self._retire(rows, accepted)
@@ -58,7 +60,7 @@ class Engine:
                     return
                 budget = self.control.budget(rows)
                 drafts = [self._fitted(row, tree) for row, tree in zip(rows, propose(rows, budget), strict=True)]
-                trees = self._padded(rows, self.control.prune(rows, drafts))
+                trees = self._padded(rows, prune(rows, drafts))
                 scores = score(trees)
         finally:
             for row in rows:

@@ -78,7 +78,7 @@ class Cost(Control):
     )
     memory: float = 0.9  # weight that an observation keeps at each later one
     hope: float = 0.15  # chance given to the first node of a row's first drafts, falling by 0.85 a rank
-    slack: float = 0.02  # share of the time that drafts which are not verified, or are tried, may cost
+    slack: float = 0.015  # share of the time that drafts which are not verified, or are tried, may cost
     rate: float = 0.1  # how fast the costs follow the passes at hand
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Cost(Control):
             return [0] * len(rows)
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
-        spent = self._seconds["draft"]
+        spent = self._seconds["draft"] + self._seconds["control"]
         idle = not self._paid and spent > self.slack * self._seconds["target"]
         self._proposed += not idle
         return [0 if idle else self._width] * len(rows)
