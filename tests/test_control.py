@@ -24,7 +24,7 @@ FLAT = Curve((1, 16), (1.0, 1.0))
 def control(monkeypatch: pytest.MonkeyPatch) -> Cost:
     monkeypatch.setattr(curve, "of", lambda target: STEEP)
     made = Cost()
-    made.open(object(), PromptLookup(), {"draft": 0.0, "control": 0.0, "target": 1.0}, False)  # type: ignore[arg-type]
+    made.open(object(), PromptLookup(), {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 1.0}, False)  # type: ignore[arg-type]
     return made
 
 
@@ -62,7 +62,7 @@ def test_a_flat_curve_verifies_everything(control: Cost) -> None:
 
 def test_a_curve_measured_at_a_bad_moment_is_found_out() -> None:
     """Costs say that any width costs fifteen times as much; passes say that all cost the same."""
-    control, seconds = Cost(), {"draft": 0.0, "control": 0.0, "target": 0.0}
+    control, seconds = Cost(), {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 0.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curve, "of", lambda target: Curve((1, 2, 16), (1.0, 15.0, 15.0)))
         control.open(object(), PromptLookup(), seconds, False)  # type: ignore[arg-type]

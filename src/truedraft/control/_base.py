@@ -20,7 +20,7 @@ class Control(ABC):
     def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
         """Before the first pass of a call.
 
-        seconds: spent so far by part (draft, control, target), kept current.
+        seconds: spent so far by part (prefill, draft, control, target), kept current.
         in_step: rows advance together, so a token counts only where every row accepts it.
         """
 

@@ -92,7 +92,8 @@ class Cost(Control):
             self._target, self._curve = target, curve.of(target)
         self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         self._proposed = 0
-        self._paid = True
+        self._paid = self._asked = True
+        self._spent = self._since = 0.0  # seconds of drafting and deciding, in passes that were asked for drafts
         self._explored = 0.0  # seconds that trying against the curve has cost
         self._exploring = False
         self._pass: tuple[int, float] | None = None  # tokens of the pass under way, seconds of the target before it
@@ -107,12 +108,19 @@ class Cost(Control):
             return [0] * len(rows)
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
-        spent = self._seconds["draft"] + self._seconds["control"]
-        idle = not self._paid and spent > self.slack * self._seconds["target"]
-        self._proposed += not idle
-        return [0 if idle else self._width] * len(rows)
+        now = self._seconds["draft"] + self._seconds["control"]
+        if self._asked:
+            self._spent += now - self._since
+        self._since = now
+        allowed = self.slack * (self._seconds["target"] + self._seconds["prefill"])
+        self._asked = self._paid or self._spent <= allowed
+        self._proposed += self._asked
+        return [self._width if self._asked else 0] * len(rows)
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
+        if not self._asked:
+            self._pass = None
+            return list(trees)
         for row, tree in zip(rows, trees, strict=True):
             if len(tree) > 1:
                 self._shadows[id(row)].append(Shadow(tree))
@@ -156,8 +164,9 @@ class Cost(Control):
             tokens, before = self._pass
             spent = self._seconds["target"] - before
             if spent > 0:
-                if self._exploring:
-                    self._explored += max(spent - self._curve(len(rows)), 0.0)
+                if self._exploring:  # what it cost beyond the plain passes that it saved
+                    emitted = sum(len(row.tokens) - self._emitted.get(id(row), len(row.tokens)) for row in rows)
+                    self._explored = max(self._explored + spent - emitted / len(rows) * self._curve(len(rows)), 0.0)
                 self._curve = self._curve.learned(tokens, spent, 0.5 if self._exploring else self.rate, len(rows))
         for row in rows:
             said = row.tokens[self._emitted.get(id(row), len(row.tokens)) :]
