@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import hashlib
 import io
 import json
@@ -243,29 +244,45 @@ class Corpus:
             if len(prompt) + len(result) < longest:
                 return prompt, result
 
-    def document(self, rng: random.Random, val: bool, length: int) -> list[int]:
+    def document(self, rng: random.Random, val: bool, length: int) -> tuple[list[int], list[float]]:
+        """Token ids and how much each counts in the loss: in an edit, what is changed counts most."""
         rest = 1 - self.share
-        domain = rng.choices(["edit", "story", "python", "play"], [self.share, 0.51 * rest, 0.44 * rest, 0.05 * rest])[
-            0
-        ]
+        shares = [self.share, 0.51 * rest, 0.44 * rest, 0.05 * rest]
+        domain = rng.choices(["edit", "story", "python", "play"], shares)[0]
         if domain == "edit":
             prompt, result = self.edit(rng, val, length - 2)
-            return prompt + result
+            return prompt + result, [GIVEN] * len(prompt) + changes(prompt, result)
         ids = rng.choice(self.ids[domain, val])
         if len(ids) > length:  # a long module: a window of it
             start = rng.randrange(len(ids) - length // 2)
             ids = ids[start : start + length]
-        return ids
+        return ids, [1.0] * len(ids)
 
-    def rows(self, rng: random.Random, count: int, length: int) -> torch.Tensor:
+    def rows(self, rng: random.Random, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights of whole documents, packed; (count, length + 1) each."""
         end = self.tokenizer.eos_token_id
-        out = torch.empty(count, length + 1, dtype=torch.long)
-        for row in out:
-            ids = [end]
-            while len(ids) <= length:
-                ids += self.document(rng, False, length) + [end]
-            row[:] = torch.tensor(ids[: length + 1])
-        return out
+        ids, weights = torch.empty(count, length + 1, dtype=torch.long), torch.empty(count, length + 1)
+        for i in range(count):
+            row, counts = [end], [1.0]
+            while len(row) <= length:
+                document, weight = self.document(rng, False, length)
+                row += document + [end]
+                counts += weight + [1.0]
+            ids[i], weights[i] = torch.tensor(row[: length + 1]), torch.tensor(counts[: length + 1])
+        return ids, weights
+
+
+GIVEN, CHANGED = 0.3, 5.0  # in the loss: the text to edit, and what an edit changes; what it copies counts 1
+
+
+def changes(prompt: list[int], result: list[int]) -> list[float]:
+    """The weights of an edit's result: tokens that are not copied, and those on which copying goes on, count more."""
+    weights = [1.0] * len(result)
+    for kind, _, _, first, last in difflib.SequenceMatcher(None, prompt, result, autojunk=False).get_opcodes():
+        if kind != "equal":
+            for i in range(first, min(last + 1, len(result))):
+                weights[i] = CHANGED
+    return weights
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
@@ -405,13 +422,12 @@ def train_model(args: argparse.Namespace) -> None:
         for opt in optimizers:
             for group in opt.param_groups:
                 group["lr"] = args.lr * scale
-        batch = corpus.rows(rng, args.batch // length, length)
-        loss = 0.0
-        for part in batch.split(args.micro // length):
+        batch, weights = corpus.rows(rng, args.batch // length, length)
+        loss, share = 0.0, weights[:, 1:] / weights[:, 1:].sum()
+        for part, counts in zip(batch.split(args.micro // length), share.split(args.micro // length), strict=True):
             logits = model(part[:, :-1]).logits
-            piece = (
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) * len(part) / len(batch)
-            )
+            each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
+            piece = (each * counts.flatten()).sum()
             piece.backward()
             loss += piece.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
