@@ -69,11 +69,16 @@ def bench(
 
             attained = attain(loaded, tokenizer, todo, say)
         elif not roofline:
+            from truedraft.bench.compare import compare
+
             for temp in temperature or [0.0]:
                 for size in batch or [1]:
                     extra = baselines and size == 1 and temp == 0
                     sides = _sides(loaded, tokenizer, draft or DRAFTS, control, extra)
-                    figures += _compared(sides, todo, loaded, tokenizer, size, rounds, temp, seed, say)
+                    for workload in todo:
+                        figures += compare(
+                            sides, workload, tokenizer, loaded.device, size, rounds, temp, seed, progress=say
+                        )  # fmt: skip
     result = {
         "model": model,
         "dtype": str(loaded.dtype),
@@ -113,27 +118,6 @@ def _sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, base
         fast = accelerate(model, tokenizer, draft=draft, control=control)
         sides.append(truedraft_side(draft, fast))
     return sides
-
-
-def _compared(
-    sides: Sequence[Side],
-    todo: Sequence[Workload],
-    model: Any,
-    tokenizer: Any,
-    batch: int,
-    rounds: int,
-    temperature: float,
-    seed: int,
-    say: Any,
-) -> list[Figures]:
-    from truedraft.bench.compare import compare
-
-    found: list[Figures] = []
-    for workload in todo:
-        found += compare(
-            sides, workload, tokenizer, model.device, batch, rounds, temperature, seed, progress=say
-        )  # fmt: skip
-    return found
 
 
 def _roofline(model: Any) -> tuple[Machine, list[Row]]:

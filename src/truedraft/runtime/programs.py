@@ -16,6 +16,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.runtime.native import Kind, Op
 
+Norm = Callable[[str, str, Any], None]
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
 
 
@@ -164,6 +165,15 @@ class Program:
             out=half, inner=gate[0].shape[1], mode=ACTIVATIONS[activation],
         )  # fmt: skip
 
+    def gate(self, activation: str) -> Callable[[Any], Any]:
+        """A gated feed-forward from "h", as `pre_norm` takes it."""
+
+        def feed(mlp: Any) -> Any:
+            self.gated("h", mlp, activation)
+            return mlp.down_proj
+
+        return feed
+
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden numbers of a feed-forward without a gate, in "g"."""
         if activation not in ACTIVATIONS:
@@ -231,19 +241,31 @@ def _eps(norm: Any) -> float:
 # ---------------------------------------------------------------- architectures
 
 
+def pre_norm(
+    p: Program, model: Any, norm: Norm, feed: Callable[[Any], Any], per_head: float | None = None, scale: float = 1.0
+) -> None:  # fmt: skip
+    """Blocks with a norm before attention and a norm before the feed-forward, each added to the residual.
+
+    feed: writes the hidden numbers of a layer's feed-forward from "h" to "g", and returns the linear layer behind them.
+    scale: of what a block adds.
+    """
+    c = model.config
+    for i, layer in enumerate(model.model.layers):
+        norm("x", "h", layer.input_layernorm)
+        p.qkv("h", layer.self_attn, c)
+        p.attend(i, layer.self_attn, c, per_head=per_head)
+        p.linear("a", "x", layer.self_attn.o_proj, add=True, scale=scale)
+        norm("x", "h", layer.post_attention_layernorm)
+        down = feed(layer.mlp)
+        p.linear("g", "x", down, add=True, scale=scale)
+        p.outputs.append(len(p.ops) - 1)
+
+
 def llama(p: Program, model: Any) -> None:
     """Llama, Mistral, Qwen 2, Phi 3; with norms over each head, Qwen 3."""
     c = model.config
     p.begin(model, c.intermediate_size)
-    for i, layer in enumerate(model.model.layers):
-        p.rms_norm("x", "h", layer.input_layernorm)
-        p.qkv("h", layer.self_attn, c)
-        p.attend(i, layer.self_attn, c, per_head=0.0 if c.model_type == "qwen3" else None)
-        p.linear("a", "x", layer.self_attn.o_proj, add=True)
-        p.rms_norm("x", "h", layer.post_attention_layernorm)
-        p.gated("h", layer.mlp, c.hidden_act)
-        p.linear("g", "x", layer.mlp.down_proj, add=True)
-        p.outputs.append(len(p.ops) - 1)
+    pre_norm(p, model, p.rms_norm, p.gate(c.hidden_act), per_head=0.0 if c.model_type == "qwen3" else None)
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
 
 
@@ -293,31 +315,20 @@ def granite(p: Program, model: Any) -> None:
     """Granite: Llama with a factor on embeddings, blocks and logits."""
     c = model.config
     p.begin(model, c.intermediate_size, c.embedding_multiplier, given_too=True)
-    for i, layer in enumerate(model.model.layers):
-        p.rms_norm("x", "h", layer.input_layernorm)
-        p.qkv("h", layer.self_attn, c)
-        p.attend(i, layer.self_attn, c)
-        p.linear("a", "x", layer.self_attn.o_proj, add=True, scale=c.residual_multiplier)
-        p.rms_norm("x", "h", layer.post_attention_layernorm)
-        p.gated("h", layer.mlp, c.hidden_act)
-        p.linear("g", "x", layer.mlp.down_proj, add=True, scale=c.residual_multiplier)
-        p.outputs.append(len(p.ops) - 1)
+    pre_norm(p, model, p.rms_norm, p.gate(c.hidden_act), scale=c.residual_multiplier)
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm), divisor=c.logits_scaling)
 
 
 def starcoder2(p: Program, model: Any) -> None:
     """StarCoder 2: layer norms, biases, a feed-forward without a gate."""
     c = model.config
+
+    def feed(mlp: Any) -> Any:
+        p.activated("h", mlp.c_fc, c.hidden_act)
+        return mlp.c_proj
+
     p.begin(model, c.intermediate_size)
-    for i, layer in enumerate(model.model.layers):
-        p.layer_norm("x", "h", layer.input_layernorm)
-        p.qkv("h", layer.self_attn, c)
-        p.attend(i, layer.self_attn, c)
-        p.linear("a", "x", layer.self_attn.o_proj, add=True)
-        p.layer_norm("x", "h", layer.post_attention_layernorm)
-        p.activated("h", layer.mlp.c_fc, c.hidden_act)
-        p.linear("g", "x", layer.mlp.c_proj, add=True)
-        p.outputs.append(len(p.ops) - 1)
+    pre_norm(p, model, p.layer_norm, feed)
     p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.norm))
 
 
@@ -327,15 +338,7 @@ def stablelm(p: Program, model: Any) -> None:
     if c.qk_layernorm or c.use_parallel_residual:
         raise Unsuited("its queries and keys are normed, or its blocks are parallel")
     p.begin(model, c.intermediate_size)
-    for i, layer in enumerate(model.model.layers):
-        p.layer_norm("x", "h", layer.input_layernorm)
-        p.qkv("h", layer.self_attn, c)
-        p.attend(i, layer.self_attn, c)
-        p.linear("a", "x", layer.self_attn.o_proj, add=True)
-        p.layer_norm("x", "h", layer.post_attention_layernorm)
-        p.gated("h", layer.mlp, c.hidden_act)
-        p.linear("g", "x", layer.mlp.down_proj, add=True)
-        p.outputs.append(len(p.ops) - 1)
+    pre_norm(p, model, p.layer_norm, p.gate(c.hidden_act))
     p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.norm))
 
 
