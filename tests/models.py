@@ -45,7 +45,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "stablelm": _COMMON,
     "starcoder2": {**_COMMON, "sliding_window": None},
     "cohere": _COMMON,
-    "granite": _COMMON,
+    "granite": {  # its factors are all 1 by default, where none of them could be missed
+        **_COMMON,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 1.5,
+    },
 }
 
 # torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
