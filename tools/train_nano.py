@@ -35,10 +35,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END, EDIT, RESULT = "<|end|>", "<|edit|>", "<|result|>"
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{space}\p{{L}}+|\p{{N}}|_"
+REST = r"| ?[^\s\p{L}\p{N}_]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPACED = 1200  # entries of the vocabulary that are another with a space in front
 SIZES = {
     "nano": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8),
     "nano-draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4),
@@ -140,7 +139,7 @@ class Edits:
     words: set[str]  # words frequent enough that a typo in them can be recognised
 
     def of(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
-        kind = rng.choices(["rename", "typos", "comments"], [5, 3, 1 if code else 0])[0]
+        kind = rng.choices(["rename", "typos", "comments"], [6, 2, 2 if code else 0])[0]
         return getattr(self, kind)(text, rng, code)
 
     def rename(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
@@ -190,7 +189,7 @@ KEPT = {"self", "cls", "None", "True", "False"} | set(dir(__builtins__))
 
 
 def edit_prompt(text: str, instruction: str) -> str:
-    return f"{text}{EDIT}{instruction}{RESULT}"
+    return f"{EDIT}{instruction}\n{text}{RESULT}"
 
 
 # ---------------------------------------------------------------- corpus
@@ -285,23 +284,46 @@ def changes(prompt: list[int], result: list[int]) -> list[float]:
     return weights
 
 
-def train_tokenizer(args: argparse.Namespace) -> None:
-    tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence(
+def pre_tokenizer(space: str) -> pre_tokenizers.PreTokenizer:
+    """Words apart from the punctuation around them; `space` is the pattern of what may stand in front of a word."""
+    return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(WORD.format(space=space) + REST), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tok.decoder = decoders.ByteLevel()
+
+
+def train_tokenizer(args: argparse.Namespace) -> None:
+    """Byte-level BPE in which a word is spelt with the same entries wherever it stands, but for a space in front.
+
+    Merges are learnt on bare words; those of the space with a first piece come last. With the space (or a bracket, or
+    a dot) merged as chance has it, one identifier has half a dozen spellings, and renaming it cannot be learnt in the
+    time that a CPU gives.
+    """
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizer("")
     trainer = trainers.BpeTrainer(
-        vocab_size=4096,
+        vocab_size=4096 - SPACED,
         special_tokens=[END, EDIT, RESULT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     code = library()
-    tok.train_from_iterator(stories(args.stories) + plays(args.plays) + code[:: max(1, len(code) // 350)], trainer)
+    texts = stories(args.stories) + plays(args.plays) + code[:: max(1, len(code) // 350)]
+    tok.train_from_iterator(texts, trainer)
+    tok.pre_tokenizer = pre_tokenizer(" ?")
+    spaced: Counter[str] = Counter()
+    for encoded in tok.encode_batch(texts, add_special_tokens=False):
+        pairs = zip(encoded.tokens, encoded.tokens[1:], strict=False)
+        spaced.update(piece for mark, piece in pairs if mark == "\u0120" and piece.isalpha() and piece.isascii())
+    model = json.loads(tok.to_str())["model"]
+    vocabulary, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
+    for piece, _ in spaced.most_common(SPACED):
+        vocabulary["\u0120" + piece] = len(vocabulary)
+        merges.append(("\u0120", piece))
+    tok.model = models.BPE(vocabulary, merges)
+    tok.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tok,
         eos_token=END,
@@ -313,8 +335,22 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     fast.save_pretrained(args.out / "tokenizer")
-    for sample in ("    def name(self, value):\n        return value\n", "one day, a little girl named lily"):
+    for sample in ("    def name(self, total):\n        self.total += (total)\n", "one day, a little girl named lily"):
         print(fast.convert_ids_to_tokens(fast(sample)["input_ids"]))
+
+
+def adopt(model: LlamaForCausalLM, old: PreTrainedTokenizerFast, new: PreTrainedTokenizerFast) -> None:
+    """Embeddings for another tokenizer: of the same entry, else the mean of the entries that spelt it before."""
+    before, known = model.get_input_embeddings().weight.detach().clone(), old.get_vocab()
+    model.resize_token_embeddings(len(new))
+    table = model.get_input_embeddings().weight
+    with torch.no_grad():
+        for entry, index in new.get_vocab().items():
+            if entry in known:
+                table[index] = before[known[entry]]
+            else:
+                spelt = old(new.decode([index]), add_special_tokens=False)["input_ids"]
+                table[index] = before[spelt].mean(0) if spelt else before.mean(0)
 
 
 # ---------------------------------------------------------------- model
@@ -404,6 +440,9 @@ def train_model(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if args.start:
         model = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+        before = PreTrainedTokenizerFast.from_pretrained(args.start)
+        if before.get_vocab() != tokenizer.get_vocab():
+            adopt(model, before, tokenizer)
     else:
         model = build(args.size, len(tokenizer), tokenizer.eos_token_id)
     model.train()
