@@ -18,7 +18,7 @@ from models import tiny
 from truedraft import Refused
 from truedraft.bench import compare as comparing
 from truedraft.bench.compare import Clock, Side, compare, interval, transformers_side, truedraft_side
-from truedraft.bench.oracle import Oracle, theory
+from truedraft.bench.oracle import Attained, Oracle, theory
 from truedraft.bench.page import page
 from truedraft.bench.roofline import Machine, Row, measure_machine, measure_passes, roofline
 from truedraft.bench.workloads import Item, Workload, embedded, from_file
@@ -185,8 +185,10 @@ def test_the_page_is_whole_and_needs_nothing_else() -> None:
         truedraft_side("<none>", truedraft.accelerate(model, tokenizer, draft=None)),
     ]
     figures = compare(sides, STORY, tokenizer, model.device, rounds=1)
-    text = page("t", ["a & b"], figures, Machine(1e9, 1e9), [Row(1, 0.1, 0.2, "reading"), Row(2, 0.1, 0.3, "reading")])
+    text = page("t", ["a & b"], figures, Machine(1e9, 1e9), [Row(1, 0.1, 0.2, "reading"), Row(2, 0.1, 0.3, "reading")],
+                [Attained("a<b", 0.8, 4, 3.4, 2.0, 1.5)])  # fmt: skip
     assert text.startswith("<!doctype html>") and text.count("<svg") == 3 and "&lt;none&gt;" in text
+    assert "a&lt;b" in text and "75%" in text
     assert "http" not in text and "<script" not in text
 
 
@@ -199,7 +201,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(f["differs"] is None and f["speed_up"] for f in found["figures"])
     assert found["roofline"][0]["width"] == 1 and html.read_text().startswith("<!doctype html>")
     assert main(["bench", "nano", *options]) == 0
-    assert "transformers lookup" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "transformers lookup" in said and "transformers assisted" in said
 
 
 @pytest.mark.parametrize(
@@ -211,6 +214,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--draft", "promt-lookup"], "prompt-lookup"),
         (["--prompts", "/nowhere.txt"], "/nowhere.txt cannot be read"),
         (["--dtype", "int3"], "--dtype int3"),
+        (["--roofline", "--prompts", "a.txt"], "--prompts has no meaning beside --roofline"),
+        (["--oracle", "--batch", "1"], "--batch has no meaning beside --oracle"),
+        (["--oracle", "--roofline", "--draft", "llma"], "--draft has no meaning beside --oracle and --roofline"),
+        (["--roofline", "--oracle", "--no-baselines"], "--baselines has no meaning"),
+        (["--assistant", "/nowhere"], "/nowhere"),
     ],
 )
 def test_a_wrong_option_is_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

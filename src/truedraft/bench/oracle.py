@@ -59,6 +59,23 @@ class Oracle(Drafter):
         return [t if self._random.random() < self.rate else (t + 1) % self.vocabulary for t in true]
 
 
+@dataclass(frozen=True)
+class Attained:
+    """The speed-up over decoding without drafts that theory allows, and what was attained (medians)."""
+
+    workload: str
+    rate: float
+    drafted: int
+    mean_acceptance_length: float
+    theory: float
+    attained: float
+
+    @property
+    def share(self) -> float:
+        """Of what theory allows; 1 at best, but for noise."""
+        return self.attained / self.theory
+
+
 def theory(rate: float, length: int, width_1: float, width_all: float) -> float:
     """The speed-up that acceptance allows: expected tokens per pass over the cost of the pass, in plain passes.
 
@@ -70,7 +87,7 @@ def theory(rate: float, length: int, width_1: float, width_all: float) -> float:
 
 def attain(
     model: Any, tokenizer: Any, workloads: Sequence[Workload], progress: Callable[[str], None], rounds: int = 5
-) -> list[dict[str, Any]]:
+) -> list[Attained]:
     """The oracle at a few rates and lengths on the first prompt of each workload, against theory.
 
     Time without the prompt's pass, with drafts and without, in turns; theory is of the passes measured beside it.
@@ -98,9 +115,7 @@ def attain(
                     ratios.append(spent[0] / spent[1])
                     lengths.append(fast.report().mean_acceptance_length)
                 expected = theory(rate, length, cost[1], cost[length + 1])
-                found.append({
-                    "workload": workload.name, "rate": rate, "drafted": length, "theory": expected,
-                    "attained": median(ratios), "share": median(ratios) / expected,
-                    "mean_acceptance_length": median(lengths),
-                })  # fmt: skip
+                found.append(
+                    Attained(workload.name, rate, length, median(lengths), expected, median(ratios))
+                )  # fmt: skip
     return found

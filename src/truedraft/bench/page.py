@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from truedraft.bench.compare import Figures
+from truedraft.bench.oracle import Attained
 from truedraft.bench.roofline import Machine, Row
 
 COLORS = ("#4361ee", "#e76f51", "#2a9d8f", "#8338ec", "#bc6c25", "#6c757d", "#d00000", "#0077b6")
@@ -24,6 +25,7 @@ def page(
     figures: Sequence[Figures],
     machine: Machine | None = None,
     rows: Sequence[Row] = (),
+    attained: Sequence[Attained] = (),
 ) -> str:
     """The page as text.
 
@@ -31,6 +33,7 @@ def page(
         about: lines on what was measured and where.
         figures: of all workloads and sides.
         machine, rows: a roofline, where one was measured.
+        attained: speed-ups with known answers, where they were measured.
     """
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in about)]
     if figures:
@@ -38,6 +41,8 @@ def page(
         if plot := _positions(figures):
             parts += ["<h2>Accepted to at least this position</h2>", plot]
         parts += ["<h2>Where the time goes</h2>", _shares(figures)]
+    if attained:
+        parts += ["<h2>Known answers, each drafted token right with a given probability</h2>", _known(attained)]
     if rows and machine is not None:
         said = f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.rate / 1e9:.0f} fp32 GFLOP/s"
         parts += [f"<h2>Latency of a pass by width ({said})</h2>", _latency(rows)]
@@ -51,24 +56,40 @@ def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
+def _rows(heads: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """A table of cells that are HTML already."""
+    parts = ["<tr>" + "".join(f"<th>{h}</th>" for h in heads) + "</tr>"]
+    parts += ["<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>" for cells in lines]
+    return f"<table>{''.join(parts)}</table>"
+
+
+def _known(attained: Sequence[Attained]) -> str:
+    heads = ("workload", "rate", "drafted", "accepted", "theory", "attained", "share")
+    return _rows(heads, [
+        (escape(a.workload), f"{a.rate:g}", a.drafted, f"{a.mean_acceptance_length:.2f}", f"{a.theory:.2f}x",
+         f"{a.attained:.2f}x", f"{a.share:.0%}")
+        for a in attained
+    ])  # fmt: skip
+
+
 def _table(figures: Sequence[Figures]) -> str:
     heads = (
         "workload", "way", "batch", "T", "identical", "tokens/s", "TTFT ms", "ms/token", "ITL p50/p95 ms", "passes",
-        "accepted", "draft share", "MB", "speed-up",
+        "accepted", "draft share", "MB", "speed-up", "by drafts, of at most",
     )  # fmt: skip
-    lines = ["<tr>" + "".join(f"<th>{h}</th>" for h in heads) + "</tr>"]
+    lines: list[Sequence[object]] = []
     for f in figures:
         latency = "" if f.inter_token_latency is None else "/".join(_ms(s) for s in f.inter_token_latency)
         speed = "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x ({f.speed_up[1]:.2f}-{f.speed_up[2]:.2f})"
         same = "yes" if f.differs is None else f"<span class=no>no: {escape(f.differs)}</span>"
-        cells = (
+        by_drafts = "" if f.bound is None else f"{f.against_no_drafts:.2f} of {f.bound:.2f}"
+        lines.append((
             escape(f.workload), escape(f.side), f.batch, f.temperature, same, f"{f.tokens_per_second:.1f}",
             _ms(f.time_to_first_token), _ms(f.time_per_output_token), latency, f.passes or "",
             "" if f.mean_acceptance_length is None else f"{f.mean_acceptance_length:.2f}",
-            "" if f.draft_share is None else f"{f.draft_share:.0%}", f.peak_memory >> 20, speed,
-        )  # fmt: skip
-        lines.append("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")
-    return f"<table>{''.join(lines)}</table>"
+            "" if f.draft_share is None else f"{f.draft_share:.0%}", f.peak_memory >> 20, speed, by_drafts,
+        ))  # fmt: skip
+    return _rows(heads, lines)
 
 
 def _svg(body: str, height: int = HEIGHT) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from truedraft.cli._models import DTYPES, load
 from truedraft.cli._text import waiting
@@ -20,13 +20,22 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from truedraft.bench.compare import Figures, Side
+    from truedraft.bench.oracle import Attained
     from truedraft.bench.roofline import Machine, Row
     from truedraft.bench.workloads import Workload
 
 DRAFTS = ["prompt-lookup", "llma"]
+ASSISTANTS = {"nano": "nano-draft"}
+# what the two measurements that are no comparison do not use
+UNUSED = {
+    "oracle": ("draft", "limit", "batch", "temperature", "seed", "control", "baselines", "assistant"),
+    "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
+                 "baselines", "assistant"),
+}  # fmt: skip
 
 
 def bench(
+    context: Context,
     model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
     draft: Annotated[list[str] | None, Option(help="A drafter, or `name:knob=value`; may be repeated.")] = None,
     prompts: Annotated[
@@ -39,7 +48,10 @@ def bench(
     rounds: Annotated[int, Option(help="Turns that every way takes.")] = 5,
     seed: Annotated[int, Option(help="Of torch, where temperature is not 0.")] = 0,
     control: Annotated[str, Option(help="How much is drafted (see `truedraft methods`).")] = "cost",
-    baselines: Annotated[bool, Option(help="Also transformers' own prompt lookup (batch 1, greedy).")] = True,
+    baselines: Annotated[bool, Option(help="Also transformers' own prompt lookup and assisted decoding.")] = True,
+    assistant: Annotated[
+        str | None, Option(help="The model that drafts for transformers' assisted decoding; for nano, nano-draft.")
+    ] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     oracle: Annotated[bool, Option(help="Known answers drafted at set rates: attained against theory.")] = False,
     roofline: Annotated[bool, Option(help="Only passes by width, against bandwidth and multiply rate.")] = False,
@@ -58,23 +70,26 @@ def bench(
         raise Refused(f"--temperature {min(temperature or ())} must not be negative")
     if dtype not in DTYPES:
         raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    asked = [mode for mode, wanted in (("oracle", oracle), ("roofline", roofline)) if wanted]
+    _refuse_unused(context, asked)
     todo = _workloads(prompts, limit, max_new_tokens)
     with waiting("loading the model") as say:
         loaded, tokenizer = load(model, dtype)
         machine, rows = _roofline(loaded) if roofline or html else (None, [])
         figures: list[Figures] = []
-        attained: list[dict[str, Any]] = []
+        attained: list[Attained] = []
         if oracle:
             from truedraft.bench.oracle import attain
 
-            attained = attain(loaded, tokenizer, todo, say)
+            attained = attain(loaded, tokenizer, todo, say, rounds)
         elif not roofline:
             from truedraft.bench.compare import compare
 
+            theirs = _baselines(model, assistant, loaded, dtype) if baselines else []
             for temp in temperature or [0.0]:
                 for size in batch or [1]:
-                    extra = baselines and size == 1 and temp == 0
-                    sides = _sides(loaded, tokenizer, draft or DRAFTS, control, extra)
+                    alone = size == 1 and temp == 0  # the only place where transformers promises the same tokens
+                    sides = _sides(loaded, tokenizer, draft or DRAFTS, control, theirs if alone else [])
                     for workload in todo:
                         figures += compare(
                             sides, workload, tokenizer, loaded.device, size, rounds, temp, seed, progress=say
@@ -84,14 +99,14 @@ def bench(
         "dtype": str(loaded.dtype),
         "machine": _machine(),
         "figures": [asdict(f) for f in figures],
-        "oracle": attained,
+        "oracle": [{**asdict(a), "share": a.share} for a in attained],
         "roofline": [{**asdict(row), "attained": row.attained} for row in rows],
     }
     if html is not None:
         from truedraft.bench.page import page
 
         about = [f"{model}, {loaded.dtype}, {_machine()}", f"{rounds} rounds, medians with 95 % intervals."]
-        _write(html, page(f"truedraft bench: {model}", about, figures, machine, rows))
+        _write(html, page(f"truedraft bench: {model}", about, figures, machine, rows, attained))
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -106,13 +121,31 @@ def _workloads(prompts: Sequence[Path] | None, limit: int, tokens: int | None) -
     return [Workload(w.name, w.items[:limit], tokens or w.tokens) for w in found]
 
 
-def _sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, baselines: bool) -> list[Side]:
+def _refuse_unused(context: Context, modes: Sequence[str]) -> None:
+    """Raises Refused for an option that none of the measurements asked for uses."""
+    unused = set.intersection(*(set(UNUSED[mode]) for mode in modes)) if modes else set()
+    for name in sorted(unused):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flags = " and ".join(f"--{mode}" for mode in modes)
+            raise Refused(f"--{name.replace('_', '-')} has no meaning beside {flags}: leave one of them out")
+
+
+def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list[Side]:
+    """transformers' own ways of speculating."""
+    from truedraft.bench.compare import transformers_side
+
+    found = [transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10)]
+    if drafting := assistant or ASSISTANTS.get(name):
+        found.append(transformers_side("transformers assisted", model, assistant_model=load(drafting, dtype)[0]))
+    return found
+
+
+def _sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, baselines: Sequence[Side]) -> list[Side]:
     from truedraft import accelerate
     from truedraft.bench.compare import transformers_side, truedraft_side
 
-    sides = [transformers_side("transformers", model)]
-    if baselines:
-        sides.append(transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10))
+    sides = [transformers_side("transformers", model), *baselines]
     sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None)))
     for draft in drafts:
         fast = accelerate(model, tokenizer, draft=draft, control=control)
@@ -155,7 +188,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _print(
-    figures: Sequence[Figures], attained: Sequence[dict[str, Any]], machine: Machine | None, rows: Sequence[Row]
+    figures: Sequence[Figures], attained: Sequence[Attained], machine: Machine | None, rows: Sequence[Row]
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -175,8 +208,8 @@ def _print(
             table.add_column(head)
         for a in attained:
             table.add_row(
-                a["workload"], f"{a['rate']:g}", str(a["drafted"]), f"{a['mean_acceptance_length']:.2f}",
-                f"{a['theory']:.2f}x", f"{a['attained']:.2f}x", f"{a['share']:.0%}",
+                a.workload, f"{a.rate:g}", str(a.drafted), f"{a.mean_acceptance_length:.2f}", f"{a.theory:.2f}x",
+                f"{a.attained:.2f}x", f"{a.share:.0%}",
             )  # fmt: skip
         console.print(table)
     if rows and machine is not None:
