@@ -1,6 +1,7 @@
 """The compiled pass against the model's own forward, by width, and both against what this machine allows.
 
     python benchmarks/runtime.py                  # random Llamas of 0.1 B and 0.5 B parameters, fp32 and bf16
+    python benchmarks/runtime.py --weights int8 int4    # quantised by torchao
     python benchmarks/runtime.py MODEL --json OUT
 
 Targets take turns within one run; figures are medians. Read the ratios, not the milliseconds.
@@ -9,7 +10,9 @@ Targets take turns within one run; figures are medians. Read the ratios, not the
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from truedraft.bench.roofline import WIDTHS, measure_machine, measure_passes, roofline
+from truedraft.runtime.quantize import quantize
 from truedraft.targets.decoder import DecoderTarget
 
 SIZES = {
@@ -27,6 +31,21 @@ SIZES = {
     "0.5 B": dict(hidden_size=1024, intermediate_size=3584, num_hidden_layers=30, num_attention_heads=16,
                   num_key_value_heads=8),
 }  # fmt: skip
+
+
+def quantised(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """A copy of it in fp32 with quantised weights."""
+    copied = copy.deepcopy(model).float()
+    quantize(copied, kind)
+    return copied
+
+
+WEIGHTS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
+    "float32": lambda model: model.float(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "int8": lambda model: quantised(model, "int8"),
+    "int4": lambda model: quantised(model, "int4"),
+}
 
 
 def models(path: str | None) -> list[tuple[str, PreTrainedModel]]:
@@ -46,18 +65,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--context", type=int, default=256, help="positions behind which passes are timed")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
-    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--weights", nargs="+", choices=[*WEIGHTS], default=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console, results = Console(width=120), []
-    for name, model in models(args.model):
-        for dtype in args.dtype:
-            model = model.to(getattr(torch, dtype))
+    for name, loaded in models(args.model):
+        for kept in args.weights:
+            model = WEIGHTS[kept](loaded)
             machine = measure_machine()
             targets = [DecoderTarget(model), DecoderTarget(model, "stock")]
             compiled, stock = measure_passes(targets, args.context, args.widths, args.rounds)
             table = Table(
-                title=f"{name} {dtype}, by {targets[0].runtime}; this machine reads {machine.bandwidth / 1e9:.0f} GB/s "
+                title=f"{name} {kept}, by {targets[0].runtime}; this machine reads {machine.bandwidth / 1e9:.0f} GB/s "
                 f"and does {machine.rate / 1e9:.0f} fp32 GFLOP/s"
             )
             for column in ("width", "floor", "bound by", "compiled", "of width 1", "attained", "transformers", "gain"):
@@ -69,7 +88,7 @@ def main() -> None:
                     f"{row.seconds / compiled[args.widths[0]]:.2f}x", f"{row.attained:.0%}",
                     f"{stock[row.width] * 1e3:.1f} ms", f"{gain:.2f}x",
                 )  # fmt: skip
-                results.append({"model": name, "dtype": dtype, **asdict(row), "transformers": stock[row.width]})
+                results.append({"model": name, "weights": kept, **asdict(row), "transformers": stock[row.width]})
             console.print(table)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

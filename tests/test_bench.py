@@ -214,6 +214,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--draft", "promt-lookup"], "prompt-lookup"),
         (["--prompts", "/nowhere.txt"], "/nowhere.txt cannot be read"),
         (["--dtype", "int3"], "--dtype int3"),
+        (["--quantize", "int3"], "--quantize int3: choose one of int8, int4"),
         (["--roofline", "--prompts", "a.txt"], "--prompts has no meaning beside --roofline"),
         (["--oracle", "--batch", "1"], "--batch has no meaning beside --oracle"),
         (["--oracle", "--roofline", "--draft", "llma"], "--draft has no meaning beside --oracle and --roofline"),

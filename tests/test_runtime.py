@@ -60,8 +60,11 @@ def one_by_one(target: DecoderTarget, tokens: list[int]) -> Tensor:
 @BOTH
 def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype: torch.dtype) -> None:
     """Alone, in a chain, in a tree, beside other rows, and as a part of a prompt: no tolerance."""
-    target = target_of(architecture, dtype)
-    for seed in range(4):
+    assert_same_bits(target_of(architecture, dtype))
+
+
+def assert_same_bits(target: DecoderTarget, seeds: int = 4) -> None:
+    for seed in range(seeds):
         rng = random.Random(seed)
         prompts = [words(rng, n) for n in (3, 17, 1, 26)]
         trees = [random_tree(rng, prompt[-1], n) for prompt, n in zip(prompts, (12, 1, 20, 5), strict=True)]

@@ -29,6 +29,7 @@ from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter, Plain
 from truedraft.engine import Engine
 from truedraft.errors import Refused
+from truedraft.runtime.quantize import quantize as quantized
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops
@@ -232,11 +233,12 @@ def accelerate(
     control: str | Control = "cost",
     runtime: str = "auto",
     strict: bool = False,
+    quantize: str | None = None,
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, and says what the model alone would have said.
 
     Args:
-        model: a decoder language model of `transformers`, in eval mode; it is not changed.
+        model: a decoder language model of `transformers`, in eval mode; it is not changed, unless `quantize` is given.
         tokenizer: needed only where text is (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), or None
             for plain decoding; "auto" needs no training and uses references where they are given.
@@ -247,10 +249,15 @@ def accelerate(
             model's own forward.
         strict: refuse where a pass could depend on how many tokens it verifies (floating point rounds differently at
             different widths); with the compiled pass it cannot.
+        quantize: "int8" or "int4" quantises the weights of the model itself, by torchao: fewer bytes to read, another
+            model. What is said is then exactly what the quantised model says, and `model.generate` says it too.
 
     Raises:
-        Refused: the model cannot be hosted exactly, or not strictly, or a name is unknown.
+        Refused: the model cannot be hosted exactly, or not strictly or quantised, or a name is unknown.
     """
+    if quantize is not None:
+        check_hosted(model)
+        quantized(model, quantize)
     return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
 
 

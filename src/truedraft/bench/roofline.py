@@ -14,6 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from truedraft.runtime.weights import stored
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree, Prompt
 
@@ -76,11 +77,12 @@ def roofline(target: DecoderTarget, machine: Machine, seconds: dict[int, float],
     model, c = target.model, target.config
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     tied = model.get_output_embeddings().weight is table
-    weights = sum(p.numel() for p in model.parameters()) - (0 if tied else table.numel())
+    read = [p for p in model.parameters() if tied or p is not table]
+    weights = sum(p.numel() for p in read)
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv = 2 * len(target.layer_types) * context * heads * size
-    bytes_read = (weights + kv) * target.dtype.itemsize
+    bytes_read = sum(map(stored, read)) + kv * target.dtype.itemsize
     attention = 4 * len(target.layer_types) * context * c.num_attention_heads * size
     rows = []
     for width, taken in seconds.items():

@@ -16,18 +16,24 @@ if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KINDS = ("int8", "int4")
 
 
-def load(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    name: str, dtype: str = "auto", quantize: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder language model in eval mode and its tokenizer, set up for generation.
 
-    Embedded models run on the CPU, in float32 unless told otherwise; others on the GPU where there is one.
+    Embedded models run on the CPU, in float32 unless told otherwise; others on the GPU where there is one. The weights
+    of any can be quantised, to "int8" or "int4".
 
     Raises:
         Refused: no such model or dtype, a damaged one, or one that does not generate; the message names the argument.
     """
     if dtype not in DTYPES:
         raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    if quantize is not None and quantize not in KINDS:
+        raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
     source = _source(name)
     import huggingface_hub
     import torch
@@ -53,10 +59,15 @@ def load(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTok
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     device = "cuda" if torch.cuda.is_available() and not embedded else "cpu"
-    return model.to(device).eval(), tokenizer
+    model = model.to(device).eval()
+    if quantize is not None:
+        from truedraft.runtime.quantize import quantize as quantized
+
+        quantized(model, quantize)
+    return model, tokenizer
 
 
-def accelerated(name: str, dtype: str, draft: str, control: str = "cost") -> Accelerated:
+def accelerated(name: str, dtype: str, draft: str, control: str = "cost", quantize: str | None = None) -> Accelerated:
     """A model by name with a drafter and a control by theirs; `draft` may also be "auto" or "none".
 
     Raises:
@@ -68,7 +79,7 @@ def accelerated(name: str, dtype: str, draft: str, control: str = "cost") -> Acc
         choices: dict[str, Any] = {"auto": "auto", "none": None}  # a wrong name does not wait for a model to load
         drafter = choices[draft] if draft in choices else registry.load("drafters", draft)
         controller = registry.load("control", control)
-        return accelerate(*load(name, dtype), draft=drafter, control=controller)
+        return accelerate(*load(name, dtype, quantize), draft=drafter, control=controller)
 
 
 def _source(name: str) -> Path | str:

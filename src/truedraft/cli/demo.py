@@ -61,6 +61,7 @@ def demo(
     draft: Annotated[str, Option(help="A drafter or `name:knob=value` (see `truedraft methods`).")] = "auto",
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt; 200 for prose, 400 for edits.")] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
 ) -> int:
     """Decode greedily with transformers alone and accelerated; show the text, the speed, whether the tokens agree.
 
@@ -73,7 +74,7 @@ def demo(
         raise Refused(f"--max-new-tokens {max_new_tokens} must be at least 1")
     todo = cases(prompt, instruction, max_new_tokens)
     console = Console(highlight=False)
-    fast = accelerated(model, dtype, draft)
+    fast = accelerated(model, dtype, draft, quantize=quantize)
     with waiting("warming up, and measuring what a pass costs here"):
         for case in todo:
             outcome = Outcome(Case(case.name, case.text, WARM_UP))

@@ -50,6 +50,7 @@ def generate(
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Another GenerationConfig field; repeatable.")
     ] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
     chat: Annotated[bool, Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     stream: Annotated[bool | None, Option(help="Show text as it comes; by default on a terminal.")] = None,
     report: Annotated[bool, Option("--report", help="Print the figures of the run on stderr.")] = False,
@@ -70,7 +71,7 @@ def generate(
     output = _output(stream, as_json, report, num_return_sequences)
     documents = [read(path, "--reference") for path in reference or ()]
     request = Request(read_prompt(prompt, file), read_settings(fields, settings or ()), documents, seed, chat)
-    fast = accelerated(model, dtype, draft, control)
+    fast = accelerated(model, dtype, draft, control, quantize)
     return output.write(fast, output.run(fast, request))
 
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime.native import Kind, Op, Pass
-from truedraft.runtime.programs import Program, Unsuited, compile_program, strangers
+from truedraft.runtime.programs import Program, compile_program, strangers
+from truedraft.runtime.weights import Unsuited, address
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
@@ -102,7 +103,7 @@ class LeanPass:
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
     def _fingerprint(self) -> list[object]:
-        return [p.data_ptr() for p in self.model.parameters()] + [strangers(self.model)]
+        return [address(p) for p in self.model.parameters()] + [strangers(self.model)]
 
     def attach(self, cache: RowCache | None) -> None:
         """Point the program at the cache of the passes that follow, made anew where weights were replaced.

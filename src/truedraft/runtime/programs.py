@@ -1,7 +1,7 @@
 """Models as lists of operations for the compiled pass: one short function per architecture.
 
 A program is made from the modules of a `transformers` model and points into their weights; nothing is copied but
-norms and biases.
+norms, biases and scales.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.runtime.native import Kind, Op
+from truedraft.runtime.weights import Unsuited, Weight, linear_weight, plain
 
 Norm = Callable[[str, str, Any], None]
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
-
-
-class Unsuited(Exception):
-    """The model has something that the compiled pass does not know; its own forward is used."""
 
 
 @dataclass
@@ -58,13 +55,26 @@ class Program:
     def buffer(self, name: str, width: int) -> None:
         self.widths[name] = max(width, self.widths.get(name, 0))
 
-    def address(self, weight: Tensor, first: int = 0) -> int:
-        """Where row `first` of a weight begins; the weight must be as the kernels read it."""
-        dtype = torch.bfloat16 if self.narrow else torch.float32
-        if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type != "cpu":
-            raise Unsuited(f"weights are not all {dtype} and contiguous on the CPU")
-        self.kept.append(weight)
-        return weight.data_ptr() + first * weight.stride(0) * weight.element_size()
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.narrow else torch.float32
+
+    def weight(self, layer: Any, rows: tuple[int, int] | None = None) -> Weight:
+        """The weight of a linear layer, or some rows of it."""
+        whole = linear_weight(layer, self.dtype)
+        return whole.part(*rows) if rows else whole
+
+    def read(self, weight: Weight) -> dict[str, Any]:
+        """The fields of an operation that say where its weight lies."""
+        self.kept.append(weight.values)
+        scales = weight.scales
+        if scales is not None and scales.ndim == 2:
+            self.kept.append(scales)
+        return dict(
+            weight=weight.values.data_ptr(), out=len(weight.values), inner=weight.values.shape[1],
+            bias=self.small(weight.bias), form=weight.form, shift=weight.group.bit_length() - 1,
+            scales=self.small(scales) if scales is None or scales.ndim == 1 else scales.data_ptr(),
+        )  # fmt: skip
 
     def small(self, vector: Tensor | None, offset: float = 0.0) -> int | None:
         """A norm or bias as fp32, padded to sixteen."""
@@ -88,12 +98,8 @@ class Program:
         scale: float = 1.0,
     ) -> None:
         """dst = layer(src), or dst += it; `rows` takes a part of a fused weight."""
-        weight, bias = plain_linear(layer)
-        first, last = rows or (0, len(weight))
         self.op(
-            Kind.LINEAR, src=src, dst=dst, weight=self.address(weight, first), out=last - first,
-            inner=weight.shape[1], bias=self.small(None if bias is None else bias[first:last]), mode=add, wait=wait,
-            scale=scale,
+            Kind.LINEAR, src=src, dst=dst, **self.read(self.weight(layer, rows)), mode=add, wait=wait, scale=scale
         )  # fmt: skip
 
     def rms_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0, once: bool = False) -> None:
@@ -152,17 +158,16 @@ class Program:
         if activation not in ACTIVATIONS:
             raise Unsuited(f"its activation is {activation}")
         if hasattr(mlp, "gate_up_proj"):
-            weight, bias = plain_linear(mlp.gate_up_proj)
-            half = len(weight) // 2
-            gate, up = (weight, bias, 0), (weight, bias, half)
+            half = len(mlp.gate_up_proj.weight) // 2
+            gate, up = self.weight(mlp.gate_up_proj, (0, half)), self.weight(mlp.gate_up_proj, (half, 2 * half))
         else:
-            gate, up = ((*plain_linear(m), 0) for m in (mlp.gate_proj, mlp.up_proj))
-            half = len(gate[0])
+            gate, up = self.weight(mlp.gate_proj), self.weight(mlp.up_proj)
+        if (gate.form, gate.group) != (up.form, up.group):
+            raise Unsuited("the weights of one feed-forward are kept in two ways")
+        second = self.read(up)
         self.op(
-            Kind.GATED, src=src, dst="g", weight=self.address(gate[0], gate[2]), second=self.address(up[0], up[2]),
-            bias=self.small(None if gate[1] is None else gate[1][:half]),
-            other_bias=self.small(None if up[1] is None else up[1][-half:]),
-            out=half, inner=gate[0].shape[1], mode=ACTIVATIONS[activation],
+            Kind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
+            other_bias=second["bias"], mode=ACTIVATIONS[activation],
         )  # fmt: skip
 
     def gate(self, activation: str) -> Callable[[Any], Any]:
@@ -192,9 +197,11 @@ class Program:
         for name in ("k", "v"):
             self.buffer(name, c.num_key_value_heads * head)
         self.buffer("g", inner)
-        self.buffer("logits", len(plain_linear(model.get_output_embeddings())[0]))
+        self.buffer("logits", len(self.weight(model.get_output_embeddings()).values))
+        table = plain(embedding.weight, self.dtype)
+        self.kept.append(table)
         self.op(
-            Kind.EMBED, dst="x", weight=self.address(embedding.weight), inner=c.hidden_size, scale=scale, mode=given_too
+            Kind.EMBED, dst="x", weight=table.data_ptr(), inner=c.hidden_size, scale=scale, mode=given_too
         )  # fmt: skip
         self.outputs.append(len(self.ops) - 1)
 
@@ -212,13 +219,6 @@ class Program:
             self.op(Kind.CAP, src="logits", dst="logits", inner=self.widths["logits"], cap=cap)
         for op in self.ops[self.head_from :]:
             op.tail = 1
-
-
-def plain_linear(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of an ordinary linear layer; raises Unsuited for anything built on one."""
-    if type(layer) is not nn.Linear:
-        raise Unsuited(f"it has a {type(layer).__name__} where a linear layer stood")
-    return layer.weight, layer.bias
 
 
 def strangers(model: Any) -> list[str]:

@@ -19,7 +19,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
 from truedraft.runtime.lean import LeanPass
-from truedraft.runtime.programs import Unsuited
+from truedraft.runtime.weights import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
 from truedraft.targets.stock import StockPass
 from truedraft.tree import DraftTree, Prompt, Scores, Taps

@@ -35,16 +35,28 @@ class Kind(enum.IntEnum):
     GATHER = 11
 
 
+class Form(enum.IntEnum):
+    """How weights are kept, in the order of `enum Form` in pass.c."""
+
+    FLOAT = 0
+    BF16 = 1
+    INT8 = 2
+    GROUPED = 3
+
+
 class Op(ctypes.Structure):
     """`Op` of pass.c, field by field."""
 
     _fields_ = [
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
         *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window")),
-        *((name, c_void_p) for name in ("weight", "second", "bias", "other_bias", "q_norm", "k_norm")),
+        *(
+            (name, c_void_p)
+            for name in ("weight", "second", "scales", "second_scales", "bias", "other_bias", "q_norm", "k_norm")
+        ),
         *((name, c_void_p) for name in ("keys", "values", "cosine", "sine")),
         *((name, c_float) for name in ("eps", "scale", "cap")),
-        ("norm_once", c_int32),
+        *((name, c_int32) for name in ("norm_once", "form", "shift")),
     ]
 
 

@@ -27,6 +27,10 @@ AVX2 IN __m256 widen8(const bf16 *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
 
+AVX2 IN __m256 widen_int8_8(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
 AVX2 IN float sum8(__m256 a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -112,8 +116,11 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #define LOAD(p) _mm256_loadu_ps(p)
 #define ZERO _mm256_setzero_ps
 #define FMA _mm256_fmadd_ps
+#define MUL _mm256_mul_ps
+#define SPREAD _mm256_set1_ps
 #define SUM sum8
 #define WIDEN widen8
+#define WIDEN_INT8 widen_int8_8
 #include "linear.inc"
 #undef SET
 #undef TARGET
@@ -122,11 +129,18 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #undef LOAD
 #undef ZERO
 #undef FMA
+#undef MUL
+#undef SPREAD
 #undef SUM
 #undef WIDEN
+#undef WIDEN_INT8
 
 AVX512 IN __m512 widen16(const bf16 *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+
+AVX512 IN __m512 widen_int8_16(const int8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
 #define SET(name) name##_avx512
@@ -136,12 +150,18 @@ AVX512 IN __m512 widen16(const bf16 *p) {
 #define LOAD(p) _mm512_loadu_ps(p)
 #define ZERO _mm512_setzero_ps
 #define FMA _mm512_fmadd_ps
+#define MUL _mm512_mul_ps
+#define SPREAD _mm512_set1_ps
 #define SUM _mm512_reduce_add_ps
 #define WIDEN widen16
+#define WIDEN_INT8 widen_int8_16
 #include "linear.inc"
 
-typedef void (*Linear)(const float *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
-static Linear linears[2] = {linear_float_avx2, linear_bf16_avx2}; /* by `narrow` */
+typedef void (*Linear)(const float *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const float *,
+                       int64_t, int);
+enum Form { FLOAT, BF16, INT8, GROUPED }; /* of weights: GROUPED are int8 with a scale for every few of a row */
+static Linear linears[4] = {linear_float_avx2, linear_bf16_avx2, linear_int8_avx2, linear_grouped_avx2};
+static const int64_t size_of[4] = {4, 2, 1, 1};
 
 /* ---------------------------------------------------------------- the list of operations */
 
@@ -151,18 +171,21 @@ typedef struct {
   int32_t kind;
   int32_t wait;   /* the next operation needs this one's result */
   int32_t src, other, dst;
-  int32_t narrow; /* weights are bf16 and results are rounded so */
+  int32_t narrow; /* the model computes in bf16: results are rounded so */
   int32_t tail;   /* runs over the gathered nodes only */
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window;
   const void *weight, *second;          /* LINEAR, GATED, EMBED: as the model keeps them */
+  const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16 */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head) */
   const float *cosine, *sine;           /* (positions, rotary) */
   float eps, scale, cap;
   int32_t norm_once;                    /* PREPARE: the norms round once */
+  int32_t form;                         /* LINEAR, GATED: of the weights */
+  int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row */
 } Op;
 
 typedef struct {
@@ -265,15 +288,26 @@ AVX2 static void layer_norm(const Op *op, const float *x, float *y) {
   }
 }
 
+/* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BLOCK) in y. */
+AVX2 IN void product(const Op *op, const void *weight, const float *scales, const float *x, int64_t ldx, int64_t nodes,
+                     int64_t first, int64_t rows, float *y) {
+  const int64_t groups = op->form == GROUPED ? op->in >> op->shift : 0;
+  linears[op->form](x, ldx, nodes, (const char *)weight + first * op->in * size_of[op->form], rows, op->in, y, BLOCK,
+                    groups ? scales + first * groups : NULL, groups, op->shift);
+  if (op->form == INT8)
+    for (int64_t m = 0; m < nodes; m++)
+      for (int64_t r = 0; r < rows; r += L)
+        _mm256_storeu_ps(y + m * BLOCK + r,
+                         _mm256_mul_ps(_mm256_loadu_ps(y + m * BLOCK + r), _mm256_loadu_ps(scales + first + r)));
+}
+
 /* Rows [first, first + rows) of the weights over the nodes [m0, m0 + nodes), with what follows the product. */
 AVX2 static void linear(const Op *op, const Pass *pass, int64_t first, int64_t rows, int64_t m0, int64_t nodes) {
-  const int64_t size = op->narrow ? 2 : 4, skip = first * op->in * size;
   const float *x = ROW(op->src, m0);
   const int64_t ldx = pass->stride[op->src], ldy = pass->stride[op->dst];
   float one[CHUNK * BLOCK], two[CHUNK * BLOCK], *dst = ROW(op->dst, m0) + first;
-  linears[op->narrow](x, ldx, nodes, (const char *)op->weight + skip, rows, op->in, one, BLOCK);
-  if (op->kind == GATED)
-    linears[op->narrow](x, ldx, nodes, (const char *)op->second + skip, rows, op->in, two, BLOCK);
+  product(op, op->weight, op->scales, x, ldx, nodes, first, rows, one);
+  if (op->kind == GATED) product(op, op->second, op->second_scales, x, ldx, nodes, first, rows, two);
   for (int64_t m = 0; m < nodes; m++) {
     float *y = dst + m * ldy;
     for (int64_t r = 0; r < rows; r += L) {
@@ -580,7 +614,9 @@ int truedraft_choose(int wanted) {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || wanted < 2) return 0;
   const int wide = wanted >= 5 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  linears[0] = wide ? linear_float_avx512 : linear_float_avx2;
-  linears[1] = wide ? linear_bf16_avx512 : linear_bf16_avx2;
+  linears[FLOAT] = wide ? linear_float_avx512 : linear_float_avx2;
+  linears[BF16] = wide ? linear_bf16_avx512 : linear_bf16_avx2;
+  linears[INT8] = wide ? linear_int8_avx512 : linear_int8_avx2;
+  linears[GROUPED] = wide ? linear_grouped_avx512 : linear_grouped_avx2;
   return wide ? 5 : 2;
 }

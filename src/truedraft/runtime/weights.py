@@ -1,0 +1,103 @@
+"""Weights of linear layers as the compiled pass reads them: where torch or torchao keeps them, nothing packed.
+
+Read are plain fp32 and bf16 matrices, and torchao's weight-only int8 (one scale per row) and grouped integers of up to
+eight bits (a scale for every few weights of a row), symmetric in both cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from truedraft.runtime.native import Form
+
+
+class Unsuited(Exception):
+    """The model has something that the compiled pass does not know; its own forward is used."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A linear layer: what its output is made from.
+
+    values: (out, in), in the model's dtype or int8.
+    scales: what rows of int8 are multiplied by, fp32: (out,), or (out, in / group); None for plain weights.
+    bias: (out,), or None.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+
+    def part(self, first: int, last: int) -> Weight:
+        """Some rows of it."""
+        scales, bias = (None if t is None else t[first:last] for t in (self.scales, self.bias))
+        return Weight(self.values[first:last], scales, bias)
+
+    @property
+    def form(self) -> Form:
+        if self.scales is None:
+            return Form.BF16 if self.values.dtype == torch.bfloat16 else Form.FLOAT
+        return Form.INT8 if self.scales.ndim == 1 else Form.GROUPED
+
+    @property
+    def group(self) -> int:
+        """How many weights of a row share a scale."""
+        return self.values.shape[1] // (1 if self.scales is None or self.scales.ndim == 1 else self.scales.shape[1])
+
+
+def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
+    """The weight of an ordinary linear layer of a model of `dtype`.
+
+    Raises:
+        Unsuited: it is something built on a linear layer, or is not kept as the kernels read it.
+    """
+    if type(layer) is not nn.Linear:
+        raise Unsuited(f"it has a {type(layer).__name__} where a linear layer stood")
+    weight = layer.weight
+    if type(weight).__module__.startswith("torchao."):
+        return Weight(*_integers(weight), layer.bias)
+    return Weight(plain(weight, dtype), None, layer.bias)
+
+
+def plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight itself, where it is a matrix of `dtype` as torch keeps it on the CPU."""
+    if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type != "cpu":
+        raise Unsuited(f"weights are not all {dtype} and contiguous on the CPU")
+    return weight
+
+
+def _integers(weight: Any) -> tuple[Tensor, Tensor]:
+    kind = type(weight).__name__
+    values, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+    block = tuple(getattr(weight, "block_size", ()))
+    if values is None or scales is None or values.dtype != torch.int8 or len(block) != 2 or block[0] != 1:
+        raise Unsuited(f"the compiled pass does not read torchao's {kind}")
+    if any(getattr(weight, name, None) is not None for name in ("act_quant_kwargs", "activation_quantization")):
+        raise Unsuited("its activations are quantised too")
+    if getattr(weight, "act_pre_scale", None) is not None:
+        raise Unsuited("its activations are scaled first")
+    zero = getattr(weight, "zero_point", None)
+    if zero is not None and zero.any():
+        raise Unsuited("its integers are not symmetric around zero")
+    if not values.is_contiguous() or values.device.type != "cpu":
+        raise Unsuited("weights are not all contiguous on the CPU")
+    width, group = values.shape[1], block[1]
+    if group < width and (group & (group - 1) or group < 16 or width % group):
+        raise Unsuited(f"its groups of {group} weights are no power of two from 16 on")
+    scales = scales.float()
+    return values, scales.flatten() if group >= width else scales.contiguous()
+
+
+def address(weight: Any) -> int:
+    """Where a parameter lies, quantised or not: another one after it was replaced."""
+    return getattr(weight, "qdata", weight).data_ptr()
+
+
+def stored(weight: Any) -> int:
+    """Bytes that a pass reads for a parameter, scales included."""
+    parts = [weight.qdata, weight.scale] if hasattr(weight, "qdata") else [weight]
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -1,0 +1,101 @@
+"""Quantised weights: read as torchao keeps them, the quantised model is the target, what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+import truedraft
+from models import ARCHITECTURES, ragged, tiny
+from test_runtime import assert_same_bits
+from truedraft import Refused
+from truedraft.cli import main
+from truedraft.cli._models import load
+from truedraft.runtime import native
+from truedraft.runtime.quantize import KINDS, quantize
+from truedraft.targets.decoder import DecoderTarget
+
+quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+compiled = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+EVERY = pytest.mark.parametrize("architecture", ["llama", "phi3", "starcoder2"])  # apart, fused, without a gate
+
+
+def fresh(architecture: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny model wide enough for several groups in a row."""
+    torch.manual_seed(11)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture](**{**ARCHITECTURES[architecture], **sizes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(3.0)
+    return model.to(dtype).eval()
+
+
+@compiled
+@EVERY
+@BOTH
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_weights_are_read_where_they_are(architecture: str, dtype: torch.dtype, kind: str) -> None:
+    """The forward of torchao's own layers but for rounding, and the same bits at any width."""
+    model = fresh(architecture, dtype)
+    before = model(torch.arange(20)[None]).logits
+    quantize(model, kind)
+    target = DecoderTarget(model)
+    assert target.why_stock is None and target.runtime == "compiled pass"
+    assert_same_bits(target, seeds=1)
+    ids = torch.arange(20)[None]
+    stock = model(ids).logits.float()
+    assert not torch.equal(stock, before.float())
+    target.reserve(1, 32)
+    read = target.prefill([truedraft.tree.Prompt(ids[0])]).logits
+    tolerance = 2e-5 if dtype == torch.float32 else 0.1
+    assert (read[0, 0] - stock[0, -1]).abs().max() < tolerance * stock.std()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
+def test_what_is_said_is_what_the_quantised_model_says(kind: str, sample: bool) -> None:
+    model = fresh()
+    fast = truedraft.accelerate(model, control="fixed", quantize=kind)
+    given = dict(**ragged(model, 5), max_new_tokens=40, do_sample=sample, pad_token_id=0)
+    torch.manual_seed(3)
+    plain = model.generate(**given)
+    torch.manual_seed(3)
+    assert torch.equal(fast.generate(**given), plain)
+
+
+def test_quantised_activations_go_through_the_model_s_own_forward() -> None:
+    model = fresh()
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    target = DecoderTarget(model)
+    assert target.why_stock is not None and (native.library() is None or "activations" in target.why_stock)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_takes_it(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = load("nano", quantize=kind)
+    assert type(model.lm_head.weight).__module__.startswith("torchao.")
+    prompt = tokenizer("one day", return_tensors="pt")
+    expected = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert main(["generate", "nano", "one day", "--max-new-tokens", "24", "--json", "--quantize", kind]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == expected.tolist()
+
+
+def test_what_cannot_be_quantised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match="choose one of int8, int4"):
+        truedraft.accelerate(fresh(), quantize="int3")
+    with pytest.raises(Refused, match="reads 48 numbers"):
+        quantize(tiny("llama", torch.float32), "int4")
+    model = fresh()
+    quantize(model, "int8")
+    with pytest.raises(Refused, match="quantised already"):
+        truedraft.accelerate(model, quantize="int8")
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(Refused, match=r"pip install 'truedraft\[quantize\]'"):
+        quantize(fresh(), "int8")
