@@ -308,23 +308,13 @@ def test_first_difference():
 
 def test_demo_prompts(tmp_path, capsys):
     story, edit = demo.cases(None, None, None)
-    source, _, rest = edit.text.partition("<|edit|>")
+    instruction, _, source = edit.text.removeprefix("<|edit|>").removesuffix("<|result|>").partition("\n")
     assert (story.tokens, edit.tokens) == (200, 400)
-    assert ast.parse(source) and 25 <= source.count("\n") + 1 <= 40 and rest.endswith("<|result|>")
+    assert ast.parse(source) and 25 <= source.count("\n") + 1 <= 40 and instruction == "Rename total to amount."
     (tmp_path / "a.py").write_text("x = 1\n")
-    assert demo.cases(tmp_path / "a.py", "Rename x to y.", 7)[0].text == "x = 1<|edit|>Rename x to y.<|result|>"
+    assert demo.cases(tmp_path / "a.py", "Rename x to y.", 7)[0].text == "<|edit|>Rename x to y.\nx = 1<|result|>"
     assert "--instruction needs --prompt" in refused(capsys, "demo", "--instruction", "Rename x to y.")
     assert "--prompt nowhere.py" in refused(capsys, "demo", "--prompt", "nowhere.py")
-
-
-def test_edit_prompt_is_what_nano_was_trained_on():
-    path = Path(__file__).parent.parent / "tools" / "train_nano.py"
-    tree = ast.parse(path.read_text())
-    names = {"END, EDIT, RESULT", "edit_prompt"}
-    kept = [n for n in tree.body if getattr(n, "name", None) in names or ast.unparse(n).startswith("END, EDIT, RESULT")]
-    scope: dict = {}
-    exec(compile(ast.Module(kept, []), path, "exec"), scope)
-    assert scope["edit_prompt"]("a", "b") == demo.edit_prompt("a", "b")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -34,6 +34,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from truedraft.assets import edit_prompt
+
 END, EDIT, RESULT = "<|end|>", "<|edit|>", "<|result|>"
 WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{space}\p{{L}}+|\p{{N}}|_"
 REST = r"| ?[^\s\p{L}\p{N}_]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -186,10 +188,6 @@ class Edits:
 
 
 KEPT = {"self", "cls", "None", "True", "False"} | set(dir(__builtins__))
-
-
-def edit_prompt(text: str, instruction: str) -> str:
-    return f"{EDIT}{instruction}\n{text}{RESULT}"
 
 
 # ---------------------------------------------------------------- corpus
@@ -520,8 +518,8 @@ trained at a context of {context}), embedded in truedraft so that its demo, test
 It writes small stories and Python, and tries simple edits of a text: renaming, fixing typos, removing comments. It is
 a toy: do not expect facts or working code.
 
-An edit is asked for as `TEXT<|edit|>INSTRUCTION<|result|>`, for instance `Rename total to amount.`,
-`Fix the typos.` or `Remove the comments.`; the answer ends with `<|end|>`.
+An edit is asked for as `<|edit|>INSTRUCTION`, a new line, `TEXT<|result|>`, for instance with `Rename total to
+amount.`, `Fix the typos.` or `Remove the comments.`; the answer ends with `<|end|>`.
 
 ## Data
 

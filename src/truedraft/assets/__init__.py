@@ -32,3 +32,8 @@ def path(name: str) -> Path:
 def prompt(name: str) -> str:
     """The text of one of the demo's prompts, without its final newline."""
     return (ROOT / "prompts" / name).read_text(encoding="utf-8").removesuffix("\n")
+
+
+def edit_prompt(text: str, instruction: str) -> str:
+    """An editing task as `nano` has learnt to read it."""
+    return f"<|edit|>{instruction}\n{text}<|result|>"

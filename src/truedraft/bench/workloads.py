@@ -39,7 +39,7 @@ def embedded() -> list[Workload]:
     stories = assets.prompt("stories.txt").strip().split("\n\n")
     code = assets.prompt("edit.py.txt")
     edits = [
-        Item(f"{code}<|edit|>{instruction}<|result|>", (code,))
+        Item(assets.edit_prompt(code, instruction), (code,))
         for instruction in assets.prompt("edit_instructions.txt").strip().split("\n")
     ]
     return [Workload("story", tuple(Item(s) for s in stories)), Workload("edit", tuple(edits), 300)]

@@ -100,19 +100,14 @@ def cases(prompt: Path | None, instruction: str | None, tokens: int | None) -> l
     if prompt is None:
         if instruction is not None:
             raise Refused("--instruction needs --prompt FILE, the text to edit")
-        edit = edit_prompt(assets.prompt("edit.py.txt"), assets.prompt("edit_instruction.txt"))
+        edit = assets.edit_prompt(assets.prompt("edit.py.txt"), assets.prompt("edit_instruction.txt"))
         return [Case("story", assets.prompt("story.txt"), tokens or 200), Case("edit", edit, tokens or 400)]
     text = read(prompt, "--prompt").removesuffix("\n")
     if not text:
         raise Refused(f"--prompt {prompt}: the file is empty")
     if instruction is not None:
-        return [Case(prompt.name, edit_prompt(text, instruction), tokens or 400)]
+        return [Case(prompt.name, assets.edit_prompt(text, instruction), tokens or 400)]
     return [Case(prompt.name, text, tokens or 200)]
-
-
-def edit_prompt(text: str, instruction: str) -> str:
-    """An editing task as nano has learnt to read it (`tools/train_nano.py`)."""
-    return f"{text}<|edit|>{instruction}<|result|>"
 
 
 def run(fast: Accelerated, case: Case, console: Console) -> Outcome:
