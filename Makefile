@@ -12,21 +12,28 @@ demo: $(VENV)/ready
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
 
-lint: $(VENV)/ready
+lint: $(VENV)/dev
 	$(BIN)/ruff format --check -q .
 	$(BIN)/ruff check -q .
 	$(BIN)/mypy
 	$(BIN)/python tools/docs.py --check
 
-real: $(VENV)/ready
+real: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/generate.py
 
-$(VENV)/ready: pyproject.toml setup.py constraints.txt $(wildcard src/truedraft/runtime/native/*.c src/truedraft/runtime/native/*.inc)
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+NATIVE = $(wildcard src/truedraft/runtime/native/*.c src/truedraft/runtime/native/*.inc)
+
+$(VENV)/ready: pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) .
+	touch $@
+
+$(VENV)/dev: $(VENV)/ready
+	$(INSTALL) '.[dev]'
 	touch $@
 
 clean:

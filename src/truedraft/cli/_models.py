@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ def load(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
+    for chatty in ("torchao", "torch.utils._pytree"):  # loaded by transformers wherever torchao is installed
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     embedded = name in assets.names()
     options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
     try:
