@@ -36,16 +36,17 @@ def load(
     if quantize is not None and quantize not in KINDS:
         raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
     source = _source(name)
-    import huggingface_hub
     import torch
+
+    for chatty in ("torchao", "torch.utils._pytree"):  # transformers loads it wherever torchao is installed
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    import huggingface_hub
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
-    for chatty in ("torchao", "torch.utils._pytree"):  # loaded by transformers wherever torchao is installed
-        logging.getLogger(chatty).setLevel(logging.ERROR)
     embedded = name in assets.names()
     options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
     try:
