@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from truedraft.accelerated import Accelerated
 
+for chatty in ("torchao", "torch.utils._pytree"):  # transformers loads torchao wherever it is installed
+    logging.getLogger(chatty).setLevel(logging.ERROR)
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KINDS = ("int8", "int4")
 
@@ -36,11 +39,8 @@ def load(
     if quantize is not None and quantize not in KINDS:
         raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
     source = _source(name)
-    import torch
-
-    for chatty in ("torchao", "torch.utils._pytree"):  # transformers loads it wherever torchao is installed
-        logging.getLogger(chatty).setLevel(logging.ERROR)
     import huggingface_hub
+    import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
