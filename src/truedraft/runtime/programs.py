@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.runtime.native import Kind, Op
-from truedraft.runtime.weights import Unsuited, Weight, linear_weight, plain
+from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight, padded, plain
 
 Norm = Callable[[str, str, Any], None]
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
@@ -66,24 +66,16 @@ class Program:
 
     def read(self, weight: Weight) -> dict[str, Any]:
         """The fields of an operation that say where its weight lies."""
-        self.kept.append(weight.values)
-        scales = weight.scales
-        if scales is not None and scales.ndim == 2:
-            self.kept.append(scales)
-        return dict(
-            weight=weight.values.data_ptr(), out=len(weight.values), inner=weight.values.shape[1],
-            bias=self.small(weight.bias), form=weight.form, shift=weight.group.bit_length() - 1,
-            scales=self.small(scales) if scales is None or scales.ndim == 1 else scales.data_ptr(),
-        )  # fmt: skip
+        kept, given = fields(weight)
+        self.kept += kept
+        return given
 
     def small(self, vector: Tensor | None, offset: float = 0.0) -> int | None:
         """A norm or bias as fp32, padded to sixteen."""
         if vector is None:
             return None
-        padded = torch.zeros((len(vector) + 15) // 16 * 16)
-        padded[: len(vector)] = vector.detach().float() + offset
-        self.kept.append(padded)
-        return padded.data_ptr()
+        self.kept.append(padded(vector, offset))
+        return self.kept[-1].data_ptr()
 
     # ------------------------------------------------------------ the parts that models share
 

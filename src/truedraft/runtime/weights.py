@@ -63,6 +63,25 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
     return Weight(plain(weight, dtype), None, layer.bias)
 
 
+def fields(weight: Weight) -> tuple[list[Tensor], dict[str, Any]]:
+    """The fields of an operation that say where a weight lies, and what must be kept for as long as they are used."""
+    bias = None if weight.bias is None else padded(weight.bias)
+    scales = weight.scales if weight.scales is None or weight.scales.ndim == 2 else padded(weight.scales)
+    kept = [t for t in (weight.values, bias, scales) if t is not None]
+    return kept, dict(
+        weight=weight.values.data_ptr(), out=len(weight.values), inner=weight.values.shape[1], form=weight.form,
+        bias=None if bias is None else bias.data_ptr(), scales=None if scales is None else scales.data_ptr(),
+        shift=weight.group.bit_length() - 1,
+    )  # fmt: skip
+
+
+def padded(vector: Tensor, offset: float = 0.0) -> Tensor:
+    """A norm, bias or scales as fp32, with zeros behind up to a multiple of sixteen."""
+    result = torch.zeros((len(vector) + 15) // 16 * 16)
+    result[: len(vector)] = vector.detach().float() + offset
+    return result
+
+
 def plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight itself, where it is a matrix of `dtype` as torch keeps it on the CPU."""
     if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type != "cpu":

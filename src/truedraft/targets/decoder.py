@@ -21,7 +21,7 @@ from truedraft.errors import Refused
 from truedraft.runtime.lean import LeanPass
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
-from truedraft.targets.stock import StockPass
+from truedraft.targets.stock import LinearsPass, StockPass
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 
@@ -60,8 +60,15 @@ class DecoderTarget:
             try:
                 return LeanPass(self.model), None
             except Unsuited as why:
-                return StockPass(self.model, self.layer_types, self.window), str(why)
+                return self._forward(), str(why)
         return StockPass(self.model, self.layer_types, self.window), None
+
+    def _forward(self) -> StockPass:
+        """The model's own forward, its linear layers by compiled code where there is any."""
+        try:
+            return LinearsPass(self.model, self.layer_types, self.window)
+        except Unsuited:
+            return StockPass(self.model, self.layer_types, self.window)
 
     @property
     def runtime(self) -> str:
@@ -79,7 +86,7 @@ class DecoderTarget:
         try:
             self.runner.attach(cache)
         except Unsuited as why:  # the model was changed since
-            self.runner, self.why_stock = StockPass(self.model, self.layer_types, self.window), str(why)
+            self.runner, self.why_stock = self._forward(), str(why)
             self.runner.attach(cache)
 
     @property
@@ -190,10 +197,10 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
     try:
         check_exact(target)
     except Refused:
-        if isinstance(target.runner, StockPass):
+        if type(target.runner) is StockPass:
             raise
         target = DecoderTarget(model, "stock")
-        target.why_stock = "the compiled pass did not reproduce the model's forward"
+        target.why_stock = "compiled code did not reproduce the model's forward"
         check_exact(target)
     if strict and isinstance(target.runner, StockPass):
         why = target.why_stock or "runtime='stock' was asked for"

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
+from truedraft.runtime.linears import Linears
+from truedraft.runtime.weights import Unsuited
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 
@@ -128,3 +130,27 @@ class StockPass:
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill_(
             ~seen, torch.finfo(self.model.dtype).min
         )
+
+
+class LinearsPass(StockPass):
+    """The model's own forward with its linear layers by compiled code.
+
+    Raises:
+        Unsuited: there is no compiled code here, or no layer that it would compute.
+    """
+
+    name = "transformers forward with compiled linear layers"
+
+    def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
+        super().__init__(model, layer_types, window)
+        self._linears = Linears(model)
+        if not self._linears.attach():
+            raise Unsuited("there are no linear layers for compiled code")
+        self._linears.detach()
+
+    def attach(self, cache: RowCache | None) -> None:
+        super().attach(cache)
+        if cache is None:
+            self._linears.detach()
+        else:
+            self._linears.attach()

@@ -92,6 +92,8 @@ def library() -> ctypes.CDLL | None:
         return None
     lib.truedraft_pass.argtypes = [POINTER(Op), c_int64, POINTER(Pass), c_int64, c_int32]
     lib.truedraft_pass.restype = c_int32
+    lib.truedraft_linear.argtypes = [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]
+    lib.truedraft_linear.restype = c_int32
     lib.truedraft_choose.argtypes = [c_int32]
     lib.truedraft_layout.restype = c_int64
     if lib.truedraft_layout() != ctypes.sizeof(Op) * 65536 + ctypes.sizeof(Pass):

@@ -572,15 +572,11 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
   }
 }
 
-/* Returns 0; 1 where there was no memory, 2 for a token and 3 for a place out of range: nothing was done then. */
-int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share, int threads) {
+/* Returns 0, or 1 where there was no memory: nothing was done then. */
+static int run(const Op *ops, int64_t count, const Pass *pass, int64_t share, int threads) {
   const size_t each = (size_t)(share * MANY) * (size_t)((pass->longest + 15) / 16 * 16);
-  for (int64_t i = 0; i < pass->nodes; i++) {
-    if (!pass->embeds && (pass->token[i] < 0 || pass->token[i] >= pass->vocabulary)) return 2;
-    if (pass->place[i] < 0 || pass->place[i] >= pass->capacity || pass->position[i] >= pass->capacity) return 3;
-  }
   Counter *counters = aligned_alloc(64, sizeof(Counter) * (size_t)(count * threads));
-  float *scratch = aligned_alloc(64, sizeof(float) * each * (size_t)threads);
+  float *scratch = aligned_alloc(64, sizeof(float) * (each + 16) * (size_t)threads);
   if (!counters || !scratch) {
     free(counters);
     free(scratch);
@@ -603,6 +599,23 @@ int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share
   free(counters);
   free(scratch);
   return 0;
+}
+
+/* Returns 0; 1 where there was no memory, 2 for a token and 3 for a place out of range: nothing was done then. */
+int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share, int threads) {
+  for (int64_t i = 0; i < pass->nodes; i++) {
+    if (!pass->embeds && (pass->token[i] < 0 || pass->token[i] >= pass->vocabulary)) return 2;
+    if (pass->place[i] < 0 || pass->place[i] >= pass->capacity || pass->position[i] >= pass->capacity) return 3;
+  }
+  return run(ops, count, pass, share, threads);
+}
+
+/* One linear layer alone: rows of x to rows of y. op->in and both strides are multiples of 16. */
+int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int threads) {
+  float *buffer[2] = {(float *)x, y};
+  const int64_t stride[2] = {op->in, op->out};
+  const Pass pass = {.nodes = nodes, .buffer = buffer, .stride = stride};
+  return run(op, 1, &pass, 0, threads);
 }
 
 /* How large the structures are, so that a stale build is found out. */

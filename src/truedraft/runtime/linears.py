@@ -1,0 +1,81 @@
+"""The linear layers of any model by compiled code, for models whose whole pass has no program.
+
+While attached, the forward of each plain linear layer (torch's, or one quantised by torchao) is the compiled product;
+everything else is the model's own. Detached, the model is as it was.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from truedraft.runtime import native
+from truedraft.runtime.native import Kind, Op
+from truedraft.runtime.weights import Unsuited, Weight, address, fields, linear_weight
+
+SMALLEST = 1 << 17  # weights of a layer for which a call is worth its few microseconds
+
+
+class Linears:
+    """Replaces the forwards of linear layers and puts them back.
+
+    Where there is no compiled code, or no layer that it knows, attaching does nothing.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._made: dict[nn.Module, tuple[int, Any]] = {}
+        self._attached: list[nn.Module] = []
+
+    def attach(self) -> int:
+        """Replace forwards; returns how many."""
+        self.detach()
+        library = native.library()
+        if library is None:
+            return 0
+        for module in self.model.modules():
+            if type(module) is nn.Linear and "forward" not in vars(module) and (made := self._forward(library, module)):
+                vars(module)["forward"] = made
+                self._attached.append(module)
+        return len(self._attached)
+
+    def detach(self) -> None:
+        """Put the forwards back."""
+        for module in self._attached:
+            del vars(module)["forward"]
+        self._attached.clear()
+
+    def _forward(self, library: Any, module: nn.Linear) -> Any:
+        where = address(module.weight)
+        if module not in self._made or self._made[module][0] != where:
+            self._made[module] = where, _compiled(library, module)
+        return self._made[module][1]
+
+
+def _compiled(library: Any, module: nn.Linear) -> Any:
+    """The compiled product of a layer as it stands, or None where there is none."""
+    dtype = module.weight.dtype
+    try:
+        weight = linear_weight(module, dtype)
+    except Unsuited:
+        return None
+    out, inner = weight.values.shape
+    if dtype not in (torch.float32, torch.bfloat16) or inner % 16 or out * inner < SMALLEST:
+        return None
+    kept, given = fields(weight)
+    op = Op(kind=Kind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
+    return partial(_product, library.truedraft_linear, module, op, weight, kept)
+
+
+def _product(run: Any, module: nn.Linear, op: Op, weight: Weight, kept: list[Tensor], x: Tensor) -> Tensor:
+    """x (..., in) to (..., out); torch's own where a gradient is wanted or x is not what the layer was made for."""
+    if torch.is_grad_enabled() or x.dtype != module.weight.dtype or x.device.type != "cpu" or not x.numel():
+        return nn.Linear.forward(module, x)
+    rows = x.reshape(-1, op.inner).float().contiguous()
+    y = torch.empty(len(rows), op.out)
+    if run(op, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()):
+        raise MemoryError("no memory for a linear layer's results")
+    return y.to(x.dtype).view(*x.shape[:-1], op.out)

@@ -1,0 +1,99 @@
+"""Compiled linear layers under models that have no program: same text, same bits at any width, put back afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import truedraft
+from models import ragged, tiny
+from truedraft.runtime import linears, native
+from truedraft.runtime.linears import Linears
+from truedraft.runtime.programs import PROGRAMS
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.stock import LinearsPass, StockPass
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+OTHERS = ["gpt_neox", "opt", "cohere", "mixtral", "qwen3_moe"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "SMALLEST", 0)
+
+
+def replaced(model: nn.Module) -> int:
+    return sum("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
+def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None:
+    assert architecture not in PROGRAMS
+    model = tiny(architecture, torch.float32)
+    fast = truedraft.accelerate(model, control="fixed")
+    assert isinstance(fast.target.runner, LinearsPass)
+    given = dict(**ragged(model, 5), max_new_tokens=30, do_sample=sample, pad_token_id=0)
+    torch.manual_seed(3)
+    plain = model.generate(**given)
+    torch.manual_seed(3)
+    seen: list[int] = []
+    assert torch.equal(fast.generate(**given, on_pass=lambda _: seen.append(replaced(model))), plain)
+    assert min(seen) > 0 and replaced(model) == 0
+    assert "compiled linear layers (there is no program for" in fast.report().runtime
+
+
+@BOTH
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_row_has_the_same_bits_at_any_width(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(80, 53, bias=bias).to(dtype)
+    x = torch.randn(200, 80, dtype=dtype)
+    with torch.no_grad():
+        expected = layer(x)
+        held = Linears(layer)
+        assert held.attach() == 1
+        whole = layer(x)
+        for width in (1, 2, 3, 7, 16, 65):
+            assert torch.equal(layer(x[:width]), whole[:width])
+        assert torch.equal(layer(x.view(2, 4, 25, 80)), whole.view(2, 4, 25, 53))
+        held.detach()
+    assert replaced(layer) == 0 and whole.dtype == dtype
+    torch.testing.assert_close(whole, expected, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-5)
+
+
+def test_gradients_are_torch_s_own_and_new_weights_are_seen() -> None:
+    layer = nn.Linear(32, 16)
+    held, x = Linears(layer), torch.randn(3, 32)
+    held.attach()
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    layer.weight = nn.Parameter(torch.zeros(16, 32))
+    held.attach()
+    with torch.no_grad():
+        assert torch.equal(layer(x), layer.bias.expand(3, 16))
+        layer.weight += 1  # in place
+        torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
+        assert layer(torch.zeros(0, 32)).shape == (0, 16)
+
+
+def test_layers_that_are_no_plain_ones_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(nn.Linear):
+        pass
+
+    assert Linears(Other(32, 32)).attach() == 0
+    assert Linears(nn.Linear(30, 32)).attach() == 0  # the kernels read sixteen numbers at a time
+    assert Linears(nn.Linear(32, 32, dtype=torch.float64)).attach() == 0
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert Linears(nn.Linear(32, 32)).attach() == 0
+    assert type(DecoderTarget(tiny("opt", torch.float32)).runner) is StockPass
+
+
+def test_stock_stays_stock() -> None:
+    model = tiny("opt", torch.float32)
+    fast = truedraft.accelerate(model, runtime="stock")
+    seen: list[int] = []
+    fast.generate(torch.tensor([[5, 6]]), max_new_tokens=4, on_pass=lambda _: seen.append(replaced(model)))
+    assert set(seen) == {0} and fast.report().runtime == "transformers forward"
