@@ -40,7 +40,9 @@ def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None
     plain = model.generate(**given)
     torch.manual_seed(3)
     seen: list[int] = []
-    assert torch.equal(fast.generate(**given, on_pass=lambda _: seen.append(replaced(model))), plain)
+    hook = model.register_forward_hook(lambda *_: seen.append(replaced(model)))
+    assert torch.equal(fast.generate(**given), plain)
+    hook.remove()
     assert min(seen) > 0 and replaced(model) == 0
     assert "compiled linear layers (there is no program for" in fast.report().runtime
 
@@ -53,13 +55,11 @@ def test_a_row_has_the_same_bits_at_any_width(dtype: torch.dtype, bias: bool) ->
     x = torch.randn(200, 80, dtype=dtype)
     with torch.no_grad():
         expected = layer(x)
-        held = Linears(layer)
-        assert held.attach() == 1
-        whole = layer(x)
-        for width in (1, 2, 3, 7, 16, 65):
-            assert torch.equal(layer(x[:width]), whole[:width])
-        assert torch.equal(layer(x.view(2, 4, 25, 80)), whole.view(2, 4, 25, 53))
-        held.detach()
+        with Linears(layer):
+            whole = layer(x)
+            for width in (1, 2, 3, 7, 16, 65):
+                assert torch.equal(layer(x[:width]), whole[:width])
+            assert torch.equal(layer(x.view(2, 4, 25, 80)), whole.view(2, 4, 25, 53))
     assert replaced(layer) == 0 and whole.dtype == dtype
     torch.testing.assert_close(whole, expected, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-5)
 
@@ -67,12 +67,12 @@ def test_a_row_has_the_same_bits_at_any_width(dtype: torch.dtype, bias: bool) ->
 def test_gradients_are_torch_s_own_and_new_weights_are_seen() -> None:
     layer = nn.Linear(32, 16)
     held, x = Linears(layer), torch.randn(3, 32)
-    held.attach()
-    layer(x).sum().backward()
+    with held:
+        layer(x).sum().backward()
     assert layer.weight.grad is not None
     layer.weight = nn.Parameter(torch.zeros(16, 32))
-    held.attach()
-    with torch.no_grad():
+    held.refresh()
+    with torch.no_grad(), held:
         assert torch.equal(layer(x), layer.bias.expand(3, 16))
         layer.weight += 1  # in place
         torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
@@ -83,11 +83,11 @@ def test_layers_that_are_no_plain_ones_are_left_alone(monkeypatch: pytest.Monkey
     class Other(nn.Linear):
         pass
 
-    assert Linears(Other(32, 32)).attach() == 0
-    assert Linears(nn.Linear(30, 32)).attach() == 0  # the kernels read sixteen numbers at a time
-    assert Linears(nn.Linear(32, 32, dtype=torch.float64)).attach() == 0
+    assert len(Linears(Other(32, 32))) == 0
+    assert len(Linears(nn.Linear(30, 32))) == 0  # the kernels read sixteen numbers at a time
+    assert len(Linears(nn.Linear(32, 32, dtype=torch.float64))) == 0
     monkeypatch.setattr(native, "library", lambda: None)
-    assert Linears(nn.Linear(32, 32)).attach() == 0
+    assert len(Linears(nn.Linear(32, 32))) == 0
     assert type(DecoderTarget(tiny("opt", torch.float32)).runner) is StockPass
 
 
@@ -95,5 +95,7 @@ def test_stock_stays_stock() -> None:
     model = tiny("opt", torch.float32)
     fast = truedraft.accelerate(model, runtime="stock")
     seen: list[int] = []
-    fast.generate(torch.tensor([[5, 6]]), max_new_tokens=4, on_pass=lambda _: seen.append(replaced(model)))
+    hook = model.register_forward_hook(lambda *_: seen.append(replaced(model)))
+    fast.generate(torch.tensor([[5, 6]]), max_new_tokens=4)
+    hook.remove()
     assert set(seen) == {0} and fast.report().runtime == "transformers forward"

@@ -1,7 +1,7 @@
 """The linear layers of any model by compiled code, for models whose whole pass has no program.
 
-While attached, the forward of each plain linear layer (torch's, or one quantised by torchao) is the compiled product;
-everything else is the model's own. Detached, the model is as it was.
+During a pass the forward of each plain linear layer (torch's, or one quantised by torchao) is the compiled product;
+everything else is the model's own, and between passes the model is as it was.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ SMALLEST = 1 << 17  # weights of a layer for which a call is worth its few micro
 
 
 class Linears:
-    """Replaces the forwards of linear layers and puts them back.
+    """Linear layers whose forwards are compiled products within a `with` block, and their own again behind it.
 
-    Where there is no compiled code, or no layer that it knows, attaching does nothing.
+    Where there is no compiled code, or no layer that it knows, the block changes nothing; `len` says how many it does.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self._made: dict[nn.Module, tuple[int, Any]] = {}
-        self._attached: list[nn.Module] = []
+        self.refresh()
 
-    def attach(self) -> int:
-        """Replace forwards; returns how many."""
-        self.detach()
+    def __len__(self) -> int:
+        return len(self._forwards)
+
+    def refresh(self) -> None:
+        """Look again at the layers: weights may have been replaced since."""
         library = native.library()
-        if library is None:
-            return 0
-        for module in self.model.modules():
-            if type(module) is nn.Linear and "forward" not in vars(module) and (made := self._forward(library, module)):
-                vars(module)["forward"] = made
-                self._attached.append(module)
-        return len(self._attached)
+        found = [(m, self._forward(library, m)) for m in self.model.modules() if library and type(m) is nn.Linear]
+        self._forwards = [(module, forward) for module, forward in found if forward is not None]
 
-    def detach(self) -> None:
-        """Put the forwards back."""
-        for module in self._attached:
+    def __enter__(self) -> None:
+        self._replaced = [(m, forward) for m, forward in self._forwards if "forward" not in vars(m)]
+        for module, forward in self._replaced:
+            vars(module)["forward"] = forward
+
+    def __exit__(self, *_: object) -> None:
+        for module, _forward in self._replaced:
             del vars(module)["forward"]
-        self._attached.clear()
 
     def _forward(self, library: Any, module: nn.Linear) -> Any:
         where = address(module.weight)

@@ -144,13 +144,14 @@ class LinearsPass(StockPass):
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         super().__init__(model, layer_types, window)
         self._linears = Linears(model)
-        if not self._linears.attach():
+        if not self._linears:
             raise Unsuited("there are no linear layers for compiled code")
-        self._linears.detach()
 
     def attach(self, cache: RowCache | None) -> None:
         super().attach(cache)
-        if cache is None:
-            self._linears.detach()
-        else:
-            self._linears.attach()
+        if cache is not None:
+            self._linears.refresh()
+
+    def _forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
+        with self._linears:
+            return super()._forward(inputs, mask, positions, taps)
