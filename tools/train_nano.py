@@ -140,9 +140,21 @@ class Edits:
     names: list[str]  # identifiers that a variable may be renamed to
     words: set[str]  # words frequent enough that a typo in them can be recognised
 
+    def __post_init__(self) -> None:
+        self.plain = sorted(self.words)
+
     def of(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
         kind = rng.choices(["rename", "typos", "comments"], [6, 2, 2 if code else 0])[0]
         return getattr(self, kind)(text, rng, code)
+
+    def disguised(self, text: str, rng: random.Random, code: bool) -> str:
+        """The text with half of its words exchanged for others, so that it can be copied but not guessed."""
+        pool = self.names if code else self.plain
+        found = sorted(set(re.findall(r"\b[A-Za-z_]\w+\b" if code else r"\b[a-z]{4,}\b", text)))
+        swapped = {
+            w: rng.choice(pool) for w in found if w not in KEPT and not keyword.iskeyword(w) and rng.random() < 0.5
+        }
+        return re.sub(r"\b[A-Za-z_]\w+\b", lambda m: swapped.get(m.group(), m.group()), text)
 
     def rename(self, text: str, rng: random.Random, code: bool) -> tuple[str, str, str] | None:
         if code:
@@ -232,6 +244,8 @@ class Corpus:
                 paragraphs = text.split("\n\n")
                 start = rng.randrange(len(paragraphs))
                 text = "\n\n".join(paragraphs[start : start + rng.randint(1, 3)])
+            if not val and rng.random() < 0.5:
+                text = self.edits.disguised(text, rng, code)
             made = self.edits.of(text, rng, code)
             if made is None:
                 continue
@@ -269,7 +283,7 @@ class Corpus:
         return ids, weights
 
 
-GIVEN, CHANGED = 0.3, 5.0  # in the loss: the text to edit, and what an edit changes; what it copies counts 1
+GIVEN, CHANGED = 0.1, 3.0  # in the loss: the text to edit, and what an edit changes; what it copies counts 1
 
 
 def changes(prompt: list[int], result: list[int]) -> list[float]:
