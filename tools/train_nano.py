@@ -549,7 +549,7 @@ One document in fifty is held out, by a hash of its beginning; editing tasks for
 ## Validation over time
 
 Loss in nats per token on held-out documents; the last columns are held-out edits done without one wrong token under
-greedy decoding, and the share of their tokens that are right given the true text before.
+greedy decoding, and the share of their tokens that are right given the true text before.{note}
 
 | tokens seen | stories | Python | plays | edits right | edit tokens right |
 |---|---|---|---|---|---|
@@ -592,6 +592,7 @@ def export(args: argparse.Namespace) -> None:
         python=".".join(map(str, sys.version_info[:2])),
         edits=", then ".join(dict.fromkeys(f"{row.get('edits', 0.45):.0%}" for row in logs)),
         rows="\n".join(lines),
+        note=f"\n\n{args.note}" if args.note else "",
     )
     (args.to / "README.md").write_text(card)
     (args.to / "model.safetensors").chmod(0o644)
@@ -604,6 +605,7 @@ def main() -> None:
     parser.add_argument("--plays", type=Path, help="tiny Shakespeare")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--to", type=Path, help="where `export` writes")
+    parser.add_argument("--note", help="a remark on the validation, for the card")
     parser.add_argument("--size", choices=list(SIZES), default="nano")
     parser.add_argument("--start", type=Path, help="continue from these weights, at full context")
     parser.add_argument("--minutes", type=float, default=120.0)

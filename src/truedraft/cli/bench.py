@@ -46,7 +46,7 @@ def bench(
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt.")] = None,
     batch: Annotated[list[int] | None, Option(help="Batch size; may be repeated.")] = None,
     temperature: Annotated[list[float] | None, Option(help="0 is greedy; may be repeated.")] = None,
-    rounds: Annotated[int, Option(help="Turns that every way takes.")] = 5,
+    rounds: Annotated[int, Option(help="Turns that every way takes.")] = 3,
     seed: Annotated[int, Option(help="Of torch, where temperature is not 0.")] = 0,
     control: Annotated[str, Option(help="How much is drafted (see `truedraft methods`).")] = "cost",
     baselines: Annotated[bool, Option(help="Also transformers' own prompt lookup and assisted decoding.")] = True,
