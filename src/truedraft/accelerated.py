@@ -198,6 +198,7 @@ class Accelerated:
             warnings.warn("generation was interrupted; what had been generated is returned", stacklevel=2)
         finally:
             passes.close()
+            report.runtime = self.target.runtime
             self.target.cache = None
         stream.end()
         return _output(rows, history, laws, returns)

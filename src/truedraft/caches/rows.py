@@ -42,7 +42,7 @@ class Cursor:
             self._scatter(torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device))
 
     def replayed(self, place: Tensor, view: int) -> None:
-        """A pass over the first slots that reads where to write from `place`, (rows, width), whenever it is replayed."""
+        """A pass over the first slots that looks in `place`, (rows, width), where to write whenever it is replayed."""
         self.first, (self.last, self.width) = 0, place.shape
         self.view, self.level = view, False
         self._scatter(place)
@@ -132,6 +132,14 @@ class RowCache(Cache):
     @property
     def lengths(self) -> list[int]:
         return self.cursor.lengths
+
+    def clear(self) -> None:
+        """Free every slot, and forget what was written: behind a row it is masked, but a masked NaN is still a NaN."""
+        self.lengths.clear()
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys.zero_()
+                layer.values.zero_()
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Make the entries of `path`, offsets behind the slot's length, the next entries of the row."""

@@ -51,7 +51,8 @@ class Padded:
         """The same on a device."""
         if device == self.buffer.device:
             return self
-        moved = Padded(*self.ids.shape, device)
+        rows, width = self.ids.shape
+        moved = Padded(rows, width, device)
         moved.load(self)
         return moved
 

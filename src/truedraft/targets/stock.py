@@ -89,7 +89,7 @@ class StockPass:
         )
 
     def mask(self, nodes: Padded, view: int) -> Any:
-        """What each node sees of the first `view` places, as the model takes it: (rows, 1, width, view), by layer kind."""
+        """What each node sees of the first `view` places, (rows, 1, width, view), as the model takes it."""
         seen = nodes.seen(view)
         if self.window is None:
             return self._dressed(seen)
