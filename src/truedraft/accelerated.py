@@ -244,8 +244,8 @@ def accelerate(
         rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples.
         control: how much is drafted; "cost" measures what pays on this machine, "fixed" always drafts in full.
         runtime: "auto" makes passes by compiled code where it can stand in for the model's forward (on the CPU, for
-            the common architectures): faster, and the same to the last bit at any width. "stock" always calls the
-            model's own forward.
+            the common architectures): faster, and the same to the last bit at any width; on a GPU by CUDA graphs
+            captured from the model's forward. "stock" always calls the model's own forward.
         strict: refuse where a pass could depend on how many tokens it verifies (floating point rounds differently at
             different widths); with the compiled pass it cannot.
 

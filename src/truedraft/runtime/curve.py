@@ -71,8 +71,7 @@ def measure(target: DecoderTarget) -> Curve:
             tree = DraftTree.chain(0, [i % target.vocabulary for i in range(width - 1)])
             start = time.perf_counter()
             target.score([tree])
-            if target.device.type == "cuda":
-                torch.cuda.synchronize(target.device)
+            target.wait()
             if turn:  # the first pass warms up
                 times[width].append(time.perf_counter() - start)
     target.cache = held

@@ -7,6 +7,7 @@ positions, masks, where the KV goes) is read from static buffers, and sizes come
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,14 +33,14 @@ Run = Callable[[], Outputs]
 class CudaGraph:
     """A function over static buffers, captured; a call replays it and returns the same tensors, filled anew.
 
-    run: launches work on the current device, which does not depend on what tensors hold.
-    pool: memory that graphs share, from `torch.cuda.graph_pool_handle`.
+    run: launches work on the current device, whichever values its buffers hold.
+    beside: a graph to share memory with, whose results are not needed any more when this one is replayed.
 
     Raises:
         RuntimeError: the function waits for the device, or does something else that a graph cannot hold.
     """
 
-    def __init__(self, run: Run, pool: object):
+    def __init__(self, run: Run, beside: CudaGraph | None):
         side, main = torch.cuda.Stream(), torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -49,12 +50,27 @@ class CudaGraph:
                 run()
         main.wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+        pool = None if beside is None else beside.graph.pool()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.outputs = run()
 
     def __call__(self) -> Outputs:
         self.graph.replay()
         return self.outputs
+
+
+class CudaGraphs:
+    """Captures functions on one device; their graphs share memory."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._last: Callable[[], CudaGraph | None] = lambda: None  # a weak reference
+
+    def __call__(self, run: Run) -> Run:
+        with torch.cuda.device(self.device):
+            graph = CudaGraph(run, self._last())
+        self._last = weakref.ref(graph)
+        return graph
 
 
 @contextmanager
@@ -83,7 +99,7 @@ class GraphPass:
 
     Args:
         stock: makes the passes that are captured.
-        capture: function over static buffers -> what replays it. By default a CUDA graph.
+        capture: function over static buffers -> what replays it.
 
     Raises:
         Unsuited: modules do more than their forward, which a replay would leave out.
@@ -91,18 +107,11 @@ class GraphPass:
 
     name = "captured CUDA graphs"
 
-    def __init__(self, stock: StockPass, capture: Callable[[Run], Run] | None = None):
-        self.stock = stock
-        self._capture = capture or self._cuda_graph
+    def __init__(self, stock: StockPass, capture: Callable[[Run], Run]):
+        self.stock, self._capture = stock, capture
         self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...]], Captured] = OrderedDict()
         self._over: RowCache | None = None  # the cache that graphs were captured over
         self._made_of = self._fingerprint()
-
-    def _cuda_graph(self, run: Run) -> Run:
-        if not self._captured:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(self.stock.device):
-            return CudaGraph(run, self._pool)
 
     def _fingerprint(self) -> list[int]:
         model = self.stock.model
@@ -156,7 +165,7 @@ class GraphPass:
             [*trees, *[DraftTree.chain(0)] * idle],
             cursor.lengths + [0] * idle,
             bucket(width),
-            pinned=self.stock.device.type == "cuda",
+            self.stock.device,
         )
         logits, *states = self._replayed(nodes, view, taps)
         # the next pass fills these tensors anew

@@ -18,7 +18,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
-from truedraft.runtime.graphs import VIEW, GraphPass
+from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
 from truedraft.runtime.lean import LeanPass
 from truedraft.runtime.programs import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
@@ -60,7 +60,9 @@ class DecoderTarget:
     def _runner(self, runtime: str) -> tuple[LeanPass | GraphPass | StockPass, str | None]:
         if runtime == "auto":
             try:
-                return GraphPass(self._stock()) if self.device.type == "cuda" else LeanPass(self.model), None
+                if self.device.type == "cuda":
+                    return GraphPass(self._stock(), CudaGraphs(self.device)), None
+                return LeanPass(self.model), None
             except Unsuited as why:
                 return self._stock(), str(why)
         return self._stock(), None
@@ -137,16 +139,23 @@ class DecoderTarget:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
         """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens."""
-        return self.runner.prefill(prompts, self.taps)
+        scores = self.runner.prefill(prompts, self.taps)
+        self.wait()
+        return scores
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree]) -> Scores:
-        """One pass: the logits at every node of one tree per slot in use."""
+        """One pass: the logits at every node of one tree per slot in use. A GPU may be at it still; see `wait`."""
         try:
             return self.runner.score(trees, self.taps)
         except Unsuited as why:  # it could not be captured
             self._fall_back(why)
             return self.runner.score(trees, self.taps)
+
+    def wait(self) -> None:
+        """Until the device has done what it was asked."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Make the KV of each slot's accepted path permanent; the rest of the pass is forgotten."""

@@ -20,7 +20,7 @@ class Padded:
         buffer: (bytes,) what all of these are views of.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device | None = None, pinned: bool = False):
+    def __init__(self, rows: int, width: int, device: torch.device | str = "cpu", pinned: bool = False):
         n = rows * width
         integers = 8 * (3 * n + rows)
         self.buffer = torch.zeros(integers + n * width, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -30,9 +30,9 @@ class Padded:
         self.ancestors = self.buffer[integers:].view(torch.bool).view(rows, width, width)
 
     @classmethod
-    def of(cls, trees: Sequence[DraftTree], lengths: Sequence[int], width: int, pinned: bool = False) -> Padded:
-        """Trees behind `lengths` committed positions, in host memory."""
-        made = cls(len(trees), width, pinned=pinned)
+    def of(cls, trees: Sequence[DraftTree], lengths: Sequence[int], width: int, device: torch.device) -> Padded:
+        """Trees behind `lengths` committed positions, in host memory, from where a device takes it fast."""
+        made = cls(len(trees), width, pinned=device.type == "cuda")
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
@@ -44,7 +44,7 @@ class Padded:
             places += (*range(n, n + nodes), *(n + nodes - 1,) * over)
             made.ancestors[b, :nodes, :nodes] = tree.shape.mask
             made.ancestors[b, nodes:] = made.ancestors[b, nodes - 1]
-        made.integers.copy_(torch.tensor([*ids, *positions, *places, *lengths]))
+        made.integers.copy_(torch.tensor([*ids, *positions, *places, *lengths], device="cpu"))
         return made
 
     def to(self, device: torch.device) -> Padded:

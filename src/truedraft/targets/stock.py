@@ -67,7 +67,7 @@ class StockPass:
         """The logits at every node of one tree per slot in use."""
         cursor = self.cache.cursor
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
-        nodes = Padded.of(trees, cursor.lengths, cursor.width).to(self.device)
+        nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
         lone = nodes.ids.numel() == 1 and (self.window is None or cursor.view <= self.window)
         mask = None if lone else self.mask(nodes, cursor.view)
         out = self.forward({"input_ids": nodes.ids}, mask, nodes.positions, taps)
