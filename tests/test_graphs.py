@@ -20,7 +20,7 @@ import truedraft
 from models import ARCHITECTURES, V, ragged, tiny
 from nets import drafter, padding_of
 from truedraft import DraftTree, Refused
-from truedraft.runtime import graphs
+from truedraft.runtime import curve, graphs
 from truedraft.runtime.graphs import CudaGraphs, GraphPass, Run, bucket
 from truedraft.targets.decoder import DecoderTarget, check_exact
 from truedraft.targets.padded import Padded
@@ -145,6 +145,17 @@ def test_sizes_come_in_buckets() -> None:
     sizes = list(target.runner._captured)
     assert sizes == [(3, 1, 256, ()), (3, 4, 512, ()), (3, 4, 256, ()), (2, 16, 256, ())]
     assert target.cache is not None and target.cache.cursor.capacity == 768
+
+
+def test_costs_are_measured_on_sizes_that_are_captured() -> None:
+    target = target_of("llama")
+    assert curve.measure(target).widths[-1] == 64
+    assert len(target.runner._captured) == 7 and not target.cold
+    target.reserve(1, 400)
+    target.prefill(prompts("cpu", 5))
+    for cold in (True, False):
+        target.score([DraftTree.chain(3)])
+        assert target.cold == cold
 
 
 def test_a_full_row_is_scored_within_its_capacity() -> None:

@@ -24,7 +24,6 @@ from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 VIEW = 256  # positions that a pass reads at least, where the cache has as many
 KEPT = 32  # graphs at most; the one replayed longest ago goes first
-WARM_UP = 2  # runs before a capture, in which libraries allocate what they need
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[], Outputs]
@@ -44,8 +43,7 @@ class CudaGraph:
         side, main = torch.cuda.Stream(), torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP - 1):
-                run()
+            run()  # libraries allocate what they need
             with _waiting_forbidden():  # a capture that fails halfway would leave torch's generator unusable
                 run()
         main.wait_stream(side)
@@ -112,6 +110,7 @@ class GraphPass:
         self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...]], Captured] = OrderedDict()
         self._over: RowCache | None = None  # the cache that graphs were captured over
         self._made_of = self._fingerprint()
+        self.cold = False  # whether the last pass was captured first
 
     def _fingerprint(self) -> list[int]:
         model = self.stock.model
@@ -161,12 +160,8 @@ class GraphPass:
         ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]
         view = bucket(max(VIEW, *ends), cursor.capacity)
         idle = rows - len(trees)  # free slots score a lone token
-        nodes = Padded.of(
-            [*trees, *[DraftTree.chain(0)] * idle],
-            cursor.lengths + [0] * idle,
-            bucket(width),
-            self.stock.device,
-        )
+        padded = [*trees, *[DraftTree.chain(0)] * idle]
+        nodes = Padded.of(padded, cursor.lengths + [0] * idle, bucket(width), self.stock.device)
         logits, *states = self._replayed(nodes, view, taps)
         # the next pass fills these tensors anew
         hidden = {
@@ -177,7 +172,8 @@ class GraphPass:
 
     def _replayed(self, nodes: Padded, view: int, taps: Taps) -> Outputs:
         key = (*nodes.ids.shape, view, taps.hidden)
-        if key not in self._captured:
+        self.cold = key not in self._captured
+        if self.cold:
             self._captured[key] = self._made(nodes, view, taps)
             if len(self._captured) > KEPT:
                 self._captured.popitem(last=False)

@@ -82,6 +82,7 @@ class LeanPass:
     """
 
     name = "compiled pass"
+    cold = False
 
     def __init__(self, model: PreTrainedModel):
         library = native.library()

@@ -81,6 +81,11 @@ class DecoderTarget:
         return f"{self.runner.name} ({self.why_stock})" if self.why_stock else self.runner.name
 
     @property
+    def cold(self) -> bool:
+        """Whether the last pass took longer than others of its size will, because it was captured first."""
+        return self.runner.cold
+
+    @property
     def cache(self) -> RowCache | None:
         """The cache that passes read and write; None while nothing is generated."""
         return self._cache

@@ -23,6 +23,7 @@ class StockPass:
     """
 
     name = "transformers forward"
+    cold = False
 
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
