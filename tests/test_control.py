@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ FLAT = Curve((1, 16), (1.0, 1.0))
 def control(monkeypatch: pytest.MonkeyPatch) -> Cost:
     monkeypatch.setattr(curve, "of", lambda target: STEEP)
     made = Cost()
-    made.open(object(), PromptLookup(), {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 1.0}, False)  # type: ignore[arg-type]
+    seconds = {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 1.0}
+    made.open(SimpleNamespace(cold=False), PromptLookup(), seconds, False)  # type: ignore[arg-type]
     return made
 
 
@@ -65,7 +67,7 @@ def test_a_curve_measured_at_a_bad_moment_is_found_out() -> None:
     control, seconds = Cost(), {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 0.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curve, "of", lambda target: Curve((1, 2, 16), (1.0, 15.0, 15.0)))
-        control.open(object(), PromptLookup(), seconds, False)  # type: ignore[arg-type]
+        control.open(SimpleNamespace(cold=False), PromptLookup(), seconds, False)  # type: ignore[arg-type]
     row, sizes = Row(0, [1], 1, 9999), []
     control.start([row])
     for _ in range(400):
@@ -75,6 +77,21 @@ def test_a_curve_measured_at_a_bad_moment_is_found_out() -> None:
         row.tokens += [2] * (1 + sizes[-1])
         control.observe([row], [], [])
     assert sizes[0] == 0 and sizes[-50:] == [10] * 50
+
+
+def test_a_pass_that_was_captured_first_teaches_nothing(control: Cost) -> None:
+    row = Row(0, [1], 1, 999)
+    control.start([row])
+    _pass(control, row, [2] * 10, [2])
+    before = control._curve
+    for cold in (True, False):
+        control._target.cold = cold  # type: ignore[union-attr,misc]
+        control.budget([row])
+        control.prune([row], [DraftTree.chain(2, [2] * 10)])
+        control._seconds["target"] += 30.0  # type: ignore[index]
+        row.tokens += [2]
+        control.observe([row], [], [])
+        assert (control._curve is before) == cold
 
 
 def test_a_curve_learns_the_kind_of_pass_that_it_saw() -> None:

@@ -199,6 +199,7 @@ class Accelerated:
             warnings.warn("generation was interrupted; what had been generated is returned", stacklevel=2)
         finally:
             passes.close()
+            report.runtime = self.target.runtime
             self.target.cache = None
         stream.end()
         return _output(rows, history, laws, returns)
@@ -245,8 +246,8 @@ def accelerate(
         rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples.
         control: how much is drafted; "cost" measures what pays on this machine, "fixed" always drafts in full.
         runtime: "auto" makes passes by compiled code where it can stand in for the model's forward (on the CPU, for
-            the common architectures): faster, and the same to the last bit at any width. "stock" always calls the
-            model's own forward.
+            the common architectures): faster, and the same to the last bit at any width; on a GPU by CUDA graphs
+            captured from the model's forward. "stock" always calls the model's own forward.
         strict: refuse where a pass could depend on how many tokens it verifies (floating point rounds differently at
             different widths); with the compiled pass it cannot.
         quantize: "int8" or "int4" quantises the weights of the model itself, by torchao: fewer bytes to read, another

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.tree import Row
+from truedraft.tree import DraftTree, Row
 
 T = TypeVar("T")
 
@@ -23,40 +23,94 @@ class Chance(Protocol):
         """One token per row, -1 where its law is NaN. law: (k, V) probabilities for the next tokens of the k rows."""
         ...
 
+    def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+        """The noise at every node of the trees, (rows, width, V) like the logits, or None: to be asked step by step."""
+        return None
+
+    def reached(self, step: int) -> None:
+        """The rows have emitted up to `step` tokens: noise looked at beyond was not used."""
+        return None
+
     def passed(self, step: int) -> None:
         """No row will ask for a step before `step` again."""
-        ...
+        return None
 
 
-def _argmax(law: Tensor, noise: Tensor) -> list[int]:
+def drawn(law: Tensor, noise: Tensor) -> list:
+    """The token that each law draws with its noise, as nested lists; -1 where a law is NaN."""
     value, token = (law / noise).max(-1)
     return token.masked_fill_(value.isnan(), -1).tolist()
 
 
-class StreamNoise:
+def far(device: torch.device) -> bool:
+    """Whether reading a result makes the host wait, so that one read of all nodes is worth scoring some in vain."""
+    return device.type == "cuda"
+
+
+class StreamNoise(Chance):
     """The noise that `model.generate` would draw: one (batch, V) block of torch's own stream per step.
 
     A block is drawn when the first row reaches its step and kept until the last row has passed it, so neither
-    drafts nor ragged acceptance change what any row receives, nor where the stream stands afterwards.
+    drafts nor ragged acceptance change what any row receives, nor where the stream stands afterwards. Blocks that
+    were looked at ahead are kept too, and the stream is put back to where the rows are.
     """
 
     def __init__(self, batch: int):
         self.batch = batch
         self.blocks: dict[int, Tensor] = {}
-        self.drawn = 0
+        self.drawn = self.steps = 0  # blocks drawn, and those that plain decoding would have drawn
+        self.states: dict[int, Tensor] = {}  # of the stream before a block, where blocks were drawn ahead
+
+    def _draw(self, like: Tensor) -> None:
+        block = torch.empty(self.batch, like.shape[-1], device=like.device)
+        self.blocks[self.drawn] = block.exponential_(1)
+        self.drawn += 1
 
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
         for _ in range(self.drawn, max(row.step for row in rows) + 1):
-            self.blocks[self.drawn] = law.new_empty(self.batch, law.shape[-1]).exponential_(1)
-            self.drawn += 1
-        return _argmax(law, torch.stack([self.blocks[row.step][row.index] for row in rows]))
+            self._draw(law)
+        return drawn(law, torch.stack([self.blocks[row.step][row.index] for row in rows]))
+
+    def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+        if not far(logits.device):
+            return None
+        self._device = logits.device
+        if self.drawn in self.states:
+            _set_state(self._device, self.states[self.drawn])
+        needed = max(row.step + max(tree.shape.depth) for row, tree in zip(rows, trees, strict=True)) + 1
+        for _ in range(self.drawn, needed):
+            self.states.setdefault(self.drawn, _state(self._device))
+            self._draw(logits)
+        self.states.setdefault(self.drawn, _state(self._device))
+        noise = []
+        for row, tree in zip(rows, trees, strict=True):
+            depth = tree.shape.depth + (0,) * (logits.shape[1] - len(tree))
+            noise += [self.blocks[row.step + d][row.index] for d in depth]
+        return torch.stack(noise).unflatten(0, logits.shape[:2])
+
+    def reached(self, step: int) -> None:
+        self.steps = max(self.steps, step)
+        if self.states:
+            _set_state(self._device, self.states[self.steps])
+            self.states = {s: state for s, state in self.states.items() if s >= self.steps}
 
     def passed(self, step: int) -> None:
         for old in [s for s in self.blocks if s < step]:
             del self.blocks[old]
 
 
-class PositionNoise:
+def _state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+class PositionNoise(Chance):
     """Noise tied to (seed, row, step) by a counter-based generator (Philox).
 
     A row's text does not depend on its neighbours.
@@ -74,13 +128,10 @@ class PositionNoise:
             bits = np.random.Philox(key=self.seeds[row.index], counter=[0, row.step, 0, 0])
             np.random.Generator(bits).standard_exponential(dtype=np.float32, out=line)
         np.maximum(noise, np.finfo(np.float32).tiny, out=noise)  # an exact 0 would pick its token whatever the law
-        return _argmax(law, torch.from_numpy(noise).to(law.device))
-
-    def passed(self, step: int) -> None:
-        pass
+        return drawn(law, torch.from_numpy(noise).to(law.device))
 
 
-class Replay:
+class Replay(Chance):
     """A Chance that follows a given script of picks, and notes the odds of each; see `outcomes`."""
 
     def __init__(self, script: Sequence[int]):
@@ -98,9 +149,6 @@ class Replay:
 
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
         return [self.branch(list(enumerate(p.tolist()))) for p in law]
-
-    def passed(self, step: int) -> None:
-        pass
 
 
 def outcomes(f: Callable[[Replay], T]) -> Iterator[tuple[T, float]]:

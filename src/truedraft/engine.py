@@ -13,7 +13,7 @@ from truedraft.sampling import History, Laws
 from truedraft.stats import Emission, Pass, Stopwatch
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Accepted, DraftTree, Prompt, Row
+from truedraft.tree import Accepted, DraftTree, Prompt, Row, Scores
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Engine:
         prefill = self.watch.timed("prefill", self.target.prefill)
         propose = self.watch.timed("draft", self.drafter.propose)
         score = self.watch.timed("target", self.target.score)
+        foresee = self.watch.timed("target", self._foresee)
         prune = self.watch.timed("control", self.control.prune)
         learn = self.watch.timed("control", self.control.observe)
 
@@ -49,7 +50,11 @@ class Engine:
             scores = prefill(prompts)
             while True:
                 before = [len(row.tokens) for row in rows]
-                accepted = walk(rows, trees, scores, self.laws, self.rule, self.stops, self.chance, self.history.pad)
+                said = foresee(rows, trees, scores)
+                accepted = walk(
+                    rows, trees, scores, said, self.laws, self.rule, self.stops, self.chance, self.history.pad
+                )
+                self.chance.reached(max(row.step for row in rows))
                 self.target.commit([a.path for a in accepted])
                 self.drafter.observe(rows, trees, scores, accepted)
                 learn(rows, trees, accepted)
@@ -65,6 +70,15 @@ class Engine:
         finally:
             for row in rows:
                 self._end(row)
+
+    def _foresee(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
+    ) -> Sequence[Sequence[int]] | None:
+        """What the rule says at every node, if it knows already; here the host waits for the pass, as part of it."""
+        said = self.rule.ahead(scores.logits, rows, trees, self.laws, self.chance)
+        if said is None:
+            self.target.wait()
+        return said
 
     def _fitted(self, row: Row, tree: DraftTree) -> DraftTree:
         """A drafter's tree without the nodes that could not be emitted any more."""

@@ -114,7 +114,8 @@ class Laws:
         batch = history.ids.shape[0]
         self.in_step = bool(kinds - ROWWISE) or (batch > 1 and bool(keep_scores or keep_logits))
         self.pointwise = not kinds - POINTWISE
-        self.raw = not (kinds or keep_scores or keep_logits)  # a node's law is its logits, and nobody keeps it
+        self.apart = self.pointwise and not (keep_scores or keep_logits)  # a law is made of its logits, and not kept
+        self.raw = self.apart and not kinds
         self.strangers = sorted(k.__name__ for k in kinds - ROWWISE)
         # one (batch, V) tensor per step: where they are kept, every call is for the whole batch
         self.scores: list[Tensor] | None = [] if keep_scores else None
@@ -131,6 +132,10 @@ class Laws:
             if kept is not None:
                 kept.append(values.clone())
         return scores
+
+    def everywhere(self, logits: Tensor) -> Tensor:
+        """(rows, nodes, V) scores at every node, where laws are `apart`. logits: as many, raw; not written to."""
+        return self._process((), logits.flatten(0, 1).to(torch.float32)).unflatten(0, logits.shape[:2])
 
     def _process(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
         if self.in_step:

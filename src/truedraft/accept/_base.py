@@ -44,10 +44,12 @@ class Rule(ABC):
         offers: the k nodes' children.
         """
 
-    def ahead(self, logits: Tensor) -> list[list[int]] | None:
-        """The token at every node at once, where it depends on the node's own scores alone; else None.
+    def ahead(
+        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
+    ) -> list[list[int]] | None:
+        """The token at every node at once, where it can be known before the walk and that costs less; else None.
 
-        logits: (rows, nodes, V); asked for only where no processor changes them.
+        logits: (rows, nodes, V) raw.
         """
         return None
 
@@ -56,6 +58,7 @@ def walk(
     rows: Sequence[Row],
     trees: Sequence[DraftTree],
     scores: Scores,
+    said: Sequence[Sequence[int]] | None,
     laws: Laws,
     rule: Rule,
     stops: Stops,
@@ -66,8 +69,9 @@ def walk(
 
     Only nodes on accepted paths are ever judged, each after the tokens before it were emitted, so processors and
     criteria see the prefixes that plain decoding would show them.
+
+    said: the rule's token at every node, where it is known already.
     """
-    said = rule.ahead(scores.logits) if laws.raw else None
     paths: list[list[int]] = [[0] for _ in rows]
     alive = list(range(len(rows)))
     while alive:

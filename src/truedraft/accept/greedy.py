@@ -15,7 +15,8 @@ from torch import Tensor
 from truedraft.accept._base import Offer, Rule
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.tree import Row
+from truedraft.sampling import Laws
+from truedraft.tree import DraftTree, Row
 
 
 @dataclass
@@ -31,8 +32,10 @@ class Greedy(Rule):
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return _argmax(scores)
 
-    def ahead(self, logits: Tensor) -> list[list[int]]:
-        return _argmax(logits)
+    def ahead(
+        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
+    ) -> list[list[int]] | None:
+        return _argmax(logits) if laws.raw else None
 
 
 def _argmax(scores: Tensor) -> list:

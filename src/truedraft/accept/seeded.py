@@ -16,8 +16,9 @@ from torch import Tensor
 
 from truedraft.accept._base import Offer, Rule
 from truedraft.card import Card, Guarantee
-from truedraft.chance import Chance
-from truedraft.tree import Row
+from truedraft.chance import Chance, drawn
+from truedraft.sampling import Laws
+from truedraft.tree import DraftTree, Row
 
 
 @dataclass
@@ -32,3 +33,9 @@ class Seeded(Rule):
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return chance.pick(scores.softmax(-1), rows)
+
+    def ahead(
+        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
+    ) -> list[list[int]] | None:
+        noise = chance.ahead(logits, rows, trees) if laws.apart else None
+        return None if noise is None else drawn(laws.everywhere(logits).softmax(-1), noise)

@@ -23,7 +23,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Machine:
-    """bandwidth: bytes per second read from memory; rate: fp32 operations per second. The best seen of each."""
+    """bandwidth: bytes per second read from memory; rate: operations per second. The best seen of each."""
 
     bandwidth: float
     rate: float
@@ -44,11 +44,13 @@ class Row:
         return self.floor / self.seconds
 
 
-def measure_machine(tries: int = 9) -> Machine:
-    """Read bandwidth over 256 MB, and the rate of a 1024 x 1024 x 1024 product."""
-    large, square = torch.ones(64 << 20), torch.ones(1024, 1024)
-    bandwidth = max(large.numel() * 4 / timed(large.sum) for _ in range(tries))
-    rate = max(2 * 1024**3 / timed(lambda: square @ square) for _ in range(tries))
+def measure_machine(tries: int = 9, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Machine:
+    """Read bandwidth over 256 MB, or 4 GB on a GPU, and the rate of a square product in a dtype."""
+    numbers, side = (1 << 30, 8192) if device == "cuda" else (64 << 20, 1024)
+    large, square = torch.ones(numbers, device=device), torch.ones(side, side, device=device, dtype=dtype)
+    settle = torch.cuda.synchronize if device == "cuda" else int
+    bandwidth = max(numbers * 4 / timed(lambda: (large.sum(), settle())) for _ in range(tries))
+    rate = max(2 * side**3 / timed(lambda: (square @ square, settle())) for _ in range(tries))
     return Machine(bandwidth, rate)
 
 
@@ -59,12 +61,12 @@ def measure_passes(
     times: list[dict[int, list[float]]] = [{w: [] for w in widths} for _ in targets]
     for target in targets:
         target.reserve(1, context + max(widths))
-        target.prefill([Prompt(torch.arange(context) % target.vocabulary)])
+        target.prefill([Prompt(torch.arange(context, device=target.device) % target.vocabulary)])
     for turn in range(rounds + 1):
         for width in widths:
             tree = DraftTree.chain(0, [i % target.vocabulary for i in range(1, width)])
             for target, kept in zip(targets, times, strict=True):
-                seconds = timed(lambda target=target, tree=tree: target.score([tree]))  # type: ignore[misc]
+                seconds = timed(lambda target=target, tree=tree: (target.score([tree]), target.wait()))  # type: ignore
                 if turn:  # the first round warms up
                     kept[width].append(seconds)
     for target in targets:

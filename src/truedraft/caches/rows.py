@@ -20,14 +20,18 @@ class Cursor:
     first, last: the slots that take part in the pass.
     width: positions that the pass writes per slot.
     view: positions that the pass may read, the longest row's length and the width.
+    level: whether all rows of the pass have one length; where not, `row` and `place` say where it writes.
+    row, place: (rows, 1) and (rows, width) indices.
     """
+
+    row: Tensor
+    place: Tensor
 
     def __init__(self, slots: int, capacity: int):
         self.slots, self.capacity = slots, capacity
         self.lengths: list[int] = []
         self.first = self.last = self.width = self.view = 0
-        self.level = True  # all rows of the pass have one length
-        self.place: Tensor | None = None  # (rows, width) positions to write, where lengths differ
+        self.level = True
 
     def begin(self, first: int, last: int, width: int, device: torch.device) -> None:
         lengths = self.lengths[first:last]
@@ -35,7 +39,16 @@ class Cursor:
         self.view = max(lengths) + width
         self.level = min(lengths) == max(lengths)
         if not self.level:
-            self.place = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
+            self._scatter(torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device))
+
+    def replayed(self, place: Tensor, view: int) -> None:
+        """A pass over the first slots that looks in `place`, (rows, width), where to write whenever it is replayed."""
+        self.first, (self.last, self.width) = 0, place.shape
+        self.view, self.level = view, False
+        self._scatter(place)
+
+    def _scatter(self, place: Tensor) -> None:
+        self.place, self.row = place, torch.arange(len(place), device=place.device)[:, None]
 
 
 class RowLayer(CacheLayerMixin):
@@ -77,9 +90,8 @@ class RowLayer(CacheLayerMixin):
             keys[:, :, start : start + c.width] = key_states
             values[:, :, start : start + c.width] = value_states
         else:
-            rows = torch.arange(c.last - c.first, device=keys.device)[:, None]
-            keys[rows, :, c.place] = key_states.transpose(1, 2)
-            values[rows, :, c.place] = value_states.transpose(1, 2)
+            keys[c.row, :, c.place] = key_states.transpose(1, 2)
+            values[c.row, :, c.place] = value_states.transpose(1, 2)
         return keys[:, :, : c.view], values[:, :, : c.view]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -92,11 +104,10 @@ class RowLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.cursor.capacity
 
-    def keep(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Move the entries of `path` (offsets behind `length`) together."""
-        at = torch.tensor(path, device=self.keys.device) + length
+    def keep(self, slot: int, first: int, places: Tensor) -> None:
+        """Move the entries at `places`, (k,), together, to `first` and behind it."""
         for kept in (self.keys[slot], self.values[slot]):
-            kept[:, length : length + len(path)] = kept.index_select(1, at)
+            kept[:, first : first + len(places)] = kept.index_select(1, places)
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[target, :, :length] = self.keys[source, :, :length]
@@ -122,11 +133,22 @@ class RowCache(Cache):
     def lengths(self) -> list[int]:
         return self.cursor.lengths
 
+    def clear(self) -> None:
+        """Free every slot, and forget what was written: behind a row it is masked, but a masked NaN is still a NaN."""
+        self.lengths.clear()
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys.zero_()
+                layer.values.zero_()
+
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Make the entries of `path`, offsets behind the slot's length, the next entries of the row."""
-        if list(path) != list(range(len(path))):
+        length = self.lengths[slot]
+        stay = next((i for i, node in enumerate(path) if node != i), len(path))
+        if stay < len(path):
+            places = torch.tensor([length + node for node in path[stay:]], device=self.layers[0].keys.device)
             for layer in self.layers:
-                layer.keep(slot, self.lengths[slot], path)
+                layer.keep(slot, length + stay, places)
         self.lengths[slot] += len(path)
 
     def release(self, slot: int) -> None:

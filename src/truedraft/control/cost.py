@@ -163,7 +163,7 @@ class Cost(Control):
         if self._pass is not None and self._width:
             tokens, before = self._pass
             spent = self._seconds["target"] - before
-            if spent > 0:
+            if spent > 0 and self._target is not None and not self._target.cold:
                 if self._exploring:  # what it cost beyond the plain passes that it saved
                     emitted = sum(len(row.tokens) - self._emitted.get(id(row), len(row.tokens)) for row in rows)
                     self._explored = max(self._explored + spent - emitted / len(rows) * self._curve(len(rows)), 0.0)

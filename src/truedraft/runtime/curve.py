@@ -62,19 +62,21 @@ def measure(target: DecoderTarget) -> Curve:
     held = target.cache
     target.reserve(1, context + widths[-1])
     target.prefill([Prompt(ids)])
+    trees = {w: DraftTree.chain(0, [i % target.vocabulary for i in range(w - 1)]) for w in widths}
     times: dict[int, list[float]] = {w: [] for w in widths}
-    begun = time.perf_counter()
-    for turn in range(ROUNDS + 1):
-        if turn > 1 and time.perf_counter() - begun > SECONDS:
-            break
-        for width in widths if turn else widths[:1]:
-            tree = DraftTree.chain(0, [i % target.vocabulary for i in range(width - 1)])
-            start = time.perf_counter()
+    target.score([trees[1]])
+    if target.cold:  # sizes are captured when they first come up
+        for tree in trees.values():
             target.score([tree])
-            if target.device.type == "cuda":
-                torch.cuda.synchronize(target.device)
-            if turn:  # the first pass warms up
-                times[width].append(time.perf_counter() - start)
+    begun = time.perf_counter()
+    for turn in range(ROUNDS):
+        if turn and time.perf_counter() - begun > SECONDS:
+            break
+        for width in widths:
+            start = time.perf_counter()
+            target.score([trees[width]])
+            target.wait()
+            times[width].append(time.perf_counter() - start)
     target.cache = held
     seconds: list[float] = []
     for width in widths:

@@ -83,6 +83,7 @@ class LeanPass:
     """
 
     name = "compiled pass"
+    cold = False
 
     def __init__(self, model: PreTrainedModel):
         library = native.library()

@@ -18,6 +18,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
+from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
 from truedraft.runtime.lean import LeanPass
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
@@ -30,7 +31,8 @@ class DecoderTarget:
 
     Args:
         model: a causal language model of `transformers`, in eval mode.
-        runtime: "auto" for compiled passes where they can stand in for the model's own forward, else "stock".
+        runtime: "auto" for compiled passes or captured graphs where they can stand in for the model's own forward,
+            else "stock".
 
     Attributes:
         runner: what makes the passes.
@@ -55,25 +57,40 @@ class DecoderTarget:
         self.vocabulary: int = self.config.vocab_size
         self.runner, self.why_stock = self._runner(runtime)
 
-    def _runner(self, runtime: str) -> tuple[LeanPass | StockPass, str | None]:
-        if runtime == "auto":
-            try:
-                return LeanPass(self.model), None
-            except Unsuited as why:
-                return self._forward(), str(why)
-        return StockPass(self.model, self.layer_types, self.window), None
+    def _runner(self, runtime: str) -> tuple[LeanPass | GraphPass | StockPass, str | None]:
+        if runtime == "stock":
+            return self._stock(), None
+        try:
+            if self.device.type == "cuda":
+                return GraphPass(self._stock(), CudaGraphs(self.device)), None
+            return LeanPass(self.model), None
+        except Unsuited as why:
+            return self._own_forward(), str(why)
 
-    def _forward(self) -> StockPass:
+    def _stock(self) -> StockPass:
+        return StockPass(self.model, self.layer_types, self.window)
+
+    def _own_forward(self) -> StockPass:
         """The model's own forward, its linear layers by compiled code where there is any."""
         try:
             return LinearsPass(self.model, self.layer_types, self.window)
         except Unsuited:
-            return StockPass(self.model, self.layer_types, self.window)
+            return self._stock()
+
+    def _fall_back(self, why: Unsuited) -> None:
+        """From here on the model's own forward makes the passes."""
+        self.runner, self.why_stock = self._own_forward(), str(why)
+        self.runner.attach(self._cache)
 
     @property
     def runtime(self) -> str:
         """How passes are made, and why not faster where that was asked for."""
         return f"{self.runner.name} ({self.why_stock})" if self.why_stock else self.runner.name
+
+    @property
+    def cold(self) -> bool:
+        """Whether the last pass took longer than others of its size will, because it was captured first."""
+        return self.runner.cold
 
     @property
     def cache(self) -> RowCache | None:
@@ -86,8 +103,7 @@ class DecoderTarget:
         try:
             self.runner.attach(cache)
         except Unsuited as why:  # the model was changed since
-            self.runner, self.why_stock = self._forward(), str(why)
-            self.runner.attach(cache)
+            self._fall_back(why)
 
     @property
     def device(self) -> torch.device:
@@ -113,29 +129,45 @@ class DecoderTarget:
         Raises:
             Refused: the cache would not fit in the memory that is free; nothing was computed yet.
         """
+        kept = None
+        if isinstance(self.runner, GraphPass):
+            capacity += -capacity % VIEW  # so that calls of about this length find the same cache, and its graphs
+            kept = self.runner.kept(rows, capacity)
+        self.cache = self._allocated(rows, capacity) if kept is None else kept
+
+    def _allocated(self, rows: int, capacity: int) -> RowCache:
         c = self.config
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
         size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         need = 2 * len(self.layer_types) * rows * capacity * heads * size * self.dtype.itemsize
-        free = (
-            torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else psutil.virtual_memory().available
-        )
+        free = free_memory(self.device)
         if need > free:
             raise Refused(
                 f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
                 "lower max_new_tokens or the batch size"
             )
-        self.cache = RowCache(len(self.layer_types), rows, capacity)
+        return RowCache(len(self.layer_types), rows, capacity)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
         """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens."""
-        return self.runner.prefill(prompts, self.taps)
+        scores = self.runner.prefill(prompts, self.taps)
+        self.wait()
+        return scores
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree]) -> Scores:
-        """One pass: the logits at every node of one tree per slot in use."""
-        return self.runner.score(trees, self.taps)
+        """One pass: the logits at every node of one tree per slot in use. A GPU may be at it still; see `wait`."""
+        try:
+            return self.runner.score(trees, self.taps)
+        except Unsuited as why:  # it could not be captured
+            self._fall_back(why)
+            return self.runner.score(trees, self.taps)
+
+    def wait(self) -> None:
+        """Until the device has done what it was asked."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Make the KV of each slot's accepted path permanent; the rest of the pass is forgotten."""
@@ -147,6 +179,14 @@ class DecoderTarget:
         """Free a slot; the last slot in use moves into it."""
         assert self.cache is not None
         self.cache.release(slot)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors on a device can still take, those that torch holds in reserve included."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def check_hosted(model: Any) -> None:
@@ -199,11 +239,14 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
     except Refused:
         if type(target.runner) is StockPass:
             raise
+        why = f"the {target.runner.name} did not reproduce the model's forward"
         target = DecoderTarget(model, "stock")
-        target.why_stock = "compiled code did not reproduce the model's forward"
+        target.why_stock = why
         check_exact(target)
-    if strict and isinstance(target.runner, StockPass):
-        why = target.why_stock or "runtime='stock' was asked for"
+    if strict and not isinstance(target.runner, LeanPass):
+        why = target.why_stock or (
+            "runtime='stock' was asked for" if runtime == "stock" else "this model is not on the CPU"
+        )
         raise Refused(f"strict=True needs the compiled pass, whose results do not depend on its width, and {why}")
     return target
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.weights import Unsuited
+from truedraft.targets.padded import Padded
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 
@@ -24,6 +25,7 @@ class StockPass:
     """
 
     name = "transformers forward"
+    cold = False
 
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
@@ -56,7 +58,7 @@ class StockPass:
                 inputs = {"input_ids": torch.stack([p.ids for p in batch])}  # type: ignore[misc]
             if self._cut_logits:
                 inputs["logits_to_keep"] = 1
-            out = self._forward(inputs, None, positions, taps)
+            out = self.forward(inputs, None, positions, taps)
             logits += list(out.logits[:, -1:])
             for layer, kept in hidden.items():
                 kept += list(out.hidden_states[layer])
@@ -67,23 +69,18 @@ class StockPass:
     def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
         """The logits at every node of one tree per slot in use."""
         cursor = self.cache.cursor
-        lengths = cursor.lengths
-        width = max(map(len, trees))
-        cursor.begin(0, len(trees), width, self.device)
-        ids = torch.tensor([t.tokens + (0,) * (width - len(t)) for t in trees], device=self.device)
-        positions = torch.tensor(
-            [[n + d for d in t.shape.depth] + [n] * (width - len(t)) for n, t in zip(lengths, trees, strict=True)],
-            device=self.device,
-        )
-        lone = width == 1 and len(trees) == 1 and (self.window is None or cursor.view <= self.window)
-        mask = None if lone else self._mask(trees, positions, width)
-        out = self._forward({"input_ids": ids}, mask, positions, taps)
+        cursor.begin(0, len(trees), max(map(len, trees)), self.device)
+        nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
+        lone = nodes.ids.numel() == 1 and (self.window is None or cursor.view <= self.window)
+        mask = None if lone else self.mask(nodes, cursor.view)
+        out = self.forward({"input_ids": nodes.ids}, mask, nodes.positions, taps)
         hidden = {
             layer: [h[: len(t)] for h, t in zip(out.hidden_states[layer], trees, strict=True)] for layer in taps.hidden
         }
         return Scores(out.logits, hidden, [0] * len(trees))
 
-    def _forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
+    def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
+        """The model's own output, over the cache as its cursor stands."""
         return self.model(
             **inputs,
             attention_mask=mask,
@@ -94,37 +91,18 @@ class StockPass:
             return_dict=True,
         )
 
-    def _mask(self, trees: Sequence[DraftTree], positions: Tensor, width: int) -> Any:
-        """What each node sees: its row's committed positions and its ancestors; (rows, 1, width, view)."""
-        cursor = self.cache.cursor
-        seen = torch.zeros(len(trees), 1, width, cursor.view, dtype=torch.bool)
-        for b, (n, tree) in enumerate(zip(cursor.lengths, trees, strict=True)):
-            nodes = len(tree)
-            seen[b, 0, :, :n] = True
-            seen[b, 0, :nodes, n : n + nodes] = tree.shape.mask
-            if nodes < width:
-                # padding sees itself, so that its softmax has something to sum over
-                seen[b, 0, range(nodes, width), range(n + nodes, n + width)] = True
-        seen = seen.to(self.device)
-        if self.window is None or cursor.view <= self.window:
-            near = seen
-        else:
-            near = seen & (positions[:, None, :, None] - self._places(positions, width) < self.window)
+    def mask(self, nodes: Padded, view: int) -> Any:
+        """What each node sees of the first `view` places, (rows, 1, width, view), as the model takes it."""
+        seen = nodes.seen(view)
         if self.window is None:
             return self._dressed(seen)
+        near = seen if view <= self.window else seen & nodes.near(view, self.window)
         if "full_attention" in self.layer_types:
             return {"full_attention": self._dressed(seen), "sliding_attention": self._dressed(near)}
         return self._dressed(near)
 
-    def _places(self, positions: Tensor, width: int) -> Tensor:
-        """The position of every entry that a row may read: its place, or behind it a node's; (rows, 1, 1, view)."""
-        cursor = self.cache.cursor
-        places = torch.arange(cursor.view, device=self.device).repeat(len(positions), 1)
-        for b, n in enumerate(cursor.lengths):
-            places[b, n : n + width] = positions[b]
-        return places[:, None, None, :]
-
     def _dressed(self, seen: Tensor) -> Tensor:
+        seen = seen[:, None]
         if self.model.config._attn_implementation != "eager":
             return seen
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill_(
@@ -152,6 +130,6 @@ class LinearsPass(StockPass):
         if cache is not None:
             self._linears.refresh()
 
-    def _forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
+    def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
         with self._linears:
-            return super()._forward(inputs, mask, positions, taps)
+            return super().forward(inputs, mask, positions, taps)

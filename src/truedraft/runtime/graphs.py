@@ -1,0 +1,204 @@
+"""A pass on a GPU, replayed from a captured CUDA graph: the model's own forward without its hundreds of launches.
+
+A graph does the same work on the same memory each time it is replayed, so whatever changes between passes (tokens,
+positions, masks, where the KV goes) is read from static buffers, and sizes come in buckets, one graph per combination.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.caches.rows import RowCache
+from truedraft.runtime.programs import strangers
+from truedraft.runtime.weights import Unsuited
+from truedraft.targets.padded import Padded
+from truedraft.targets.stock import StockPass
+from truedraft.tree import DraftTree, Prompt, Scores, Taps
+
+VIEW = 256  # positions that a pass reads at least, where the cache has as many
+KEPT = 32  # graphs at most; the one replayed longest ago goes first
+
+Outputs = tuple[Tensor, ...]
+Run = Callable[[], Outputs]
+
+
+class CudaGraph:
+    """A function over static buffers, captured; a call replays it and returns the same tensors, filled anew.
+
+    run: launches work on the current device, whichever values its buffers hold.
+    beside: a graph to share memory with, whose results are not needed any more when this one is replayed.
+
+    Raises:
+        RuntimeError: the function waits for the device, or does something else that a graph cannot hold.
+    """
+
+    def __init__(self, run: Run, beside: CudaGraph | None):
+        side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            run()  # libraries allocate what they need
+            with _waiting_forbidden():  # a capture that fails halfway would leave torch's generator unusable
+                run()
+        main.wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        pool = None if beside is None else beside.graph.pool()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.outputs = run()
+
+    def __call__(self) -> Outputs:
+        self.graph.replay()
+        return self.outputs
+
+
+class CudaGraphs:
+    """Captures functions on one device; their graphs share memory."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._last: Callable[[], CudaGraph | None] = lambda: None  # a weak reference
+
+    def __call__(self, run: Run) -> Run:
+        with torch.cuda.device(self.device):
+            graph = CudaGraph(run, self._last())
+        self._last = weakref.ref(graph)
+        return graph
+
+
+@contextmanager
+def _waiting_forbidden() -> Iterator[None]:
+    """Whatever would make the host wait for the device raises RuntimeError instead."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not notice everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@dataclass
+class Captured:
+    """A pass of one size. inputs: the static buffers that it reads. run: makes it; the logits, then hidden states."""
+
+    inputs: Padded
+    run: Run
+
+
+class GraphPass:
+    """The forward of a `transformers` model on a GPU, captured once per size and replayed; prompts are read plainly.
+
+    Args:
+        stock: makes the passes that are captured.
+        capture: function over static buffers -> what replays it.
+
+    Raises:
+        Unsuited: modules do more than their forward, which a replay would leave out.
+    """
+
+    name = "captured CUDA graphs"
+
+    def __init__(self, stock: StockPass, capture: Callable[[Run], Run]):
+        self.stock, self._capture = stock, capture
+        self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...]], Captured] = OrderedDict()
+        self._over: RowCache | None = None  # the cache that graphs were captured over
+        self._made_of = self._fingerprint()
+        self.cold = False  # whether the last pass was captured first
+
+    def _fingerprint(self) -> list[int]:
+        model = self.stock.model
+        if names := strangers(model):
+            raise Unsuited(f"hooks or replaced forwards would not be run in a captured graph ({', '.join(names[:3])})")
+        return [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
+
+    def kept(self, rows: int, capacity: int) -> RowCache | None:
+        """The cache that graphs were captured over, empty, where it is idle and has the room; else both are let go."""
+        cache = self._over
+        if cache is None or self.stock.cache is cache:
+            return None
+        if cache.cursor.slots >= rows and cache.cursor.capacity >= capacity:
+            cache.clear()
+            return cache
+        self._captured.clear()
+        self._over = None
+        return None
+
+    def attach(self, cache: RowCache | None) -> None:
+        """The cache of the passes that follow; None keeps the graphs of the one before, should it come back.
+
+        Raises:
+            Unsuited: the model was changed into one whose graphs would leave something out.
+        """
+        self.stock.attach(cache)
+        if cache is None:
+            return
+        made_of = self._fingerprint()
+        if cache is not self._over or made_of != self._made_of:
+            self._captured.clear()
+            self._over, self._made_of = cache, made_of
+
+    def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
+        """Read the prompts of new rows by plain forwards."""
+        return self.stock.prefill(prompts, taps)
+
+    @torch.no_grad()
+    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
+        """The logits at every node of one tree per slot in use.
+
+        Raises:
+            Unsuited: the pass could not be captured; nothing was committed.
+        """
+        cursor, width = self.stock.cache.cursor, max(map(len, trees))
+        rows = bucket(len(trees), cursor.slots)
+        ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]
+        view = bucket(max(VIEW, *ends), cursor.capacity)
+        idle = rows - len(trees)  # free slots score a lone token
+        padded = [*trees, *[DraftTree.chain(0)] * idle]
+        nodes = Padded.of(padded, cursor.lengths + [0] * idle, bucket(width), self.stock.device)
+        logits, *states = self._replayed(nodes, view, taps)
+        # the next pass fills these tensors anew
+        hidden = {
+            layer: [h[: len(t)] for h, t in zip(state.clone(), trees, strict=False)]
+            for layer, state in zip(taps.hidden, states, strict=True)
+        }
+        return Scores(logits[: len(trees), :width].clone(), hidden, [0] * len(trees))
+
+    def _replayed(self, nodes: Padded, view: int, taps: Taps) -> Outputs:
+        key = (*nodes.ids.shape, view, taps.hidden)
+        self.cold = key not in self._captured
+        if self.cold:
+            self._captured[key] = self._made(nodes, view, taps)
+            if len(self._captured) > KEPT:
+                self._captured.popitem(last=False)
+        self._captured.move_to_end(key)
+        captured = self._captured[key]
+        captured.inputs.load(nodes)
+        return captured.run()
+
+    def _made(self, nodes: Padded, view: int, taps: Taps) -> Captured:
+        inputs = nodes.to(self.stock.device)
+
+        def run() -> Outputs:
+            self.stock.cache.cursor.replayed(inputs.places, view)
+            out = self.stock.forward({"input_ids": inputs.ids}, self.stock.mask(inputs, view), inputs.positions, taps)
+            return (out.logits, *(out.hidden_states[layer] for layer in taps.hidden))
+
+        try:
+            return Captured(inputs, self._capture(run))
+        except Exception as error:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise Unsuited(f"the pass could not be captured in a CUDA graph: {why}") from error
+
+
+def bucket(n: int, limit: int | None = None) -> int:
+    """The power of two that is at least n, or the limit where that is smaller."""
+    size = 1 << (n - 1).bit_length()
+    return size if limit is None else min(size, limit)

@@ -1,0 +1,82 @@
+"""The trees of a pass as rows of one width, all in one buffer: one copy takes them to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from truedraft.tree import DraftTree
+
+
+class Padded:
+    """Nodes of a pass, padded to one width with copies of each row's last node, which then change nothing.
+
+    Attributes:
+        ids, positions, places: (rows, width) int64: token ids, positions, and where in its row the KV of a node goes.
+        lengths: (rows,) int64 committed positions.
+        ancestors: (rows, width, width) bool: [b, i, j] where j is i or an ancestor of i.
+        buffer: (bytes,) what all of these are views of.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device | str = "cpu", pinned: bool = False):
+        n = rows * width
+        integers = 8 * (3 * n + rows)
+        self.buffer = torch.zeros(integers + n * width, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.integers = self.buffer[:integers].view(torch.int64)
+        self.ids, self.positions, self.places = self.integers[: 3 * n].view(3, rows, width)
+        self.lengths = self.integers[3 * n :]
+        self.ancestors = self.buffer[integers:].view(torch.bool).view(rows, width, width)
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree], lengths: Sequence[int], width: int, device: torch.device) -> Padded:
+        """Trees behind `lengths` committed positions, in host memory, from where a device takes it fast."""
+        made = cls(len(trees), width, pinned=device.type == "cuda")
+        ids: list[int] = []
+        positions: list[int] = []
+        places: list[int] = []
+        for b, (n, tree) in enumerate(zip(lengths, trees, strict=True)):
+            nodes, over = len(tree), width - len(tree)
+            depth = tree.shape.depth
+            ids += (*tree.tokens, *tree.tokens[-1:] * over)
+            positions += (n + d for d in depth + depth[-1:] * over)
+            places += (*range(n, n + nodes), *(n + nodes - 1,) * over)
+            made.ancestors[b, :nodes, :nodes] = tree.shape.mask
+            made.ancestors[b, nodes:] = made.ancestors[b, nodes - 1]
+        made.integers.copy_(torch.tensor([*ids, *positions, *places, *lengths], device="cpu"))
+        return made
+
+    def to(self, device: torch.device) -> Padded:
+        """The same on a device."""
+        if device == self.buffer.device:
+            return self
+        rows, width = self.ids.shape
+        moved = Padded(rows, width, device)
+        moved.load(self)
+        return moved
+
+    def load(self, other: Padded) -> None:
+        """Take over what another of the same shape holds; from pinned memory, without waiting for the device."""
+        self.buffer.copy_(other.buffer, non_blocking=True)
+
+    def seen(self, view: int) -> Tensor:
+        """What each node sees of its row: all that is committed, and its ancestors; (rows, width, view) bool."""
+        offset = self._offset(view)
+        # where offset is negative, a place is committed, and seen by all as the root is
+        nearest = self._node(offset)[:, None].expand(-1, self.ids.shape[1], -1)
+        return self.ancestors.gather(2, nearest) & (offset < self.ids.shape[1])[:, None]
+
+    def near(self, view: int, window: int) -> Tensor:
+        """The places less than `window` positions behind each node; (rows, width, view) bool."""
+        offset = self._offset(view)
+        place = torch.arange(view, device=offset.device)
+        position = torch.where(offset < 0, place, self.positions.gather(1, self._node(offset)))
+        return self.positions[:, :, None] - position[:, None] < window
+
+    def _offset(self, view: int) -> Tensor:
+        """How far each place lies behind the first that a pass may write; (rows, view)."""
+        return torch.arange(view, device=self.lengths.device) - self.lengths[:, None]
+
+    def _node(self, offset: Tensor) -> Tensor:
+        return offset.clamp(0, self.ids.shape[1] - 1)
