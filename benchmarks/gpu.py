@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import truedraft
-from truedraft.bench.roofline import measure_machine, measure_passes, roofline
+from truedraft.bench.roofline import Gauge, measure_passes, roofline
 from truedraft.targets.decoder import DecoderTarget
 
 SIZES = {
@@ -59,10 +59,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/gpu.py needs a CUDA GPU that torch can use, and there is none on this machine")
     dtype = getattr(torch, args.dtype)
-    machine = measure_machine(device="cuda", dtype=dtype)
+    gauge = Gauge("cuda", dtype)
     model = random_model(args.size, dtype)
     targets = [DecoderTarget(model), DecoderTarget(model, "stock")]
-    captured, stock = measure_passes(targets, args.context, args.widths, args.rounds)
+    captured, stock = measure_passes(targets, args.context, args.widths, args.rounds, gauge)
+    machine = gauge.machine()
     table = Table(
         title=f"{args.size} {args.dtype} by {targets[0].runtime} on {torch.cuda.get_device_name()}, which reads "
         f"{machine.bandwidth / 1e9:.0f} GB/s and does {machine.rate / 1e12:.0f} TFLOP/s"

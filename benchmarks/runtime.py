@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from truedraft.bench.roofline import WIDTHS, measure_machine, measure_passes, roofline
+from truedraft.bench.roofline import WIDTHS, Gauge, measure_passes, roofline
 from truedraft.runtime.quantize import quantize
 from truedraft.targets.decoder import DecoderTarget
 
@@ -72,9 +72,9 @@ def main() -> None:
     for name, loaded in models(args.model):
         for kept in args.weights:
             model = WEIGHTS[kept](loaded)
-            machine = measure_machine()
-            targets = [DecoderTarget(model), DecoderTarget(model, "stock")]
-            compiled, stock = measure_passes(targets, args.context, args.widths, args.rounds)
+            gauge, targets = Gauge(), [DecoderTarget(model), DecoderTarget(model, "stock")]
+            compiled, stock = measure_passes(targets, args.context, args.widths, args.rounds, gauge)
+            machine = gauge.machine()
             table = Table(
                 title=f"{name} {kept}, by {targets[0].runtime}; this machine reads {machine.bandwidth / 1e9:.0f} GB/s "
                 f"and does {machine.rate / 1e9:.0f} fp32 GFLOP/s"

@@ -20,7 +20,7 @@ from truedraft.bench import compare as comparing
 from truedraft.bench.compare import Clock, Side, compare, interval, transformers_side, truedraft_side
 from truedraft.bench.oracle import Attained, Oracle, theory
 from truedraft.bench.page import page
-from truedraft.bench.roofline import Machine, Row, measure_machine, measure_passes, roofline
+from truedraft.bench.roofline import Gauge, Machine, Row, measure_passes, roofline
 from truedraft.bench.workloads import Item, Workload, embedded, from_file
 from truedraft.cli import main
 from truedraft.cli._models import load
@@ -45,13 +45,11 @@ def test_the_floor_of_a_pass_by_hand() -> None:
 
 def test_targets_take_turns_and_leave_nothing_behind() -> None:
     targets = [DecoderTarget(tiny("llama", torch.float32), runtime) for runtime in ("auto", "stock")]
-    times = measure_passes(targets, context=8, widths=(1, 3), rounds=2)
+    gauge = Gauge()
+    times = measure_passes(targets, context=8, widths=(1, 3), rounds=2, gauge=gauge)
     assert [list(t) for t in times] == [[1, 3], [1, 3]] and all(s > 0 for t in times for s in t.values())
     assert all(target.cache is None for target in targets)
-
-
-def test_a_machine_reads_and_multiplies() -> None:
-    machine = measure_machine(tries=1)
+    machine = gauge.machine()
     assert machine.bandwidth > 1e8 and machine.rate > 1e8
 
 

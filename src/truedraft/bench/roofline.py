@@ -23,7 +23,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Machine:
-    """bandwidth: bytes per second read from memory; rate: operations per second. The best seen of each."""
+    """bandwidth: bytes per second read from memory; rate: operations per second."""
 
     bandwidth: float
     rate: float
@@ -40,29 +40,52 @@ class Row:
 
     @property
     def attained(self) -> float:
-        """Share of what the machine allows, 1 at best."""
+        """Share of what the machine allows; 1 at best, but for noise."""
         return self.floor / self.seconds
 
 
-def measure_machine(tries: int = 9, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Machine:
-    """Read bandwidth over 256 MB, or 4 GB on a GPU, and the rate of a square product in a dtype."""
-    numbers, side = (1 << 30, 8192) if device == "cuda" else (64 << 20, 1024)
-    large, square = torch.ones(numbers, device=device), torch.ones(side, side, device=device, dtype=dtype)
-    settle = torch.cuda.synchronize if device == "cuda" else int
-    bandwidth = max(numbers * 4 / timed(lambda: (large.sum(), settle())) for _ in range(tries))
-    rate = max(2 * side**3 / timed(lambda: (square @ square, settle())) for _ in range(tries))
-    return Machine(bandwidth, rate)
+class Gauge:
+    """What a machine reads and multiplies, sampled in turns with passes, so that the same disturbances fall on both.
+
+    Read bandwidth is that of a sum over 256 MB (4 GB on a GPU), the rate that of a square product in `dtype`.
+    """
+
+    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32):
+        numbers, side = (1 << 30, 8192) if device == "cuda" else (64 << 20, 1024)
+        self._large = torch.ones(numbers, device=device)
+        self._square = torch.ones(side, side, device=device, dtype=dtype)
+        self._settle = torch.cuda.synchronize if device == "cuda" else int
+        self._reading: list[float] = []
+        self._multiplying: list[float] = []
+        self.sample()
+        self._reading.clear()  # the first time pages are new
+        self._multiplying.clear()
+
+    def sample(self) -> None:
+        self._reading.append(timed(lambda: (self._large.sum(), self._settle())))
+        self._multiplying.append(timed(lambda: (self._square @ self._square, self._settle())))
+
+    def machine(self) -> Machine:
+        """Medians of the samples, of which there must be one."""
+        bandwidth = self._large.numel() * 4 / median(self._reading)
+        return Machine(bandwidth, 2 * len(self._square) ** 3 / median(self._multiplying))
 
 
 def measure_passes(
-    targets: Sequence[DecoderTarget], context: int = 256, widths: Sequence[int] = WIDTHS, rounds: int = 9
+    targets: Sequence[DecoderTarget],
+    context: int = 256,
+    widths: Sequence[int] = WIDTHS,
+    rounds: int = 9,
+    gauge: Gauge | None = None,
 ) -> list[dict[int, float]]:
-    """Median seconds of a pass by width behind `context` positions, one dict per target; all take turns."""
+    """Median seconds of a pass by width behind `context` positions, one dict per target; all take turns, and a gauge."""
     times: list[dict[int, list[float]]] = [{w: [] for w in widths} for _ in targets]
     for target in targets:
         target.reserve(1, context + max(widths))
         target.prefill([Prompt(torch.arange(context, device=target.device) % target.vocabulary)])
     for turn in range(rounds + 1):
+        if gauge is not None and turn:
+            gauge.sample()
         for width in widths:
             tree = DraftTree.chain(0, [i % target.vocabulary for i in range(1, width)])
             for target, kept in zip(targets, times, strict=True):

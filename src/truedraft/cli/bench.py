@@ -153,15 +153,16 @@ def _sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, base
 
 
 def _roofline(model: Any) -> tuple[Machine, list[Row]]:
-    from truedraft.bench.roofline import measure_machine, measure_passes, roofline
+    from truedraft.bench.roofline import Gauge, measure_passes, roofline
     from truedraft.targets.decoder import DecoderTarget
 
     if model.device.type != "cpu":
         raise Refused("--roofline measures the CPU's memory, and the model is on another device")
     target = DecoderTarget(model)
     context = min(256, (target.context or 512) // 2)
-    machine = measure_machine()
-    return machine, roofline(target, machine, measure_passes([target], context)[0], context)
+    gauge = Gauge()
+    seconds = measure_passes([target], context, gauge=gauge)[0]
+    return gauge.machine(), roofline(target, gauge.machine(), seconds, context)
 
 
 def _machine() -> str:
