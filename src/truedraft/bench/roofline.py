@@ -78,7 +78,7 @@ def measure_passes(
     rounds: int = 9,
     gauge: Gauge | None = None,
 ) -> list[dict[int, float]]:
-    """Median seconds of a pass by width behind `context` positions, one dict per target; all take turns, and a gauge."""
+    """Median seconds of a pass by width behind `context` positions, by target; all take turns, and a gauge."""
     times: list[dict[int, list[float]]] = [{w: [] for w in widths} for _ in targets]
     for target in targets:
         target.reserve(1, context + max(widths))

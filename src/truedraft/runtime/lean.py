@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime.native import Kind, Op, Pass
-from truedraft.runtime.programs import Program, compile_program, strangers
+from truedraft.runtime.program import Program, kv_heads
+from truedraft.runtime.programs import compile_program, strangers
 from truedraft.runtime.weights import Unsuited, address
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
@@ -99,7 +100,7 @@ class LeanPass:
         c = self.model.config
         self._vocabulary, self._hidden = self.program.widths["logits"], c.hidden_size
         self._known = len(self.model.get_input_embeddings().weight)  # type: ignore[arg-type]
-        self._share = c.num_attention_heads // c.num_key_value_heads
+        self._share = c.num_attention_heads // kv_heads(c)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -127,7 +128,7 @@ class LeanPass:
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
                 op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()
-                if op.kind == Kind.PREPARE:
+                if op.kind == Kind.PREPARE and p.rotary is not None:
                     cos, sin = self._table(p.layer_types[at], cache.cursor.capacity)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
         self._variants: dict[tuple[int, ...], ctypes.Array[Op]] = {}
@@ -135,7 +136,7 @@ class LeanPass:
     def _table(self, kind: str, capacity: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position, from the model's own module; fp32, (positions, rotary)."""
         if kind not in self._tables or len(self._tables[kind][0]) < capacity:
-            rotary = self.model.model.rotary_emb
+            rotary = self.program.rotary
             positions = torch.arange(capacity)[None]
             like = torch.empty(1, dtype=self.model.dtype)
             by_kind = (kind,) if hasattr(rotary, "layer_types") else ()

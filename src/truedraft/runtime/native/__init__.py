@@ -49,14 +49,15 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
-        *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window")),
+        *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window", "step")),
+        *((name, c_int64) for name in ("k_at", "v_at")),
         *(
             (name, c_void_p)
             for name in ("weight", "second", "scales", "second_scales", "bias", "other_bias", "q_norm", "k_norm")
         ),
         *((name, c_void_p) for name in ("keys", "values", "cosine", "sine")),
         *((name, c_float) for name in ("eps", "scale", "cap")),
-        *((name, c_int32) for name in ("norm_once", "form", "shift")),
+        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved")),
     ]
 
 
@@ -96,7 +97,10 @@ def library() -> ctypes.CDLL | None:
     lib.truedraft_linear.restype = c_int32
     lib.truedraft_choose.argtypes = [c_int32]
     lib.truedraft_layout.restype = c_int64
-    if lib.truedraft_layout() != ctypes.sizeof(Op) * 65536 + ctypes.sizeof(Pass):
+    layout = 0
+    for size in (Op.weight.offset, Op.eps.offset, ctypes.sizeof(Op), ctypes.sizeof(Pass)):
+        layout = layout * 4096 + size
+    if lib.truedraft_layout() != layout:
         return None  # built from another version of pass.c
     return lib if lib.truedraft_choose(5) else None
 

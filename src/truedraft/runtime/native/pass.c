@@ -8,6 +8,7 @@
 #include <immintrin.h>
 #include <math.h>
 #include <omp.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -176,7 +177,9 @@ typedef struct {
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window;
-  const void *weight, *second;          /* LINEAR, GATED, EMBED: as the model keeps them */
+  int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q, k and v ... */
+  int64_t k_at, v_at;                   /* ... which begin here in theirs */
+  const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16 */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
@@ -185,7 +188,8 @@ typedef struct {
   float eps, scale, cap;
   int32_t norm_once;                    /* PREPARE: the norms round once */
   int32_t form;                         /* LINEAR, GATED: of the weights */
-  int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row */
+  int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions */
+  int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
 } Op;
 
 typedef struct {
@@ -224,28 +228,35 @@ static inline int64_t claim(Counter *counters, int64_t total, int threads, int s
 
 #define ROW(i, node) (pass->buffer[i] + (node) * pass->stride[i])
 
+/* Eight numbers of a row of `width`, zeros behind its end. */
+AVX2 IN __m256 row8(const void *row, int64_t k, int64_t width, int narrow) {
+  const size_t n = (size_t)(width - k < L ? width - k : L);
+  if (narrow) {
+    bf16 part[L] = {0};
+    memcpy(part, (const bf16 *)row + k, sizeof(bf16) * n);
+    return widen8(part);
+  }
+  float part[L] = {0};
+  memcpy(part, (const float *)row + k, sizeof(float) * n);
+  return _mm256_loadu_ps(part);
+}
+
 AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
+  const int64_t width = op->in, bytes = width * (op->narrow ? 2 : 4);
+  const void *given = pass->embeds ? (const void *)(pass->embeds + node * width)
+                                   : (const void *)((const char *)op->weight + pass->token[node] * bytes);
+  const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds), narrow = op->narrow && !pass->embeds;
+  const char *placed = NULL;
+  if (op->second) {
+    const int64_t at = pass->position[node] + op->shift;
+    placed = (const char *)op->second + (at < op->out ? at : op->out - 1) * bytes;
+  }
   float *y = ROW(op->dst, node);
-  const __m256 scale = _mm256_set1_ps(op->scale);
-  const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds);
-  for (int64_t k = 0; k < op->in; k += L) {
-    __m256 v;
-    if (pass->embeds) {
-      float part[L] = {0};
-      memcpy(part, pass->embeds + node * op->in + k, sizeof(float) * (size_t)(op->in - k < L ? op->in - k : L));
-      v = _mm256_loadu_ps(part);
-    } else if (op->narrow) {
-      bf16 part[L] = {0};
-      memcpy(part, (const bf16 *)op->weight + pass->token[node] * op->in + k,
-             sizeof(bf16) * (size_t)(op->in - k < L ? op->in - k : L));
-      v = widen8(part);
-    } else {
-      float part[L] = {0};
-      memcpy(part, (const float *)op->weight + pass->token[node] * op->in + k,
-             sizeof(float) * (size_t)(op->in - k < L ? op->in - k : L));
-      v = _mm256_loadu_ps(part);
-    }
-    _mm256_storeu_ps(y + k, scaled ? rounded(_mm256_mul_ps(v, scale), op->narrow) : v);
+  for (int64_t k = 0; k < width; k += L) {
+    __m256 v = row8(given, k, width, narrow);
+    if (scaled) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
+    if (placed) v = rounded(_mm256_add_ps(v, row8(placed, k, width, op->narrow)), op->narrow);
+    _mm256_storeu_ps(y + k, v);
   }
 }
 
@@ -351,7 +362,7 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
   const float *c = op->cosine + position * op->rotary, *s = op->sine + position * op->rotary;
   const int64_t half = op->rotary / 2;
   for (int64_t i = 0; i < half; i++) {
-    const int64_t a = i, b = i + half;
+    const int64_t a = op->interleaved ? 2 * i : i, b = op->interleaved ? 2 * i + 1 : i + half;
     const float xa = x[a], xb = x[b];
     float pa = xa * c[a], qa = -xb * s[a], pb = xb * c[b], qb = xa * s[b];
     if (op->narrow) {
@@ -370,18 +381,18 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
 
 /* Head by head: norm, rotation, and the keys and values of the node into the cache. */
 AVX2 static void prepare(const Op *op, const Pass *pass, int64_t node) {
-  float *q = ROW(op->src, node), *k = ROW(op->other, node), *v = ROW(op->dst, node);
-  const int64_t position = pass->position[node], head = op->head;
+  float *q = ROW(op->src, node), *k = ROW(op->other, node) + op->k_at, *v = ROW(op->dst, node) + op->v_at;
+  const int64_t position = pass->position[node], head = op->head, step = op->step;
   for (int64_t h = 0; h < op->heads; h++) {
-    if (op->q_norm) rms_row(q + h * head, q + h * head, head, op->q_norm, op->eps, op->narrow, op->norm_once);
-    if (op->rotary) rotate(q + h * head, op, position);
+    if (op->q_norm) rms_row(q + h * step, q + h * step, head, op->q_norm, op->eps, op->narrow, op->norm_once);
+    if (op->rotary) rotate(q + h * step, op, position);
   }
   for (int64_t h = 0; h < op->kv_heads; h++) {
-    if (op->k_norm) rms_row(k + h * head, k + h * head, head, op->k_norm, op->eps, op->narrow, op->norm_once);
-    if (op->rotary) rotate(k + h * head, op, position);
+    if (op->k_norm) rms_row(k + h * step, k + h * step, head, op->k_norm, op->eps, op->narrow, op->norm_once);
+    if (op->rotary) rotate(k + h * step, op, position);
     const int64_t at = ((pass->slot[node] * op->kv_heads + h) * pass->capacity + pass->place[node]) * head;
-    put(op->keys, at, k + h * head, head, op->narrow);
-    put(op->values, at, v + h * head, head, op->narrow);
+    put(op->keys, at, k + h * step, head, op->narrow);
+    put(op->values, at, v + h * step, head, op->narrow);
   }
 }
 
@@ -468,7 +479,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
     low[i - from] = first < 0 ? 0 : first > pass->base[i] ? pass->base[i] : first;
     if (pass->base[i] > furthest) furthest = pass->base[i];
   }
-#define QUERY(i, h) (ROW(op->src, i) + (kv * share + (h)) * head)
+#define QUERY(i, h) (ROW(op->src, i) + (kv * share + (h)) * op->step)
 #define RESULT(i, h) (ROW(op->dst, i) + (kv * share + (h)) * head)
 #define WEIGHTS(i, h) (scratch + (((i) - from) * share + (h)) * ld)
 #define IN_BLOCK(i)                                                             \
@@ -618,8 +629,11 @@ int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int 
   return run(op, 1, &pass, 0, threads);
 }
 
-/* How large the structures are, so that a stale build is found out. */
-int64_t truedraft_layout(void) { return (int64_t)(sizeof(Op) * 65536 + sizeof(Pass)); }
+/* How the structures lie in memory, so that a stale build is found out. */
+int64_t truedraft_layout(void) {
+  return ((int64_t)(offsetof(Op, weight) * 4096 + offsetof(Op, eps)) * 4096 + (int64_t)sizeof(Op)) * 4096 +
+         (int64_t)sizeof(Pass);
+}
 
 /* Which instruction set the linear layers use: 0 none, 2 AVX2, 5 AVX-512. `wanted` asks for at most that one. */
 int truedraft_choose(int wanted) {

@@ -1,0 +1,244 @@
+"""The compiled pass as a list of operations, and how the parts that models share are put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.runtime.native import Kind, Op
+from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight, padded, plain
+
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
+
+
+@dataclass
+class Program:
+    """Operations and the buffers that they work on.
+
+    ops: with addresses of weights filled in; those of keys, values and rotary tables belong to a cache and follow.
+    widths: floats per node of each buffer, by name.
+    layers: for each op, the layer whose cache it uses, or -1.
+    outputs: the op after which a hidden state stands in "x", as in `output_hidden_states`, the last one excepted.
+    """
+
+    narrow: bool
+    layer_types: list[str]
+    ops: list[Op] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+    widths: dict[str, int] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+    head_from: int = 0  # the ops from here on read the gathered nodes
+    rotary: Any = None  # the module that makes cosines and sines, where there is one
+    kept: list[Tensor] = field(default_factory=list)
+
+    def op(self, kind: Kind, layer: int = -1, wait: bool = True, **fields: Any) -> Op:
+        for name in ("src", "other", "dst"):
+            if name in fields:
+                fields[name] = list(self.widths).index(fields[name])
+        for name, size in (("src", "inner"), ("dst", "out")):
+            if name in fields and fields.get(size, 0) > list(self.widths.values())[fields[name]]:
+                raise Unsuited("its layers are not of the sizes that its configuration says")
+        made = Op(kind=kind, wait=wait, narrow=self.narrow, **{"scale": 1.0, **fields})
+        self.ops.append(made)
+        self.layers.append(layer)
+        return made
+
+    def buffer(self, name: str, width: int) -> None:
+        self.widths[name] = max(width, self.widths.get(name, 0))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.narrow else torch.float32
+
+    def weight(self, layer: Any, rows: tuple[int, int] | None = None) -> Weight:
+        """The weight of a linear layer, or some rows of it."""
+        whole = linear_weight(layer, self.dtype)
+        return whole.part(*rows) if rows else whole
+
+    def read(self, weight: Weight) -> dict[str, Any]:
+        """The fields of an operation that say where its weight lies."""
+        kept, given = fields(weight)
+        self.kept += kept
+        return given
+
+    def small(self, vector: Tensor | None, offset: float = 0.0) -> int | None:
+        """A norm or bias as fp32, padded to sixteen."""
+        if vector is None:
+            return None
+        self.kept.append(padded(vector, offset))
+        return self.kept[-1].data_ptr()
+
+    # ------------------------------------------------------------ the parts that models share
+
+    def linear(
+        self,
+        src: str,
+        dst: str,
+        layer: Any,
+        rows: tuple[int, int] | None = None,
+        add: bool = False,
+        wait: bool = True,
+        scale: float = 1.0,
+    ) -> None:
+        """dst = layer(src), or dst += it; `rows` takes a part of a fused weight."""
+        self.op(
+            Kind.LINEAR, src=src, dst=dst, **self.read(self.weight(layer, rows)), mode=add, wait=wait, scale=scale
+        )  # fmt: skip
+
+    def rms_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0, once: bool = False) -> None:
+        weight = norm.weight
+        self.op(
+            Kind.RMS_NORM, src=src, dst=dst, inner=len(weight), weight=self.small(weight, offset),
+            eps=_eps(norm), mode=once or offset != 0.0,
+        )  # fmt: skip
+
+    def layer_norm(self, src: str, dst: str, norm: Any) -> None:
+        if norm.weight is None:
+            raise Unsuited("its layer norms have no weights")
+        self.op(
+            Kind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight),
+            bias=self.small(getattr(norm, "bias", None)), eps=_eps(norm),
+        )  # fmt: skip
+
+    def add(self, one: str, other: str, dst: str) -> None:
+        self.op(Kind.ADD, src=one, other=other, dst=dst, inner=self.widths[dst])
+
+    def qkv(self, src: str, attention: Any, config: Any) -> None:
+        q, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
+        if fused := getattr(attention, "qkv_proj", None):
+            self.linear(src, "q", fused, (0, q), wait=False)
+            self.linear(src, "k", fused, (q, q + kv), wait=False)
+            self.linear(src, "v", fused, (q + kv, q + 2 * kv))
+        else:
+            self.linear(src, "q", attention.q_proj, wait=False)
+            self.linear(src, "k", attention.k_proj, wait=False)
+            self.linear(src, "v", attention.v_proj)
+
+    def attend(
+        self, index: int, attention: Any, config: Any, cap: float = 0.0, per_head: float | None = None,
+        once: bool = False, interleaved: bool = False, scale: float | None = None, fused: str | None = None,
+    ) -> None:  # fmt: skip
+        """Rotation, cache and attention over q, k and v; the result is in "a".
+
+        per_head: the offset of the weights of norms over each head, None where there are none.
+        once: results of the rotation are rounded once.
+        interleaved: neighbours are rotated together, not the two halves of a head.
+        fused: the buffer where q, k and v of each head stand together, in the place of three.
+        """
+        head = head_of(attention)
+        if head % 8:
+            raise Unsuited(f"heads of {head} numbers, not a multiple of eight")
+        shared: dict[str, Any] = dict(
+            heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head, step=3 * head if fused else head,
+            window=config.sliding_window if self.layer_types[index] == "sliding_attention" else 0,
+        )  # fmt: skip
+        norms: dict[str, Any] = {}
+        if per_head is not None:
+            q_norm, k_norm = (self.small(norm.weight, per_head) for norm in (attention.q_norm, attention.k_norm))
+            norms = dict(q_norm=q_norm, k_norm=k_norm, eps=_eps(attention.q_norm), norm_once=per_head != 0.0)
+        self.op(
+            Kind.PREPARE, index, src=fused or "q", other=fused or "k", dst=fused or "v", mode=once,
+            k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **shared, **norms,
+        )  # fmt: skip
+        scale = attention.scaling if scale is None else scale
+        self.op(Kind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, **shared)
+
+    def gated(self, src: str, mlp: Any, activation: str) -> None:
+        """The hidden numbers of a gated feed-forward, in "g"."""
+        if activation not in ACTIVATIONS:
+            raise Unsuited(f"its activation is {activation}")
+        if hasattr(mlp, "gate_up_proj"):
+            half = len(mlp.gate_up_proj.weight) // 2
+            gate, up = self.weight(mlp.gate_up_proj, (0, half)), self.weight(mlp.gate_up_proj, (half, 2 * half))
+        else:
+            gate, up = self.weight(mlp.gate_proj), self.weight(mlp.up_proj)
+        if (gate.form, gate.group) != (up.form, up.group):
+            raise Unsuited("the weights of one feed-forward are kept in two ways")
+        second = self.read(up)
+        self.op(
+            Kind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
+            other_bias=second["bias"], mode=ACTIVATIONS[activation],
+        )  # fmt: skip
+
+    def gate(self, activation: str) -> Callable[[Any], Any]:
+        """A gated feed-forward from "h", as `pre_norm` takes it."""
+
+        def feed(mlp: Any) -> Any:
+            self.gated("h", mlp, activation)
+            return mlp.down_proj
+
+        return feed
+
+    def activated(self, src: str, layer: Any, activation: str) -> None:
+        """The hidden numbers of a feed-forward without a gate, in "g"."""
+        if activation not in ACTIVATIONS:
+            raise Unsuited(f"its activation is {activation}")
+        self.linear(src, "g", layer)
+        self.op(Kind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=ACTIVATIONS[activation])
+
+    def begin(
+        self, model: Any, inner: int, scale: float = 1.0, given_too: bool = False, attention: Any = None,
+        rotary: Any = None, positions: Any = None, offset: int = 0,
+    ) -> None:  # fmt: skip
+        """Buffers, the last of them for the logits, and the embedding.
+
+        given_too: embeddings given by the caller are scaled as well.
+        attention, rotary: of the first layer, and of the model, where they do not stand where Llama has them.
+        positions: an embedding of positions that is added, looked up `offset` behind.
+        """
+        c, embedding = model.config, model.get_input_embeddings()
+        head = head_of(attention or model.model.layers[0].self_attn)
+        self.rotary = rotary or getattr(getattr(model, "model", None), "rotary_emb", None)
+        for name in ("x", "h", "t"):
+            self.buffer(name, c.hidden_size)
+        for name in ("q", "a"):
+            self.buffer(name, c.num_attention_heads * head)
+        for name in ("k", "v"):
+            self.buffer(name, kv_heads(c) * head)
+        self.buffer("g", inner)
+        self.buffer("logits", len(self.weight(model.get_output_embeddings()).values))
+        table = plain(embedding.weight, self.dtype)
+        self.kept.append(table)
+        placed: dict[str, Any] = {}
+        if positions is not None:
+            self.kept.append(plain(positions.weight, self.dtype))
+            placed = dict(second=self.kept[-1].data_ptr(), shift=offset)
+        self.op(
+            Kind.EMBED, dst="x", weight=table.data_ptr(), inner=c.hidden_size, scale=scale, mode=given_too, **placed
+        )  # fmt: skip
+        if positions is not None:
+            self.ops[-1].out = len(positions.weight)
+        self.outputs.append(len(self.ops) - 1)
+
+    def end(
+        self, model: Any, norm: Callable[[str, str], None], cap: float = 0.0, scale: float = 1.0
+    ) -> None:  # fmt: skip
+        """The last norm, from one buffer to another, and the head, on the gathered nodes."""
+        self.head_from = len(self.ops)
+        self.op(Kind.GATHER, src="x", dst="t", inner=model.config.hidden_size)
+        norm("t", "t")
+        self.linear("t", "logits", model.get_output_embeddings())
+        if scale != 1.0:
+            self.op(Kind.SCALE, src="logits", dst="logits", inner=self.widths["logits"], scale=scale)
+        if cap:
+            self.op(Kind.CAP, src="logits", dst="logits", inner=self.widths["logits"], cap=cap)
+        for op in self.ops[self.head_from :]:
+            op.tail = 1
+
+
+def head_of(attention: Any) -> int:
+    """Numbers in a head of an attention module."""
+    return getattr(attention, "head_dim", None) or attention.head_size
+
+
+def kv_heads(config: Any) -> int:
+    """Heads of keys and values."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _eps(norm: Any) -> float:
+    return getattr(norm, "variance_epsilon", None) or norm.eps
