@@ -217,6 +217,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--oracle", "--batch", "1"], "--batch has no meaning beside --oracle"),
         (["--oracle", "--roofline", "--draft", "llma"], "--draft has no meaning beside --oracle and --roofline"),
         (["--roofline", "--oracle", "--no-baselines"], "--baselines has no meaning"),
+        (["--html", "/"], "--html / is a folder"),
+        (["--html", "/nowhere/page.html"], "/nowhere is no folder"),
         (["--assistant", "/nowhere"], "/nowhere"),
     ],
 )

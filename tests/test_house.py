@@ -58,7 +58,7 @@ ALLOWED = {
     "control": {"tree", "card", "errors", "control", "drafters", "runtime", "targets"},
     "targets": {"tree", "caches", "runtime", "errors", "targets"},
     "caches": {"tree", "errors", "caches"},
-    "runtime": {"tree", "caches", "targets", "errors", "runtime"},
+    "runtime": {"tree", "caches", "targets", "errors", "files", "runtime"},
     "engine": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters", "control", "targets", "errors"},
     "tree": set(),
     "chance": {"tree", "errors"},
@@ -67,6 +67,7 @@ ALLOWED = {
     "stats": set(),
     "card": set(),
     "errors": set(),
+    "files": set(),
     "registry": {"errors"},
 }
 

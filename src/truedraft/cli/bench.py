@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,7 @@ from typer import Argument, Context, Option
 from truedraft.cli._models import load
 from truedraft.cli._text import waiting
 from truedraft.errors import Refused
+from truedraft.files import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,12 +65,10 @@ def bench(
     \f
     Returns the exit code: 1 where a token differs. Raises Refused for a bad argument.
     """
-    for name, value in (("--limit", limit), ("--rounds", rounds), *(("--batch", b) for b in batch or ())):
-        if value < 1:
-            raise Refused(f"{name} {value} must be at least 1")
-    if any(t < 0 for t in temperature or ()):
-        raise Refused(f"--temperature {min(temperature or ())} must not be negative")
+    _check_numbers({"--limit": [limit], "--rounds": [rounds], "--batch": batch or []}, temperature or [])
     _refuse_unused(context, [mode for mode, wanted in (("oracle", oracle), ("roofline", roofline)) if wanted])
+    if html is not None:
+        _check_writable(html)
     todo = _workloads(prompts, limit, max_new_tokens)
     with waiting("loading the model") as say:
         loaded, tokenizer = load(model, dtype, quantize)
@@ -177,12 +175,26 @@ def _machine() -> str:
     )
 
 
+def _check_numbers(counts: Mapping[str, Sequence[int]], temperatures: Sequence[float]) -> None:
+    """Raises Refused for a count below one or a temperature below zero."""
+    for name, values in counts.items():
+        if values and min(values) < 1:
+            raise Refused(f"{name} {min(values)} must be at least 1")
+    if temperatures and min(temperatures) < 0:
+        raise Refused(f"--temperature {min(temperatures)} must not be negative")
+
+
+def _check_writable(path: Path) -> None:
+    """Raises Refused, before anything is measured, for a page that could not be written."""
+    if path.is_dir():
+        raise Refused(f"--html {path} is a folder: name a file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise Refused(f"--html {path}: {path.parent} is no folder that can be written")
+
+
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as f:
-            f.write(text)
-        os.replace(f.name, path)
+        write_whole(path, text)
     except OSError as e:
         raise Refused(f"--html {path}: {e.strerror}") from e
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from truedraft.files import write_whole
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree, Prompt
 
@@ -92,7 +93,10 @@ def of(target: DecoderTarget) -> Curve:
         return Curve(tuple(stored["widths"]), tuple(stored["seconds"]))
     except (OSError, ValueError, KeyError, TypeError):
         curve = measure(target)
-        _write(path, {"widths": curve.widths, "seconds": curve.seconds, "model": type(target.model).__name__})
+        said = {"widths": curve.widths, "seconds": curve.seconds, "model": type(target.model).__name__}
+        with contextlib.suppress(OSError):  # a folder that cannot be written costs a measurement each time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(said))
         return curve
 
 
@@ -118,14 +122,3 @@ def _processor() -> str:
         return f"{names[0]} x {os.cpu_count()}"
     except (OSError, IndexError):
         return f"{platform.processor()} {platform.machine()} x {os.cpu_count()}"
-
-
-def _write(path: Path, content: dict[str, object]) -> None:
-    """Whole or not at all; a folder that cannot be written costs a measurement each time, nothing else."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-            json.dump(content, f)
-        os.replace(f.name, path)
-    except OSError:
-        return
