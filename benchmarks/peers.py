@@ -26,13 +26,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers_engines import ENGINES, THREADS
 from rich.console import Console
 from rich.table import Table
-from runtime import SIZES
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from peers_engines import ENGINES, THREADS
+from runtime import SIZES
 
 VOCABULARY, PERIODS = 32000, {"copy-heavy": 64, "no repeats": 4000}
 
@@ -154,7 +155,6 @@ def measure(
         for worker, way in ways[at:] + ways[:at]:
             if way.wrong:
                 continue
-            console.print(f"[dim]{name} {dtype}, round {turn}: {way.engine}, {way.text}, lookup {way.lookup}", end="\r")
             length = new if turn else min(new, 32)
             got = worker.ask(prompt=walks[way.text][:prompt], new=length, lookup=way.lookup)
             expected = walks[way.text][prompt : prompt + length]
@@ -162,6 +162,8 @@ def measure(
                 way.wrong = got.get("error") or difference(got["tokens"], expected)
             elif turn:
                 way.speeds.append(got["speed"])
+            what = way.wrong or f"{got['speed']:.1f} tok/s"
+            console.print(f"[dim]{name} {dtype}, round {turn}: {way.engine}, {way.text}, lookup {way.lookup}: {what}")
     figures = [way for _, way in ways]
     own: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for way in figures:

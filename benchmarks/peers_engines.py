@@ -119,10 +119,12 @@ class OpenVINO(Engine):
         import openvino_genai  # noqa: F401
 
         self.folder = converted(folder / f"openvino-{dtype}", lambda out: self.convert(folder / dtype, out))
-        self.dtype = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-        self.pipelines: dict[bool, Any] = {}
+        self.hint = {"float32": "f32", "bfloat16": "bf16"}[dtype]
         able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        self.precision = f"weights {dtype}, hint and cache {self.dtype}; it can compute in {', '.join(able)} here"
+        # without instructions for bf16 it computes in fp32 all the same, and prompt lookup refuses another cache
+        self.cache = "bf16" if dtype == "bfloat16" and "BF16" in able else "f32"
+        self.precision = f"weights {dtype}, hint {self.hint}, cache {self.cache}; it computes in {', '.join(able)} here"
+        self.pipelines: dict[bool, Any] = {}
 
     def convert(self, folder: Path, out: Path) -> None:
         import openvino_tokenizers
@@ -142,7 +144,7 @@ class OpenVINO(Engine):
 
         if (pipeline := self.pipelines.get(bool(lookup))) is None:
             settings: dict[str, Any] = dict(
-                INFERENCE_PRECISION_HINT=self.dtype, KV_CACHE_PRECISION=self.dtype, INFERENCE_NUM_THREADS=THREADS
+                INFERENCE_PRECISION_HINT=self.hint, KV_CACHE_PRECISION=self.cache, INFERENCE_NUM_THREADS=THREADS
             )
             if lookup:
                 settings["prompt_lookup"] = True
