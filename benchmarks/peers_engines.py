@@ -1,0 +1,329 @@
+"""The engines of `peers.py`, each run in a process of its own by the interpreter that has it.
+
+    python benchmarks/peers_engines.py ENGINE FOLDER DTYPE
+
+Converts the model in FOLDER where the engine wants another format, then answers one JSON line per request. Nothing
+but the standard library and the engine itself is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+NGRAM = 3  # longest n-gram that prompt lookup looks for, in every engine
+
+
+class Clock:
+    """When tokens came: how many with the first, and the seconds from the first to the last."""
+
+    def __init__(self) -> None:
+        self.stamps: list[tuple[float, int]] = []
+
+    def tick(self, tokens: int = 1) -> None:
+        self.stamps.append((time.perf_counter(), tokens))
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second after those that came first."""
+        (start, _), (end, _) = self.stamps[0], self.stamps[-1]
+        return sum(n for _, n in self.stamps[1:]) / (end - start)
+
+
+class Engine:
+    """`generate` writes `new` tokens greedily, `lookup` of them drafted at a time by prompt lookup; 0 drafts none."""
+
+    packages: tuple[str, ...] = ()
+    lookups: tuple[int, ...] = ()  # lengths of prompt lookup to try; none where the engine has no such mode
+    precision = ""
+
+    def __init__(self, folder: Path, dtype: str):
+        raise NotImplementedError
+
+    def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
+        raise NotImplementedError
+
+
+class Transformers(Engine):
+    packages = ("transformers", "torch")
+    lookups = (10,)
+
+    def __init__(self, folder: Path, dtype: str):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(THREADS)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder / dtype, dtype=dtype).eval()
+        self.precision = f"weights, cache and results {dtype}"
+
+    def call(self, prompt: list[int], new: int, generate: Callable[..., Any], **more: Any) -> list[int]:
+        import torch
+
+        ids = torch.tensor([prompt])
+        out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **more)
+        return out[0, len(prompt) :].tolist()
+
+    def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
+        from transformers.generation.streamers import BaseStreamer
+
+        class Stream(BaseStreamer):
+            started = False
+
+            def put(self, value: Any) -> None:
+                if self.started:  # the prompt comes first
+                    clock.tick(value.numel())
+                self.started = True
+
+            def end(self) -> None:
+                pass
+
+        more = {"prompt_lookup_num_tokens": lookup, "max_matching_ngram_size": NGRAM} if lookup else {}
+        return self.call(prompt, new, self.model.generate, streamer=Stream(), **more)
+
+
+class Truedraft(Transformers):
+    packages = ("truedraft", "transformers", "torch")
+    lookups = (10,)
+
+    def __init__(self, folder: Path, dtype: str):
+        import truedraft
+
+        super().__init__(folder, dtype)
+        self.sides = {
+            0: truedraft.accelerate(self.model, draft=None, strict=True),
+            10: truedraft.accelerate(self.model, draft="prompt-lookup", strict=True),  # 10 and 3-grams by default
+        }
+
+    def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
+        def saw(done: Any) -> None:
+            clock.tick(sum(len(e.tokens) for e in done.emitted))
+
+        return self.call(prompt, new, self.sides[lookup].generate, on_pass=saw)
+
+
+class OpenVINO(Engine):
+    packages = ("openvino-genai", "openvino", "optimum-intel")
+    lookups = (5, 10, 20)
+
+    def __init__(self, folder: Path, dtype: str):
+        import openvino
+        import openvino_genai  # noqa: F401
+
+        self.folder = converted(folder / f"openvino-{dtype}", lambda out: self.convert(folder / dtype, out))
+        self.hint = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+        able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        # without instructions for bf16 it computes in fp32 all the same, and prompt lookup refuses another cache
+        self.cache = "bf16" if dtype == "bfloat16" and "BF16" in able else "f32"
+        self.precision = f"weights {dtype}, hint {self.hint}, cache {self.cache}; it computes in {', '.join(able)} here"
+        self.pipelines: dict[bool, Any] = {}
+
+    def convert(self, folder: Path, out: Path) -> None:
+        import openvino_tokenizers
+        from openvino import save_model
+        from optimum.exporters.openvino import main_export
+        from transformers import AutoTokenizer
+
+        main_export(str(folder), str(out), task="text-generation-with-past", convert_tokenizer=False)
+        one, other = openvino_tokenizers.convert_tokenizer(AutoTokenizer.from_pretrained(folder), with_detokenizer=True)
+        save_model(one, out / "openvino_tokenizer.xml")
+        save_model(other, out / "openvino_detokenizer.xml")
+
+    def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
+        import numpy
+        import openvino
+        import openvino_genai as genai
+
+        if (pipeline := self.pipelines.get(bool(lookup))) is None:
+            settings: dict[str, Any] = dict(
+                INFERENCE_PRECISION_HINT=self.hint, KV_CACHE_PRECISION=self.cache, INFERENCE_NUM_THREADS=THREADS
+            )
+            if lookup:
+                settings["prompt_lookup"] = True
+            pipeline = self.pipelines[bool(lookup)] = genai.LLMPipeline(str(self.folder), "CPU", **settings)
+        config = genai.GenerationConfig(max_new_tokens=new, min_new_tokens=new, ignore_eos=True, do_sample=False)
+        if lookup:
+            config.num_assistant_tokens, config.max_ngram_size = lookup, NGRAM
+
+        class Stream(genai.StreamerBase):
+            def write(self, token: int | list[int]) -> Any:
+                clock.tick(1 if isinstance(token, int) else len(token))
+                return genai.StreamingStatus.RUNNING
+
+            def end(self) -> None:
+                pass
+
+        ids = openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
+        inputs = genai.TokenizedInputs(ids, openvino.Tensor(numpy.ones((1, len(prompt)), dtype=numpy.int64)))
+        return list(pipeline.generate(inputs, config, Stream()).tokens[0])
+
+
+class CTranslate2(Engine):
+    packages = ("ctranslate2",)
+
+    def __init__(self, folder: Path, dtype: str):
+        import ctranslate2
+
+        if dtype not in ctranslate2.get_supported_compute_types("cpu"):
+            raise Unsupported(f"{dtype} is not among its types on this CPU")
+        path = converted(folder / f"ctranslate2-{dtype}", lambda out: self.convert(folder / dtype, out, dtype))
+        self.generator = ctranslate2.Generator(str(path), compute_type=dtype, inter_threads=1, intra_threads=THREADS)
+        self.precision = f"compute type {self.generator.compute_type}"
+        self.pieces = json.loads((folder / dtype / "pieces.json").read_text())
+
+    def convert(self, folder: Path, out: Path, dtype: str) -> None:
+        from ctranslate2.converters import TransformersConverter
+
+        TransformersConverter(str(folder)).convert(str(out), quantization=dtype)
+
+    def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
+        def came(step: Any) -> bool:
+            clock.tick()
+            return False
+
+        result = self.generator.generate_batch(
+            [[self.pieces[i] for i in prompt]], max_length=new, min_length=new, beam_size=1, sampling_topk=1,
+            include_prompt_in_result=False, callback=came,
+        )  # fmt: skip
+        return list(result[0].sequences_ids[0])
+
+
+class LlamaCpp(Engine):
+    packages = ("llama-cpp-python",)
+    lookups = (10,)
+
+    def __init__(self, folder: Path, dtype: str):
+        import llama_cpp
+
+        path = converted(folder / f"llama-{dtype}.gguf", lambda out: self.convert(folder / "float32", out, dtype))
+        kind = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": llama_cpp.GGML_TYPE_BF16}[dtype]
+        self.settings = dict(
+            model_path=str(path), n_ctx=1024, n_threads=THREADS, n_threads_batch=THREADS, type_k=kind, type_v=kind,
+            verbose=False,
+        )  # fmt: skip
+        self.models: dict[int, Any] = {}
+        self.precision = f"weights and cache {dtype}"
+
+    def convert(self, folder: Path, out: Path, dtype: str) -> None:
+        import gguf
+        from gguf.quants import quantize
+        from safetensors import safe_open
+
+        c = json.loads((folder / "config.json").read_text())
+        heads, kv = c["num_attention_heads"], c["num_key_value_heads"]
+        kind = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
+        writer = gguf.GGUFWriter(out, "llama")
+        writer.add_context_length(c["max_position_embeddings"])
+        writer.add_embedding_length(c["hidden_size"])
+        writer.add_block_count(c["num_hidden_layers"])
+        writer.add_feed_forward_length(c["intermediate_size"])
+        writer.add_head_count(heads)
+        writer.add_head_count_kv(kv)
+        writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+        writer.add_rope_dimension_count(c["hidden_size"] // heads)
+        writer.add_vocab_size(c["vocab_size"])
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(json.loads((folder / "pieces.json").read_text()))
+        writer.add_token_scores([0.0] * c["vocab_size"])
+        writer.add_token_types([gguf.TokenType.NORMAL] * c["vocab_size"])
+        writer.add_file_type(gguf.LlamaFileType.ALL_F32 if dtype == "float32" else gguf.LlamaFileType.MOSTLY_BF16)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c["num_hidden_layers"])
+        with safe_open(folder / "model.safetensors", "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                x = tensors.get_tensor(name)
+                for part, n in (("q_proj", heads), ("k_proj", kv)):
+                    if part in name:  # rotary pairs stand side by side there
+                        x = x.reshape(n, 2, len(x) // n // 2, -1).swapaxes(1, 2).reshape(x.shape)
+                as_kind = kind if x.ndim > 1 else gguf.GGMLQuantizationType.F32
+                there = names.get_name(name, try_suffixes=(".weight",))
+                writer.add_tensor(there, quantize(x, as_kind), raw_dtype=as_kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        if (model := self.models.get(lookup)) is None:
+            draft = LlamaPromptLookupDecoding(max_ngram_size=NGRAM, num_pred_tokens=lookup) if lookup else None
+            model = self.models[lookup] = llama_cpp.Llama(**self.settings, draft_model=draft)
+        model.reset()
+        tokens: list[int] = []
+        for token in model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
+            tokens.append(token)
+            clock.tick()
+            if len(tokens) == new:
+                return tokens
+        return tokens
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "truedraft": Truedraft,
+    "transformers": Transformers,
+    "openvino": OpenVINO,
+    "ctranslate2": CTranslate2,
+    "llama.cpp": LlamaCpp,
+}
+
+
+class Unsupported(Exception):
+    """What the engine cannot do here, in words."""
+
+
+def converted(path: Path, convert: Callable[[Path], None]) -> Path:
+    """`path`, made by `convert` where it is missing; never left half made."""
+    if not path.exists():
+        part = path.with_name(f"part-{path.name}")
+        shutil.rmtree(part, ignore_errors=True)
+        convert(part)
+        part.rename(path)
+    return path
+
+
+@contextmanager
+def answers() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A way to answer on standard output, which whatever else prints does not reach."""
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+
+        def answer(said: dict[str, Any]) -> None:
+            out.write(json.dumps(said) + "\n")
+            out.flush()
+
+        yield answer
+
+
+def main() -> None:
+    name, folder, dtype = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    kind = ENGINES[name]
+    with answers() as answer:
+        try:
+            engine = kind(folder, dtype)
+        except (ImportError, Unsupported) as e:
+            return answer({"absent": f"not installed ({e})" if isinstance(e, ImportError) else str(e)})
+        versions = {}
+        for package in kind.packages:
+            with suppress(Exception):
+                versions[package] = version(package)
+        answer({"versions": versions, "lookups": engine.lookups, "precision": engine.precision})
+        for line in sys.stdin:
+            clock = Clock()
+            try:
+                tokens = engine.generate(**json.loads(line), clock=clock)
+                answer({"tokens": tokens, "speed": clock.speed})
+            except Exception as e:
+                answer({"error": f"{type(e).__name__}: {e}"})
+
+
+if __name__ == "__main__":
+    main()
