@@ -6,12 +6,15 @@
  */
 
 #include <immintrin.h>
+#include <linux/futex.h>
 #include <math.h>
 #include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 typedef uint16_t bf16;
 
@@ -20,7 +23,7 @@ typedef uint16_t bf16;
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define IN static inline __attribute__((always_inline))
 
-enum { L = 8, BLOCK = 24, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16 };
+enum { L = 8, BLOCK = 24, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -213,6 +216,32 @@ typedef struct {
   int64_t next;
   char pad[56];
 } Counter;
+
+/* Where threads wait for each other between operations: at first awake, because the wait is mostly a few microseconds,
+ * then asleep, because on a busy machine the thread that is waited for needs a core. */
+typedef struct {
+  int32_t arrived, round, asleep;
+  char pad[52];
+} Barrier;
+
+static void meet(Barrier *barrier, int threads) {
+  const int32_t round = __atomic_load_n(&barrier->round, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == threads) {
+    __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&barrier->round, round + 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&barrier->asleep, __ATOMIC_SEQ_CST))
+      syscall(SYS_futex, &barrier->round, FUTEX_WAKE_PRIVATE, threads, NULL, NULL, 0);
+    return;
+  }
+  for (int i = 0; i < SPINS; i++) {
+    if (__atomic_load_n(&barrier->round, __ATOMIC_ACQUIRE) != round) return;
+    _mm_pause();
+  }
+  __atomic_add_fetch(&barrier->asleep, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&barrier->round, __ATOMIC_SEQ_CST) == round)
+    syscall(SYS_futex, &barrier->round, FUTEX_WAIT_PRIVATE, round, NULL, NULL, 0);
+  __atomic_sub_fetch(&barrier->asleep, 1, __ATOMIC_SEQ_CST);
+}
 
 /* The next task: a thread's own share first, in order, then what others have left. */
 static inline int64_t claim(Counter *counters, int64_t total, int threads, int self, int *turn) {
@@ -594,6 +623,7 @@ static int run(const Op *ops, int64_t count, const Pass *pass, int64_t share, in
     return 1;
   }
   memset(counters, 0, sizeof(Counter) * (size_t)(count * threads));
+  Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
   {
     const int self = omp_get_thread_num(), all = omp_get_num_threads();
@@ -602,9 +632,7 @@ static int run(const Op *ops, int64_t count, const Pass *pass, int64_t share, in
       int turn = 0;
       for (int64_t task; (task = claim(counters + i * threads, total, all, self, &turn)) >= 0;)
         run_task(ops + i, pass, task, scratch + (size_t)self * each);
-      if (ops[i].wait) {
-#pragma omp barrier
-      }
+      if (ops[i].wait) meet(&barrier, all);
     }
   }
   free(counters);
