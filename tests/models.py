@@ -41,6 +41,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {**_COMMON, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen2_moe": {
+        **_COMMON,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+    },
+    "olmoe": {**_COMMON, "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "norm_topk_prob": True},
+    "phimoe": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmo": _COMMON,
     "olmo2": _COMMON,
     "stablelm": _COMMON,
     "starcoder2": {**_COMMON, "sliding_window": None},
@@ -56,7 +68,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 # torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
 # left-padded window (Gemma 2) strays from what the model says to the same prompt alone
-NO_FP64 = {"mixtral", "qwen3_moe", "gemma2"}
+NO_FP64 = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gemma2"}
 
 
 @cache

@@ -17,6 +17,8 @@ from truedraft.accept.greedy import Greedy
 from truedraft.caches.rows import RowCache
 from truedraft.chance import StreamNoise
 from truedraft.runtime import native
+from truedraft.runtime.native import Kind
+from truedraft.runtime.program import Program
 from truedraft.sampling import History
 from truedraft.stopping import Stops
 from truedraft.tree import DraftTree, Row, Shape
@@ -28,10 +30,14 @@ def nodes() -> None:
     node_net(tiny(), "oracle")
 
 
-def nodes_compiled() -> None:
+def nodes_compiled(architecture: str = "llama") -> None:
     if native.library() is None:
         pytest.skip("the compiled pass was not built on this machine")
-    node_net(tiny("llama", torch.float32), "oracle", tolerance=1e-4)
+    node_net(tiny(architecture, torch.float32), "oracle", tolerance=1e-4)
+
+
+def nodes_of_experts() -> None:
+    nodes_compiled("mixtral")
 
 
 def text(rule: str = "greedy", **kwargs: Any) -> Net:
@@ -56,6 +62,24 @@ def unchecked(change: Callable[[Shape], Shape]) -> Callable[[pytest.MonkeyPatch]
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         reshaped(change)(patch)
+        patch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
+
+    return plant
+
+
+def misread(kind: Kind, **fields: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Operations of a kind with other numbers in them."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        true = Program.op
+
+        def op(self: Program, of: Kind, *args: Any, **given: Any) -> Any:
+            made = true(self, of, *args, **given)
+            for name, value in fields.items() if of == kind else ():
+                setattr(made, name, value)
+            return made
+
+        patch.setattr(Program, "op", op)
         patch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
 
     return plant
@@ -120,6 +144,9 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Net]] = {
         unchecked(lambda s: replace(s, depth=tuple(range(len(s.depth))))),
         nodes_compiled,
     ),
+    "rows dealt to the experts of another node": (misread(Kind.DEAL, top=1), nodes_of_experts),
+    "the first expert in the place of all": (misread(Kind.LINEAR, apart=0), nodes_of_experts),
+    "routing weights as they are": (misread(Kind.ROUTE, mode=0), nodes_of_experts),
     "commit of the first k nodes": (replaced(RowCache, "commit", keep_first_nodes), nodes),
     "rejected KV kept": (replaced(RowCache, "commit", keep_rejected), nodes),
     "overshot length": (replaced(Stops, "__call__", overshoot), text()),

@@ -97,19 +97,21 @@ def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: 
 
 
 @BOTH
+@pytest.mark.parametrize(("architecture", "lengths"), [("qwen3", (40, 7)), ("qwen2_moe", (120, 90))])
 def test_threads_and_cuts_of_the_prompt_change_no_bit(
-    dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
+    architecture: str, lengths: tuple[int, ...], dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With more nodes at one expert than a product takes together, and with one alone."""
     rng = random.Random(1)
-    prompts = [Prompt(torch.tensor(words(rng, n))) for n in (40, 7)]
+    prompts = [Prompt(torch.tensor(words(rng, n))) for n in lengths]
     tree = random_tree(rng, 3, 19)
     seen = []
     for count, part in ((1, 512), (2, 512), (3, 11), (5, 1)):
         torch.set_num_threads(count)
         monkeypatch.setattr("truedraft.runtime.lean.PROMPT", part)
-        target = target_of("qwen3", dtype)
+        target = target_of(architecture, dtype)
         target.taps = Taps((0, 1, -1))
-        target.reserve(2, 64)
+        target.reserve(2, 160)
         read, scored = target.prefill(prompts), target.score([tree, tree])
         hidden = [state for s in (read, scored) for states in s.hidden.values() for state in states]
         seen.append([read.logits, scored.logits, *hidden])
@@ -201,10 +203,25 @@ def _widened() -> torch.nn.Module:
     return model
 
 
+def _other_experts() -> torch.nn.Module:
+    model = tiny.__wrapped__("mixtral", torch.float32)
+    experts = model.model.layers[1].mlp.experts
+    experts.__class__ = type("_Other", (type(experts),), {})
+    return model
+
+
+def _clipped() -> torch.nn.Module:
+    model = tiny.__wrapped__("olmoe", torch.float32)
+    model.config.clip_qkv = 2.0
+    return model
+
+
 UNSUITED = {
     "no program": (lambda: tiny("gpt2", torch.float32), "no program for gpt2"),
     "dtype": (lambda: tiny("llama", torch.float64), "neither float32 nor bfloat16"),
     "an adapter": (_adapted, "_Adapted where a linear layer stood"),
+    "experts of another kind": (_other_experts, "_Other among its experts"),
+    "clipped queries": (_clipped, "its queries, keys and values are clipped"),
     "other sizes": (_widened, "not of the sizes"),
     "a hook": (_hooked, r"hooks or replaced forwards would not be run \(model.layers.1\)"),
 }

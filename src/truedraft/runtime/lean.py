@@ -237,7 +237,7 @@ class LeanPass:
         self._arena = max(nodes, 2 * self._arena, TOGETHER)
         names = list(self.program.widths)
         self._strides = [self._stride(name) for name in names]
-        self._storage = [torch.zeros(self._arena, s) for s in self._strides[:-1]]
+        self._storage = [torch.zeros(self._arena * self.program.rows[n], self._stride(n)) for n in names[:-1]]
         self._buffers = [s.data_ptr() for s in self._storage] + [0]  # the logits, allocated per pass
 
     def _ops(self, hidden: tuple[int, ...]) -> ctypes.Array[Op]:

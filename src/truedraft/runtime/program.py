@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from truedraft.runtime.native import Kind, Op
 from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight, padded, plain
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
+SIGMOID = 4
 
 
 @dataclass
@@ -20,7 +21,8 @@ class Program:
     """Operations and the buffers that they work on.
 
     ops: with addresses of weights filled in; those of keys, values and rotary tables belong to a cache and follow.
-    widths: floats per node of each buffer, by name.
+    widths: floats in a row of each buffer, by name.
+    rows: rows per node of the buffers that have several.
     layers: for each op, the layer whose cache it uses, or -1.
     outputs: the op after which a hidden state stands in "x", as in `output_hidden_states`, the last one excepted.
     """
@@ -30,6 +32,7 @@ class Program:
     ops: list[Op] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # the module that makes cosines and sines, where there is one
@@ -42,13 +45,14 @@ class Program:
         for name, size in (("src", "inner"), ("dst", "out")):
             if name in fields and fields.get(size, 0) > list(self.widths.values())[fields[name]]:
                 raise Unsuited("its layers are not of the sizes that its configuration says")
-        made = Op(kind=kind, wait=wait, narrow=self.narrow, **{"scale": 1.0, **fields})
+        made = Op(kind=kind, wait=wait, **{"scale": 1.0, "narrow": self.narrow, **fields})
         self.ops.append(made)
         self.layers.append(layer)
         return made
 
-    def buffer(self, name: str, width: int) -> None:
+    def buffer(self, name: str, width: int, rows: int = 1) -> None:
         self.widths[name] = max(width, self.widths.get(name, 0))
+        self.rows[name] = max(rows, self.rows.get(name, 0))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,8 +153,6 @@ class Program:
 
     def gated(self, src: str, mlp: Any, activation: str) -> None:
         """The hidden numbers of a gated feed-forward, in "g"."""
-        if activation not in ACTIVATIONS:
-            raise Unsuited(f"its activation is {activation}")
         if hasattr(mlp, "gate_up_proj"):
             half = len(mlp.gate_up_proj.weight) // 2
             gate, up = self.weight(mlp.gate_up_proj, (0, half)), self.weight(mlp.gate_up_proj, (half, 2 * half))
@@ -161,7 +163,7 @@ class Program:
         second = self.read(up)
         self.op(
             Kind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
-            other_bias=second["bias"], mode=ACTIVATIONS[activation],
+            other_bias=second["bias"], mode=_activation(activation),
         )  # fmt: skip
 
     def gate(self, activation: str) -> Callable[[Any], Any]:
@@ -173,12 +175,61 @@ class Program:
 
         return feed
 
+    def mixtures(self, mlps: Iterable[Any]) -> None:
+        """Buffers for feed-forwards of which some are mixtures of experts."""
+        for mlp in mlps:
+            dense = mlp
+            if hasattr(mlp, "experts"):
+                count, hidden, inner = _mixture(mlp)
+                self.buffer("router", count)
+                self.buffer("routing", mlp.gate.top_k)
+                self.buffer("dealt", hidden, mlp.gate.top_k)
+                self.buffer("inner", inner, mlp.gate.top_k)
+                self.buffer("shared", 1)
+                dense = getattr(mlp, "shared_expert", None)
+            if dense is not None:
+                self.buffer("g", len(self.weight(dense.gate_proj).values))
+
+    def mixture(self, mlp: Any, activation: str, exact: bool = False) -> None:
+        """A mixture of experts from "h"; the result is in "t", and "h" is used up.
+
+        exact: in a bf16 model routing weights and what they multiply are not rounded before they are added up.
+        """
+        count, hidden, inner = _mixture(mlp)
+        both, down = (plain(w, self.dtype)[0] for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
+        gate, up, down, router = (
+            self.read(Weight(w, None, None))
+            for w in (both[:inner], both[inner:], down, plain(mlp.gate.weight, self.dtype))
+        )
+        shared = getattr(mlp, "shared_expert", None)
+        to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
+        self.op(Kind.LINEAR, src="h", dst="router", **router, wait=shared is None)
+        if shared is not None:
+            self.linear("h", "shared", mlp.shared_expert_gate, wait=False)
+            self.gated("h", shared, activation)
+            self.op(Kind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
+        self.op(
+            Kind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
+            narrow=self.narrow and not exact, **to,
+        )  # fmt: skip
+        self.op(Kind.PLAN, **to)
+        self.op(Kind.DEAL, src="h", dst="dealt", inner=hidden, **to)
+        self.op(
+            Kind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=_activation(activation),
+            apart=2 * inner, **to,
+        )  # fmt: skip
+        if shared is not None:
+            self.linear("g", "h", shared.down_proj, wait=False)
+        self.op(Kind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
+        self.op(Kind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=exact, **to)
+        if shared is not None:
+            self.op(Kind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
+            self.add("t", "h", "t")
+
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden numbers of a feed-forward without a gate, in "g"."""
-        if activation not in ACTIVATIONS:
-            raise Unsuited(f"its activation is {activation}")
         self.linear(src, "g", layer)
-        self.op(Kind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=ACTIVATIONS[activation])
+        self.op(Kind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=_activation(activation))
 
     def begin(
         self, model: Any, inner: int, scale: float = 1.0, given_too: bool = False, attention: Any = None,
@@ -230,6 +281,12 @@ class Program:
             op.tail = 1
 
 
+def _activation(name: str) -> int:
+    if name not in ACTIVATIONS:
+        raise Unsuited(f"its activation is {name}")
+    return ACTIVATIONS[name]
+
+
 def head_of(attention: Any) -> int:
     """Numbers in a head of an attention module."""
     return getattr(attention, "head_dim", None) or attention.head_size
@@ -238,6 +295,18 @@ def head_of(attention: Any) -> int:
 def kv_heads(config: Any) -> int:
     """Heads of keys and values."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _mixture(mlp: Any) -> tuple[int, int, int]:
+    """How many experts a mixture has, and the numbers that go into one and that stand inside it."""
+    for part in (mlp.gate, mlp.experts):
+        if not type(part).__module__.startswith("transformers.models."):
+            raise Unsuited(f"it has a {type(part).__name__} among its experts")
+    both, down, router = mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight
+    count, hidden = router.shape
+    if both.ndim != 3 or both.shape != (count, 2 * down.shape[-1], hidden) or down.shape[:2] != (count, hidden):
+        raise Unsuited("its experts are not of the sizes that its router says")
+    return count, hidden, down.shape[-1]
 
 
 def _eps(norm: Any) -> float:

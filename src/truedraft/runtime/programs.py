@@ -39,7 +39,8 @@ def pre_norm(
 ) -> None:  # fmt: skip
     """Blocks with a norm before attention and a norm before the feed-forward, each added to the residual.
 
-    feed: writes the hidden numbers of a layer's feed-forward from "h" to "g", and returns the linear layer behind them.
+    feed: writes the hidden numbers of a layer's feed-forward from "h" to "g", and returns the linear layer behind them;
+        or writes its whole result to "t", and returns None.
     scale: of what a block adds.
     """
     c = model.config
@@ -50,7 +51,10 @@ def pre_norm(
         p.linear("a", "x", layer.self_attn.o_proj, add=True, scale=scale)
         norm("x", "h", layer.post_attention_layernorm)
         down = feed(layer.mlp)
-        p.linear("g", "x", down, add=True, scale=scale)
+        if down is None:
+            p.add("x", "t", "x")
+        else:
+            p.linear("g", "x", down, add=True, scale=scale)
         p.outputs.append(len(p.ops) - 1)
 
 
@@ -59,6 +63,44 @@ def llama(p: Program, model: Any) -> None:
     c = model.config
     p.begin(model, c.intermediate_size)
     pre_norm(p, model, p.rms_norm, p.gate(c.hidden_act), per_head=0.0 if c.model_type == "qwen3" else None)
+    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
+
+
+def mixtral(p: Program, model: Any) -> None:
+    """Mixtral, Qwen 2 MoE and, with norms over each head, Qwen 3 MoE: mixtures of experts, dense layers among them."""
+    c = model.config
+    dense = p.gate(c.hidden_act)
+
+    def feed(mlp: Any) -> Any:
+        if not hasattr(mlp, "experts"):
+            return dense(mlp)
+        p.mixture(mlp, c.hidden_act, exact=c.model_type == "mixtral")
+        return None
+
+    p.mixtures(layer.mlp for layer in model.model.layers)
+    p.begin(model, 0)
+    pre_norm(p, model, p.rms_norm, feed, per_head=0.0 if c.model_type == "qwen3_moe" else None)
+    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
+
+
+def olmoe(p: Program, model: Any) -> None:
+    """OLMoE: mixtures of experts, norms over all queries and keys together."""
+    c = model.config
+    if c.clip_qkv is not None:
+        raise Unsuited("its queries, keys and values are clipped")
+    p.mixtures(layer.mlp for layer in model.model.layers)
+    p.begin(model, 0)
+    for i, layer in enumerate(model.model.layers):
+        p.rms_norm("x", "h", layer.input_layernorm)
+        p.qkv("h", layer.self_attn, c)
+        p.rms_norm("q", "q", layer.self_attn.q_norm)
+        p.rms_norm("k", "k", layer.self_attn.k_norm)
+        p.attend(i, layer.self_attn, c)
+        p.linear("a", "x", layer.self_attn.o_proj, add=True)
+        p.rms_norm("x", "h", layer.post_attention_layernorm)
+        p.mixture(layer.mlp, c.hidden_act)
+        p.add("x", "t", "x")
+        p.outputs.append(len(p.ops) - 1)
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
 
 
@@ -233,6 +275,10 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "cohere": cohere,
     "gpt_neox": gpt_neox,
     "opt": opt,
+    "mixtral": mixtral,
+    "qwen2_moe": mixtral,
+    "qwen3_moe": mixtral,
+    "olmoe": olmoe,
 }
 
 

@@ -33,6 +33,10 @@ class Kind(enum.IntEnum):
     SCALE = 9
     CAP = 10
     GATHER = 11
+    ROUTE = 12
+    PLAN = 13
+    DEAL = 14
+    COMBINE = 15
 
 
 class Form(enum.IntEnum):
@@ -50,7 +54,7 @@ class Op(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
         *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window", "step")),
-        *((name, c_int64) for name in ("k_at", "v_at")),
+        *((name, c_int64) for name in ("k_at", "v_at", "experts", "top", "apart")),
         *(
             (name, c_void_p)
             for name in ("weight", "second", "scales", "second_scales", "bias", "other_bias", "q_norm", "k_norm")
@@ -74,6 +78,7 @@ class Pass(ctypes.Structure):
         ("longest", c_int64),
         ("buffer", POINTER(c_void_p)),
         ("stride", INTEGERS),
+        ("plan", c_void_p),
     ]
 
 

@@ -90,12 +90,13 @@ AVX2 IN __m256 tanh8(__m256 x) {
   return _mm256_blendv_ps(far, near, _mm256_cmp_ps(z, _mm256_set1_ps(0.390625f), _CMP_LT_OQ));
 }
 
-enum { SILU, GELU_TANH, GELU, RELU };
+enum { SILU, GELU_TANH, GELU, RELU, SIGMOID };
 
 AVX2 IN __m256 activated(__m256 x, int kind) {
   __m256 one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
   switch (kind) {
     case SILU: return _mm256_div_ps(x, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
+    case SIGMOID: return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
     case RELU: return _mm256_max_ps(x, _mm256_setzero_ps());
     case GELU_TANH: {
       __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
@@ -169,7 +170,10 @@ static const int64_t size_of[4] = {4, 2, 1, 1};
 
 /* ---------------------------------------------------------------- the list of operations */
 
-enum Kind { EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER };
+enum Kind {
+  EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
+  ROUTE, PLAN, DEAL, COMBINE
+};
 
 typedef struct {
   int32_t kind;
@@ -177,11 +181,14 @@ typedef struct {
   int32_t src, other, dst;
   int32_t narrow; /* the model computes in bf16: results are rounded so */
   int32_t tail;   /* runs over the gathered nodes only */
-  int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all */
+  int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all;
+                     ROUTE: 1 = the weights of a node are divided by their sum; COMBINE: 1 = products are not rounded */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window;
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q, k and v ... */
   int64_t k_at, v_at;                   /* ... which begin here in theirs */
+  int64_t experts, top;                 /* how many there are, or none, and how many of them a node goes to */
+  int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16 */
@@ -194,6 +201,18 @@ typedef struct {
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
 } Op;
+
+/* Which nodes go to which expert. Their rows are dealt out so that those of one expert stand together. */
+typedef struct {
+  int64_t expert, first, rows;          /* at most CHUNK rows */
+} Part;
+
+typedef struct {
+  int64_t parts;
+  Part *part;
+  int64_t *row;                         /* (nodes, top): by rank, the expert, and once that is planned the row there */
+  int64_t *next;                        /* (experts,) */
+} Plan;
 
 typedef struct {
   int64_t nodes, tail, vocabulary, capacity;
@@ -210,6 +229,7 @@ typedef struct {
   int64_t longest;                      /* the most places that a node sees */
   float **buffer;
   const int64_t *stride;                /* floats from row to row; multiples of 16 */
+  Plan *plan;                           /* the pass's own */
 } Pass;
 
 typedef struct {
@@ -341,13 +361,15 @@ AVX2 IN void product(const Op *op, const void *weight, const float *scales, cons
                          _mm256_mul_ps(_mm256_loadu_ps(y + m * BLOCK + r), _mm256_loadu_ps(scales + first + r)));
 }
 
-/* Rows [first, first + rows) of the weights over the nodes [m0, m0 + nodes), with what follows the product. */
-AVX2 static void linear(const Op *op, const Pass *pass, int64_t first, int64_t rows, int64_t m0, int64_t nodes) {
+/* Rows [first, first + rows) of an expert's weights over the nodes [m0, m0 + nodes), with what follows the product. */
+AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t first, int64_t rows, int64_t m0,
+                        int64_t nodes) {
   const float *x = ROW(op->src, m0);
+  const int64_t at = expert * op->apart + first;
   const int64_t ldx = pass->stride[op->src], ldy = pass->stride[op->dst];
   float one[CHUNK * BLOCK], two[CHUNK * BLOCK], *dst = ROW(op->dst, m0) + first;
-  product(op, op->weight, op->scales, x, ldx, nodes, first, rows, one);
-  if (op->kind == GATED) product(op, op->second, op->second_scales, x, ldx, nodes, first, rows, two);
+  product(op, op->weight, op->scales, x, ldx, nodes, at, rows, one);
+  if (op->kind == GATED) product(op, op->second, op->second_scales, x, ldx, nodes, at, rows, two);
   for (int64_t m = 0; m < nodes; m++) {
     float *y = dst + m * ldy;
     for (int64_t r = 0; r < rows; r += L) {
@@ -558,6 +580,72 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   }
 }
 
+/* ---------------------------------------------------------------- mixtures of experts */
+
+/* The experts of a node and their weights, the likeliest first; of equals, the one that stands first. */
+AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
+  float *p = ROW(op->src, node), *w = ROW(op->dst, node), total = 0.0f;
+  int64_t *row = pass->plan->row + node * op->top;
+  softmax(p, op->experts, 1.0f, 0.0f);
+  for (int64_t k = 0; k < op->top; k++) {
+    int64_t best = 0;
+    for (int64_t e = 1; e < op->experts; e++)
+      if (p[e] > p[best]) best = e;
+    row[k] = best;
+    w[k] = p[best];
+    total += p[best];
+    p[best] = -1.0f;
+  }
+  for (int64_t k = 0; k < op->top; k += L) {
+    __m256 v = _mm256_loadu_ps(w + k);
+    if (op->mode) v = _mm256_div_ps(v, _mm256_set1_ps(total));
+    _mm256_storeu_ps(w + k, rounded(v, op->narrow));
+  }
+}
+
+static void planned(const Op *op, int64_t nodes, Plan *plan) {
+  int64_t at = 0, *next = plan->next, *row = plan->row;
+  memset(next, 0, sizeof(int64_t) * (size_t)op->experts);
+  for (int64_t i = 0; i < nodes * op->top; i++) next[row[i]]++;
+  plan->parts = 0;
+  for (int64_t e = 0; e < op->experts; e++) {
+    const int64_t end = at + next[e];
+    next[e] = at;
+    for (; at < end; at += plan->part[plan->parts++].rows)
+      plan->part[plan->parts] = (Part){e, at, end - at < CHUNK ? end - at : CHUNK};
+  }
+  for (int64_t i = 0; i < nodes * op->top; i++) row[i] = next[row[i]]++;
+}
+
+/* What the experts of a node say, each times its weight, in order of rank; without experts, the node's own row. */
+AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
+  const int64_t *row = op->experts ? pass->plan->row + node * op->top : &node;
+  const float *w = ROW(op->other, node);
+  float *y = ROW(op->dst, node);
+  for (int64_t k = 0; k < op->in; k += L) {
+    __m256 total = _mm256_setzero_ps();
+    for (int64_t i = 0; i < op->top; i++) {
+      const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(ROW(op->src, row[i]) + k), _mm256_set1_ps(w[i]));
+      total = _mm256_add_ps(total, rounded(v, op->narrow && !op->mode));
+    }
+    _mm256_storeu_ps(y + k, rounded(total, op->narrow));
+  }
+}
+
+/* Room for the plans of a pass. */
+static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
+  int64_t pairs = 0, experts = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if (nodes * ops[i].top > pairs) pairs = nodes * ops[i].top;
+    if (ops[i].experts > experts) experts = ops[i].experts;
+  }
+  if (!experts) return 1;
+  plan->part = malloc(sizeof(Part) * (size_t)(experts + pairs / CHUNK));
+  plan->row = malloc(sizeof(int64_t) * (size_t)pairs);
+  plan->next = malloc(sizeof(int64_t) * (size_t)experts);
+  return plan->part && plan->row && plan->next;
+}
+
 /* ---------------------------------------------------------------- running it */
 
 AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
@@ -583,7 +671,11 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
   const int64_t nodes = op->tail ? pass->tail : pass->nodes;
   switch (op->kind) {
     case LINEAR:
-    case GATED: return (nodes + CHUNK - 1) / CHUNK * ((op->out + BLOCK - 1) / BLOCK);
+    case GATED: {
+      const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
+      return parts * ((op->out + BLOCK - 1) / BLOCK);
+    }
+    case PLAN: return 1;
     case ATTEND: return pass->groups * op->kv_heads;
     default: return nodes;
   }
@@ -600,7 +692,8 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
     case GATED: {
       const int64_t blocks = (op->out + BLOCK - 1) / BLOCK, first = task % blocks * BLOCK, m0 = task / blocks * CHUNK;
       const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
-      linear(op, pass, first, rows < BLOCK ? rows : BLOCK, m0, nodes < CHUNK ? nodes : CHUNK);
+      const Part part = op->experts ? pass->plan->part[task / blocks] : (Part){0, m0, nodes < CHUNK ? nodes : CHUNK};
+      linear(op, pass, part.expert, first, rows < BLOCK ? rows : BLOCK, part.first, part.rows);
       return;
     }
     case PREPARE: prepare(op, pass, task); return;
@@ -608,36 +701,50 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
     case GATHER:
       memcpy(ROW(op->dst, task), ROW(op->src, pass->gather[task]), sizeof(float) * (size_t)op->in);
       return;
+    case ROUTE: route(op, pass, task); return;
+    case PLAN: planned(op, pass->nodes, pass->plan); return;
+    case DEAL:
+      for (const int64_t *row = pass->plan->row + task * op->top, *end = row + op->top; row < end; row++)
+        memcpy(ROW(op->dst, *row), ROW(op->src, task), sizeof(float) * (size_t)op->in);
+      return;
+    case COMBINE: combine(op, pass, task); return;
     default: elementwise(op, pass, task);
   }
 }
 
+static void each_thread(const Op *ops, int64_t count, const Pass *pass, Counter *counters, Barrier *barrier, int threads,
+                        float *scratch, size_t each) {
+  const int self = omp_get_thread_num(), all = omp_get_num_threads();
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t total = tasks_of(ops + i, pass);
+    int turn = 0;
+    for (int64_t task; (task = claim(counters + i * threads, total, all, self, &turn)) >= 0;)
+      run_task(ops + i, pass, task, scratch + (size_t)self * each);
+    if (ops[i].wait) meet(barrier, all);
+  }
+}
+
 /* Returns 0, or 1 where there was no memory: nothing was done then. */
-static int run(const Op *ops, int64_t count, const Pass *pass, int64_t share, int threads) {
-  const size_t each = (size_t)(share * MANY) * (size_t)((pass->longest + 15) / 16 * 16);
+static int run(const Op *ops, int64_t count, const Pass *given, int64_t share, int threads) {
+  const size_t each = (size_t)(share * MANY) * (size_t)((given->longest + 15) / 16 * 16);
   Counter *counters = aligned_alloc(64, sizeof(Counter) * (size_t)(count * threads));
   float *scratch = aligned_alloc(64, sizeof(float) * (each + 16) * (size_t)threads);
-  if (!counters || !scratch) {
-    free(counters);
-    free(scratch);
-    return 1;
-  }
-  memset(counters, 0, sizeof(Counter) * (size_t)(count * threads));
   Barrier barrier = {0};
+  Plan plan = {0};
+  Pass pass = *given;
+  pass.plan = &plan;
+  const int enough = room(ops, count, pass.nodes, &plan) && counters && scratch;
+  if (enough) {
+    memset(counters, 0, sizeof(Counter) * (size_t)(count * threads));
 #pragma omp parallel num_threads(threads)
-  {
-    const int self = omp_get_thread_num(), all = omp_get_num_threads();
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t total = tasks_of(ops + i, pass);
-      int turn = 0;
-      for (int64_t task; (task = claim(counters + i * threads, total, all, self, &turn)) >= 0;)
-        run_task(ops + i, pass, task, scratch + (size_t)self * each);
-      if (ops[i].wait) meet(&barrier, all);
-    }
+    each_thread(ops, count, &pass, counters, &barrier, threads, scratch, each);
   }
   free(counters);
   free(scratch);
-  return 0;
+  free(plan.part);
+  free(plan.row);
+  free(plan.next);
+  return !enough;
 }
 
 /* Returns 0; 1 where there was no memory, 2 for a token and 3 for a place out of range: nothing was done then. */
