@@ -196,10 +196,10 @@ class Program:
         exact: in a bf16 model routing weights and what they multiply are not rounded before they are added up.
         """
         count, hidden, inner = _mixture(mlp)
-        both, down = (plain(w, self.dtype)[0] for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
+        both, back = (plain(w, self.dtype)[0] for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
         gate, up, down, router = (
             self.read(Weight(w, None, None))
-            for w in (both[:inner], both[inner:], down, plain(mlp.gate.weight, self.dtype))
+            for w in (both[:inner], both[inner:], back, plain(mlp.gate.weight, self.dtype))
         )
         shared = getattr(mlp, "shared_expert", None)
         to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
