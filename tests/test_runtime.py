@@ -122,7 +122,7 @@ def test_threads_and_cuts_of_the_prompt_change_no_bit(
 @EVERY
 @BOTH
 def test_it_is_the_model_s_forward_but_for_rounding(architecture: str, dtype: torch.dtype) -> None:
-    rng = random.Random(2)
+    rng = random.Random(11)  # no router is within two bf16 steps of a tie, where rounding would choose the expert
     prompts = [Prompt(torch.tensor(words(rng, n))) for n in (23, 4)]
     trees = [random_tree(rng, 3, 9), random_tree(rng, 4, 6)]
     results = []

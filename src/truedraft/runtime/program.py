@@ -196,10 +196,11 @@ class Program:
         exact: in a bf16 model routing weights and what they multiply are not rounded before they are added up.
         """
         count, hidden, inner = _mixture(mlp)
-        both, back = (plain(w, self.dtype)[0] for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
+        both, last, rows = (
+            plain(w, self.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight)
+        )
         gate, up, down, router = (
-            self.read(Weight(w, None, None))
-            for w in (both[:inner], both[inner:], back, plain(mlp.gate.weight, self.dtype))
+            self.read(Weight(w, None, None)) for w in (both[0, :inner], both[0, inner:], last[0], rows)
         )
         shared = getattr(mlp, "shared_expert", None)
         to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
