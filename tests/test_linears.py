@@ -77,6 +77,10 @@ def test_gradients_are_torch_s_own_and_new_weights_are_seen() -> None:
         layer.weight += 1  # in place
         torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
         assert layer(torch.zeros(0, 32)).shape == (0, 16)
+        layer.bias += 2  # a copy of it is read
+    held.refresh()
+    with torch.no_grad(), held:
+        torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
 
 
 def test_layers_that_are_no_plain_ones_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ for chatty in ("torchao", "torch.utils._pytree"):  # transformers loads torchao 
     logging.getLogger(chatty).setLevel(logging.ERROR)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KINDS = ("int8", "int4")
 
 
 def load(
@@ -36,8 +35,11 @@ def load(
     """
     if dtype not in DTYPES:
         raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    if quantize is not None and quantize not in KINDS:
-        raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
+    if quantize is not None:
+        from truedraft.runtime.quantize import KINDS
+
+        if quantize not in KINDS:
+            raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
     source = _source(name)
     import huggingface_hub
     import torch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from truedraft.runtime import native
 from truedraft.runtime.native import Kind, Op
-from truedraft.runtime.weights import Unsuited, Weight, address, fields, linear_weight
+from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight
 
 SMALLEST = 1 << 17  # weights of a layer for which a call is worth its few microseconds
 
@@ -27,16 +27,15 @@ class Linears:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._made: dict[nn.Module, tuple[int, Any]] = {}
         self.refresh()
 
     def __len__(self) -> int:
         return len(self._forwards)
 
     def refresh(self) -> None:
-        """Look again at the layers: weights may have been replaced since."""
+        """Look again at the layers: weights may have been replaced since, and biases and scales are copies."""
         library = native.library()
-        found = [(m, self._forward(library, m)) for m in self.model.modules() if library and type(m) is nn.Linear]
+        found = [(m, _compiled(library, m)) for m in self.model.modules() if library and type(m) is nn.Linear]
         self._forwards = [(module, forward) for module, forward in found if forward is not None]
 
     def __enter__(self) -> None:
@@ -47,12 +46,6 @@ class Linears:
     def __exit__(self, *_: object) -> None:
         for module, _forward in self._replaced:
             del vars(module)["forward"]
-
-    def _forward(self, library: Any, module: nn.Linear) -> Any:
-        where = address(module.weight)
-        if module not in self._made or self._made[module][0] != where:
-            self._made[module] = where, _compiled(library, module)
-        return self._made[module][1]
 
 
 def _compiled(library: Any, module: nn.Linear) -> Any:
