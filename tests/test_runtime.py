@@ -178,6 +178,23 @@ def test_weights_are_read_where_they_are_and_when_they_are() -> None:
     assert len({tuple(t[0].tolist()) for t in texts}) == 3
 
 
+@pytest.mark.parametrize("architecture", ["starcoder2", "gemma2"])
+def test_norms_and_biases_changed_in_place_are_seen(architecture: str) -> None:
+    """They are copied, padded; the copies follow."""
+    model = tiny.__wrapped__(architecture, torch.float32)
+    fast = truedraft.accelerate(model)
+    given = dict(inputs=torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    texts = [fast.generate(**given)]
+    for _ in range(3):
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.ndim == 1:
+                    p.add_(torch.randn_like(p))
+        texts.append(fast.generate(**given))
+        assert torch.equal(texts[-1], model.generate(**given))
+    assert len({tuple(t[0].tolist()) for t in texts}) > 1
+
+
 class _Adapted(torch.nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2

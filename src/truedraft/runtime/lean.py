@@ -121,6 +121,8 @@ class LeanPass:
             return
         if self._fingerprint() != self._made_of:
             self._compile()
+        else:
+            self.program.refresh()
         p = self.program
         attends = [op for op in p.ops if op.kind == Kind.ATTEND]
         for layer, op in zip(cache.layers, attends, strict=True):

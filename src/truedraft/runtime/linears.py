@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from truedraft.runtime import native
 from truedraft.runtime.native import Kind, Op
-from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight
+from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight, padded
 
 SMALLEST = 1 << 17  # weights of a layer for which a call is worth its few microseconds
 
@@ -58,7 +58,7 @@ def _compiled(library: Any, module: nn.Linear) -> Any:
     out, inner = weight.values.shape
     if dtype not in (torch.float32, torch.bfloat16) or inner % 16 or out * inner < SMALLEST:
         return None
-    kept, given = fields(weight)
+    kept, given = fields(weight, padded)
     op = Op(kind=Kind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
     return partial(_product, library.truedraft_linear, module, op, weight, kept)
 

@@ -37,6 +37,7 @@ class Program:
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # the module that makes cosines and sines, where there is one
     kept: list[Tensor] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # of what, the copy, what was added
 
     def op(self, kind: Kind, layer: int = -1, wait: bool = True, **fields: Any) -> Op:
         for name in ("src", "other", "dst"):
@@ -65,7 +66,7 @@ class Program:
 
     def read(self, weight: Weight) -> dict[str, Any]:
         """The fields of an operation that say where its weight lies."""
-        kept, given = fields(weight)
+        kept, given = fields(weight, self._copied)
         self.kept += kept
         return given
 
@@ -73,8 +74,16 @@ class Program:
         """A norm or bias as fp32, padded to sixteen."""
         if vector is None:
             return None
-        self.kept.append(padded(vector, offset))
-        return self.kept[-1].data_ptr()
+        return self._copied(vector, offset).data_ptr()
+
+    def _copied(self, vector: Tensor, offset: float = 0.0) -> Tensor:
+        self.copies.append((vector.detach(), padded(vector, offset), offset))
+        return self.copies[-1][1]
+
+    def refresh(self) -> None:
+        """Copy norms, biases and scales again: they may have been changed in place."""
+        for vector, copy, offset in self.copies:
+            copy[: len(vector)].copy_(vector).add_(offset)
 
     # ------------------------------------------------------------ the parts that models share
 

@@ -6,6 +6,7 @@ eight bits (a scale for every few weights of a row), symmetric in both cases.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +64,13 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
     return Weight(plain(weight, dtype), None, layer.bias)
 
 
-def fields(weight: Weight) -> tuple[list[Tensor], dict[str, Any]]:
-    """The fields of an operation that say where a weight lies, and what must be kept for as long as they are used."""
-    bias = None if weight.bias is None else padded(weight.bias)
-    scales = weight.scales if weight.scales is None or weight.scales.ndim == 2 else padded(weight.scales)
+def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    """The fields of an operation that say where a weight lies, and what must be kept for as long as they are used.
+
+    copied: makes the copy of a small vector that the kernels read; see `padded`.
+    """
+    bias = None if weight.bias is None else copied(weight.bias)
+    scales = weight.scales if weight.scales is None or weight.scales.ndim == 2 else copied(weight.scales)
     kept = [t for t in (weight.values, bias, scales) if t is not None]
     return kept, dict(
         weight=weight.values.data_ptr(), out=len(weight.values), inner=weight.values.shape[1], form=weight.form,
