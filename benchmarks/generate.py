@@ -98,6 +98,7 @@ def main() -> None:
     sides = [
         ("plain", None, "cost"),
         ("hopeless", Hopeless(len(tokenizer)), "cost"),
+        ("prompt-lookup-long", "prompt-lookup-long", "cost"),
         ("prompt-lookup", "prompt-lookup", "cost"),
         ("prompt-lookup", "prompt-lookup", "fixed"),
         ("llma", "llma", "cost"),

@@ -92,16 +92,14 @@ class Transformers(Engine):
 
 class Truedraft(Transformers):
     packages = ("truedraft", "transformers", "torch")
-    lookups = (10,)
+    lookups = (10, 40)
 
     def __init__(self, folder: Path, dtype: str):
         import truedraft
 
         super().__init__(folder, dtype)
-        self.sides = {
-            0: truedraft.accelerate(self.model, draft=None, strict=True),
-            10: truedraft.accelerate(self.model, draft="prompt-lookup", strict=True),  # 10 and 3-grams by default
-        }
+        drafts = {0: None, **{n: f"prompt-lookup:n={NGRAM},length={n}" for n in self.lookups}}
+        self.sides = {n: truedraft.accelerate(self.model, draft=draft, strict=True) for n, draft in drafts.items()}
 
     def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
         def saw(done: Any) -> None:

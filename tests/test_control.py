@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models import tiny
-from truedraft.control.cost import Cost, History, Shadow
+from truedraft.control.cost import Cost, Odds, Shadow
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.runtime import curve
 from truedraft.runtime.curve import Curve
@@ -101,20 +101,34 @@ def test_a_curve_learns_the_kind_of_pass_that_it_saw() -> None:
     assert line.learned(16, 0.2, 1.0, plain=1).seconds == (1.0, 1.0, 1.0)
 
 
+def test_the_first_right_draft_opens_the_way() -> None:
+    """Tokens of a draft that was not verified count as they come, for all depths."""
+    odds, tree = Odds(0.9, 0.15, 0.85), DraftTree.chain(1, [5] * 10)
+    before = sum(odds.values(tree)[1:])
+    assert not Shadow(tree).follow([5, 5, 5], odds)
+    assert before < 1 and sum(odds.values(tree)[1:]) > 3
+
+
 def test_a_shadow_follows_a_branch_over_several_passes() -> None:
+    odds = Odds(0.9, 0.15, 0.85)
     shadow = Shadow(DraftTree((1, 5, 6, 7), (-1, 0, 0, 2)))
-    assert not shadow.follow([6])
-    assert shadow.follow([7])
-    assert shadow.path == {2, 3}
+    assert not shadow.follow([6], odds)
+    assert shadow.follow([7], odds)
+    assert odds.chance(1, 1) > 0.5 > 0.1 > odds.chance(1, 0)
+    assert odds.chance(2, 0) > 0.9
 
 
-def test_history_weighs_the_recent_past() -> None:
-    history = History(0.5, [0.3])
-    for _ in range(10):
-        history.add(1, set())
-    for _ in range(3):
-        history.add(1, {1})
-    assert history.value(0) > 0.6
+def test_the_worth_of_a_node_is_that_of_its_path() -> None:
+    odds = Odds(0.9, 0.4, 0.5)
+    tree = DraftTree((1, 5, 6, 7, 0), (-1, 0, 0, 2, 2), probes=frozenset({4}))
+    assert odds.values(tree) == pytest.approx([1, 0.4, 0.2, 0.1, 0])
+
+
+def test_odds_weigh_the_recent_past() -> None:
+    odds = Odds(0.5, 0.3, 0.85)
+    for right in [False] * 10 + [True] * 3:
+        odds.add(1, 0, right)
+    assert odds.chance(1, 0) > 0.6
 
 
 def test_the_curve_is_measured_once_and_survives_a_damaged_file(

@@ -37,6 +37,8 @@ from truedraft.stopping import longest as longest_of
 from truedraft.targets.decoder import check_hosted, hosted
 from truedraft.tree import Row
 
+BY_ITSELF = "prompt-lookup-long"  # what drafts where nothing was chosen
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -71,7 +73,7 @@ class Accelerated:
         self.model, self.tokenizer = model, tokenizer
         self._by_itself = draft == "auto"
         self.drafter: Drafter = (
-            Plain() if draft is None else _part("prompt-lookup" if self._by_itself else draft, "drafters", Drafter)
+            Plain() if draft is None else _part(BY_ITSELF if self._by_itself else draft, "drafters", Drafter)
         )
         self.rule: Rule | None = None if rule is None else _part(rule, "accept", Rule)
         self.control: Control = _part(control, "control", Control)

@@ -19,6 +19,7 @@ class Shape:
 
     depth: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]  # 0 for a first child, 1 for a second, ...
     mask: Tensor  # (n, n) bool: mask[i, j] where j is i or an ancestor of i
     run: tuple[int, ...]  # how many of the first nodes, 0, 1, 2 ..., a node's path begins with
     extras: tuple[tuple[int, ...], ...]  # the rest of its path
@@ -27,20 +28,21 @@ class Shape:
 @lru_cache(maxsize=4096)
 def shape_of(parent: tuple[int, ...]) -> Shape:
     n = len(parent)
-    depth, run = [0] * n, [1] * n
+    depth, order, run = [0] * n, [0] * n, [1] * n
     children: list[list[int]] = [[] for _ in range(n)]
     extras: list[tuple[int, ...]] = [()] * n
     mask = torch.eye(n, dtype=torch.bool)
     for i in range(1, n):
         p = parent[i]
         depth[i] = depth[p] + 1
+        order[i] = len(children[p])
         children[p].append(i)
         mask[i] |= mask[p]
         if not extras[p] and run[p] == i:
             run[i] = i + 1
         else:
             run[i], extras[i] = run[p], (*extras[p], i)
-    return Shape(tuple(depth), tuple(map(tuple, children)), mask, tuple(run), tuple(extras))
+    return Shape(tuple(depth), tuple(map(tuple, children)), tuple(order), mask, tuple(run), tuple(extras))
 
 
 @dataclass(frozen=True, eq=False)

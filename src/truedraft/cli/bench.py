@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from truedraft.bench.roofline import Machine, Row
     from truedraft.bench.workloads import Workload
 
-DRAFTS = ["prompt-lookup", "llma"]
+DRAFTS = ["prompt-lookup-long", "llma"]
 ASSISTANTS = {"nano": "nano-draft"}
 # what the two measurements that are no comparison do not use
 UNUSED = {

@@ -1,8 +1,9 @@
 """Cost model: verify as much of a draft as raises tokens per second, from measured costs and each row's own history.
 
-The gain of a node is the share of recent drafts whose node of that rank turned out right. Drafts are compared with
-what was emitted whether they were verified or not, so a row whose drafts do not pay stops verifying them, keeps
-learning at no cost, and takes them up again when its text begins to repeat. Costs: `runtime/curve.py`,
+The gain of a node is the chance that all tokens on its path are right, each as often as recent ones in its place were
+(Sequoia's positional acceptance). Drafts are compared with what was emitted whether they were verified or not, token
+by token, so a row whose drafts do not pay stops verifying them, keeps learning at no cost, and takes them up again as
+soon as its text begins to repeat. Costs: `runtime/curve.py`,
 corrected by the passes at hand; now and then a promising draft is tried against them. The
 objective, accepted tokens over the measured time of the pass, is that of Sequoia's hardware-aware budget (arXiv
 2402.12374, section 3.3), here per pass and with drafts that were not verified as evidence.
@@ -25,27 +26,35 @@ SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass
-class History:
-    """How often the node of each rank was right, the recent past counting most."""
+class Odds:
+    """How often the first, second, ... child of a right node was right, by depth; the recent past counts most."""
 
     memory: float
-    prior: Sequence[float]
-    tried: list[float] = field(default_factory=list)
-    right: list[float] = field(default_factory=list)
+    hope: float
+    survival: float
+    _seen: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)  # (right, tried)
 
-    def add(self, nodes: int, path: set[int]) -> None:
-        """A draft of `nodes` nodes below the root, of which those in `path` were right."""
-        while len(self.tried) < nodes:
-            self.tried.append(0.0)
-            self.right.append(0.0)
-        for i in range(nodes):
-            self.tried[i] = self.tried[i] * self.memory + 1
-            self.right[i] = self.right[i] * self.memory + (i + 1 in path)
+    def add(self, depth: int, order: int, right: bool) -> None:
+        """A child of that `order` (0 the first), `depth` levels below the root, under a node that was right."""
+        for key in ((depth, order), (0, order)) if depth > 1 else ((depth, order),):
+            before, tried = self._seen.get(key, (0.0, 0.0))
+            self._seen[key] = before * self.memory + right, tried * self.memory + 1
 
-    def value(self, i: int) -> float:
-        """The chance that the node of rank `i` (0 the first drafted) is right."""
-        prior = self.prior[min(i, len(self.prior) - 1)]
-        return (self.right[i] + prior) / (self.tried[i] + 1) if i < len(self.tried) else prior
+    def chance(self, depth: int, order: int) -> float:
+        """That such a child is right; below the first level, what is not known of a depth is taken from the others."""
+        hope = (self.survival if depth > 1 else self.hope) * 0.5**order
+        for key in ((0, order), (depth, order)) if depth > 1 else ((depth, order),):
+            right, tried = self._seen.get(key, (0.0, 0.0))
+            hope = (right + hope) / (tried + 1)
+        return hope
+
+    def values(self, tree: DraftTree) -> list[float]:
+        """The chance of every node that it is right, the root's (1) first; 0 for probes."""
+        shape, values = tree.shape, [1.0]
+        for i in range(1, len(tree)):
+            chance = self.chance(shape.depth[i], shape.order[i]) if i not in tree.probes else 0.0
+            values.append(values[tree.parent[i]] * chance)
+        return values
 
 
 @dataclass
@@ -54,19 +63,19 @@ class Shadow:
 
     tree: DraftTree
     node: int = 0
-    path: set[int] = field(default_factory=set)
 
-    def follow(self, tokens: Sequence[int]) -> bool:
+    def follow(self, tokens: Sequence[int], odds: Odds) -> bool:
         """Go on along `tokens`; true once the draft was right to its end or went wrong."""
+        shape = self.tree.shape
         for token in tokens:
-            if not any(c not in self.tree.probes for c in self.tree.shape.children[self.node]):
+            right = self.tree.child(self.node, token)
+            for child in shape.children[self.node]:
+                if child not in self.tree.probes:
+                    odds.add(shape.depth[child], shape.order[child], child == right)
+            if right is None:
                 return True
-            child = self.tree.child(self.node, token)
-            if child is None:
-                return True
-            self.node = child
-            self.path.add(child)
-        return not self.tree.shape.children[self.node]
+            self.node = right
+        return not shape.children[self.node]
 
 
 @dataclass
@@ -77,12 +86,13 @@ class Cost(Control):
         family="cost model",
     )
     memory: float = 0.9  # weight that an observation keeps at each later one
-    hope: float = 0.15  # chance given to the first node of a row's first drafts, falling by 0.85 a rank
+    hope: float = 0.15  # chance given to the first token of a row's first drafts
+    survival: float = 0.85  # chance given to a later one, if those before it are right
     slack: float = 0.015  # share of the time that drafts which are not verified, or are tried, may cost
     rate: float = 0.1  # how fast the costs follow the passes at hand
 
     def __post_init__(self) -> None:
-        self._rows: dict[int, History] = {}
+        self._rows: dict[int, Odds] = {}
         self._shadows: dict[int, list[Shadow]] = {}
         self._emitted: dict[int, int] = {}
         self._target: DecoderTarget | None = None
@@ -100,7 +110,7 @@ class Cost(Control):
 
     def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._rows[id(row)] = History(self.memory, [self.hope * 0.85**i for i in range(24)])
+            self._rows[id(row)] = Odds(self.memory, self.hope, self.survival)
             self._shadows[id(row)] = []
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
@@ -133,7 +143,7 @@ class Cost(Control):
         self._exploring = False
         if longest == 0:
             return list(trees)
-        gains = self._gains(rows, [len(tree) - 1 for tree in trees], longest)
+        gains = self._gains(rows, trees, longest)
         drafting = self._seconds["draft"] / max(self._proposed, 1)
         best, size = len(rows) / self._curve(len(rows)), 0
         for k in SIZES[1:]:
@@ -150,13 +160,13 @@ class Cost(Control):
             size = longest
         return [tree.cut(1 + size) for tree in trees]
 
-    def _gains(self, rows: Sequence[Row], drafted: Sequence[int], longest: int) -> list[float]:
+    def _gains(self, rows: Sequence[Row], trees: Sequence[DraftTree], longest: int) -> list[float]:
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft."""
-        histories = [self._rows[id(row)] for row in rows]
+        values = [self._rows[id(row)].values(tree) for row, tree in zip(rows, trees, strict=True)]
         gains = [0.0]
-        for i in range(longest):
-            values = [h.value(i) if i < n else 0.0 for h, n in zip(histories, drafted, strict=True)]
-            gains.append(gains[-1] + (len(rows) * math.prod(values) if self._in_step else sum(values)))
+        for i in range(1, longest + 1):
+            each = [v[i] if i < len(v) else 0.0 for v in values]
+            gains.append(gains[-1] + (len(rows) * math.prod(each) if self._in_step else sum(each)))
         return gains
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
@@ -170,13 +180,8 @@ class Cost(Control):
                 self._curve = self._curve.learned(tokens, spent, 0.5 if self._exploring else self.rate, len(rows))
         for row in rows:
             said = row.tokens[self._emitted.get(id(row), len(row.tokens)) :]
-            going = []
-            for shadow in self._shadows[id(row)]:
-                if shadow.follow(said):
-                    self._rows[id(row)].add(len(shadow.tree) - 1, shadow.path)
-                else:
-                    going.append(shadow)
-            self._shadows[id(row)] = going
+            odds = self._rows[id(row)]
+            self._shadows[id(row)] = [shadow for shadow in self._shadows[id(row)] if not shadow.follow(said, odds)]
 
     def end(self, row: Row) -> None:
         for memory in (self._rows, self._shadows, self._emitted):

@@ -2,7 +2,8 @@
 
 Saxena, "Prompt Lookup Decoding", 2023 (github.com/apoorvumang/prompt-lookup-decoding).
 No model and no training; strong where the output repeats its input (editing, summaries, chat over a text), idle
-elsewhere: where nothing matches nothing is drafted, and nothing is lost.
+elsewhere: where nothing matches nothing is drafted, and nothing is lost. Under the cost control, which verifies no more
+of a draft than pays, longer drafts than the published ones are worth offering: `prompt-lookup-long`, the default.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PromptLookup(PerRow[NgramIndex]):
         paper="github.com/apoorvumang/prompt-lookup-decoding (2023)",
         idea="Copy what followed the last few tokens when they stood in the text before.",
         family="retrieval",
-        presets={"prompt-lookup-hf": {"n": 2}},
+        presets={"prompt-lookup-hf": {"n": 2}, "prompt-lookup-long": {"n": 5, "length": 40}},
         published="Spec-Bench, Vicuna 7B, A100, greedy: 1.66x overall, 2.66x summarising, 1.06x translation.",
     )
     n: int = 3  # longest n-gram looked for; published default 3, transformers' own default is 2
