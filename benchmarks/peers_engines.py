@@ -110,7 +110,7 @@ class Truedraft(Transformers):
 
 class OpenVINO(Engine):
     packages = ("openvino-genai", "openvino", "optimum-intel")
-    lookups = (5, 10, 20)
+    lookups = (10, 20, 40)
 
     def __init__(self, folder: Path, dtype: str):
         import openvino
@@ -195,20 +195,34 @@ class CTranslate2(Engine):
 
 
 class LlamaCpp(Engine):
-    packages = ("llama-cpp-python",)
-    lookups = (10,)
+    """Its own prompt lookup is `ngram-simple`, which looks for longer n-grams: 12 tokens by default."""
+
+    packages = ("xllamacpp",)
+    lookups = (10, 20, 40)
 
     def __init__(self, folder: Path, dtype: str):
-        import llama_cpp
+        import xllamacpp
 
-        path = converted(folder / f"llama-{dtype}.gguf", lambda out: self.convert(folder / "float32", out, dtype))
-        kind = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": llama_cpp.GGML_TYPE_BF16}[dtype]
-        self.settings = dict(
-            model_path=str(path), n_ctx=1024, n_threads=THREADS, n_threads_batch=THREADS, type_k=kind, type_v=kind,
-            verbose=False,
-        )  # fmt: skip
-        self.models: dict[int, Any] = {}
-        self.precision = f"weights and cache {dtype}"
+        self.path = converted(folder / f"llama-{dtype}.gguf", lambda out: self.convert(folder / "float32", out, dtype))
+        name = {"float32": "GGML_TYPE_F32", "bfloat16": "GGML_TYPE_BF16"}[dtype]
+        self.kind = getattr(xllamacpp.ggml_type, name)
+        self.servers: dict[int, Any] = {}
+        self.precision = f"weights and cache {dtype}; {xllamacpp.get_system_info().strip(' |')}"
+
+    def server(self, lookup: int) -> Any:
+        import xllamacpp
+
+        settings = xllamacpp.CommonParams()
+        settings.model.path = str(self.path)
+        settings.n_ctx, settings.n_parallel, settings.verbosity = 1024, 1, -1
+        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = THREADS
+        settings.cache_type_k = settings.cache_type_v = self.kind
+        if lookup:
+            kinds = xllamacpp.common_speculative_type
+            settings.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+            settings.speculative.ngram_simple.size_n = NGRAM
+            settings.speculative.ngram_simple.size_m = lookup
+        return xllamacpp.Server(settings)
 
     def convert(self, folder: Path, out: Path, dtype: str) -> None:
         import gguf
@@ -249,19 +263,23 @@ class LlamaCpp(Engine):
         writer.close()
 
     def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
-        import llama_cpp
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-        if (model := self.models.get(lookup)) is None:
-            draft = LlamaPromptLookupDecoding(max_ngram_size=NGRAM, num_pred_tokens=lookup) if lookup else None
-            model = self.models[lookup] = llama_cpp.Llama(**self.settings, draft_model=draft)
-        model.reset()
+        if lookup not in self.servers:
+            self.servers[lookup] = self.server(lookup)
         tokens: list[int] = []
-        for token in model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
-            tokens.append(token)
-            clock.tick()
-            if len(tokens) == new:
-                return tokens
+        errors: list[str] = []
+
+        def came(part: dict[str, Any]) -> None:
+            if "choices" in part:
+                got = [int(number) for number in part["choices"][0]["text"].split("w")[1:]]  # pieces are w0, w1, ...
+                tokens.extend(got)
+                clock.tick(len(got))
+            else:
+                errors.append(str(part))
+
+        request = dict(prompt=prompt, n_predict=new, temperature=0.0, stream=True, ignore_eos=True, cache_prompt=False)
+        self.servers[lookup].handle_completions(request, came)
+        if errors:
+            raise RuntimeError(errors[0])
         return tokens
 
 

@@ -2,7 +2,7 @@
 
 Real text only: stories and plays from files given by path, and the standard library of the Python that runs this
 script. An editing task is made from both (a file, an instruction, the edited file), so that copy-heavy generation
-is learnt from real files. Training is by the clock: the learning rate holds, then falls to zero at the end.
+is learnt from real files. Training is by the clock: the learning rate holds, then falls to zero.
 
     python tools/train_nano.py tokenizer --stories FILE --plays FILE --out runs/nano
     python tools/train_nano.py model     --stories FILE --plays FILE --out runs/nano --size nano --minutes 120
@@ -469,7 +469,7 @@ def train_model(args: argparse.Namespace) -> None:
     start, step, tokens, smooth, last = time.monotonic(), 0, 0, None, 0.0
     while (progress := (time.monotonic() - start) / 60 / args.minutes) < 1:
         length = args.context // (1 if progress > 0.6 or args.start else 2 if progress > 0.15 else 4)
-        scale = min(1.0, (step + 1) / 100) * min(1.0, (1 - progress) / 0.35 + 0.01)
+        scale = min(1.0, (step + 1) / 100) * min(1.0, (1 - progress) / args.decay + 0.01)
         for opt in optimizers:
             for group in opt.param_groups:
                 group["lr"] = args.lr * scale
@@ -615,6 +615,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--edits", type=float, default=0.45, help="share of the documents that are editing tasks")
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--decay", type=float, default=0.35, help="share of the time in which the learning rate falls")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
