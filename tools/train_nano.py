@@ -529,8 +529,8 @@ language: en
 
 A Llama of {parameters:,} parameters (bf16, {layers} layers x {hidden}, byte-level BPE of {vocabulary} entries,
 trained at a context of {context}), embedded in truedraft so that its demo, tests and benchmarks run with no download.
-It writes small stories and Python, and tries simple edits of a text: renaming, fixing typos, removing comments. It is
-a toy: do not expect facts or working code.
+It writes small stories and Python, and carries out simple edits of a text, renaming best, not always without a slip:
+see the validation below. It is a toy: do not expect facts or working code.
 
 An edit is asked for as `<|edit|>INSTRUCTION`, a new line, `TEXT<|result|>`, for instance with `Rename total to
 amount.`, `Fix the typos.` or `Remove the comments.`; the answer ends with `<|end|>`.
