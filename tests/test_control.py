@@ -32,8 +32,8 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Cost:
 
 def _pass(control: Cost, row: Row, draft: list[int], said: list[int]) -> int:
     """One pass in which the target says `said`; returns how many drafted nodes were verified."""
-    control.budget([row])
-    tree = DraftTree.chain(row.tokens[-1], draft)
+    (most,) = control.budget([row])
+    tree = DraftTree.chain(row.tokens[-1], draft[:most])
     verified = len(control.prune([row], [tree])[0]) - 1
     row.tokens += said
     control.observe([row], [tree], [])
@@ -53,6 +53,33 @@ def test_good_drafts_are_taken_up_without_having_been_verified(control: Cost) ->
         _pass(control, row, [9] * 10, [2])
     sizes = [_pass(control, row, [2] * 10, [2]) for _ in range(30)]
     assert sizes[0] == 0 and sizes[-1] == 10
+
+
+def test_reading_the_prompt_is_not_held_against_drafts(control: Cost) -> None:
+    """The first drafts index the prompt: that is spent, whatever is verified."""
+    row = Row(0, [1], 1, 999)
+    control.start([row])
+    control.budget([row])
+    control._seconds["draft"] += 100.0  # type: ignore[index]
+    control.prune([row], [DraftTree.chain(1, [2] * 10)])
+    row.tokens += [2]
+    control.observe([row], [], [])
+    assert [_pass(control, row, [2] * 10, [2] * 11) for _ in range(4)] == [10] * 4
+
+
+def test_drafts_that_cost_more_than_they_save_are_not_asked_for(control: Cost) -> None:
+    control._curve = FLAT
+    row, asked = Row(0, [1], 1, 999), []
+    control.start([row])
+    for _ in range(20):
+        (budget,) = control.budget([row])
+        asked.append(budget > 0)
+        control._seconds["draft"] += 3.0 * (budget > 0)  # type: ignore[index]
+        control._seconds["target"] += 1.0  # type: ignore[index]
+        control.prune([row], [DraftTree.chain(row.tokens[-1], [2] if budget else [])])
+        row.tokens += [2, 2] if budget else [2]
+        control.observe([row], [], [])
+    assert sum(asked) <= 3
 
 
 def test_a_flat_curve_verifies_everything(control: Cost) -> None:

@@ -103,7 +103,8 @@ class Cost(Control):
         self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         self._proposed = 0
         self._paid = self._asked = True
-        self._spent = self._since = 0.0  # seconds of drafting and deciding, in passes that were asked for drafts
+        self._begun = 0.0  # seconds of the first drafts, which read the prompt once and for all
+        self._spent = self._since = 0.0  # seconds of later drafting and deciding, in passes that were asked for drafts
         self._explored = 0.0  # seconds that trying against the curve has cost
         self._exploring = False
         self._pass: tuple[int, float] | None = None  # tokens of the pass under way, seconds of the target before it
@@ -119,7 +120,7 @@ class Cost(Control):
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
         now = self._seconds["draft"] + self._seconds["control"]
-        if self._asked:
+        if self._asked and self._proposed > 1:
             self._spent += now - self._since
         self._since = now
         allowed = self.slack * (self._seconds["target"] + self._seconds["prefill"])
@@ -144,21 +145,28 @@ class Cost(Control):
         if longest == 0:
             return list(trees)
         gains = self._gains(rows, trees, longest)
-        drafting = self._seconds["draft"] / max(self._proposed, 1)
-        best, size = len(rows) / self._curve(len(rows)), 0
+        plain = best = len(rows) / self._curve(len(rows))
+        size = 0
         for k in SIZES[1:]:
             k = min(k, longest)
-            rate = (len(rows) + gains[k]) / (self._curve(len(rows) * (1 + k)) + drafting)
+            rate = (len(rows) + gains[k]) / self._curve(len(rows) * (1 + k))
             if rate > best:
                 best, size = rate, k
             if k == longest:
                 break
-        self._paid = size > 0
+        spent = self._curve(len(rows) * (1 + size)) + self._drafting()
+        self._paid = size > 0 and (len(rows) + gains[size]) / spent > plain
         worth_a_try = gains[longest] > len(rows) and self._explored < self.slack * self._seconds["target"]
         self._exploring = size == 0 and worth_a_try
         if self._exploring:
             size = longest
         return [tree.cut(1 + size) for tree in trees]
+
+    def _drafting(self) -> float:
+        """Seconds that drafting takes a pass."""
+        if self._proposed == 1:
+            self._begun = self._seconds["draft"]
+        return (self._seconds["draft"] - self._begun) / max(self._proposed - 1, 1)
 
     def _gains(self, rows: Sequence[Row], trees: Sequence[DraftTree], longest: int) -> list[float]:
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft."""
