@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from truedraft import Card, Drafter, DraftTree
+from truedraft.chance import Chance
+from truedraft.sampling import Laws
 from truedraft.tree import Accepted, Row, Scores, Taps
 
 _CARD = Card(paper="none", idea="For tests.", family="test")
@@ -16,15 +18,12 @@ _CARD = Card(paper="none", idea="For tests.", family="test")
 
 @dataclass
 class Noise(Drafter):
-    """Random trees of random tokens, siblings with the same token among them."""
+    """Random trees of random tokens, siblings with the same token among them; the same after the same prefix."""
 
     card = _CARD
     vocabulary: int = 61  # tokens drawn from
     seed: int = 0  # of the trees
     size: int = 7  # nodes
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
 
     @property
     def width(self) -> int:
@@ -34,6 +33,7 @@ class Noise(Drafter):
         return [self.tree(row, min(self.size, most)) for row, most in zip(rows, budget, strict=True)]
 
     def tree(self, row: Row, nodes: int) -> DraftTree:
+        self.random = random.Random(f"{self.seed} {row.tokens}")
         nodes = self.random.randint(0, nodes) if nodes else 0
         parent = (-1, *(self.random.randrange(i) for i in range(1, nodes + 1)))
         tokens = (row.tokens[-1], *(self.random.randrange(self.vocabulary) for _ in range(nodes)))
@@ -62,6 +62,40 @@ class Oracle(Noise):
             parent.append(at)
             at = len(tokens) - 1
         return DraftTree(tuple(tokens), tuple(parent))
+
+
+@dataclass
+class Sampler(Noise):
+    """Draws siblings from a law of its own and says which; depth two, siblings at the root."""
+
+    siblings: int = 2  # at the root
+    distinct: bool = False  # drawn without replacement
+    support: int = 3  # tokens that a law allows
+
+    def open(self, laws: Laws, chance: Chance, by_law: bool) -> None:
+        self.chance, self.by_law = chance, by_law
+
+    def law(self, tokens: Sequence[int]) -> torch.Tensor:
+        """A law that depends on the last token, fixed once and for all."""
+        scores = 2 * torch.randn(self.vocabulary, generator=torch.Generator().manual_seed(tokens[-1] + 100 * self.seed))
+        return scores.masked_fill(scores < scores.topk(self.support).values[-1], -torch.inf).softmax(-1)
+
+    def tree(self, row: Row, nodes: int) -> DraftTree:
+        tokens, parent, dist = [row.tokens[-1]], [-1], [self.law(row.tokens)]
+        if not self.by_law:
+            return DraftTree.chain(tokens[0], [int(dist[0].argmax())][: min(nodes, row.room - row.step - 1)])
+        law = dist[0]
+        for _ in range(min(self.siblings, nodes) if row.room - row.step > 1 else 0):
+            tokens.append(self.chance.draw(law, row))
+            parent.append(0)
+            if self.distinct:
+                law = law.index_fill(0, torch.tensor([tokens[-1]]), 0)
+                law = law / law.sum()
+        if row.room - row.step > 2 and len(tokens) > 1:
+            tokens.append(self.chance.draw(self.law(tokens[:2]), row))
+            parent.append(1)
+        dist += [self.law([token]) for token in tokens[1:]]
+        return DraftTree(tuple(tokens), tuple(parent), torch.stack(dist), distinct=self.distinct)
 
 
 @dataclass

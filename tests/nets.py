@@ -10,13 +10,13 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 import truedraft
-from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader
+from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler
 from models import V, ragged
 from truedraft import Drafter, DraftTree, registry
 from truedraft.tree import Row, Scores
 
 REGISTERED = [*registry.names("drafters"), *registry.presets("drafters")]
-TRIALS = ["oracle", "noise", "probes", "taps"]
+TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps"]
 DRAFTERS = [*REGISTERED, *TRIALS, "plain"]
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 
@@ -65,6 +65,8 @@ def drafter(
         return Oracle(vocabulary=vocabulary, answers=lines)
     if name == "noise":
         return Noise(vocabulary=vocabulary)
+    if name.startswith("sampler"):
+        return Sampler(vocabulary=vocabulary, distinct=name == "sampler-distinct")
     if name == "probes":
         return ProbeReader(vocabulary=vocabulary)
     if name == "taps":

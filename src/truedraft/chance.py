@@ -1,4 +1,4 @@
-"""The only randomness: a token drawn from a law, at a row and a step.
+"""The only randomness: a token drawn from a law, at a row and a step; and what drafts and rules draw besides.
 
 A sampled token is `argmax(p / e)` with `e` exponential noise, which is how `torch.multinomial` draws one sample.
 So whoever knows the noise of a step knows the token, whatever was drafted.
@@ -16,11 +16,20 @@ from torch import Tensor
 from truedraft.tree import DraftTree, Row
 
 T = TypeVar("T")
+TINY = np.finfo(np.float32).tiny  # in the place of an exact 0, which would pick its token whatever the law
 
 
 class Chance(Protocol):
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
         """One token per row, -1 where its law is NaN. law: (k, V) probabilities for the next tokens of the k rows."""
+        ...
+
+    def draw(self, law: Tensor, row: Row) -> int:
+        """A token from a (V,) law by fresh noise, for a row's drafts: independent of every pick."""
+        ...
+
+    def flip(self, probability: float, row: Row) -> bool:
+        """True with this probability, by fresh noise."""
         ...
 
     def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
@@ -70,6 +79,12 @@ class StreamNoise(Chance):
         for _ in range(self.drawn, max(row.step for row in rows) + 1):
             self._draw(law)
         return drawn(law, torch.stack([self.blocks[row.step][row.index] for row in rows]))
+
+    def draw(self, law: Tensor, row: Row) -> int:
+        return int(torch.multinomial(law, 1))
+
+    def flip(self, probability: float, row: Row) -> bool:
+        return bool(torch.rand(()) < probability)
 
     def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         if not far(logits.device):
@@ -121,13 +136,28 @@ class PositionNoise(Chance):
 
     def __init__(self, seeds: Sequence[tuple[int, int]]):
         self.seeds = seeds
+        self.fresh = [0] * len(seeds)  # how often each row asked for noise that belongs to no step
+
+    def _bits(self, row: Row, step: int, fresh: int) -> np.random.Generator:
+        bits = np.random.Philox(key=self.seeds[row.index], counter=[0, step, fresh, 0])
+        return np.random.Generator(bits)
+
+    def _fresh(self, row: Row) -> np.random.Generator:
+        self.fresh[row.index] += 1
+        return self._bits(row, 0, self.fresh[row.index])
+
+    def draw(self, law: Tensor, row: Row) -> int:
+        noise = self._fresh(row).standard_exponential(law.shape, dtype=np.float32)
+        return int((law / torch.from_numpy(np.maximum(noise, TINY)).to(law.device)).argmax())
+
+    def flip(self, probability: float, row: Row) -> bool:
+        return bool(self._fresh(row).random() < probability)
 
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
         noise = np.empty(law.shape, dtype=np.float32)
         for line, row in zip(noise, rows, strict=True):
-            bits = np.random.Philox(key=self.seeds[row.index], counter=[0, row.step, 0, 0])
-            np.random.Generator(bits).standard_exponential(dtype=np.float32, out=line)
-        np.maximum(noise, np.finfo(np.float32).tiny, out=noise)  # an exact 0 would pick its token whatever the law
+            self._bits(row, row.step, 0).standard_exponential(dtype=np.float32, out=line)
+        np.maximum(noise, TINY, out=noise)
         return drawn(law, torch.from_numpy(noise).to(law.device))
 
 
@@ -149,6 +179,12 @@ class Replay(Chance):
 
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
         return [self.branch(list(enumerate(p.tolist()))) for p in law]
+
+    def draw(self, law: Tensor, row: Row) -> int:
+        return self.branch(list(enumerate(law.tolist())))
+
+    def flip(self, probability: float, row: Row) -> bool:
+        return bool(self.branch([(1, min(probability, 1.0)), (0, max(1 - probability, 0.0))]))
 
 
 def outcomes(f: Callable[[Replay], T]) -> Iterator[tuple[T, float]]:

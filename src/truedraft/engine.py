@@ -43,6 +43,7 @@ class Engine:
         calibrate = self.watch.timed("calibrate", self.control.open)
         calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step)
         rows = list(rows)
+        self.drafter.open(self.laws, self.chance, self.rule.guarantee == "distribution")
         self.drafter.start(rows)
         self.control.start(rows)
         try:

@@ -53,6 +53,7 @@ class DraftTree:
     parent: (n,) index of each node's parent; `parent[0] == -1`, `parent[i] < i`.
     dist: (n, V) row i is the law that the children of node i were drawn from, in order;
         None where the children are fixed by the context (lookup, top-k), that is, point masses.
+    distinct: the children of a node were drawn without replacement, else independently of each other.
     probes: nodes that are read but never verified (mask tokens, prompt tokens, window entries).
     """
 
@@ -60,6 +61,7 @@ class DraftTree:
     parent: tuple[int, ...]
     dist: Tensor | None = None
     probes: frozenset[int] = field(default_factory=frozenset)
+    distinct: bool = False
 
     def __post_init__(self) -> None:
         if CHECKS:
@@ -116,7 +118,8 @@ class DraftTree:
         if nodes >= len(self):
             return self
         dist = None if self.dist is None else self.dist[:nodes]
-        return DraftTree(self.tokens[:nodes], self.parent[:nodes], dist, frozenset(i for i in self.probes if i < nodes))
+        probes = frozenset(i for i in self.probes if i < nodes)
+        return DraftTree(self.tokens[:nodes], self.parent[:nodes], dist, probes, self.distinct)
 
     def shallow(self, depth: int) -> DraftTree:
         """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
@@ -130,6 +133,7 @@ class DraftTree:
             tuple(new.get(self.parent[i], -1) for i in kept),
             dist,
             frozenset(new[i] for i in self.probes if i in new),
+            self.distinct,
         )
 
 

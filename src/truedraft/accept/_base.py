@@ -19,10 +19,16 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 @dataclass
 class Offer:
-    """What the draft offers below a node: the children's tokens and the law that they were drawn from, if any."""
+    """What the draft offers below a node.
+
+    tokens: the children's, in the order in which they were drawn.
+    dist: (V,) the law that they were drawn from; None where they are certain.
+    distinct: without replacement.
+    """
 
     tokens: tuple[int, ...]
     dist: Tensor | None
+    distinct: bool = False
 
 
 class Rule(ABC):
@@ -105,4 +111,4 @@ def walk(
 
 def _offer(tree: DraftTree, node: int) -> Offer:
     children = [c for c in tree.shape.children[node] if c not in tree.probes]
-    return Offer(tuple(tree.tokens[c] for c in children), None if tree.dist is None else tree.dist[node])
+    return Offer(tuple(tree.tokens[c] for c in children), None if tree.dist is None else tree.dist[node], tree.distinct)

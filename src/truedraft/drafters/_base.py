@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
+from truedraft.chance import Chance
+from truedraft.sampling import Laws
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 State = TypeVar("State")
@@ -28,6 +30,14 @@ class Drafter(ABC):
     needs: Taps = Taps()
     takes_references: ClassVar[bool] = False
     tokenizer: PreTrainedTokenizerBase | None = None
+
+    def open(self, laws: Laws, chance: Chance, by_law: bool) -> None:
+        """Before the first pass of a call.
+
+        laws: the processors that the target's scores go through, for drafts that are to be drawn likewise.
+        by_law: whether the rule judges drafts by the law that they were drawn from: then a drafter that has one draws
+            by `chance.draw` and says so in `dist`. Where not, the likeliest tokens serve best.
+        """
 
     def start(self, rows: Sequence[Row]) -> None:
         """New rows, their prompts in `row.tokens`."""

@@ -1,0 +1,35 @@
+"""Multi-round: the drafted siblings one after the other, each accepted or its law taken away from the target's.
+
+Recursive rejection sampling: Miao et al., "SpecInfer", 2023 (arXiv 2305.09781), section 4.3, for siblings drawn
+independently; Jeon et al., "Recursive Speculative Decoding", 2024 (arXiv 2402.14160), theorem 3.1, and Yang et al.
+(arXiv 2401.06706) for siblings drawn without replacement, which accepts more. Children that are certain (lookup) are
+point masses, and there the rule is the best that any can be. With one child a node it is `rejection`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from truedraft.accept._base import Offer, Rule
+from truedraft.accept._rounds import judged
+from truedraft.card import Card, Guarantee
+from truedraft.chance import Chance
+from truedraft.tree import Row
+
+
+@dataclass
+class MultiRound(Rule):
+    card = Card(
+        paper="arXiv 2305.09781 (2023)",
+        idea="Accept each sibling with min(1, p/q); where one is refused, go on with what of p its law does not cover.",
+        family="rejection",
+    )
+    guarantee: ClassVar[Guarantee] = "distribution"
+    samples: ClassVar[bool] = True
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        return judged(scores, offers, rows, chance)

@@ -1,0 +1,35 @@
+"""Rejection: keep a drafted token with probability min(1, p/q), else draw from what of p exceeds q.
+
+Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023 (arXiv 2211.17192),
+section 2.3; Chen et al., 2023 (arXiv 2302.01318), algorithm 2. One draft per node is judged: of siblings the first
+alone (`multi-round` judges all). Text follows the target's law; it is not the text of plain sampling under one seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from truedraft.accept._base import Offer, Rule
+from truedraft.accept._rounds import judged
+from truedraft.card import Card, Guarantee
+from truedraft.chance import Chance
+from truedraft.tree import Row
+
+
+@dataclass
+class Rejection(Rule):
+    card = Card(
+        paper="arXiv 2211.17192 (2023)",
+        idea="Keep a drafted token with probability min(1, p/q), else draw from what of p exceeds q.",
+        family="rejection",
+        published="T5-XXL drafted by T5-small, sampling: 2.6x on translation, 2.3x on summaries (TPU v4).",
+    )
+    guarantee: ClassVar[Guarantee] = "distribution"
+    samples: ClassVar[bool] = True
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        return judged(scores, offers, rows, chance, most=1)
