@@ -70,7 +70,7 @@ class Sampler(Noise):
 
     siblings: int = 2  # at the root
     distinct: bool = False  # drawn without replacement
-    support: int = 3  # tokens that a law allows
+    support: int = 2  # tokens that a law allows
 
     def open(self, laws: Laws, chance: Chance, by_law: bool) -> None:
         self.chance, self.by_law = chance, by_law
