@@ -245,7 +245,8 @@ def accelerate(
         tokenizer: needed only where text is (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), or None
             for plain decoding; "auto" needs no training and uses references where they are given.
-        rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples.
+        rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples: both give the
+            tokens of `model.generate`. `rejection` and `multi-round` sample other tokens of the same law.
         control: how much is drafted; "cost" measures what pays on this machine, "fixed" always drafts in full.
         runtime: "auto" makes passes by compiled code where it can stand in for the model's forward (on the CPU, for
             the common architectures): faster, and the same to the last bit at any width; on a GPU by CUDA graphs
