@@ -16,7 +16,8 @@ table{border-collapse:collapse;margin:1rem 0;font-size:13px}td,th{padding:.25rem
 1px solid #ddd}td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}.no{color:#b00020}
 svg{margin:.5rem 0 1.5rem;max-width:100%;height:auto}text{font:12px system-ui,sans-serif;fill:#333}h2{margin-top:2rem}
 """
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 260, 60, 40
+WIDTH, HEIGHT, LEFT, BOTTOM = 760, 260, 60, 40
+LABELS = 300  # room for the names of bars
 
 
 def page(
@@ -104,7 +105,7 @@ def _bars(figures: Sequence[Figures]) -> str:
     """Horizontal bars with the interval of the median as a line; a dashed line at 1."""
     shown = [(f, f.speed_up) for f in figures if f.speed_up is not None]
     most = max([1.2, *(s[2] for _, s in shown)])
-    left, step = 260, 22
+    left, step = LABELS, 22
 
     def x(value: float) -> float:
         return left + (WIDTH - left - 60) * value / most
@@ -133,7 +134,7 @@ def _positions(figures: Sequence[Figures]) -> str:
 def _shares(figures: Sequence[Figures]) -> str:
     """Target, drafting and everything else, as parts of the whole time."""
     shown = [f for f in figures if f.draft_share is not None and f.target_share is not None]
-    left, step, width = 260, 22, WIDTH - 280
+    left, step, width = LABELS, 22, WIDTH - LABELS - 20
     body = []
     for i, f in enumerate(shown):
         y, at = 26 + i * step, float(left)
