@@ -55,12 +55,14 @@ def _beyond(p: Tensor, token: int, q: Tensor | None) -> Tensor:
     """What of `p` the law `q` (certain of `token` where None) does not cover, as a law."""
     if q is None:
         return _without(p, token)
-    rest = (p - q).clamp_min(0)
-    total = rest.sum()
-    return rest / total if total > 0 else p  # nothing is left only where p is q, and then nothing is refused
+    return _law((p - q).clamp_min(0), p)  # nothing is left only where p is q, and then nothing is refused
 
 
 def _without(law: Tensor, token: int) -> Tensor:
-    rest = law.index_fill(0, torch.tensor([token], device=law.device), 0.0)
-    total = rest.sum()
-    return rest / total if total > 0 else law
+    return _law(law.index_fill(0, torch.tensor([token], device=law.device), 0.0), law)
+
+
+def _law(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Weights brought to a sum of 1, or `otherwise` where all are 0."""
+    total = weights.sum()
+    return weights / total if total > 0 else otherwise
