@@ -55,16 +55,19 @@ def test_good_drafts_are_taken_up_without_having_been_verified(control: Cost) ->
     assert sizes[0] == 0 and sizes[-1] == 10
 
 
-def test_reading_the_prompt_is_not_held_against_drafts(control: Cost) -> None:
-    """The first drafts index the prompt: that is spent, whatever is verified."""
+@pytest.mark.parametrize("found", [True, False])
+def test_reading_the_prompt_is_not_held_against_drafts(control: Cost, found: bool) -> None:
+    """The first drafts index the prompt: that is spent, whatever they find and whatever is verified."""
     row = Row(0, [1], 1, 999)
     control.start([row])
     control.budget([row])
     control._seconds["draft"] += 100.0  # type: ignore[index]
-    control.prune([row], [DraftTree.chain(1, [2] * 10)])
+    control.prune([row], [DraftTree.chain(1, [2] * 10 if found else [])])
     row.tokens += [2]
     control.observe([row], [], [])
-    assert [_pass(control, row, [2] * 10, [2] * 11) for _ in range(4)] == [10] * 4
+    sizes = [_pass(control, row, [2] * 10, [2] * 11) for _ in range(4 if found else 5)]  # one to learn from
+    assert sizes[-4:] == [10] * 4
+    assert control._paid
 
 
 def test_drafts_that_cost_more_than_they_save_are_not_asked_for(control: Cost) -> None:

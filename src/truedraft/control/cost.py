@@ -120,7 +120,9 @@ class Cost(Control):
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
         now = self._seconds["draft"] + self._seconds["control"]
-        if self._asked and self._proposed > 1:
+        if self._asked and self._proposed == 1:
+            self._begun = self._seconds["draft"]
+        elif self._asked and self._proposed > 1:
             self._spent += now - self._since
         self._since = now
         allowed = self.slack * (self._seconds["target"] + self._seconds["prefill"])
@@ -163,10 +165,9 @@ class Cost(Control):
         return [tree.cut(1 + size) for tree in trees]
 
     def _drafting(self) -> float:
-        """Seconds that drafting takes a pass."""
-        if self._proposed == 1:
-            self._begun = self._seconds["draft"]
-        return (self._seconds["draft"] - self._begun) / max(self._proposed - 1, 1)
+        """Seconds that drafting takes a pass, after the first."""
+        later = self._proposed - 1
+        return (self._seconds["draft"] - self._begun) / later if later else 0.0
 
     def _gains(self, rows: Sequence[Row], trees: Sequence[DraftTree], longest: int) -> list[float]:
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft."""
