@@ -11,7 +11,7 @@ import torch
 from truedraft import Card, Drafter, DraftTree
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
-from truedraft.tree import Accepted, Row, Scores, Taps
+from truedraft.tree import Accepted, Draws, Row, Scores, Taps, Wanted
 
 _CARD = Card(paper="none", idea="For tests.", family="test")
 
@@ -69,11 +69,15 @@ class Sampler(Noise):
     """Draws siblings from a law of its own and says which; depth two, siblings at the root."""
 
     siblings: int = 2  # at the root
-    distinct: bool = False  # drawn without replacement
+    drawn: Draws = "independent"  # how
     support: int = 2  # tokens that a law allows
 
-    def open(self, laws: Laws, chance: Chance, by_law: bool) -> None:
-        self.chance, self.by_law = chance, by_law
+    @property
+    def draws(self) -> Draws:
+        return self.drawn
+
+    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
+        self.chance, self.by_law = chance, wanted == "law"
 
     def law(self, tokens: Sequence[int]) -> torch.Tensor:
         """A law that depends on the last token, fixed once and for all."""
@@ -84,18 +88,14 @@ class Sampler(Noise):
         tokens, parent, dist = [row.tokens[-1]], [-1], [self.law(row.tokens)]
         if not self.by_law:
             return DraftTree.chain(tokens[0], [int(dist[0].argmax())][: min(nodes, row.room - row.step - 1)])
-        law = dist[0]
-        for _ in range(min(self.siblings, nodes) if row.room - row.step > 1 else 0):
-            tokens.append(self.chance.draw(law, row))
-            parent.append(0)
-            if self.distinct:
-                law = law.index_fill(0, torch.tensor([tokens[-1]]), 0)
-                law = law / law.sum()
+        if row.room - row.step > 1:
+            tokens += self.chance.draw(dist[0], row, min(self.siblings, nodes), self.drawn == "distinct")
+            parent += [0] * (len(tokens) - 1)
         if row.room - row.step > 2 and len(tokens) > 1:
-            tokens.append(self.chance.draw(self.law(tokens[:2]), row))
+            tokens += self.chance.draw(self.law(tokens[:2]), row)
             parent.append(1)
         dist += [self.law([token]) for token in tokens[1:]]
-        return DraftTree(tuple(tokens), tuple(parent), torch.stack(dist), distinct=self.distinct)
+        return DraftTree(tuple(tokens), tuple(parent), tuple(dist), draws=self.drawn)
 
 
 @dataclass

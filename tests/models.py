@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -101,3 +102,18 @@ def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.
         "input_ids": torch.tensor([[0] * (longest - len(p)) + p for p in prompts]),
         "attention_mask": torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]),
     }
+
+
+def sibling(model: PreTrainedModel, strays: float = 0.06) -> PreTrainedModel:
+    """A model that often says what another says: its weights, each strayed by a share of itself."""
+    if id(model) not in _SIBLINGS:
+        other = copy.deepcopy(model)
+        g = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1 + strays * torch.randn(parameter.shape, generator=g, dtype=torch.float32))
+        _SIBLINGS[id(model)] = (model, other)
+    return _SIBLINGS[id(model)][1]
+
+
+_SIBLINGS: dict[int, tuple[PreTrainedModel, PreTrainedModel]] = {}  # the model too, so that its id stays its own

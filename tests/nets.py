@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler
-from models import V, ragged
+from models import V, ragged, sibling
 from truedraft import Drafter, DraftTree, registry
 from truedraft.tree import Row, Scores
 
@@ -55,9 +55,12 @@ PROCESSORS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def drafter(
-    name: str, model: PreTrainedModel, answers: torch.Tensor | None = None, padding: Any = None
+    name: str, model: PreTrainedModel, answers: torch.Tensor | None = None, padding: Any = None, small: Any = None
 ) -> Drafter | None:
-    """A registered drafter, or one of the trial drafters made for this model and its true output."""
+    """A registered drafter, or one of the trial drafters made for this model and its true output.
+
+    small: the model that drafts, for drafters that need one; else one much like the model.
+    """
     vocabulary = model.config.vocab_size
     if name == "oracle":
         assert answers is not None
@@ -66,12 +69,17 @@ def drafter(
     if name == "noise":
         return Noise(vocabulary=vocabulary)
     if name.startswith("sampler"):
-        return Sampler(vocabulary=vocabulary, distinct=name == "sampler-distinct")
+        return Sampler(vocabulary=vocabulary, drawn="distinct" if name == "sampler-distinct" else "independent")
     if name == "probes":
         return ProbeReader(vocabulary=vocabulary)
     if name == "taps":
         return HiddenReader(vocabulary=vocabulary, head=model.get_output_embeddings())
-    return None if name == "plain" else registry.load("drafters", name)
+    if name == "plain":
+        return None
+    base, knobs = registry.presets("drafters").get(name, (name, {}))
+    if "draft model" in registry.method("drafters", base).card.needs:
+        return registry.load("drafters", base, model=small or sibling(model), **knobs)
+    return registry.load("drafters", name)
 
 
 def padding_of(inputs: dict[str, torch.Tensor]) -> list[int]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import truedraft
+from nets import drafter
 from truedraft import assets, registry
 from truedraft.cli._models import load
 from truedraft.cli.demo import cases
@@ -31,7 +32,8 @@ def test_the_models_share_a_tokenizer() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_change_no_token(name: str, draft: str) -> None:
     model, tokenizer = load(name, "float32")
-    fast = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
+    small = load("nano-draft", "float32")[0]
+    fast = truedraft.accelerate(model, tokenizer, draft=drafter(draft, model, small=small), control="fixed")
     prompts = [case.text for case in cases(None, None, None)]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
     expected = model.generate(**inputs, max_new_tokens=60, do_sample=False)

@@ -186,3 +186,46 @@ def test_measuring_leaves_torch_and_the_target_alone() -> None:
     state = torch.get_rng_state()
     curve.measure(target)
     assert target.cache is None and torch.equal(torch.get_rng_state(), state)
+
+
+class Dear:
+    """A drafter whose every token costs as much as a plain pass would."""
+
+    width, hope = 8, 0.7
+
+
+@pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])
+def test_drafts_that_cost_passes_are_sized_before_they_are_made(
+    right: bool, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curve, "of", lambda target: FLAT)
+    control, row = Cost(), Row(0, [1], 1, 9999)
+    seconds = {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 1.0}
+    control.open(SimpleNamespace(cold=False), Dear(), seconds, False)  # type: ignore[arg-type]
+    control.start([row])
+    drafted = 0
+    for _ in range(200):
+        (size,) = control.budget([row])
+        seconds["draft"] += 0.3 * size
+        seconds["target"] += 1.0
+        drafted += size
+        tree = DraftTree.chain(row.tokens[-1], [2] * size)
+        kept = control.prune([row], [tree])[0]
+        row.tokens += [2] * len(kept) if right else [3]
+        control.observe([row], [tree], [])
+    assert (drafted / 200 >= 4) if right else (drafted / 200 <= most)
+
+
+def test_drawn_drafts_are_sized_beforehand_and_never_cut(control: Cost) -> None:
+    row = Row(0, [1], 1, 999)
+    control.start([row])
+    law, seconds, sizes = torch.full((12,), 1 / 12), control._seconds, []
+    for _ in range(200):
+        (size,) = control.budget([row])
+        tree = DraftTree((row.tokens[-1], *[9] * size), tuple(range(-1, size)), (law,) * (size + 1), draws="one")
+        assert control.prune([row], [tree])[0] is tree
+        sizes.append(size)
+        row.tokens += [2]
+        seconds["target"] += STEEP(1 + size)  # type: ignore[index]
+        control.observe([row], [tree], [])
+    assert sizes[0] == 10 and sizes.count(0) > 180

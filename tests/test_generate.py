@@ -216,7 +216,20 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
         lambda f: f.generate(_IDS, cache_implementation="static", max_new_tokens=4),
         "cache_implementation",
     ),
-    "draft model": (lambda f: f.generate(_IDS, assistant_model=tiny("qwen2"), max_new_tokens=4), "assistant_model"),
+    "draft model of another vocabulary": (
+        lambda f: f.generate(_IDS, assistant_model=tiny(vocabulary=13), max_new_tokens=4),
+        "13 tokens",
+    ),
+    "no draft model": (lambda f: truedraft.accelerate(tiny(), draft="draft-model"), "needs a draft model"),
+    "unknown draft model": (lambda f: truedraft.accelerate(tiny(), draft="draft-model:model=/no/such"), "/no/such"),
+    "draft model's tokenizer": (
+        lambda f: f.generate(_IDS, assistant_model=tiny(), assistant_tokenizer=1, max_new_tokens=4),
+        "assistant_tokenizer",
+    ),
+    "two ways of drafting": (
+        lambda f: f.generate(_IDS, assistant_model=tiny(), prompt_lookup_num_tokens=3, max_new_tokens=4),
+        "assistant_model and prompt_lookup_num_tokens",
+    ),
     "zero temperature": (lambda f: f.generate(_IDS, do_sample=True, temperature=0.0, max_new_tokens=4), "temperature"),
     "right padding": (
         lambda f: f.generate(_IDS, attention_mask=torch.tensor([[1, 1, 0]]), max_new_tokens=4),
@@ -255,7 +268,7 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     "a control that is none": (lambda f: truedraft.accelerate(tiny(), control=3), "control=3"),
     "references twice": (
         lambda f: f.generate(_IDS, references=[[5]], prompt_lookup_num_tokens=3, max_new_tokens=4),
-        "drop one",
+        "ask for different drafts",
     ),
     "report before anything": (lambda f: truedraft.accelerate(tiny()).report(), "nothing to report"),
     "unknown drafter": (lambda f: truedraft.accelerate(tiny(), draft="promt-lookup"), "did you mean 'prompt-lookup'"),

@@ -9,7 +9,7 @@ from torch import Tensor
 from truedraft import registry
 from truedraft.accept._base import Offer
 from truedraft.chance import PositionNoise, Replay, StreamNoise, outcomes
-from truedraft.tree import Row
+from truedraft.tree import Draws, Row
 
 SIZE = 4
 BY_LAW = [n for n in registry.names("accept") if registry.method("accept", n).guarantee == "distribution"]
@@ -22,15 +22,8 @@ LAWS = {
 
 
 def _offered(q: Tensor, siblings: int, distinct: bool, chance: Replay, row: Row) -> Offer:
-    tokens, law = [], q
-    for _ in range(siblings):
-        tokens.append(chance.draw(law, row))
-        if distinct:
-            law = law.index_fill(0, torch.tensor([tokens[-1]]), 0)
-            if law.sum() == 0:
-                break
-            law = law / law.sum()
-    return Offer(tuple(tokens), q, distinct)
+    draws: Draws = "distinct" if distinct else "independent"
+    return Offer(tuple(chance.draw(q, row, siblings, distinct)), draws, q)
 
 
 def _law_of(rule: str, p: Tensor, offer: object, row: Row) -> tuple[list[float], float]:
@@ -64,7 +57,7 @@ def test_drawn_drafts_leave_the_law_as_it_is(rule: str, laws: str, distinct: boo
 @pytest.mark.parametrize("rule", BY_LAW)
 def test_certain_drafts_leave_the_law_as_it_is(rule: str, laws: str, tokens: tuple[int, ...]) -> None:
     p, row = torch.tensor(LAWS[laws][0]), Row(0, [1], 1, 9)
-    said, kept = _law_of(rule, p, Offer(tokens, None), row)
+    said, kept = _law_of(rule, p, Offer(tokens), row)
     assert said == pytest.approx(p.tolist(), abs=1e-6)
     if rule == "multi-round":  # as much as any rule can keep
         assert kept == pytest.approx(sum(p[t].item() for t in set(tokens)), abs=1e-6)
@@ -95,15 +88,15 @@ def test_siblings_without_replacement_are_kept_more_often() -> None:
 def test_nan_is_said(rule: str) -> None:
     scores = torch.full((1, SIZE), torch.nan)
     row = Row(0, [1], 1, 9)
-    assert registry.load("accept", rule).choose(scores, [Offer((2,), None)], [row], StreamNoise(1)) == [-1]
+    assert registry.load("accept", rule).choose(scores, [Offer((2,))], [row], StreamNoise(1)) == [-1]
 
 
 def test_fresh_noise_does_not_depend_on_neighbours() -> None:
     law, one, other = torch.full((50,), 0.02), Row(0, [1], 1, 9), Row(1, [1], 1, 9)
     alone, beside = PositionNoise([(7, 0), (7, 1)]), PositionNoise([(7, 0), (7, 1)])
-    first = [(alone.draw(law, one), alone.flip(0.5, one)) for _ in range(8)]
+    first = [(alone.draw(law, one)[0], alone.flip(0.5, one)) for _ in range(8)]
     second = []
     for _ in range(8):
         beside.flip(0.5, other)
-        second.append((beside.draw(law, one), beside.flip(0.5, one)))
+        second.append((beside.draw(law, one)[0], beside.flip(0.5, one)))
     assert first == second and len({token for token, _ in first}) > 4

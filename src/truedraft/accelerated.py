@@ -32,7 +32,7 @@ from truedraft.errors import Refused
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
-from truedraft.stopping import Stops
+from truedraft.stopping import Stops, ends_of
 from truedraft.stopping import longest as longest_of
 from truedraft.targets.decoder import check_hosted, hosted
 from truedraft.tree import Row
@@ -45,6 +45,7 @@ class _Call:
     """What this call adds to `model.generate`, carried through it to the decode loop."""
 
     references: Any
+    assistant: PreTrainedModel | None
     seed: int | Sequence[int] | None
     chance: Chance | None
     streamer: Any
@@ -72,13 +73,17 @@ class Accelerated:
         self.target = hosted(model, runtime, strict)
         self.model, self.tokenizer = model, tokenizer
         self._by_itself = draft == "auto"
-        self.drafter: Drafter = (
-            Plain() if draft is None else _part(BY_ITSELF if self._by_itself else draft, "drafters", Drafter)
-        )
+        self.drafter: Drafter = _drafter(BY_ITSELF if self._by_itself else draft)
+        self._assistants: dict[Any, Drafter] = {}
         self.rule: Rule | None = None if rule is None else _part(rule, "accept", Rule)
         self.control: Control = _part(control, "control", Control)
-        _check_vocabulary(self.drafter, tokenizer)
+        self._fit(self.drafter)
         self._report: Report | None = None
+
+    def _fit(self, drafter: Drafter) -> Drafter:
+        _check_vocabulary(drafter, self.tokenizer, self.target.vocabulary)
+        drafter.ready(self.target)
+        return drafter
 
     def report(self) -> Report:
         """Figures of the last call of `generate`.
@@ -130,7 +135,8 @@ class Accelerated:
         if self.target.cache is not None:
             raise Refused("generate() was called while it runs: use another accelerate(model) for a call inside a call")
         kwargs["generation_config"] = generation_config
-        call = _Call(references, seed, chance, kwargs.get("streamer"), on_pass)
+        assistant = kwargs.pop("assistant_model", None)
+        call = _Call(references, assistant, seed, chance, kwargs.get("streamer"), on_pass)
         kwargs = self._with_stop_strings(kwargs)
         generate: Any = self.model.generate
         return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
@@ -161,7 +167,7 @@ class Accelerated:
         """The decode loop that `model.generate` calls once it has prepared everything."""
         call, config = truedraft_call, generation_config
         check_settings(config)
-        drafter, rule = self._drafter_of(config, call.references), self._rule_of(config)
+        drafter, rule = self._drafter_of(config, call), self._rule_of(config)
         prompts = prompts_of(input_ids, model_kwargs, self.target.window)
         batch, longest = len(prompts), max(map(len, prompts))
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
@@ -171,10 +177,9 @@ class Accelerated:
         self.target.reserve(batch, longest + steps + drafter.width)
 
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-        rows = [
-            Row(i, [] if p.ids is None else p.ids.tolist(), 0 if p.ids is None else len(p), steps, references[i])
-            for i, p in enumerate(prompts)
-        ]
+        told = [[] if p.ids is None else p.ids.tolist() for p in prompts]
+        ends = ends_of(stopping_criteria)
+        rows = [Row(i, ids, len(ids), steps, references[i], ends) for i, ids in enumerate(told)]
         history = History(input_ids, steps, pad, rows)
         returns = bool(config.return_dict_in_generate)
         laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
@@ -206,12 +211,17 @@ class Accelerated:
         stream.end()
         return _output(rows, history, laws, returns)
 
-    def _drafter_of(self, config: GenerationConfig, references: Any) -> Drafter:
+    def _drafter_of(self, config: GenerationConfig, call: _Call) -> Drafter:
+        references, assistant = call.references, call.assistant
+        ways = {
+            "references": references, "assistant_model": assistant,
+            "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
+        }  # fmt: skip
+        if len(given := [name for name, value in ways.items() if value is not None]) > 1:
+            raise Refused(f"{' and '.join(given)} ask for different drafts: give one of them")
+        if assistant is not None:
+            return self._assistant(assistant, config)
         if (length := config.prompt_lookup_num_tokens) is not None:
-            if references is not None:
-                raise Refused(
-                    "references were given with prompt_lookup_num_tokens, which copies from the prompt: drop one"
-                )
             return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
         if references is None or self.drafter.takes_references:
             return self.drafter
@@ -219,6 +229,20 @@ class Accelerated:
             return registry.load("drafters", "llma")
         name = _name(self.drafter)
         raise Refused(f"references were given, and {name} does not use any: accelerate the model with draft='llma'")
+
+    def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
+        """The drafter that `assistant_model` stands for, made once; with the lengths that transformers knows."""
+        settings = getattr(model, "generation_config", None)
+        knobs: dict[str, Any] = {}
+        for knob, name in (("length", "num_assistant_tokens"), ("confidence", "assistant_confidence_threshold")):
+            value = getattr(config, name, None)
+            value = getattr(settings, name, None) if value is None else value
+            if value is not None:
+                knobs[knob] = value
+        key = (id(model), *knobs.items())
+        if key not in self._assistants:
+            self._assistants[key] = self._fit(registry.load("drafters", "draft-model", model=model, **knobs))
+        return self._assistants[key]
 
     def _rule_of(self, config: GenerationConfig) -> Rule:
         rule = self.rule or registry.load("accept", "seeded" if config.do_sample else "greedy")
@@ -304,16 +328,29 @@ def _part(given: Any, kind: str, base: type) -> Any:
     raise Refused(f"{what}={given!r}: give a {base.__name__} or the name of one (`truedraft methods` lists them)")
 
 
-def _check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    if drafter.tokenizer is None:
-        return
+def _drafter(given: Any) -> Drafter:
+    """A drafter from itself, its name, a model that is to draft, or None."""
+    if given is None:
+        return Plain()
+    if isinstance(given, PreTrainedModel):
+        return registry.load("drafters", "draft-model", model=given)
+    return _part(given, "drafters", Drafter)
+
+
+def _check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
     name = _name(drafter)
-    if tokenizer is None:
+    if drafter.tokenizer is not None and tokenizer is not None:
+        if drafter.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise Refused(
+                f"the tokenizer of {name} ({len(drafter.tokenizer)} entries) differs from the model's "
+                f"({len(tokenizer)}): use a drafter made for this model"
+            )
+    elif drafter.tokenizer is not None and drafter.knows != vocabulary:
         raise Refused(f"{name} has a tokenizer of its own: give accelerate() the model's, so they can be compared")
-    if drafter.tokenizer.get_vocab() != tokenizer.get_vocab():
+    elif drafter.knows not in (None, vocabulary):
         raise Refused(
-            f"the tokenizer of {name} ({len(drafter.tokenizer)} entries) differs from the model's "
-            f"({len(tokenizer)}): use a drafter made for this model"
+            f"{name} knows {drafter.knows} tokens, the model {vocabulary}: use a drafter made for this model, or, "
+            "if only the padding differs, give accelerate() the tokenizer and the draft model by its name"
         )
 
 

@@ -19,7 +19,7 @@ Document = str | Sequence[int] | Tensor
 
 # Arguments of generate that have no meaning here, each with its remedy.
 ARGUMENTS = {
-    "assistant_model": "no drafter takes a draft model yet; choose one of `truedraft methods`",
+    "assistant_tokenizer": "draft models with another tokenizer are not supported yet; drop it if they share one",
     "past_key_values": "truedraft keeps a cache of its own; give the whole prompt",
     "custom_generate": "truedraft is the decode loop",
     "position_ids": "positions follow from the attention mask",

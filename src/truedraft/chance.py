@@ -24,9 +24,23 @@ class Chance(Protocol):
         """One token per row, -1 where its law is NaN. law: (k, V) probabilities for the next tokens of the k rows."""
         ...
 
-    def draw(self, law: Tensor, row: Row) -> int:
-        """A token from a (V,) law by fresh noise, for a row's drafts: independent of every pick."""
+    def draw(self, law: Tensor, row: Row, count: int = 1, distinct: bool = False) -> list[int]:
+        """Tokens from a (V,) law by fresh noise, independent of every pick, for a row's drafts; in order.
+
+        distinct: without replacement; fewer than `count` where the law allows no more.
+        """
         ...
+
+    def wait(self, row: Row) -> float:
+        """A waiting time, exponentially distributed with mean 1, by fresh noise."""
+        ...
+
+    def foretell(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
+        """What a (V,) law would draw with the noise of the step `ahead` after the row's next one, the best first.
+
+        Where that noise cannot be known, the likeliest tokens.
+        """
+        return likeliest(law, count)
 
     def flip(self, probability: float, row: Row) -> bool:
         """True with this probability, by fresh noise."""
@@ -43,6 +57,12 @@ class Chance(Protocol):
     def passed(self, step: int) -> None:
         """No row will ask for a step before `step` again."""
         return None
+
+
+def likeliest(law: Tensor, count: int) -> list[int]:
+    """The tokens of a (V,) law with the largest values, at most `count`, none of those that it rules out."""
+    value, token = law.topk(min(count, len(law)))
+    return token[value > 0].tolist()
 
 
 def drawn(law: Tensor, noise: Tensor) -> list:
@@ -75,28 +95,44 @@ class StreamNoise(Chance):
         self.blocks[self.drawn] = block.exponential_(1)
         self.drawn += 1
 
+    def _look(self, step: int, like: Tensor) -> None:
+        """Draw the blocks up to a step, and note where the stream stood before each."""
+        if step < self.drawn:
+            return
+        self._device = like.device
+        if self.drawn in self.states:
+            _set_state(self._device, self.states[self.drawn])
+        for _ in range(self.drawn, step + 1):
+            self.states.setdefault(self.drawn, _state(self._device))
+            self._draw(like)
+        self.states[self.drawn] = _state(self._device)
+
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
-        for _ in range(self.drawn, max(row.step for row in rows) + 1):
+        last = max(row.step for row in rows)
+        if self.states:
+            self._look(last, law)
+        for _ in range(self.drawn, last + 1):
             self._draw(law)
         return drawn(law, torch.stack([self.blocks[row.step][row.index] for row in rows]))
 
-    def draw(self, law: Tensor, row: Row) -> int:
-        return int(torch.multinomial(law, 1))
+    def draw(self, law: Tensor, row: Row, count: int = 1, distinct: bool = False) -> list[int]:
+        most = min(count, int(law.count_nonzero())) if distinct else count
+        return torch.multinomial(law, most, replacement=not distinct).tolist()
+
+    def wait(self, row: Row) -> float:
+        return float(torch.empty(()).exponential_(1))
 
     def flip(self, probability: float, row: Row) -> bool:
         return bool(torch.rand(()) < probability)
 
+    def foretell(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
+        self._look(row.step + ahead, law)
+        return likeliest(law / self.blocks[row.step + ahead][row.index], count)
+
     def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         if not far(logits.device):
             return None
-        self._device = logits.device
-        if self.drawn in self.states:
-            _set_state(self._device, self.states[self.drawn])
-        needed = max(row.step + max(tree.shape.depth) for row, tree in zip(rows, trees, strict=True)) + 1
-        for _ in range(self.drawn, needed):
-            self.states.setdefault(self.drawn, _state(self._device))
-            self._draw(logits)
-        self.states.setdefault(self.drawn, _state(self._device))
+        self._look(max(row.step + max(tree.shape.depth) for row, tree in zip(rows, trees, strict=True)), logits)
         noise = []
         for row, tree in zip(rows, trees, strict=True):
             depth = tree.shape.depth + (0,) * (logits.shape[1] - len(tree))
@@ -146,9 +182,20 @@ class PositionNoise(Chance):
         self.fresh[row.index] += 1
         return self._bits(row, 0, self.fresh[row.index])
 
-    def draw(self, law: Tensor, row: Row) -> int:
-        noise = self._fresh(row).standard_exponential(law.shape, dtype=np.float32)
-        return int((law / torch.from_numpy(np.maximum(noise, TINY)).to(law.device)).argmax())
+    def _noise(self, bits: np.random.Generator, like: Tensor) -> Tensor:
+        noise = bits.standard_exponential(like.shape, dtype=np.float32)
+        return torch.from_numpy(np.maximum(noise, TINY)).to(like.device)
+
+    def draw(self, law: Tensor, row: Row, count: int = 1, distinct: bool = False) -> list[int]:
+        if distinct:
+            return likeliest(law / self._noise(self._fresh(row), law), count)
+        return [likeliest(law / self._noise(self._fresh(row), law), 1)[0] for _ in range(count)]
+
+    def wait(self, row: Row) -> float:
+        return float(self._fresh(row).standard_exponential())
+
+    def foretell(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
+        return likeliest(law / self._noise(self._bits(row, row.step + ahead, 0), law), count)
 
     def flip(self, probability: float, row: Row) -> bool:
         return bool(self._fresh(row).random() < probability)
@@ -180,8 +227,16 @@ class Replay(Chance):
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
         return [self.branch(list(enumerate(p.tolist()))) for p in law]
 
-    def draw(self, law: Tensor, row: Row) -> int:
-        return self.branch(list(enumerate(law.tolist())))
+    def draw(self, law: Tensor, row: Row, count: int = 1, distinct: bool = False) -> list[int]:
+        tokens: list[int] = []
+        for _ in range(count):
+            odds = [(t, p) for t, p in enumerate(law.tolist()) if not (distinct and t in tokens)]
+            if (left := sum(p for _, p in odds)) > 0:
+                tokens.append(self.branch([(t, p / left) for t, p in odds]))
+        return tokens
+
+    def wait(self, row: Row) -> float:
+        return 1.0
 
     def flip(self, probability: float, row: Row) -> bool:
         return bool(self.branch([(1, min(probability, 1.0)), (0, max(1 - probability, 0.0))]))

@@ -43,7 +43,7 @@ class Engine:
         calibrate = self.watch.timed("calibrate", self.control.open)
         calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step)
         rows = list(rows)
-        self.drafter.open(self.laws, self.chance, self.rule.guarantee == "distribution")
+        self.drafter.open(self.laws, self.chance, self.rule.wants)
         self.drafter.start(rows)
         self.control.start(rows)
         try:
@@ -66,7 +66,7 @@ class Engine:
                     return
                 budget = self.control.budget(rows)
                 drafts = [self._fitted(row, tree) for row, tree in zip(rows, propose(rows, budget), strict=True)]
-                trees = self._padded(rows, prune(rows, drafts))
+                trees = self._padded(rows, _unpicked(drafts, prune(rows, drafts)))
                 scores = score(trees)
         finally:
             for row in rows:
@@ -111,6 +111,11 @@ class Engine:
                 rows.pop()
         if rows:
             self.chance.passed(min(row.step for row in rows))
+
+
+def _unpicked(drafts: Sequence[DraftTree], pruned: Sequence[DraftTree]) -> list[DraftTree]:
+    """Drafts that were drawn stay whole: a choice among them after the draw would change the law of what is said."""
+    return [draft if draft.dist is not None else kept for draft, kept in zip(drafts, pruned, strict=True)]
 
 
 def _record(

@@ -133,6 +133,27 @@ class Laws:
                 kept.append(values.clone())
         return scores
 
+    def of_drafts(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """(k, V) scores of a drafter where each row would stand if it went on with its draft, a draft for each.
+
+        The processors are the target's, but for those that may count their calls or look across rows.
+
+        logits: (k, V) raw, not written to.
+        """
+        raw = logits.to(torch.float32)
+        known = [p for p in self.processors if type(p) in ROWWISE]
+        if not known:
+            return raw
+        if all(type(p) in POINTWISE for p in known):
+            return LogitsProcessorList(known)(self.history.ids[:1, :0].expand(len(raw), 0), raw.clone())  # type: ignore[arg-type]
+        scores = torch.empty_like(raw)
+        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in known)
+            ahead = torch.tensor([draft], dtype=torch.long, device=self.history.ids.device)
+            prefix = torch.cat([self.history.prefix([row]), ahead], 1)
+            scores[i : i + 1] = processors(prefix, raw[i : i + 1].clone())  # type: ignore[arg-type]
+        return scores
+
     def everywhere(self, logits: Tensor) -> Tensor:
         """(rows, nodes, V) scores at every node, where laws are `apart`. logits: as many, raw; not written to."""
         return self._process((), logits.flatten(0, 1).to(torch.float32)).unflatten(0, logits.shape[:2])

@@ -28,9 +28,7 @@ class Stops:
 
     def __init__(self, criteria: StoppingCriteriaList, history: History, laws: Laws):
         self.history, self.laws, self.criteria = history, laws, criteria
-        self.eos = {
-            int(t) for c in criteria if type(c) is sc.EosTokenCriteria for t in c.eos_token_id.flatten().tolist()
-        }
+        self.eos = ends_of(criteria)
         self.steps = longest(criteria) - history.length
         self.others = StoppingCriteriaList(
             c for c in criteria if type(c) not in (sc.EosTokenCriteria, sc.MaxLengthCriteria)
@@ -54,6 +52,12 @@ class Stops:
 
     def _asked(self, row: Row) -> bool:
         return bool(self.others) and bool(torch.as_tensor(self.others(self.history.prefix([row]), None)).any())
+
+
+def ends_of(criteria: StoppingCriteriaList) -> frozenset[int]:
+    """The tokens that end a row."""
+    found = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is sc.EosTokenCriteria]
+    return frozenset(int(token) for tokens in found for token in tokens)
 
 
 def longest(criteria: StoppingCriteriaList) -> int:

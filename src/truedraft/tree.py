@@ -6,9 +6,19 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+# How the children of a node come about. certain: fixed by the context (lookup, top-k); one: a single child, drawn;
+# independent: each drawn by itself; distinct: drawn in order, without replacement; last: all fixed but the last, which
+# is drawn from what they leave.
+Draws = Literal["certain", "one", "independent", "distinct", "last"]
+
+# Which drafts serve a rule best: the likeliest tokens, those that the target's own noise draws from the drafter's law,
+# or tokens drawn freely from that law, which the rule judges by it.
+Wanted = Literal["likeliest", "noise", "law"]
 
 CHECKS = os.environ.get("TRUEDRAFT_CHECK", "") not in ("", "0")
 
@@ -51,17 +61,17 @@ class DraftTree:
 
     tokens: (n,) token ids; node 0 is the last emitted token, not yet in the KV cache.
     parent: (n,) index of each node's parent; `parent[0] == -1`, `parent[i] < i`.
-    dist: (n, V) row i is the law that the children of node i were drawn from, in order;
-        None where the children are fixed by the context (lookup, top-k), that is, point masses.
-    distinct: the children of a node were drawn without replacement, else independently of each other.
+    dist: entry i is the (V,) law that the drawn children of node i were drawn from, None where it has none; None for
+        the whole where all children are certain, that is, point masses.
+    draws: how children come about.
     probes: nodes that are read but never verified (mask tokens, prompt tokens, window entries).
     """
 
     tokens: tuple[int, ...]
     parent: tuple[int, ...]
-    dist: Tensor | None = None
+    dist: tuple[Tensor | None, ...] | None = None
     probes: frozenset[int] = field(default_factory=frozenset)
-    distinct: bool = False
+    draws: Draws = "certain"
 
     def __post_init__(self) -> None:
         if CHECKS:
@@ -78,14 +88,16 @@ class DraftTree:
             raise ValueError(f"probes must be nodes below the root, got {sorted(self.probes)} of {n} nodes")
         if any(p in self.probes and i not in self.probes for i, p in enumerate(self.parent)):
             raise ValueError("a verified node cannot hang below a probe")
-        if self.dist is not None and self.dist.shape[0] != n:
-            raise ValueError(f"dist needs one row per node, got {tuple(self.dist.shape)} for {n} nodes")
+        if (self.dist is None) != (self.draws == "certain"):
+            raise ValueError(f"dist belongs to drawn children, and draws is {self.draws!r}")
+        if self.dist is not None and len(self.dist) != n:
+            raise ValueError(f"dist needs one law per node, got {len(self.dist)} for {n} nodes")
 
     @classmethod
-    def chain(cls, root: int, draft: Iterable[int] = (), dist: Tensor | None = None) -> DraftTree:
+    def chain(cls, root: int, draft: Iterable[int] = ()) -> DraftTree:
         """The pending token `root` followed by `draft`, each token the only child of the one before."""
         tokens = (root, *draft)
-        return cls(tokens, _chain_parents(len(tokens)), dist)
+        return cls(tokens, _chain_parents(len(tokens)))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -119,7 +131,7 @@ class DraftTree:
             return self
         dist = None if self.dist is None else self.dist[:nodes]
         probes = frozenset(i for i in self.probes if i < nodes)
-        return DraftTree(self.tokens[:nodes], self.parent[:nodes], dist, probes, self.distinct)
+        return DraftTree(self.tokens[:nodes], self.parent[:nodes], dist, probes, self.draws)
 
     def shallow(self, depth: int) -> DraftTree:
         """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
@@ -127,13 +139,13 @@ class DraftTree:
             return self
         kept = [i for i, d in enumerate(self.shape.depth) if d <= depth]
         new = {old: i for i, old in enumerate(kept)}
-        dist = None if self.dist is None else self.dist[kept]
+        dist = None if self.dist is None else tuple(self.dist[i] for i in kept)
         return DraftTree(
             tuple(self.tokens[i] for i in kept),
             tuple(new.get(self.parent[i], -1) for i in kept),
             dist,
             frozenset(new[i] for i in self.probes if i in new),
-            self.distinct,
+            self.draws,
         )
 
 
@@ -203,6 +215,7 @@ class Row:
     prompt: how many of them are prompt.
     room: how many more tokens may be emitted, at most.
     references: token ids of documents that the output may copy from.
+    ends: tokens that end the row.
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     """
 
@@ -211,6 +224,7 @@ class Row:
     prompt: int
     room: int
     references: tuple[tuple[int, ...], ...] = ()
+    ends: frozenset[int] = frozenset()
     end: int | None = None
 
     @property

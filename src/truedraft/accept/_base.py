@@ -14,21 +14,28 @@ from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.stopping import Stops
-from truedraft.tree import Accepted, DraftTree, Row, Scores
+from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Wanted
 
 
 @dataclass
 class Offer:
     """What the draft offers below a node.
 
-    tokens: the children's, in the order in which they were drawn.
-    dist: (V,) the law that they were drawn from; None where they are certain.
-    distinct: without replacement.
+    tokens: the children's, in the order in which they came about.
+    draws: how they did.
+    dist: (V,) the law that those were drawn from that were drawn; None where none was.
     """
 
     tokens: tuple[int, ...]
-    dist: Tensor | None
-    distinct: bool = False
+    draws: Draws = "certain"
+    dist: Tensor | None = None
+
+    @property
+    def fixed(self) -> int:
+        """How many of the first tokens are certain."""
+        if self.dist is None:
+            return len(self.tokens)
+        return max(len(self.tokens) - 1, 0) if self.draws == "last" else 0
 
 
 class Rule(ABC):
@@ -36,11 +43,15 @@ class Rule(ABC):
 
     guarantee: `tokens` (identical to the reference for a given seed), `distribution`, or `none` (lossy).
     samples: whether the rule draws from the law, as `do_sample=True` asks.
+    wants: the drafts that serve it best.
+    takes: what it can judge; None for whatever is drafted.
     """
 
     card: ClassVar[Card]
     guarantee: ClassVar[Guarantee]
     samples: ClassVar[bool]
+    wants: ClassVar[Wanted]
+    takes: ClassVar[frozenset[Draws] | None] = None
 
     @abstractmethod
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
@@ -111,4 +122,4 @@ def walk(
 
 def _offer(tree: DraftTree, node: int) -> Offer:
     children = [c for c in tree.shape.children[node] if c not in tree.probes]
-    return Offer(tuple(tree.tokens[c] for c in children), None if tree.dist is None else tree.dist[node], tree.distinct)
+    return Offer(tuple(tree.tokens[c] for c in children), tree.draws, None if tree.dist is None else tree.dist[node])

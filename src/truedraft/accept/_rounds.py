@@ -37,8 +37,10 @@ def judged(
 
 def _round(p: Tensor, offer: Offer, row: Row, chance: Chance, most: int | None) -> tuple[int | None, Tensor]:
     """The first accepted child's token, or None and the law that is left. p: (V,)."""
-    q = offer.dist
-    for token in offer.tokens[:most]:
+    q = None
+    for i, token in enumerate(offer.tokens[:most]):
+        if i == offer.fixed:
+            q = offer.dist
         drafted = 1.0 if q is None else float(q[token])
         odds = float(p[token])
         if odds != odds:  # NaN: for the pick to find
@@ -46,7 +48,7 @@ def _round(p: Tensor, offer: Offer, row: Row, chance: Chance, most: int | None) 
         if odds > 0 and (odds >= drafted or chance.flip(odds / drafted, row)):
             return token, p
         p = _beyond(p, token, q)
-        if q is not None and offer.distinct:
+        if q is not None and offer.draws == "distinct":
             q = _without(q, token)
     return None, p
 

@@ -16,7 +16,7 @@ from truedraft.accept._base import Offer, Rule
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
-from truedraft.tree import DraftTree, Row
+from truedraft.tree import DraftTree, Row, Wanted
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Greedy(Rule):
     )
     guarantee: ClassVar[Guarantee] = "tokens"
     samples: ClassVar[bool] = False
+    wants: ClassVar[Wanted] = "likeliest"
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return _argmax(scores)

@@ -17,7 +17,7 @@ from truedraft.accept._base import Offer, Rule
 from truedraft.accept._rounds import judged
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.tree import Row
+from truedraft.tree import Row, Wanted
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Rejection(Rule):
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True
+    wants: ClassVar[Wanted] = "law"
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return judged(scores, offers, rows, chance, most=1)

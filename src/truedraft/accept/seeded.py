@@ -18,7 +18,7 @@ from truedraft.accept._base import Offer, Rule
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance, drawn
 from truedraft.sampling import Laws
-from truedraft.tree import DraftTree, Row
+from truedraft.tree import DraftTree, Row, Wanted
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Seeded(Rule):
     )
     guarantee: ClassVar[Guarantee] = "tokens"
     samples: ClassVar[bool] = True
+    wants: ClassVar[Wanted] = "noise"
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return chance.pick(scores.softmax(-1), rows)

@@ -1,15 +1,12 @@
-"""Models by name: embedded, a local folder, or the Hugging Face hub."""
+"""Models by name, accelerated with methods by theirs."""
 
 from __future__ import annotations
 
-import difflib
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft import assets
+from truedraft import loading
 from truedraft.cli._text import waiting
-from truedraft.errors import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,58 +16,18 @@ if TYPE_CHECKING:
 for chatty in ("torchao", "torch.utils._pytree"):  # transformers loads torchao wherever it is installed
     logging.getLogger(chatty).setLevel(logging.ERROR)
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
 
 def load(
     name: str, dtype: str = "auto", quantize: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A decoder language model in eval mode and its tokenizer, set up for generation.
-
-    Embedded models run on the CPU, in float32 unless told otherwise; others on the GPU where there is one. The weights
-    of any can be quantised, to "int8" or "int4".
-
-    Raises:
-        Refused: no such model or dtype, a damaged one, or one that does not generate; the message names the argument.
-    """
-    if dtype not in DTYPES:
-        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    if quantize is not None:
-        from truedraft.runtime.quantize import KINDS
-
-        if quantize not in KINDS:
-            raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
-    source = _source(name)
+    """As `loading.load`, without what the libraries print meanwhile."""
     import huggingface_hub
-    import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
-    embedded = name in assets.names()
-    options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
-    try:
-        _check_generative(name, transformers.AutoConfig.from_pretrained(source, **options))
-        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
-        kind = "float32" if embedded and dtype == "auto" else dtype
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
-    except Refused:
-        raise
-    except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
-        where = "" if options["local_files_only"] else " (no such folder here, so the hub was asked)"
-        reason = " ".join(str(e).partition("\n")[0].split()) or type(e).__name__
-        raise Refused(f"MODEL {name!r} cannot be loaded{where}: {reason}") from e
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    device = "cuda" if torch.cuda.is_available() and not embedded else "cpu"
-    model = model.to(device).eval()
-    if quantize is not None:
-        from truedraft.runtime.quantize import quantize as quantized
-
-        quantized(model, quantize)
-    return model, tokenizer
+    return loading.load(name, dtype, quantize)
 
 
 def accelerated(name: str, dtype: str, draft: str, control: str = "cost", quantize: str | None = None) -> Accelerated:
@@ -86,36 +43,3 @@ def accelerated(name: str, dtype: str, draft: str, control: str = "cost", quanti
         drafter = choices[draft] if draft in choices else registry.load("drafters", draft)
         controller = registry.load("control", control)
         return accelerate(*load(name, dtype, quantize), draft=drafter, control=controller)
-
-
-def _source(name: str) -> Path | str:
-    """The folder that a name stands for, or the name itself where only the hub can know it."""
-    if not name:
-        raise Refused("MODEL is empty: give a folder, a name on the hub, or an embedded model")
-    if name in assets.names():
-        return assets.path(name)
-    folder = Path(name).expanduser()
-    if folder.exists():
-        if not (folder / "config.json").is_file():
-            raise Refused(f"MODEL {name!r} is no model of transformers: it has no config.json")
-        return folder
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise Refused(f"MODEL {name!r} does not exist")
-    if "/" not in name and difflib.get_close_matches(name, assets.names(), cutoff=0.75):
-        assets.path(name)
-    return name
-
-
-def _check_generative(name: str, config: Any) -> None:
-    """Raises Refused where the checkpoint is of another kind, which a causal model's class would load all the same."""
-    import transformers
-
-    for architecture in config.architectures or ():
-        cls = getattr(transformers, architecture, None)
-        if cls is not None and not cls.can_generate():
-            raise Refused(
-                f"MODEL {name!r} is not generative: it is a {architecture}, which has no language-model head; "
-                "give a decoder language model"
-            )
-    if config.is_encoder_decoder:
-        raise Refused(f"MODEL {name!r} is an encoder-decoder, which is not hosted yet: give a decoder language model")

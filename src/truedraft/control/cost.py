@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from truedraft.card import Card
 from truedraft.control._base import Control
@@ -22,6 +23,7 @@ from truedraft.runtime import curve
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row
 
+CHEAP = 0.05  # of a plain pass, for a level of a draft
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
 
@@ -86,7 +88,6 @@ class Cost(Control):
         family="cost model",
     )
     memory: float = 0.9  # weight that an observation keeps at each later one
-    hope: float = 0.15  # chance given to the first token of a row's first drafts
     survival: float = 0.85  # chance given to a later one, if those before it are right
     slack: float = 0.015  # share of the time that drafts which are not verified, or are tried, may cost
     rate: float = 0.1  # how fast the costs follow the passes at hand
@@ -96,22 +97,32 @@ class Cost(Control):
         self._shadows: dict[int, list[Shadow]] = {}
         self._emitted: dict[int, int] = {}
         self._target: DecoderTarget | None = None
+        self._drafter: Drafter | None = None
 
     def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
         if self._target is not target and drafter.width:
             self._target, self._curve = target, curve.of(target)
         self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
+        if drafter is not self._drafter:  # what is known of one drafter is kept from call to call
+            self._drafter = drafter
+            self._hope, self._survival = drafter.hope, self.survival
+            self._each = (0.0, 0.0)  # seconds of recent drafting after the first, and levels that it gave
+            self._form = DraftTree.chain(0, range(drafter.width))  # of a full draft, as far as one was seen
+            self._formed = False
         self._proposed = 0
-        self._paid = self._asked = True
+        self._paid = self._asked = self._trusted = True
+        self._drawn = False
+        self._levels = 0  # of the drafts at hand
+        self._drafted = 0.0  # seconds of drafting when they were asked for
         self._begun = 0.0  # seconds of the first drafts, which read the prompt once and for all
-        self._spent = self._since = 0.0  # seconds of later drafting and deciding, in passes that were asked for drafts
+        self._spent = self._since = 0.0  # seconds of later drafting and deciding that was not expected to pay
         self._explored = 0.0  # seconds that trying against the curve has cost
         self._exploring = False
         self._pass: tuple[int, float] | None = None  # tokens of the pass under way, seconds of the target before it
 
     def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._rows[id(row)] = Odds(self.memory, self.hope, self.survival)
+            self._rows[id(row)] = Odds(self.memory, self._hope, self._survival)
             self._shadows[id(row)] = []
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
@@ -119,21 +130,58 @@ class Cost(Control):
             return [0] * len(rows)
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
-        now = self._seconds["draft"] + self._seconds["control"]
+        now, drafting = self._seconds["draft"] + self._seconds["control"], self._seconds["draft"]
         if self._asked and self._proposed == 1:
-            self._begun = self._seconds["draft"]
+            self._begun = drafting
         elif self._asked and self._proposed > 1:
-            self._spent += now - self._since
-        self._since = now
+            self._spent += 0.0 if self._trusted else now - self._since
+            seconds, levels = self._each
+            if self._levels:
+                self._each = seconds * self.memory + drafting - self._drafted, levels * self.memory + self._levels
+        self._since, self._drafted = now, drafting
+        size, self._trusted = self._plan(rows)
         allowed = self.slack * (self._seconds["target"] + self._seconds["prefill"])
-        self._asked = self._paid or self._spent <= allowed
+        self._asked = self._trusted or self._spent <= allowed
         self._proposed += self._asked
-        return [self._width if self._asked else 0] * len(rows)
+        return [size if self._asked else 0] * len(rows)
+
+    def _plan(self, rows: Sequence[Row]) -> tuple[int, bool]:
+        """Nodes to draft per row, and whether they are expected to pay.
+
+        Drafts that cost next to nothing are made in full, and cut afterwards. What costs a model's passes, or may not
+        be cut because it is drawn, is sized before it is made, by what full drafts look like.
+        """
+        level, plain = self._level(), self._curve(len(rows))
+        if not self._drawn and not self._dear():
+            return self._width, self._paid
+        longest = len(self._form) - 1
+        gains = self._gains(rows, [self._form] * len(rows), longest)
+        depth = list(accumulate(self._form.shape.depth, max))
+        rates = {
+            k: (len(rows) + gains[k]) / (self._curve(len(rows) * (1 + k)) + depth[k] * level)
+            for k in {min(k, longest) for k in SIZES[1:]}
+        }
+        best = max(rates, key=rates.__getitem__)
+        return self._width if best == longest else best, rates[best] > len(rows) / plain
+
+    def _level(self) -> float:
+        """Seconds that a level of a draft takes, all rows together."""
+        seconds, levels = self._each
+        return seconds / levels if levels else 0.0
+
+    def _dear(self) -> bool:
+        """Whether drafting costs a share of a plain pass that must be weighed before it is done."""
+        return self._level() > 0 and self._level() > CHEAP * self._curve(1)
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         if not self._asked:
             self._pass = None
             return list(trees)
+        self._levels = max(max(tree.shape.depth) for tree in trees)
+        self._drawn = any(tree.dist is not None for tree in trees)
+        largest = max(trees, key=len)
+        if len(largest) > 1 and (not self._formed or len(largest) >= len(self._form)):
+            self._form, self._formed = largest, True
         for row, tree in zip(rows, trees, strict=True):
             if len(tree) > 1:
                 self._shadows[id(row)].append(Shadow(tree))
@@ -144,7 +192,7 @@ class Cost(Control):
     def _sized(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         longest = max(len(tree) for tree in trees) - 1
         self._exploring = False
-        if longest == 0:
+        if longest == 0 or self._drawn:
             return list(trees)
         gains = self._gains(rows, trees, longest)
         plain = best = len(rows) / self._curve(len(rows))
@@ -186,6 +234,8 @@ class Cost(Control):
                 if self._exploring:  # what it cost beyond the plain passes that it saved
                     emitted = sum(len(row.tokens) - self._emitted.get(id(row), len(row.tokens)) for row in rows)
                     self._explored = max(self._explored + spent - emitted / len(rows) * self._curve(len(rows)), 0.0)
+                if self._drawn and not self._trusted:
+                    self._spent += max(spent - self._curve(len(rows)), 0.0)
                 self._curve = self._curve.learned(tokens, spent, 0.5 if self._exploring else self.rate, len(rows))
         for row in rows:
             said = row.tokens[self._emitted.get(id(row), len(row.tokens)) :]
@@ -193,5 +243,8 @@ class Cost(Control):
             self._shadows[id(row)] = [shadow for shadow in self._shadows[id(row)] if not shadow.follow(said, odds)]
 
     def end(self, row: Row) -> None:
+        if (odds := self._rows.get(id(row))) is not None and self._dear():
+            self._hope = (self._hope + odds.chance(1, 0)) / 2
+            self._survival = (self._survival + odds.chance(2, 0)) / 2
         for memory in (self._rows, self._shadows, self._emitted):
             memory.pop(id(row), None)

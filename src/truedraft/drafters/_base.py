@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.card import Card
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
-from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
 
 State = TypeVar("State")
 
@@ -24,19 +25,38 @@ class Drafter(ABC):
     needs: what it asks to see of every pass.
     takes_references: whether it copies from documents that the caller gives.
     tokenizer: of a drafter that has one of its own; it must be the target's.
+    hope: how often the first token of its drafts is right, before anything is known of the text.
     """
 
     card: ClassVar[Card]
     needs: Taps = Taps()
     takes_references: ClassVar[bool] = False
     tokenizer: PreTrainedTokenizerBase | None = None
+    hope: ClassVar[float] = 0.15
 
-    def open(self, laws: Laws, chance: Chance, by_law: bool) -> None:
+    @property
+    def knows(self) -> int | None:
+        """Token ids that it may draft, where it has a model of its own; padding at the end may differ."""
+        return None
+
+    def ready(self, target: DecoderTarget) -> None:
+        """Once it is known what it drafts for.
+
+        Raises:
+            Refused: it cannot draft for this target, or was not given what it needs.
+        """
+
+    @property
+    def draws(self) -> Draws:
+        """How it drafts where the rule judges drafts by the law that they were drawn from."""
+        return "certain"
+
+    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
         """Before the first pass of a call.
 
         laws: the processors that the target's scores go through, for drafts that are to be drawn likewise.
-        by_law: whether the rule judges drafts by the law that they were drawn from: then a drafter that has one draws
-            by `chance.draw` and says so in `dist`. Where not, the likeliest tokens serve best.
+        wanted: the drafts that serve the rule best. Only where it is "law" may a drafter draw by `chance.draw`, and
+            say so in `dist`; what of such a draft is offered must not depend on what was drawn.
         """
 
     def start(self, rows: Sequence[Row]) -> None:

@@ -175,6 +175,11 @@ class DecoderTarget:
         for slot, path in enumerate(paths):
             self.cache.commit(slot, path)
 
+    def crop(self, slot: int, length: int) -> None:
+        """Forget what a slot's cache holds beyond a length."""
+        assert self.cache is not None
+        self.cache.lengths[slot] = length
+
     def release(self, slot: int) -> None:
         """Free a slot; the last slot in use moves into it."""
         assert self.cache is not None

@@ -1,0 +1,284 @@
+"""A second model drafts: its rows and its cache, what it reads in each pass, and how drafts grow from what it says."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.chance import Chance, likeliest
+from truedraft.drafters._base import Drafter
+from truedraft.errors import Refused
+from truedraft.loading import load
+from truedraft.sampling import Laws
+from truedraft.targets.decoder import DecoderTarget, hosted
+from truedraft.tree import DraftTree, Draws, Prompt, Row, Wanted
+
+CHUNK = 64  # tokens that a draft model reads in one pass, where it has fallen behind
+
+
+@dataclass(eq=False)
+class Plant:
+    """One row's draft while it grows: a tree whose root is the pending token, below those that were not read yet.
+
+    tokens, parent: of every node; the first ones are tokens of the row that the draft model has still to read.
+    root: the pending token's place.
+    room: nodes that may still be added.
+    deepest: levels that may be added below the root.
+    tips: nodes added at the last level, to be read next.
+    read: how many of the first nodes the draft model's cache holds.
+    laws: node -> the law that its children were drawn from.
+    worth: node -> whatever the method keeps of it (a probability, a time).
+    """
+
+    row: Row
+    tokens: list[int]
+    root: int
+    room: int
+    deepest: int
+    parent: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    tips: list[int] = field(default_factory=list)
+    read: int = 0
+    laws: dict[int, Tensor] = field(default_factory=dict)
+    worth: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parent = list(range(-1, self.root))
+        self.depth = [0] * (self.root + 1)
+        self.tips = [self.root] if self.room > 0 and self.deepest > 0 else []
+
+    def add(self, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
+        """Children of a node, as many as there is room for; returns their places."""
+        tokens = tokens[: self.room]
+        first = len(self.tokens)
+        self.tokens += tokens
+        self.parent += [node] * len(tokens)
+        self.depth += [self.depth[node] + 1] * len(tokens)
+        self.room -= len(tokens)
+        if law is not None and tokens:
+            self.laws[node] = law
+        return list(range(first, len(self.tokens)))
+
+    def grown(self, added: Sequence[int]) -> None:
+        """A level is complete; its nodes are read next, but for those that end the text or are deep enough."""
+        alive = self.room > 0
+        self.tips = [n for n in added if alive and self.depth[n] < self.deepest and self.tokens[n] not in self.row.ends]
+
+    def said(self, node: int) -> list[int]:
+        """The tokens from below the root to a node."""
+        tokens: list[int] = []
+        while node > self.root:
+            tokens.append(self.tokens[node])
+            node = self.parent[node]
+        return tokens[::-1]
+
+    def unread(self) -> DraftTree:
+        """What the next pass of the draft model reads."""
+        parents = (-1, *(p - self.read for p in self.parent[self.read + 1 :]))
+        return DraftTree(tuple(self.tokens[self.read :]), parents)
+
+    def trunk(self, reached: int) -> int:
+        """How many nodes more, before `reached`, all that follows stands on: the cache may keep them."""
+        node = self.read
+        while node < reached and self.parent.count(node) == 1:
+            node += 1
+        kept = node - self.read
+        self.read = node
+        return kept
+
+    def tree(self, draws: Draws, chosen: Sequence[int] | None = None) -> DraftTree:
+        """The draft; of its nodes, those `chosen` (parents before children), or all."""
+        nodes = [self.root, *(range(self.root + 1, len(self.tokens)) if chosen is None else chosen)]
+        new = {node: i for i, node in enumerate(nodes)}
+        drawn = draws != "certain"
+        return DraftTree(
+            tuple(self.tokens[n] for n in nodes),
+            tuple(new.get(self.parent[n], -1) if n > self.root else -1 for n in nodes),
+            tuple(self.laws.get(n) for n in nodes) if drawn else None,
+            draws=draws,
+        )
+
+
+class ModelDrafter(Drafter):
+    """A drafter that asks a smaller model with the target's tokenizer.
+
+    A subclass says how drafts grow from the laws of that model. Each level of a draft is one pass of the draft model
+    over all rows; it reads what the rows emitted since, and the nodes of the level before. What its cache holds of
+    the last draft and is not part of the row is forgotten.
+
+    Fields that every subclass has: model (a model of transformers, or the name of one: a folder, an embedded model,
+    one on the hub).
+    """
+
+    hope = 0.7
+    model: Any
+
+    def __post_init__(self) -> None:
+        self._target: DecoderTarget | None = None
+        self._standing: list[Row] = []  # row by slot of the draft model's cache
+        self._written: list[list[int]] = []  # what the cache holds of each
+        if isinstance(self.model, str | PathLike):
+            self.model, self.tokenizer = load(str(self.model), argument="the draft model")
+
+    @property
+    @abstractmethod
+    def levels(self) -> int:
+        """How deep a draft goes."""
+
+    @abstractmethod
+    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+        """Add the next level: children of `nodes`, by the (k, V) laws that the draft model has for them."""
+
+    @property
+    def knows(self) -> int | None:
+        return None if self.model is None else self.model.config.get_text_config(decoder=True).vocab_size
+
+    def ready(self, target: DecoderTarget) -> None:
+        if self.model is None:
+            name = type(self).__module__.rpartition(".")[2].replace("_", "-")
+            raise Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or accelerate(draft=MODEL)")
+        if self._target is None or self._target.model is not self.model:
+            self._target = hosted(self.model)
+        if self._target.device != target.device:
+            raise Refused(
+                f"the draft model is on {self._target.device}, the model on {target.device}: move one to the other"
+            )
+        self._size = target.vocabulary
+
+    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
+        self._laws, self._chance, self._wanted = laws, chance, wanted
+
+    def start(self, rows: Sequence[Row]) -> None:
+        capacity = max(len(row.tokens) + row.room for row in rows) + self.width + 1
+        self._going = len(rows)
+        self._model.reserve(len(rows), capacity)
+
+    def end(self, row: Row) -> None:
+        if row in self._standing:
+            slot = self._standing.index(row)
+            self._model.release(slot)
+            self._standing[slot], self._written[slot] = self._standing[-1], self._written[-1]
+            self._standing.pop()
+            self._written.pop()
+        self._going -= 1
+        if not self._going:
+            self._model.cache = None
+
+    @property
+    def _model(self) -> DecoderTarget:
+        assert self._target is not None
+        return self._target
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        if not any(budget):
+            return [DraftTree.chain(row.tokens[-1]) for row in rows]
+        self._admit(rows)
+        self._catch_up(rows)
+        plants = {id(row): self._plant(row, most) for row, most in zip(rows, budget, strict=True)}
+        standing = [plants[id(row)] for row in self._standing]
+        while any(plant.tips for plant in standing):
+            self._level(standing)
+        for slot, plant in enumerate(standing):
+            self._written[slot] += plant.tokens[: plant.read]
+        return [self.finished(plants[id(row)]) for row in rows]
+
+    def finished(self, plant: Plant) -> DraftTree:
+        """The draft as it is offered."""
+        return plant.tree(self.draws if self._wanted == "law" else "certain")
+
+    def _admit(self, rows: Sequence[Row]) -> None:
+        """Read the prompts of rows that are new to the draft model, but for the pending token."""
+        new = [row for row in rows if row not in self._standing]
+        if not new:
+            return
+        device = self._model.device
+        self._model.prefill([Prompt(torch.tensor(row.tokens, device=device)) for row in new])
+        self._standing += new
+        self._written += [row.tokens[:-1] for row in new]
+
+    def _catch_up(self, rows: Sequence[Row]) -> None:
+        """Forget of each cache what its row did not say; read what it said since, all but the last few tokens."""
+        for slot, (row, written) in enumerate(zip(self._standing, self._written, strict=True)):
+            common = min(len(written), len(row.tokens) - 1)
+            while written[common - 1 : common] != row.tokens[common - 1 : common]:
+                common -= 1
+            del written[common:]
+            self._model.crop(slot, common)
+        while max(len(r.tokens) - len(w) for r, w in zip(self._standing, self._written, strict=True)) > CHUNK:
+            parts = [r.tokens[len(w) : -1][:CHUNK] for r, w in zip(self._standing, self._written, strict=True)]
+            self._model.score([DraftTree.chain(part[0], part[1:]) if part else DraftTree.chain(0) for part in parts])
+            self._model.commit([range(len(part)) for part in parts])
+            for written, part in zip(self._written, parts, strict=True):
+                written += part
+
+    def _plant(self, row: Row, budget: int) -> Plant:
+        """A draft at its beginning."""
+        common = len(self._written[self._standing.index(row)])
+        deepest = min(self.levels, row.room - row.step - 1)
+        context = self._model.context
+        if context is not None and len(row.tokens) + deepest > context:
+            deepest = 0
+        return Plant(row, row.tokens[common:], len(row.tokens) - 1 - common, min(budget, self.width), deepest)
+
+    def _level(self, standing: Sequence[Plant]) -> None:
+        """One pass of the draft model, and the level that grows from it; rows whose drafts are complete idle along."""
+        scores = self._model.score([plant.unread() if plant.tips else DraftTree.chain(0) for plant in standing])
+        at = [(slot, tip) for slot, plant in enumerate(standing) for tip in plant.tips]
+        logits = scores.logits[[slot for slot, _ in at], [tip - standing[slot].read for slot, tip in at]]
+        rows, said = [standing[slot].row for slot, _ in at], [standing[slot].said(tip) for slot, tip in at]
+        laws = self._laws.of_drafts(rows, said, _sized(logits, self._size)).softmax(-1).nan_to_num_(0.0)
+        first = 0
+        kept = []
+        for plant in standing:
+            tips, reached = plant.tips, len(plant.tokens)
+            if tips:
+                self.grow(plant, tips, laws[first : first + len(tips)])
+                first += len(tips)
+                kept.append(range(plant.trunk(reached)))
+            else:
+                kept.append(range(0))
+        self._model.commit(kept)
+
+    def chosen(self, plant: Plant, node: int, law: Tensor, count: int = 1) -> list[int]:
+        """Tokens to draft below a node, in order: drawn freely, by the target's own noise, or the likeliest."""
+        if not law.any():
+            return []  # nothing is allowed here, or the draft model's logits are NaN
+        if self._wanted == "law":
+            return self._chance.draw(law, plant.row, count, distinct=self.draws == "distinct")
+        if self._wanted == "noise" and not self._laws.strangers:
+            return self._chance.foretell(law, plant.row, plant.depth[node], count)
+        return likeliest(law, count)
+
+
+def branched(text: str) -> tuple[int, ...]:
+    """Branching factors of the levels from the root on: "4x2x1" has four children below the root, two below each.
+
+    Raises:
+        Refused: not such a text.
+    """
+    factors = text.split("x")
+    if not all(f.isdecimal() and int(f) > 0 for f in factors):
+        raise Refused(f"branches={text!r}: write how many children a node has, level by level, as in '4x2x1'")
+    return tuple(map(int, factors))
+
+
+def nodes_of(factors: Sequence[int]) -> int:
+    """Nodes below the root of a tree with these branching factors."""
+    level = total = 1
+    for factor in factors:
+        level *= factor
+        total += level
+    return total - 1
+
+
+def _sized(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits for the target's vocabulary: the padding at its end differs between models with one tokenizer."""
+    if logits.shape[-1] >= vocabulary:
+        return logits[..., :vocabulary]
+    return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=-torch.inf)

@@ -1,0 +1,98 @@
+"""Models by name: embedded, a local folder, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft import assets
+from truedraft.errors import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load(
+    name: str, dtype: str = "auto", quantize: str | None = None, argument: str = "MODEL"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A decoder language model in eval mode and its tokenizer, set up for generation.
+
+    Embedded models run on the CPU, in float32 unless told otherwise; others on the GPU where there is one. The weights
+    of any can be quantised, to "int8" or "int4".
+
+    Args:
+        argument: what the name is called in messages.
+
+    Raises:
+        Refused: no such model or dtype, a damaged one, or one that does not generate.
+    """
+    if dtype not in DTYPES:
+        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    if quantize is not None:
+        from truedraft.runtime.quantize import KINDS
+
+        if quantize not in KINDS:
+            raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
+    source = _source(name, argument)
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    embedded = name in assets.names()
+    options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
+    try:
+        _check_generative(f"{argument} {name!r}", transformers.AutoConfig.from_pretrained(source, **options))
+        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
+        kind = "float32" if embedded and dtype == "auto" else dtype
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
+    except Refused:
+        raise
+    except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
+        where = "" if options["local_files_only"] else " (no such folder here, so the hub was asked)"
+        reason = " ".join(str(e).partition("\n")[0].split()) or type(e).__name__
+        raise Refused(f"{argument} {name!r} cannot be loaded{where}: {reason}") from e
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    device = "cuda" if torch.cuda.is_available() and not embedded else "cpu"
+    model = model.to(device).eval()
+    if quantize is not None:
+        from truedraft.runtime.quantize import quantize as quantized
+
+        quantized(model, quantize)
+    return model, tokenizer
+
+
+def _source(name: str, argument: str) -> Path | str:
+    """The folder that a name stands for, or the name itself where only the hub can know it."""
+    if not name:
+        raise Refused(f"{argument} is empty: give a folder, a name on the hub, or an embedded model")
+    if name in assets.names():
+        return assets.path(name)
+    folder = Path(name).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise Refused(f"{argument} {name!r} is no model of transformers: it has no config.json")
+        return folder
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise Refused(f"{argument} {name!r} does not exist")
+    if "/" not in name and difflib.get_close_matches(name, assets.names(), cutoff=0.75):
+        assets.path(name)
+    return name
+
+
+def _check_generative(model: str, config: Any) -> None:
+    """Raises Refused where the checkpoint is of another kind, which a causal model's class would load all the same."""
+    import transformers
+
+    for architecture in config.architectures or ():
+        cls = getattr(transformers, architecture, None)
+        if cls is not None and not cls.can_generate():
+            raise Refused(
+                f"{model} is not generative: it is a {architecture}, which has no language-model head; "
+                "give a decoder language model"
+            )
+    if config.is_encoder_decoder:
+        raise Refused(f"{model} is an encoder-decoder, which is not hosted yet: give a decoder language model")

@@ -1,0 +1,101 @@
+"""A second model that drafts: reached in every way, level with its rows, whatever it falls behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import truedraft
+from models import ragged, sibling, tiny
+from truedraft import registry
+from truedraft.drafters import _model
+from truedraft.drafters._model import ModelDrafter
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_an_assistant_is_taken_as_transformers_takes_it(sample: bool) -> None:
+    model, small = tiny(), sibling(tiny())
+    inputs = ragged(model, 3)
+    torch.manual_seed(2)
+    expected = model.generate(**inputs, max_new_tokens=30, do_sample=sample)
+    fast = truedraft.accelerate(model, control="fixed")
+    for _ in range(2):
+        torch.manual_seed(2)
+        got = fast.generate(**inputs, max_new_tokens=30, do_sample=sample, assistant_model=small)
+        assert torch.equal(got, expected)
+        assert fast.report().drafter == "draft-model" and fast.report().mean_acceptance_length > 1.3
+    assert len(fast._assistants) == 1, "it is made ready once"
+
+
+def test_a_model_may_be_given_as_the_draft() -> None:
+    model = tiny()
+    fast = truedraft.accelerate(model, draft=model, control="fixed")
+    fast.generate(ragged(model, 1)["input_ids"], max_new_tokens=33, do_sample=False)
+    assert fast.report().acceptance_rate == 1.0, "a model agrees with itself"
+    assert fast.report().mean_acceptance_length == pytest.approx(33 / (1 + 4))
+
+
+def test_the_targets_own_noise_makes_a_model_agree_with_itself_when_sampling() -> None:
+    model = tiny()
+    fast = truedraft.accelerate(model, draft=model, control="fixed")
+    for seed in (None, 5):
+        torch.manual_seed(1)
+        fast.generate(ragged(model, 1)["input_ids"], max_new_tokens=33, do_sample=True, seed=seed)
+        assert fast.report().acceptance_rate == 1.0
+
+
+def test_a_draft_ends_where_the_draft_model_is_unsure() -> None:
+    model = tiny()
+    sure = registry.load("drafters", "draft-model", model=sibling(model), confidence=0.999)
+    bold = registry.load("drafters", "draft-model", model=sibling(model))
+    rates = []
+    for draft in (sure, bold):
+        fast = truedraft.accelerate(model, draft=draft, control="fixed")
+        fast.generate(ragged(model, 1)["input_ids"], max_new_tokens=40, do_sample=False)
+        rates.append(fast.report().acceptance_rate)
+    assert rates[0] > rates[1]
+
+
+def test_it_catches_up_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets of 0 for a while: what the rows said meanwhile is read in parts, and drafts are as good as ever."""
+    monkeypatch.setattr(_model, "CHUNK", 4)
+    model = tiny()
+    draft = registry.load("drafters", "draft-model", model=model)
+    propose, passes = draft.propose, 0
+
+    def pausing(rows, budget):  # type: ignore[no-untyped-def]
+        nonlocal passes
+        passes += 1
+        return propose(rows, budget if passes % 20 == 1 else [0] * len(rows))
+
+    monkeypatch.setattr(draft, "propose", pausing)
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    fast.generate(**ragged(model, 3), max_new_tokens=60, do_sample=False)
+    assert fast.report().acceptance_rate == 1.0 and passes > 20
+
+
+def test_a_row_beyond_the_draft_models_context_is_decoded_without_drafts() -> None:
+    model, small = tiny(), sibling(tiny("llama", torch.float32))
+    small.config.max_position_embeddings = 24
+    fast = truedraft.accelerate(model, draft=small, control="fixed")
+    inputs = ragged(model, 1)
+    got = fast.generate(**inputs, max_new_tokens=60, do_sample=False)
+    assert torch.equal(got, model.generate(**inputs, max_new_tokens=60, do_sample=False))
+    assert all(e.offered == 0 for p in fast.report().passes[-20:] for e in p.emitted)
+
+
+def test_padding_at_the_end_of_a_vocabulary_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.arange(6.0)[None]
+    assert _model._sized(logits, 4).tolist() == [[0.0, 1.0, 2.0, 3.0]]
+    assert _model._sized(logits, 7)[0, 6] == -torch.inf
+
+
+@pytest.mark.parametrize("name", registry.names("drafters"))
+def test_the_cache_of_a_draft_model_is_let_go(name: str) -> None:
+    if not issubclass(registry.method("drafters", name), ModelDrafter):
+        pytest.skip("has no model")
+    model = tiny()
+    draft = registry.load("drafters", name, model=sibling(model))
+    fast = truedraft.accelerate(model, draft=draft)
+    fast.generate(**ragged(model, 3), max_new_tokens=9)
+    assert draft._target.cache is None and not draft._standing
