@@ -55,11 +55,17 @@ PROCESSORS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def drafter(
-    name: str, model: PreTrainedModel, answers: torch.Tensor | None = None, padding: Any = None, small: Any = None
+    name: str,
+    model: PreTrainedModel,
+    answers: torch.Tensor | None = None,
+    padding: Any = None,
+    small: Any = None,
+    **other: Any,
 ) -> Drafter | None:
     """A registered drafter, or one of the trial drafters made for this model and its true output.
 
     small: the model that drafts, for drafters that need one; else one much like the model.
+    other: knobs of a registered drafter.
     """
     vocabulary = model.config.vocab_size
     if name == "oracle":
@@ -69,7 +75,7 @@ def drafter(
     if name == "noise":
         return Noise(vocabulary=vocabulary)
     if name.startswith("sampler"):
-        return Sampler(vocabulary=vocabulary, drawn="distinct" if name == "sampler-distinct" else "independent")
+        return Sampler(vocabulary=vocabulary, drawn=name.partition("-")[2] or "independent")  # type: ignore[arg-type]
     if name == "probes":
         return ProbeReader(vocabulary=vocabulary)
     if name == "taps":
@@ -78,8 +84,8 @@ def drafter(
         return None
     base, knobs = registry.presets("drafters").get(name, (name, {}))
     if "draft model" in registry.method("drafters", base).card.needs:
-        return registry.load("drafters", base, model=small or sibling(model), **knobs)
-    return registry.load("drafters", name)
+        return registry.load("drafters", base, model=small or sibling(model), **{**knobs, **other})
+    return registry.load("drafters", name, **other)
 
 
 def padding_of(inputs: dict[str, torch.Tensor]) -> list[int]:

@@ -80,8 +80,8 @@ def imports(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("truedraft"):
             rest = node.module.split(".")[1:]
             found |= {rest[0]} if rest else {alias.name for alias in node.names}
-            assert len(rest) < 2 or rest[0] not in ("drafters", "accept", "control") or rest[1].startswith("_"), (
-                f"{file.name} names the method {rest[1]}"
+            assert len(rest) < 2 or rest[0] not in ("drafters", "accept", "control") or rest[-1].startswith("_"), (
+                f"{file.name} names the method {rest[-1]}"
             )
     return found
 

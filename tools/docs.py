@@ -15,6 +15,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "methods.md"
 TITLES = {
     "drafters": ("Drafters", "Who guesses. `accelerate(model, draft=NAME)`; knobs as in `NAME:knob=value`."),
     "accept": ("Acceptance rules", "How much of a draft is kept. `accelerate(model, rule=NAME)`."),
+    "accept.lossy": (
+        "Lossy rules",
+        "Text that the model alone would not have said; only where asked for: `accelerate(model, rule='lossy/NAME')`.",
+    ),
     "control": ("Controls", "How much is drafted and verified. `accelerate(model, control=NAME)`."),
 }
 
@@ -33,7 +37,7 @@ def section(kind: str, name: str) -> list[str]:
     method = registry.method(kind, name)
     card = method.card
     lines = [f"### `{name}`", "", card.idea, "", f"Paper: {card.paper}."]
-    if kind == "accept":
+    if kind.startswith("accept"):
         lines[-1] += f" Guarantee: `{method.guarantee}`."
     if card.published:
         lines += ["", f"Published: {card.published}"]

@@ -40,6 +40,15 @@ from truedraft.tree import Row
 BY_ITSELF = "prompt-lookup-long"  # what drafts where nothing was chosen
 
 
+DRAWN = {
+    "certain": "certain",
+    "one": "drawn one by one",
+    "independent": "drawn independently of each other",
+    "distinct": "drawn without replacement",
+    "last": "certain but for the last of each node",
+}
+
+
 @dataclass(frozen=True)
 class _Call:
     """What this call adds to `model.generate`, carried through it to the decode loop."""
@@ -167,7 +176,8 @@ class Accelerated:
         """The decode loop that `model.generate` calls once it has prepared everything."""
         call, config = truedraft_call, generation_config
         check_settings(config)
-        drafter, rule = self._drafter_of(config, call), self._rule_of(config)
+        drafter = self._drafter_of(config, call)
+        rule = self._rule_of(config, drafter)
         prompts = prompts_of(input_ids, model_kwargs, self.target.window)
         batch, longest = len(prompts), max(map(len, prompts))
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
@@ -185,10 +195,14 @@ class Accelerated:
         laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
+        rule.ready(laws)
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
+        notes = _notes(rows, laws, stops)
+        if rule.guarantee == "none":
+            notes.append(f"{_name(rule)} is lossy: this is not the text that the model alone would have said")
         report = Report(
             _name(drafter), _name(rule), rule.guarantee, _name(self.control), self.target.runtime,
-            _notes(rows, laws, stops),
+            notes,
         )  # fmt: skip
         self._report, report.seconds = report, watch.seconds
         stream = _Stream(call.streamer, rows, history)
@@ -244,8 +258,13 @@ class Accelerated:
             self._assistants[key] = self._fit(registry.load("drafters", "draft-model", model=model, **knobs))
         return self._assistants[key]
 
-    def _rule_of(self, config: GenerationConfig) -> Rule:
+    def _rule_of(self, config: GenerationConfig, drafter: Drafter) -> Rule:
         rule = self.rule or registry.load("accept", "seeded" if config.do_sample else "greedy")
+        if rule.takes is not None and drafter.width and drafter.draws not in rule.takes:
+            raise Refused(
+                f"rule={_name(rule)!r} cannot judge the drafts of {_name(drafter)}, which are {DRAWN[drafter.draws]}: "
+                "use rule='multi-round'"
+            )
         if rule.samples != bool(config.do_sample):
             does = "samples" if rule.samples else "does not sample"
             raise Refused(f"rule={_name(rule)!r} {does}, and do_sample is {bool(config.do_sample)}: change one of them")
@@ -267,10 +286,12 @@ def accelerate(
     Args:
         model: a decoder language model of `transformers`, in eval mode; it is not changed, unless `quantize` is given.
         tokenizer: needed only where text is (stop strings, references as text).
-        draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), or None
-            for plain decoding; "auto" needs no training and uses references where they are given.
+        draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
+            model with the same tokenizer, or None for plain decoding; "auto" needs no training and uses references
+            where they are given.
         rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples: both give the
-            tokens of `model.generate`. `rejection` and `multi-round` sample other tokens of the same law.
+            tokens of `model.generate`. The others sample other tokens of the same law (`truedraft methods` lists
+            them); "lossy/NAME" is a lossy one, whose text is not the model's own.
         control: how much is drafted; "cost" measures what pays on this machine, "fixed" always drafts in full.
         runtime: "auto" makes passes by compiled code where it can stand in for the model's forward (on the CPU, for
             the common architectures): faster, and the same to the last bit at any width; on a GPU by CUDA graphs
@@ -321,6 +342,8 @@ def _output(rows: Sequence[Row], history: History, laws: Laws, returns: bool) ->
 def _part(given: Any, kind: str, base: type) -> Any:
     """A drafter, rule or control, from itself or its name."""
     if isinstance(given, str):
+        if kind == "accept" and given.startswith("lossy/"):
+            return registry.load("accept.lossy", given.removeprefix("lossy/"))
         return registry.load(kind, given)
     if isinstance(given, base):
         return given

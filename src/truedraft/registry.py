@@ -1,8 +1,8 @@
 """Methods by name: a file's name is its registration.
 
 `drafters/prompt_lookup.py` is the drafter `prompt-lookup`; files that begin with an underscore are furniture.
-Packages outside register with the entry-point groups `truedraft.drafters`, `truedraft.accept` and
-`truedraft.control`, each entry pointing to a class.
+Packages outside register with the entry-point groups `truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`
+and `truedraft.control`, each entry pointing to a class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from truedraft.errors import Refused
 
-KINDS = {"drafters": "Drafter", "accept": "Rule", "control": "Control"}
+KINDS = {"drafters": "Drafter", "accept": "Rule", "accept.lossy": "LossyRule", "control": "Control"}
+WORDS = {"drafters": "drafter", "accept": "acceptance rule", "accept.lossy": "lossy rule", "control": "control"}
 
 
 @cache
@@ -27,7 +28,7 @@ def _files(kind: str) -> dict[str, str]:
     return {
         m.name.replace("_", "-"): f"truedraft.{kind}.{m.name}"
         for m in pkgutil.iter_modules(package.__path__)
-        if not m.name.startswith("_")
+        if not m.name.startswith("_") and not m.ispkg
     }
 
 
@@ -63,7 +64,9 @@ def method(kind: str, name: str) -> type:
     known = names(kind)
     near = difflib.get_close_matches(name, [*known, *presets(kind)], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(known)}."
-    raise Refused(f"there is no {kind.rstrip('s')} method {name!r}: {hint} (`truedraft methods` lists all)")
+    if kind == "accept" and name in names("accept.lossy"):
+        hint = f"it is lossy, and has to be asked for as rule='lossy/{name}'"
+    raise Refused(f"there is no {WORDS[kind]} {name!r}: {hint} (`truedraft methods` lists all)")
 
 
 def presets(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:

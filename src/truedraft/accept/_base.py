@@ -41,7 +41,8 @@ class Offer:
 class Rule(ABC):
     """Says the next token at a node; the draft is accepted as far as it says the same.
 
-    guarantee: `tokens` (identical to the reference for a given seed), `distribution`, or `none` (lossy).
+    guarantee: `tokens` (identical to the reference for a given seed), `distribution`, or `none` (lossy: a rule under
+        `accept/lossy`, reached by asking for it).
     samples: whether the rule draws from the law, as `do_sample=True` asks.
     wants: the drafts that serve it best.
     takes: what it can judge; None for whatever is drafted.
@@ -52,6 +53,13 @@ class Rule(ABC):
     samples: ClassVar[bool]
     wants: ClassVar[Wanted]
     takes: ClassVar[frozenset[Draws] | None] = None
+
+    def ready(self, laws: Laws) -> None:
+        """Before the first pass of a call.
+
+        Raises:
+            Refused: what the call asks for cannot be had with this rule.
+        """
 
     @abstractmethod
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
@@ -65,6 +73,8 @@ class Rule(ABC):
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
         """The token at every node at once, where it can be known before the walk and that costs less; else None.
+
+        A rule that judges drafts as a whole looks at them here.
 
         logits: (rows, nodes, V) raw.
         """

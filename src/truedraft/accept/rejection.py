@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from truedraft.accept._base import Offer, Rule
-from truedraft.accept._rounds import judged
+from truedraft.accept._rounds import in_order, said
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.tree import Row, Wanted
@@ -33,4 +33,4 @@ class Rejection(Rule):
     wants: ClassVar[Wanted] = "law"
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        return judged(scores, offers, rows, chance, most=1)
+        return said(scores, offers, rows, chance, in_order(1))

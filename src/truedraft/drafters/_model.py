@@ -33,7 +33,9 @@ class Plant:
     tips: nodes added at the last level, to be read next.
     read: how many of the first nodes the draft model's cache holds.
     laws: node -> the law that its children were drawn from.
-    worth: node -> whatever the method keeps of it (a probability, a time).
+    worth: node -> whatever the method values it by.
+    when: node -> its time of arrival, for methods that race.
+    budget: nodes that may be offered.
     """
 
     row: Row
@@ -47,6 +49,8 @@ class Plant:
     read: int = 0
     laws: dict[int, Tensor] = field(default_factory=dict)
     worth: dict[int, float] = field(default_factory=dict)
+    when: dict[int, float] = field(default_factory=dict)
+    budget: int = 0
 
     def __post_init__(self) -> None:
         self.parent = list(range(-1, self.root))
@@ -155,7 +159,7 @@ class ModelDrafter(Drafter):
         self._laws, self._chance, self._wanted = laws, chance, wanted
 
     def start(self, rows: Sequence[Row]) -> None:
-        capacity = max(len(row.tokens) + row.room for row in rows) + self.width + 1
+        capacity = max(len(row.tokens) + row.room for row in rows) + self.room(self.width) + 1
         self._going = len(rows)
         self._model.reserve(len(rows), capacity)
 
@@ -187,6 +191,10 @@ class ModelDrafter(Drafter):
         for slot, plant in enumerate(standing):
             self._written[slot] += plant.tokens[: plant.read]
         return [self.finished(plants[id(row)]) for row in rows]
+
+    def room(self, budget: int) -> int:
+        """Nodes that may grow where `budget` may be offered."""
+        return budget
 
     def finished(self, plant: Plant) -> DraftTree:
         """The draft as it is offered."""
@@ -224,7 +232,8 @@ class ModelDrafter(Drafter):
         context = self._model.context
         if context is not None and len(row.tokens) + deepest > context:
             deepest = 0
-        return Plant(row, row.tokens[common:], len(row.tokens) - 1 - common, min(budget, self.width), deepest)
+        most = min(budget, self.width)
+        return Plant(row, row.tokens[common:], len(row.tokens) - 1 - common, self.room(most), deepest, budget=most)
 
     def _level(self, standing: Sequence[Plant]) -> None:
         """One pass of the draft model, and the level that grows from it; rows whose drafts are complete idle along."""
@@ -244,6 +253,18 @@ class ModelDrafter(Drafter):
             else:
                 kept.append(range(0))
         self._model.commit(kept)
+
+    def likeliest(self, plant: Plant, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
+        """Add the `count` most probable continuations of all paths, and keep their probabilities; returns places."""
+        paths = laws * laws.new_tensor([plant.worth.get(node, 1.0) for node in nodes])[:, None]
+        worth, at = paths.flatten().topk(min(count, paths.numel(), plant.room))
+        added = []
+        for value, place in zip(worth.tolist(), at.tolist(), strict=True):
+            if value > 0:
+                (child,) = plant.add(nodes[place // laws.shape[1]], [place % laws.shape[1]])
+                plant.worth[child] = value
+                added.append(child)
+        return added
 
     def chosen(self, plant: Plant, node: int, law: Tensor, count: int = 1) -> list[int]:
         """Tokens to draft below a node, in order: drawn freely, by the target's own noise, or the likeliest."""

@@ -1,0 +1,48 @@
+"""Greedy multi-draft: drafts of which all but the last are certain, judged as well as can be.
+
+Hu et al., "Towards Optimal Multi-Draft Speculative Decoding", ICLR 2025 (arXiv 2502.18779), section 4: the drawn draft
+is judged by itself, with min(1, p/q); what is left of p then falls on the certain ones as it may. A draft is said with
+p(certain) + sum over the others of min(p, q), which is the optimum for drafts of this kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from truedraft.accept._base import Offer, Rule
+from truedraft.accept._rounds import as_law, said
+from truedraft.card import Card, Guarantee
+from truedraft.chance import Chance
+from truedraft.tree import Draws, Row, Wanted
+
+
+@dataclass
+class GreedyMultiDraft(Rule):
+    card = Card(
+        paper="arXiv 2502.18779 (2025)",
+        idea="Keep the one drawn draft with min(1, p/q); else draw from what is left, a certain draft perhaps.",
+        family="rejection",
+        published="Acceptance above recursive rejection and K-SEQ at equal numbers of drafts.",
+    )
+    guarantee: ClassVar[Guarantee] = "distribution"
+    samples: ClassVar[bool] = True
+    wants: ClassVar[Wanted] = "law"
+    takes: ClassVar[frozenset[Draws]] = frozenset({"certain", "one", "last"})
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        return said(scores, offers, rows, chance, _last)
+
+
+def _last(p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+    """The drawn draft if it is kept, or None and the law that is left. p: (V,)."""
+    q = offer.dist
+    if q is None or not offer.tokens:
+        return None, p
+    token = offer.tokens[-1]
+    if chance.flip(min(float(p[token]) / float(q[token]), 1.0), row):
+        return token, p
+    return None, as_law(p - p.minimum(q), p)

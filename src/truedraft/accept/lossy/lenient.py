@@ -1,0 +1,54 @@
+"""Lenient: rejection sampling that forgives a factor.
+
+Leviathan, Kalman and Matias, ICML 2023 (arXiv 2211.17192), appendix A.5: drafts are judged as if their law had been
+`lenience` times what it was. Lossy: no token is said more than 1/lenience times as often as the model would say it.
+With lenience 1 it is `rejection`. Of siblings the first alone is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.accept._base import Offer
+from truedraft.accept._rounds import as_law, said
+from truedraft.accept.lossy._base import LossyRule
+from truedraft.card import Card
+from truedraft.chance import Chance
+from truedraft.errors import Refused
+from truedraft.tree import Row, Wanted
+
+
+@dataclass
+class Lenient(LossyRule):
+    card = Card(
+        paper="arXiv 2211.17192 (2023), appendix A.5",
+        idea="Keep a drafted token with min(1, p/(l q)), where l below 1 forgives.",
+        family="lossy",
+        published="T5-XXL drafted by T5-small: acceptance 0.62 at l 1, 0.71 at 0.5, 0.76 at 0.3, 0.84 at 0.1 (memory).",
+    )
+    samples: ClassVar[bool] = True
+    wants: ClassVar[Wanted] = "law"
+    lenience: float = 0.5  # published 1 down to 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lenience <= 1:
+            raise Refused(f"lenient:lenience={self.lenience}: give a factor above 0 and at most 1 (1 is exact)")
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        return said(scores, offers, rows, chance, self._forgiving)
+
+    def _forgiving(self, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+        if not offer.tokens:
+            return None, p
+        token = offer.tokens[0]
+        q = offer.dist if not offer.fixed else None
+        if q is None:
+            q = torch.zeros_like(p).index_fill_(0, torch.tensor([token], device=p.device), 1.0)
+        if chance.flip(min(float(p[token]) / (self.lenience * float(q[token])), 1.0), row):
+            return token, p
+        return None, as_law(p - self.lenience * q, p)

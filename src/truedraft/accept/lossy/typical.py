@@ -1,0 +1,47 @@
+"""Typical acceptance: keep a drafted token that the target finds likely enough, given how unsure it is.
+
+Cai et al., "Medusa", ICML 2024 (arXiv 2401.10774), section 2.3.1. Lossy: drafts are favoured over what the law would
+have drawn, so text gets more typical than the model's own; with `delta` so large that `epsilon` decides, and that at 1,
+nothing is kept and the law is the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.accept._base import Offer
+from truedraft.accept._rounds import said
+from truedraft.accept.lossy._base import LossyRule
+from truedraft.card import Card
+from truedraft.chance import Chance
+from truedraft.tree import Row, Wanted
+
+
+@dataclass
+class Typical(LossyRule):
+    card = Card(
+        paper="arXiv 2401.10774 (2024)",
+        idea="Keep a drafted token that is likely enough for how unsure the model is.",
+        family="lossy",
+        published="Medusa, Vicuna 7B: about a tenth faster than greedy acceptance (from memory).",
+    )
+    samples: ClassVar[bool] = True
+    wants: ClassVar[Wanted] = "likeliest"
+    epsilon: float = 0.09  # probability that is always enough; published 0.09 (posterior threshold)
+    delta: float = 0.3  # share of exp(-entropy) that is enough too; published 0.3, the root of the threshold
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        return said(scores, offers, rows, chance, self._typical)
+
+    def _typical(self, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+        if not offer.tokens:
+            return None, p
+        entropy = float(torch.special.entr(p).sum())
+        enough = min(self.epsilon, self.delta * float(torch.tensor(-entropy).exp()))
+        best = max(offer.tokens, key=lambda token: float(p[token]))
+        return (best if float(p[best]) > enough else None), p

@@ -1,0 +1,64 @@
+"""Greedy multi-draft: a draft model's likeliest tokens as they are, and one more drawn from what they leave.
+
+Hu et al., "Towards Optimal Multi-Draft Speculative Decoding", ICLR 2025 (arXiv 2502.18779), section 4. The rule of the
+same name reaches the best acceptance that drafts of this kind allow; `multi-round` judges them too, and keeps fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.card import Card
+from truedraft.chance import likeliest
+from truedraft.drafters._model import ModelDrafter, Plant, branched, nodes_of
+from truedraft.tree import Draws
+
+
+@dataclass
+class GreedyMultiDraft(ModelDrafter):
+    card = Card(
+        paper="arXiv 2502.18779 (2025)",
+        idea="A smaller model offers its likeliest next tokens, and one more drawn from the rest.",
+        family="draft model",
+        needs=("draft model",),
+        published="Acceptance above recursive rejection and K-SEQ at equal numbers of drafts.",
+    )
+    model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
+    branches: str = "3x2x1"  # children of a node, level by level; the paper compares 2 to 8 at one level
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._factors = branched(self.branches)
+
+    @property
+    def width(self) -> int:
+        return nodes_of(self._factors)
+
+    @property
+    def levels(self) -> int:
+        return len(self._factors)
+
+    @property
+    def draws(self) -> Draws:
+        return "last"
+
+    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+        added = []
+        for node, law in zip(nodes, laws, strict=True):
+            count = min(self._factors[plant.depth[node]], plant.room)
+            if self._wanted != "law":
+                added += plant.add(node, self.chosen(plant, node, law, count))
+            elif count and law.any():
+                certain = likeliest(law, count - 1)
+                rest = law.index_fill(0, torch.tensor(certain, dtype=torch.long, device=law.device), 0.0)
+                left = rest.sum()
+                if left > 0:
+                    added += plant.add(node, certain + self._chance.draw(rest / left, plant.row), rest / left)
+                else:
+                    added += plant.add(node, certain)
+        plant.grown(added)

@@ -1,0 +1,54 @@
+"""Gumbel-top-k: a draft model's tree whose siblings are drawn without replacement, with a fixed number of them a level.
+
+RSD-C of Jeon et al., "Recursive Speculative Decoding", 2024 (arXiv 2402.14160), section 3.2.1: the largest k of log q
+plus Gumbel noise are an ordered draw without replacement. `multi-round` judges it exactly. Under `greedy` the siblings
+are the likeliest tokens, under `seeded` those that the target's own noise ranks first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from truedraft.card import Card
+from truedraft.drafters._model import ModelDrafter, Plant, branched, nodes_of
+from truedraft.tree import Draws
+
+
+@dataclass
+class GumbelTopK(ModelDrafter):
+    card = Card(
+        paper="arXiv 2402.14160 (2024)",
+        idea="A smaller model offers several different next tokens at each level, drawn without replacement.",
+        family="draft model",
+        needs=("draft model",),
+        published="RSD-C, Llama 2 70B drafted by 115M, trees of 30 tokens: block efficiency above chain and SpecTr.",
+    )
+    model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
+    branches: str = "2x2x2"  # children of a node, level by level; published e.g. 2x2x2 for three levels
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._factors = branched(self.branches)
+
+    @property
+    def width(self) -> int:
+        return nodes_of(self._factors)
+
+    @property
+    def levels(self) -> int:
+        return len(self._factors)
+
+    @property
+    def draws(self) -> Draws:
+        return "distinct"
+
+    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+        added = []
+        for node, law in zip(nodes, laws, strict=True):
+            count = self._factors[plant.depth[node]]
+            added += plant.add(node, self.chosen(plant, node, law, count), law)
+        plant.grown(added)

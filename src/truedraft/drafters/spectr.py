@@ -1,0 +1,59 @@
+"""SpecTr: a draft model says several continuations, each independently of the others.
+
+Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023 (arXiv 2310.15141). For the rule
+`k-seq`, which was made for it, and `multi-round`. Continuations that begin alike share their nodes. Under `greedy` and
+`seeded` they are the likeliest ones, and differ in their first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from truedraft.card import Card
+from truedraft.drafters._model import ModelDrafter, Plant
+from truedraft.tree import Draws
+
+
+@dataclass
+class SpecTr(ModelDrafter):
+    card = Card(
+        paper="arXiv 2310.15141 (2023)",
+        idea="A smaller model says several continuations, each drawn by itself.",
+        family="draft model",
+        needs=("draft model",),
+        published="PaLM 2 Bison drafted by Gecko on LM1B, 8 continuations of 8: 2.13x (single draft 1.55x).",
+    )
+    model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
+    paths: int = 8  # continuations; published 8
+    length: int = 8  # tokens of each; published 8
+
+    @property
+    def width(self) -> int:
+        return self.paths * self.length
+
+    @property
+    def levels(self) -> int:
+        return self.length
+
+    @property
+    def draws(self) -> Draws:
+        return "independent"
+
+    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+        """A node is continued by as many draws as there are continuations that begin with it."""
+        added: list[int] = []
+        for node, law in zip(nodes, laws, strict=True):
+            count = int(plant.worth.get(node, self.paths))
+            first: dict[int, int] = {}
+            for child in plant.add(node, self.chosen(plant, node, law, count), law):
+                token = plant.tokens[child]
+                if token in first:
+                    plant.worth[first[token]] += 1
+                else:
+                    first[token], plant.worth[child] = child, 1
+            added += first.values()
+        plant.grown(added)
