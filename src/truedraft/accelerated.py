@@ -342,8 +342,6 @@ def _output(rows: Sequence[Row], history: History, laws: Laws, returns: bool) ->
 def _part(given: Any, kind: str, base: type) -> Any:
     """A drafter, rule or control, from itself or its name."""
     if isinstance(given, str):
-        if kind == "accept" and given.startswith("lossy/"):
-            return registry.load("accept.lossy", given.removeprefix("lossy/"))
         return registry.load(kind, given)
     if isinstance(given, base):
         return given

@@ -42,7 +42,7 @@ def names(kind: str) -> list[str]:
     return sorted({*_files(kind), *_foreign(kind)})
 
 
-def method(kind: str, name: str) -> type:
+def method(kind: str, name: str) -> Any:
     """The class of a method.
 
     Raises:
@@ -80,11 +80,13 @@ def presets(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def load(kind: str, spec: str, **knobs: Any) -> Any:
-    """A method from its name, a preset's name, or `name:knob=value,knob=value`.
+    """A method from its name, a preset's name, or `name:knob=value,knob=value`; a lossy rule from `lossy/name`.
 
     Raises:
         Refused: unknown method, unknown knob, or a value that the method does not take.
     """
+    if kind == "accept" and spec.startswith("lossy/"):
+        kind, spec = "accept.lossy", spec.removeprefix("lossy/")
     name, _, given = spec.partition(":")
     for part in filter(None, given.split(",")):
         key, eq, value = part.partition("=")

@@ -8,6 +8,7 @@ from pathlib import Path
 from truedraft.errors import Refused
 
 ROOT = Path(__file__).parent
+DRAFTS = {"nano": "nano-draft"}  # embedded model -> the one that drafts for it
 
 
 def names() -> list[str]:

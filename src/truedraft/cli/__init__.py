@@ -1,4 +1,5 @@
-"""The command line: `truedraft generate`, `truedraft demo`, `truedraft bench`, `truedraft methods`."""
+"""The command line: `truedraft generate`, `truedraft demo`, `truedraft bench`, `truedraft audit`,
+`truedraft methods`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from truedraft.cli import bench, demo, generate, methods
+from truedraft.cli import audit, bench, demo, generate, methods
 
 app = typer.Typer(
     name="truedraft",
@@ -15,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (generate.generate, demo.demo, bench.bench, methods.methods):
+for command in (generate.generate, demo.demo, bench.bench, audit.audit, methods.methods):
     app.command()(command)
 
 

@@ -21,17 +21,28 @@ def load(
     name: str, dtype: str = "auto", quantize: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """As `loading.load`, without what the libraries print meanwhile."""
+    _hush()
+    return loading.load(name, dtype, quantize)
+
+
+def _hush() -> None:
     import huggingface_hub
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
-    return loading.load(name, dtype, quantize)
 
 
-def accelerated(name: str, dtype: str, draft: str, control: str = "cost", quantize: str | None = None) -> Accelerated:
-    """A model by name with a drafter and a control by theirs; `draft` may also be "auto" or "none".
+def accelerated(
+    name: str,
+    dtype: str,
+    draft: str,
+    control: str = "cost",
+    quantize: str | None = None,
+    rule: str | None = None,
+) -> Accelerated:
+    """A model by name with a drafter, a rule and a control by theirs; `draft` may also be "auto" or "none".
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
@@ -39,7 +50,9 @@ def accelerated(name: str, dtype: str, draft: str, control: str = "cost", quanti
     with waiting("loading the model"):
         from truedraft import accelerate, registry
 
+        _hush()
         choices: dict[str, Any] = {"auto": "auto", "none": None}  # a wrong name does not wait for a model to load
         drafter = choices[draft] if draft in choices else registry.load("drafters", draft)
         controller = registry.load("control", control)
-        return accelerate(*load(name, dtype, quantize), draft=drafter, control=controller)
+        judge = None if rule is None else registry.load("accept", rule)
+        return accelerate(*load(name, dtype, quantize), draft=drafter, rule=judge, control=controller)

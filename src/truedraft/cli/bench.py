@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
+from truedraft import assets
 from truedraft.cli._models import load
 from truedraft.cli._text import waiting
 from truedraft.errors import Refused
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from truedraft.bench.workloads import Workload
 
 DRAFTS = ["prompt-lookup-long", "llma"]
-ASSISTANTS = {"nano": "nano-draft"}
 # what the two measurements that are no comparison do not use
 UNUSED = {
     "oracle": ("draft", "limit", "batch", "temperature", "seed", "control", "baselines", "assistant"),
@@ -133,7 +133,7 @@ def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list
     from truedraft.bench.compare import transformers_side
 
     found = [transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10)]
-    if drafting := assistant or ASSISTANTS.get(name):
+    if drafting := assistant or assets.DRAFTS.get(name):
         found.append(transformers_side("transformers assisted", model, assistant_model=load(drafting, dtype)[0]))
     return found
 

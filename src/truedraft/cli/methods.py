@@ -8,7 +8,12 @@ from typing import Annotated, Any
 
 from typer import Option
 
-TITLES = {"drafters": "Drafters (--draft)", "accept": "Acceptance rules", "control": "Controls (--control)"}
+TITLES = {
+    "drafters": "Drafters (--draft)",
+    "accept": "Acceptance rules (--rule)",
+    "accept.lossy": "Lossy rules: text that the model alone would not have said (--rule lossy/NAME)",
+    "control": "Controls (--control)",
+}
 
 
 def methods(as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False) -> None:
@@ -54,11 +59,11 @@ def _print(found: dict[str, list[dict[str, Any]]]) -> None:
     for kind, entries in found.items():
         table = Table(title=TITLES[kind], title_justify="left", show_lines=True)
         table.add_column("name and presets", no_wrap=True)
-        for heading in ("idea", "knobs", *(["guarantee"] if kind == "accept" else []), "paper"):
+        for heading in ("idea", "knobs", *(["guarantee"] if kind.startswith("accept") else []), "paper"):
             table.add_column(heading)
         for e in entries:
             named = [e["name"], *(f"  {preset}: {_knobs(values)}" for preset, values in e["presets"].items())]
-            guarantee = [e["guarantee"]] if kind == "accept" else []
+            guarantee = [e["guarantee"]] if "guarantee" in e else []
             table.add_row("\n".join(named), e["idea"], _knobs(e["knobs"]), *guarantee, e["paper"])
         console.print(table)
 

@@ -1,0 +1,50 @@
+"""The model's word in higher precision, by which rows of logits are judged."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+FLOATS = (torch.float64, torch.float32)
+
+
+class Precise:
+    """A copy of a model in higher precision, where it can be had; else the model itself.
+
+    Attributes:
+        dtype: what positions are scored again in, as text.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model: Any = model
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        for dtype in FLOATS:
+            if dtype.itemsize > model.dtype.itemsize and (copied := _raised(model, dtype)) is not None:
+                self.model, self.dtype = copied, str(dtype).removeprefix("torch.")
+                return
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, first: int) -> Tensor:
+        """(n, V) logits at the positions from `first` on, by one plain forward without a cache. ids: (length,)."""
+        return self.model(ids[None].to(self.model.device), use_cache=False).logits[0, first:].double().cpu()
+
+
+def _raised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | None:
+    """None where there is no memory for it, it is quantised, or torch cannot compute it."""
+    need = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    quantised = any(type(p.data) is not Tensor for p in model.parameters())
+    packed = any(p.dtype not in (torch.float16, torch.bfloat16, *FLOATS) for p in model.parameters())
+    if quantised or packed or need > psutil.virtual_memory().available / 2:
+        return None
+    copied: Any = copy.deepcopy(model)
+    copied.to("cpu", dtype)
+    try:
+        copied(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    except RuntimeError:
+        return None
+    return copied

@@ -1,0 +1,312 @@
+"""Token audit: is what is said, token by token, what the model alone says? And where not, why.
+
+The oracle is `model.generate` itself. Every drafter is run on the same prompts, greedily and under the same seed, alone
+and in batches with rows of different lengths; the engine without drafts is one of them. At a row's first difference the
+position is scored again in higher precision, and the two tokens are told apart:
+
+    tie       the two best are closer than the numerical noise of this model, dtype and machine, which is measured:
+              the largest difference between the logits of `model.generate` and the precise ones, wherever both agree
+    numerics  they are not, but the rows of both sides are the model's, and together their errors explain it
+    bug       the engine's row is not the model's, or its errors do not explain the choice
+
+A row of the engine's that is not the model's is a bug even where the token came out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from truedraft.accelerated import Accelerated
+from truedraft.audit.precise import Precise
+from truedraft.drafters._base import Drafter
+from truedraft.tree import Accepted, DraftTree, Row, Scores
+
+Kind = Literal["tie", "numerics", "bug"]
+FAR = 16  # times the noise of the model's own rows: what a row of the engine's may be off
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How tokens are chosen: greedily, or sampled at a temperature under a seed."""
+
+    sample: bool
+    seed: int = 0
+    temperature: float = 1.0
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}, temperature {self.temperature:g}" if self.sample else "greedy"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first difference of a row.
+
+    position: of the token among the new ones, from 0.
+    expected, got: what the model said and what the engine said there; -1 where a side had ended.
+    gap: between the two in higher precision, of the scores that decide; None where a side had ended.
+    noise: what such scores of the model alone are off by, at most.
+    row_error: what the engine's logits are off by there.
+    """
+
+    drafter: str
+    mode: str
+    batch: int
+    prompt: int
+    position: int
+    expected: int
+    got: int
+    gap: float | None
+    noise: float
+    row_error: float
+    kind: Kind
+
+
+@dataclass
+class Audit:
+    """What was compared, and what was found.
+
+    tokens: compared, over all drafters, modes and batch sizes.
+    rows: rows of logits compared.
+    noise: of the model's own logits, in `dtype`, against `precise`; the largest met.
+    worst_row: the largest error of an engine's row, in units of that noise, where texts agreed.
+    """
+
+    model: str
+    dtype: str
+    precise: str
+    runtime: str = ""
+    drafters: list[str] = field(default_factory=list)
+    modes: list[str] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    prompts: int = 0
+    tokens: int = 0
+    rows: int = 0
+    noise: float = 0.0
+    worst_row: float = 0.0
+    found: list[Divergence] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing was found that numbers do not explain."""
+        return not any(d.kind == "bug" for d in self.found)
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {kind: sum(d.kind == kind for d in self.found) for kind in ("tie", "numerics", "bug")}
+        return {**asdict(self), "divergences": counts, "exact": self.exact, "found": [asdict(d) for d in self.found]}
+
+
+class Listener(Drafter):
+    """Another drafter, whose passes are overheard: the logits behind every token that was said."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.said: dict[int, list[Tensor]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    needs = property(lambda self: self.drafter.needs)
+    hope = property(lambda self: self.drafter.hope)
+    draws = property(lambda self: self.drafter.draws)
+    width = property(lambda self: self.drafter.width)
+
+    def open(self, *args: Any) -> None:
+        self.said = {}
+        self.drafter.open(*args)
+
+    def start(self, rows: Sequence[Row]) -> None:
+        self.drafter.start(rows)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        return self.drafter.propose(rows, budget)
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        for b, (row, one) in enumerate(zip(rows, accepted, strict=True)):
+            self.said.setdefault(row.index, []).extend(scores.logits[b, list(one.path)].float().cpu())
+        self.drafter.observe(rows, trees, scores, accepted)
+
+    def end(self, row: Row) -> None:
+        self.drafter.end(row)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the model alone says to a batch, and the scores behind it.
+
+    ids: (batch, steps) new tokens, padding behind ended rows; lengths: how many are a row's own.
+    logits: (batch, steps, V) as `model.generate` had them.
+    precise: row -> (steps, V) in higher precision, on the same prefixes.
+    noise: (batch,) what the logits of a row are off by, at most.
+    """
+
+    ids: Tensor
+    lengths: list[int]
+    logits: Tensor
+    precise: list[Tensor]
+    noise: list[float]
+
+
+def audit(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    sides: Mapping[str, Accelerated],
+    prompts: Sequence[str],
+    name: str = "",
+    tokens: int = 64,
+    batches: Sequence[int] = (1, 4),
+    modes: Sequence[Mode] = (Mode(False), Mode(True)),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Audit:
+    """Compare accelerated models with the model itself.
+
+    Args:
+        sides: name -> accelerated model to be audited; rules must be of guarantee `tokens`.
+        prompts: as text; batches are made of them in order.
+        tokens: new tokens per prompt, at most.
+        batches: batch sizes.
+        modes: how tokens are chosen.
+        progress: told what is about to run.
+    """
+    precise = Precise(model)
+    found = Audit(name, str(model.dtype).removeprefix("torch."), precise.dtype, prompts=len(prompts))
+    found.drafters, found.modes, found.batches = list(sides), [str(mode) for mode in modes], list(batches)
+    for side in sides.values():
+        side.drafter = Listener(side.drafter)
+    try:
+        for mode in modes:
+            for batch in batches:
+                for start in range(0, len(prompts), batch):
+                    texts = list(prompts[start : start + batch])
+                    progress(f"{mode}, prompts {start + 1} to {start + len(texts)}: the model alone")
+                    inputs = _encoded(tokenizer, texts, model.device)
+                    settings = _settings(model, mode, tokens)
+                    expected = _expected(model, precise, inputs, settings, mode)
+                    found.noise = max(found.noise, *expected.noise)
+                    for drafter, side in sides.items():
+                        progress(f"{mode}, prompts {start + 1} to {start + len(texts)}: {drafter}")
+                        for row, one in _compared(side, inputs, settings, mode, expected, found):
+                            place = dict(drafter=drafter, mode=str(mode), batch=len(texts), prompt=start + row)
+                            found.found.append(Divergence(**place, **one))  # type: ignore[arg-type]
+    finally:
+        for side in sides.values():
+            side.drafter = side.drafter.drafter  # type: ignore[attr-defined]
+    found.runtime = next(iter(sides.values())).target.runtime
+    return found
+
+
+def _encoded(tokenizer: Any, texts: list[str], device: torch.device) -> dict[str, Any]:
+    encoded = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, return_token_type_ids=False)
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def _settings(model: PreTrainedModel, mode: Mode, tokens: int) -> GenerationConfig:
+    """Plain decoding, whatever else the model's own settings ask for."""
+    own = model.generation_config
+    config = GenerationConfig(
+        max_new_tokens=tokens, do_sample=mode.sample, eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id,
+        pad_token_id=own.pad_token_id if own.pad_token_id is not None else 0, use_cache=True,
+    )  # fmt: skip
+    if mode.sample:
+        config.temperature, config.top_k, config.top_p = mode.temperature, 0, 1.0
+    return config
+
+
+def _expected(
+    model: PreTrainedModel, precise: Precise, inputs: dict[str, Any], settings: GenerationConfig, mode: Mode
+) -> Expected:
+    torch.manual_seed(mode.seed)
+    generate: Any = model.generate
+    out = generate(**inputs, generation_config=settings, return_dict_in_generate=True, output_logits=True)
+    length = inputs["input_ids"].shape[1]
+    ids, logits = out.sequences[:, length:].cpu(), torch.stack(out.logits, 1).float().cpu()
+    lengths = [_ended(row.tolist(), settings.eos_token_id) for row in ids]
+    scored, noise = [], []
+    for row, n in enumerate(lengths):
+        prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].cpu()
+        true = precise(torch.cat([prompt, ids[row, : n - 1]]), len(prompt) - 1)
+        scored.append(true)
+        noise.append(_noise(logits[row, :n], true, model.dtype))
+    return Expected(ids, lengths, logits, scored, noise)
+
+
+def _ended(row: list[int], eos: int | list[int] | None) -> int:
+    """Tokens up to the first that ends the text, that one included."""
+    ends = [eos] if isinstance(eos, int) else eos or []
+    return next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+
+
+def _noise(logits: Tensor, true: Tensor, dtype: torch.dtype) -> float:
+    """The largest error of a row's logits, and never less than rounding alone makes."""
+    finite = true.isfinite() & logits.isfinite()
+    rounding = torch.finfo(dtype).eps * float(true[finite].abs().max())
+    return max(float((logits.double() - true)[finite].abs().max()), 4 * rounding)
+
+
+def _compared(
+    side: Accelerated,
+    inputs: dict[str, Any],
+    settings: GenerationConfig,
+    mode: Mode,
+    expected: Expected,
+    found: Audit,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows that differ, each with the particulars of its first difference."""
+    torch.manual_seed(mode.seed)
+    ids = side.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :].cpu()
+    listener: Any = side.drafter
+    for row, (n, noise) in enumerate(zip(expected.lengths, expected.noise, strict=True)):
+        want, got = expected.ids[row, :n].tolist(), ids[row].tolist()
+        got = got[: _ended(got, settings.eos_token_id)]
+        at = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
+        same = at == len(want) == len(got)
+        rows = torch.stack(listener.said[row][: min(at + 1, n, len(got))]).double()
+        errors = (rows - expected.precise[row][: len(rows)]).nan_to_num(0.0).abs().amax(-1)
+        found.tokens += min(at + 1, n)
+        found.rows += len(rows)
+        wrong = (errors > FAR * noise).nonzero()
+        if not len(wrong):
+            found.worst_row = max(found.worst_row, float(errors.max()) / noise)
+        if same and not len(wrong):
+            continue
+        if len(wrong) and int(wrong[0]) < at:  # the row is not the model's, though the token was
+            at = int(wrong[0])
+        yield row, _explained(row, at, want, got, float(errors[min(at, len(errors) - 1)]), mode, expected)
+
+
+def _explained(
+    row: int, at: int, want: list[int], got: list[int], error: float, mode: Mode, expected: Expected
+) -> dict[str, Any]:
+    noise = expected.noise[row]
+    a, b = (side[at] if at < len(side) else -1 for side in (want, got))
+    about = dict(position=at, expected=a, got=b, noise=noise, row_error=error)
+    if a < 0 or b < 0:
+        return {**about, "gap": None, "kind": "bug"}  # a side ended where the other went on
+    scores = expected.precise[row][at] / (mode.temperature if mode.sample else 1.0)
+    if mode.sample:
+        draws = noise_of(mode.seed, at, expected.ids.shape[0], expected.logits.shape[-1])[row]
+        scores = scores - draws.double().log()
+    gap = abs(float(scores[a] - scores[b]))
+    scale = 1 / mode.temperature if mode.sample else 1.0
+    own = float((expected.logits[row, at].double() - expected.precise[row][at]).nan_to_num(0.0).abs().max())
+    kind: Kind = "numerics"
+    if error > FAR * noise or gap > 2 * scale * (error + own) + 1e-6 * mode.sample:
+        kind = "bug"
+    elif gap <= 2 * scale * noise:
+        kind = "tie"
+    return {**about, "gap": gap, "kind": kind}
+
+
+def noise_of(seed: int, step: int, rows: int, vocabulary: int) -> Tensor:
+    """What `torch.multinomial` divides by at a step of `model.generate`, (rows, V)."""
+    torch.manual_seed(seed)
+    for _ in range(step + 1):
+        block = torch.empty(rows, vocabulary).exponential_(1)
+    return block

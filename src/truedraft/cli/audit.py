@@ -1,0 +1,135 @@
+"""`truedraft audit`: is what is said here what the model alone would have said?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from truedraft.cli._models import load
+from truedraft.cli._text import read, waiting
+from truedraft.errors import Refused
+
+if TYPE_CHECKING:
+    from truedraft.audit.laws import Law
+    from truedraft.audit.tokens import Audit
+
+EXACT, INEXACT = 0, 1
+
+
+def audit(
+    model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
+    draft: Annotated[list[str] | None, Option(help="A drafter; repeatable. By default all that can be had.")] = None,
+    prompt: Annotated[list[str] | None, Option(help="A prompt; repeatable. By default the embedded ones.")] = None,
+    file: Annotated[list[Path] | None, Option(help="A prompt from a file; repeatable.")] = None,
+    max_new_tokens: Annotated[int, Option(help="New tokens per prompt.")] = 64,
+    batch: Annotated[list[int] | None, Option(help="Batch size; repeatable. By default 1 and 4.")] = None,
+    seed: Annotated[list[int] | None, Option(help="Seed to sample under; repeatable. By default 0.")] = None,
+    temperature: Annotated[float, Option(help="Of the sampled runs.")] = 1.0,
+    control: Annotated[str, Option(help="fixed drafts all it can, so that more is put to the test.")] = "fixed",
+    laws: Annotated[bool, Option("--laws", help="Also a test of the law, for rules that promise no more.")] = False,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
+    as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False,
+) -> int:
+    """Compare drafted with plain decoding on this machine, token by token, and explain every difference.
+
+    \f
+    Returns the exit code: 0 where all differences are explained by numbers, else 1. Raises Refused for a bad argument.
+    """
+    batches, seeds = batch or [1, 4], [0] if seed is None else seed
+    if min(batches) < 1 or max_new_tokens < 1 or temperature <= 0:
+        raise Refused("--batch and --max-new-tokens must be at least 1, --temperature above 0")
+    texts = [*(prompt or ()), *(read(path, "--file").removesuffix("\n") for path in file or ())]
+    if not all(texts):
+        raise Refused("a prompt is empty: give some text")
+    with waiting("loading the model") as show:
+        from truedraft import accelerate, registry
+        from truedraft.audit.laws import law_audit
+        from truedraft.audit.tokens import Mode
+        from truedraft.audit.tokens import audit as compare
+
+        parts = {name: registry.load("drafters", name) for name in draft or _all(model)}
+        target, tokenizer = load(model, dtype, quantize)
+        sides = {
+            name: accelerate(target, tokenizer, draft=part, control=control)
+            for name, part in {"plain": None, **parts}.items()
+        }
+        chosen = texts or _embedded(target, tokenizer, max_new_tokens)
+        modes = [Mode(False), *(Mode(True, s, temperature) for s in seeds)]
+        found = compare(target, tokenizer, sides, chosen, model, max_new_tokens, batches, modes, show)
+        tested = law_audit(target, tokenizer, parts, chosen, progress=show) if laws else []
+    if as_json:
+        print(json.dumps({**found.as_dict(), **({"laws": [law.as_dict() for law in tested]} if laws else {})}))
+    else:
+        _print(found, tested, tokenizer)
+    return EXACT if found.exact and all(law.holds for law in tested) else INEXACT
+
+
+def _all(model: str) -> list[str]:
+    """Every drafter that can be had: those that need nothing, and with a model to draft for this one, those too."""
+    from truedraft import assets, registry
+
+    small = assets.DRAFTS.get(model)
+    return [
+        f"{name}:model={small}" if "draft model" in registry.method("drafters", name).card.needs else name
+        for name in registry.names("drafters")
+        if set(registry.method("drafters", name).card.needs) <= ({"draft model"} if small else set())
+    ]
+
+
+def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
+    """The embedded prompts that fit into the model's context."""
+    from truedraft.bench.workloads import embedded
+
+    room = getattr(model.config, "max_position_embeddings", None) or 10**9
+    found = [item.text for workload in embedded() for item in workload.items]
+    return [text for text in found if len(tokenizer(text)["input_ids"]) + tokens <= room]
+
+
+def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False)
+    counts = found.as_dict()["divergences"]
+    console.print(
+        f"{found.model} in {found.dtype}, by {found.runtime}\n"
+        f"{found.prompts} prompts; {', '.join(found.modes)}; batches of {', '.join(map(str, found.batches))}; "
+        f"drafters {', '.join(found.drafters)}\n"
+        f"{found.tokens:,} tokens compared with model.generate: "
+        f"{counts['tie']} ties, {counts['numerics']} by numerics, {counts['bug']} bugs\n"
+        f"logits of the model itself are off by up to {found.noise:.2g} ({found.precise}); "
+        f"those of the engine by up to {found.worst_row:.2g} times that"
+    )
+    if found.found:
+        table = Table(title="First differences", title_justify="left")
+        for heading in ("drafter", "mode", "batch", "prompt", "position", "expected", "got", "gap", "noise", "kind"):
+            table.add_column(heading)
+        for d in found.found:
+            words = ["(ended)" if t < 0 else repr(tokenizer.decode([t])) for t in (d.expected, d.got)]
+            gap = "" if d.gap is None else f"{d.gap:.2g}"
+            table.add_row(
+                d.drafter, d.mode, str(d.batch), str(d.prompt), str(d.position), *words, gap, f"{d.noise:.2g}", d.kind
+            )
+        console.print(table)
+    if tested:
+        _print_laws(console, tested)
+    exact = found.exact and all(law.holds for law in tested)
+    console.print("exact" if exact else "NOT exact: see the bugs above")
+
+
+def _print_laws(console: Any, tested: list[Law]) -> None:
+    from rich.table import Table
+
+    table = Table(title="Laws", title_justify="left", caption=tested[0].caption, caption_justify="left")
+    for heading in ("rule", "drafter", "settings", "tokens", "p-value", "a bias caught", "verdict"):
+        table.add_column(heading)
+    for law in tested:
+        verdict = "holds" if law.holds else "BROKEN"
+        table.add_row(
+            law.rule, law.drafter, law.settings, str(law.tokens), f"{law.p_value:.2g}", f"{law.bias:.2%}", verdict
+        )
+    console.print(table)
