@@ -85,25 +85,34 @@ def _first_children(tree: DraftTree) -> list[int]:
 
 def _judged(p: Tensor, tree: DraftTree, chain: Sequence[int], row: Row, chance: Chance) -> tuple[int, Tensor]:
     """How many tokens of a chain are kept, and the law of the one that follows. p: (nodes, V) the target's laws."""
-    kept, left = 0, p[0]
+    end, weight = 0, 1.0
     together = 1.0  # how much more the target likes the tokens so far than the draft did, at most 1
-    for i in range(len(chain)):
-        last = i + 1 == len(chain)
-        if i:
-            token, q = tree.tokens[chain[i]], _drawn_from(tree, chain[i - 1])
-            together = min(together * float(p[i - 1, token]) / (1.0 if q is None else float(q[token])), 1.0)
-        if last:
-            enough, rest = together, p[i]
-        else:
-            beyond = _beyond(together * p[i], _drawn_from(tree, chain[i]), tree.tokens[chain[i + 1]])
-            mass = float(beyond.sum())
-            enough = mass / (mass + 1 - together) if mass > 0 else 0.0
-            rest = as_law(beyond, p[i])
-        if i == 0:
-            left = rest
-        elif chance.flip(enough, row):
-            kept, left = i, rest
-    return kept, left
+    for i in range(1, len(chain)):
+        token, q = tree.tokens[chain[i]], _drawn_from(tree, chain[i - 1])
+        together = min(together * float(p[i - 1, token]) / (1.0 if q is None else float(q[token])), 1.0)
+        if together == 0.0:
+            break
+        if chance.flip(_enough(p, tree, chain, i, together), row):
+            end, weight = i, together
+    if end + 1 == len(chain):
+        return end, p[end]
+    return end, as_law(_beyond(p, tree, chain, end, weight), p[end])
+
+
+def _enough(p: Tensor, tree: DraftTree, chain: Sequence[int], i: int, together: float) -> float:
+    """The chance that the first i tokens are kept, whatever becomes of those behind them."""
+    if i + 1 == len(chain):
+        return together
+    mass = float(_beyond(p, tree, chain, i, together).sum())
+    return mass / (mass + 1 - together) if mass > 0 else 0.0
+
+
+def _beyond(p: Tensor, tree: DraftTree, chain: Sequence[int], i: int, together: float) -> Tensor:
+    """What of the target's law behind i tokens, times their weight, the law of the next draft does not cover."""
+    weights, q = p[i] * together, _drawn_from(tree, chain[i])
+    if q is None:
+        return weights.index_fill_(0, torch.tensor([tree.tokens[chain[i + 1]]], device=p.device), 0.0)
+    return weights.sub_(q).clamp_min_(0)
 
 
 def _drawn_from(tree: DraftTree, node: int) -> Tensor | None:
@@ -112,10 +121,3 @@ def _drawn_from(tree: DraftTree, node: int) -> Tensor | None:
     if tree.draws == "last" and len(tree.shape.children[node]) > 1:
         return None
     return law
-
-
-def _beyond(weights: Tensor, q: Tensor | None, token: int) -> Tensor:
-    """What of the weights a law does not cover; `q` is certain of `token` where None."""
-    if q is None:
-        return weights.index_fill(0, torch.tensor([token], device=weights.device), 0.0)
-    return (weights - q).clamp_min(0)

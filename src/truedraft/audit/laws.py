@@ -4,8 +4,10 @@ Many texts are sampled from a prompt through the engine. The law of each of thei
 forward of the model and the processors of `transformers`, on the text as it stands. A token that follows its law has a
 uniform place in it: the mass of the likelier tokens, plus a uniformly random share of its own. Such places are
 independent from token to token (Rosenblatt, 1952), so a chi-square test over all of them sees any shift between likely
-and unlikely tokens, with a false-alarm rate that is set and a power that is known. Small models are enumerated instead,
-without sampling error, in the project's tests.
+and unlikely tokens, with a false-alarm rate that is set and a power that is known. A second test orders the tokens by
+how much more the draft liked them than the model does (by its law, or by what it held for certain, never by what was
+drawn): it sees drafts kept too often or too seldom. Small models are enumerated instead, without sampling error, in
+the project's tests.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from transformers.generation.logits_process import (
 
 from truedraft import registry
 from truedraft.accelerated import accelerate
+from truedraft.audit.listener import Listener
 from truedraft.drafters._base import Drafter
 from truedraft.tree import Draws
 
@@ -45,7 +48,8 @@ class Law:
 
     tokens: how many were placed in their laws.
     level: p-values below are alarms; chosen so that all tests together raise a false one with probability ALARM.
-    bias: mass moved to (or from) the likeliest tokens that would have been noticed with probability POWER.
+    p_value: the smaller of the two tests', times two.
+    bias: mass moved to (or from) the first tokens of an order that would have been noticed with probability POWER.
     """
 
     rule: str
@@ -65,7 +69,7 @@ class Law:
     def caption(self) -> str:
         return (
             f"chi-square over {BINS} bins; all tests together raise a false alarm with probability {ALARM:g}; "
-            f"a bias is mass moved to the likeliest tokens, caught with probability {POWER:g}"
+            f"a bias is mass moved to likely or to drafted tokens, caught with probability {POWER:g}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -94,25 +98,26 @@ def law_audit(
     names = rules or [n for n in registry.names("accept") if registry.method("accept", n).guarantee == "distribution"]
     pairs = [(rule, drafter) for rule in names for drafter in _chosen(registry.method("accept", rule), drafters)]
     level = ALARM / max(len(pairs) * len(SETTINGS), 1)
+    encoded = [tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device) for prompt in prompts[:2]]
     found = []
     for rule, drafter in pairs:
         fast = accelerate(model, tokenizer, draft=drafters[drafter], rule=rule, control="fixed")
+        fast.drafter = listener = Listener(fast.drafter)
         for settings, values in SETTINGS.items():
             progress(f"the law of {rule} with {drafter}, {settings}")
-            places, tops, length = [], [], 0.0
-            for number, prompt in enumerate(prompts[:2]):
-                ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+            placed: list[Tensor] = []
+            length = 0.0
+            for number, ids in enumerate(encoded):
                 config = GenerationConfig(
                     do_sample=True, max_new_tokens=tokens, top_k=0, num_return_sequences=texts, pad_token_id=0,
                     eos_token_id=None, **values,
                 )  # fmt: skip
                 out = fast.generate(ids, generation_config=config, seed=seed + number)
-                place, top = _places(model, out, ids.shape[1], values, seed)
-                places.append(place)
-                tops.append(top)
-                length += fast.report().mean_acceptance_length / 2
-            p_value, bias = _tested(torch.cat(places), torch.cat(tops), level)
-            found.append(Law(rule, drafter, settings, sum(map(len, places)), length, p_value, level, bias))
+                placed.append(_places(model, out, ids.shape[1], values, seed, listener.offers))
+                length += fast.report().mean_acceptance_length / len(encoded)
+            by_law, by_draft, tops = torch.cat(placed, 1)
+            p_value = min(2 * _p_value(by_law), 2 * _p_value(by_draft), 1.0)
+            found.append(Law(rule, drafter, settings, len(tops), length, p_value, level, _bias(tops, level)))
     return found
 
 
@@ -127,9 +132,14 @@ def _chosen(rule: Any, drafters: Mapping[str, Drafter]) -> list[str]:
 
 @torch.no_grad()
 def _places(
-    model: PreTrainedModel, ids: Tensor, prompt: int, values: Mapping[str, float], seed: int
-) -> tuple[Tensor, Tensor]:
-    """Every new token's place in its law, in [0, 1], and the probability of the likeliest one there."""
+    model: PreTrainedModel,
+    ids: Tensor,
+    prompt: int,
+    values: Mapping[str, float],
+    seed: int,
+    offers: Mapping[int, Sequence[Tensor | tuple[int, ...] | None]],
+) -> Tensor:
+    """(3, n) for every new token: its places by the model's order and by the draft's, and the mass that is first."""
     processors = LogitsProcessorList()
     if "repetition_penalty" in values:
         processors.append(RepetitionPenaltyLogitsProcessor(values["repetition_penalty"]))
@@ -138,23 +148,37 @@ def _places(
         processors.append(TopPLogitsWarper(values["top_p"]))
     logits = model(ids, use_cache=False).logits[:, prompt - 1 : -1].float()
     generator = torch.Generator().manual_seed(seed)
-    places, tops = [], []
+    found = []
     for step in range(logits.shape[1]):
         law = processors(ids[:, : prompt + step], logits[:, step]).softmax(-1).double().cpu()  # type: ignore[arg-type]
-        own = law.gather(1, ids[:, prompt + step, None].cpu())
-        before = (law * (law > own)).sum(-1)
-        alike = (law * (law == own)).sum(-1)
-        places.append(before + alike * torch.rand(len(law), generator=generator, dtype=torch.float64))
-        tops.append(law.amax(-1))
-    return torch.cat(places).clamp(0, 1), torch.cat(tops)
+        own, share = ids[:, prompt + step, None].cpu(), torch.rand(len(law), generator=generator, dtype=torch.float64)
+        drafted = torch.stack([_liking(offers[row][step], p) for row, p in enumerate(law)])
+        found.append(torch.stack([_place(law, law, own, share), _place(law, drafted, own, share), law.amax(-1)]))
+    return torch.cat(found, 1)
 
 
-def _tested(places: Tensor, tops: Tensor, level: float) -> tuple[float, float]:
-    """The p-value of uniform places, and the bias that would have been caught."""
-    counts = torch.histc(places, BINS, 0.0, 1.0)
-    p_value = float(chisquare(counts.numpy()).pvalue)
-    limit = chi2.isf(level, BINS - 1)
+def _liking(offer: Tensor | tuple[int, ...] | None, law: Tensor) -> Tensor:
+    """How much more a draft liked each token than the model does; where there was none, how much the model does."""
+    if offer is None:
+        return law
+    if isinstance(offer, tuple):
+        return torch.zeros_like(law).index_fill_(0, torch.tensor(offer), 1.0)
+    return offer.double().cpu() / law.clamp_min(1e-300)
+
+
+def _place(law: Tensor, order: Tensor, own: Tensor, share: Tensor) -> Tensor:
+    """The mass of the tokens before a row's own, and a share of those that are level with it; (rows,)."""
+    at = order.gather(1, own)
+    return ((law * (order > at)).sum(-1) + (law * (order == at)).sum(-1) * share).clamp(0, 1)
+
+
+def _p_value(places: Tensor) -> float:
+    return float(chisquare(torch.histc(places, BINS, 0.0, 1.0).numpy()).pvalue)
+
+
+def _bias(tops: Tensor, level: float) -> float:
+    """Mass e moved to tokens that hold `top` has noncentrality n e^2 / (top (1 - top)); the e with enough of it."""
+    limit = chi2.isf(level / 2, BINS - 1)
     needed = brentq(lambda nc: ncx2.sf(limit, BINS - 1, nc) - POWER, 1e-3, 1e5)
-    # mass e moved to the likeliest tokens, which hold `top`: noncentrality n e^2 / (top (1 - top)), at its weakest
     top = float(tops.mean().clamp(0.02, 0.98))
-    return p_value, min(float(needed / len(places) * top * (1 - top)) ** 0.5, 1.0)
+    return min(float(needed / len(tops) * top * (1 - top)) ** 0.5, 1.0)

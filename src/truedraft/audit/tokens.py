@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from truedraft.accelerated import Accelerated
+from truedraft.audit.listener import Listener
 from truedraft.audit.precise import Precise
-from truedraft.drafters._base import Drafter
-from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 Kind = Literal["tie", "numerics", "bug"]
 FAR = 16  # times the noise of the model's own rows: what a row of the engine's may be off
@@ -33,14 +33,19 @@ FAR = 16  # times the noise of the model's own rows: what a row of the engine's 
 
 @dataclass(frozen=True)
 class Mode:
-    """How tokens are chosen: greedily, or sampled at a temperature under a seed."""
+    """How tokens are chosen: greedily, or sampled at a temperature under a seed; repetition penalized or not."""
 
     sample: bool
     seed: int = 0
     temperature: float = 1.0
+    penalty: float = 1.0
 
     def __str__(self) -> str:
-        return f"seed {self.seed}, temperature {self.temperature:g}" if self.sample else "greedy"
+        how = f"seed {self.seed}, temperature {self.temperature:g}" if self.sample else "greedy"
+        return how if self.penalty == 1 else f"{how}, repetition penalty {self.penalty:g}"
+
+
+MODES = (Mode(False), Mode(True), Mode(False, penalty=1.2))
 
 
 @dataclass(frozen=True)
@@ -101,52 +106,18 @@ class Audit:
         return {**asdict(self), "divergences": counts, "exact": self.exact, "found": [asdict(d) for d in self.found]}
 
 
-class Listener(Drafter):
-    """Another drafter, whose passes are overheard: the logits behind every token that was said."""
-
-    def __init__(self, drafter: Drafter):
-        self.drafter = drafter
-        self.said: dict[int, list[Tensor]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)
-
-    needs = property(lambda self: self.drafter.needs)
-    hope = property(lambda self: self.drafter.hope)
-    draws = property(lambda self: self.drafter.draws)
-    width = property(lambda self: self.drafter.width)
-
-    def open(self, *args: Any) -> None:
-        self.said = {}
-        self.drafter.open(*args)
-
-    def start(self, rows: Sequence[Row]) -> None:
-        self.drafter.start(rows)
-
-    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        return self.drafter.propose(rows, budget)
-
-    def observe(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
-    ) -> None:
-        for b, (row, one) in enumerate(zip(rows, accepted, strict=True)):
-            self.said.setdefault(row.index, []).extend(scores.logits[b, list(one.path)].float().cpu())
-        self.drafter.observe(rows, trees, scores, accepted)
-
-    def end(self, row: Row) -> None:
-        self.drafter.end(row)
-
-
 @dataclass(frozen=True)
 class Expected:
     """What the model alone says to a batch, and the scores behind it.
 
+    prompts: (batch, length) as given, padding included.
     ids: (batch, steps) new tokens, padding behind ended rows; lengths: how many are a row's own.
     logits: (batch, steps, V) as `model.generate` had them.
     precise: row -> (steps, V) in higher precision, on the same prefixes.
     noise: (batch,) what the logits of a row are off by, at most.
     """
 
+    prompts: Tensor
     ids: Tensor
     lengths: list[int]
     logits: Tensor
@@ -162,7 +133,7 @@ def audit(
     name: str = "",
     tokens: int = 64,
     batches: Sequence[int] = (1, 4),
-    modes: Sequence[Mode] = (Mode(False), Mode(True)),
+    modes: Sequence[Mode] = MODES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Audit:
     """Compare accelerated models with the model itself.
@@ -216,6 +187,8 @@ def _settings(model: PreTrainedModel, mode: Mode, tokens: int) -> GenerationConf
     )  # fmt: skip
     if mode.sample:
         config.temperature, config.top_k, config.top_p = mode.temperature, 0, 1.0
+    if mode.penalty != 1:
+        config.repetition_penalty = mode.penalty
     return config
 
 
@@ -234,7 +207,7 @@ def _expected(
         true = precise(torch.cat([prompt, ids[row, : n - 1]]), len(prompt) - 1)
         scored.append(true)
         noise.append(_noise(logits[row, :n], true, model.dtype))
-    return Expected(ids, lengths, logits, scored, noise)
+    return Expected(inputs["input_ids"].cpu(), ids, lengths, logits, scored, noise)
 
 
 def _ended(row: list[int], eos: int | list[int] | None) -> int:
@@ -266,8 +239,9 @@ def _compared(
         want, got = expected.ids[row, :n].tolist(), ids[row].tolist()
         got = got[: _ended(got, settings.eos_token_id)]
         at = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
-        same = at == len(want) == len(got)
-        rows = torch.stack(listener.said[row][: min(at + 1, n, len(got))]).double()
+        leaked = ids.shape != expected.ids.shape or bool((ids[row, len(got) :] != settings.pad_token_id).any())
+        same = at == len(want) == len(got) and not leaked
+        rows = torch.stack(listener.logits[row][: min(at + 1, n, len(got))]).double()
         errors = (rows - expected.precise[row][: len(rows)]).nan_to_num(0.0).abs().amax(-1)
         found.tokens += min(at + 1, n)
         found.rows += len(rows)
@@ -289,12 +263,15 @@ def _explained(
     about = dict(position=at, expected=a, got=b, noise=noise, row_error=error)
     if a < 0 or b < 0:
         return {**about, "gap": None, "kind": "bug"}  # a side ended where the other went on
-    scores = expected.precise[row][at] / (mode.temperature if mode.sample else 1.0)
+    scores, scale = expected.precise[row][at][None], 1.0
+    if mode.penalty != 1:
+        prefix = torch.cat([expected.prompts[row], expected.ids[row, :at]])[None]
+        scores = RepetitionPenaltyLogitsProcessor(mode.penalty)(prefix, scores.clone())
+        scale = max(mode.penalty, 1 / mode.penalty)
     if mode.sample:
         draws = noise_of(mode.seed, at, expected.ids.shape[0], expected.logits.shape[-1])[row]
-        scores = scores - draws.double().log()
-    gap = abs(float(scores[a] - scores[b]))
-    scale = 1 / mode.temperature if mode.sample else 1.0
+        scores, scale = scores / mode.temperature - draws.double().log(), scale / mode.temperature
+    gap = abs(float(scores[0, a] - scores[0, b]))
     own = float((expected.logits[row, at].double() - expected.precise[row][at]).nan_to_num(0.0).abs().max())
     kind: Kind = "numerics"
     if error > FAR * noise or gap > 2 * scale * (error + own) + 1e-6 * mode.sample:

@@ -58,7 +58,7 @@ def audit(
             for name, part in {"plain": None, **parts}.items()
         }
         chosen = texts or _embedded(target, tokenizer, max_new_tokens)
-        modes = [Mode(False), *(Mode(True, s, temperature) for s in seeds)]
+        modes = [Mode(False), *(Mode(True, s, temperature) for s in seeds), Mode(False, penalty=1.2)]
         found = compare(target, tokenizer, sides, chosen, model, max_new_tokens, batches, modes, show)
         tested = law_audit(target, tokenizer, parts, chosen, progress=show) if laws else []
     if as_json:

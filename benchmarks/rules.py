@@ -1,0 +1,217 @@
+"""Acceptance rules beside each other: how much they keep, of what could be kept, and what that costs.
+
+    python benchmarks/rules.py                # nano-draft drafts for nano
+    python benchmarks/rules.py --share        # what judging costs at a vocabulary of 150 k and 32 nodes
+
+Prompts are the embedded stories; drafts are made in full (control fixed), so that lengths compare. "of the optimum":
+how often the token said at a node was a drafted one, over what the best rule for the drafts offered there would reach
+(`truedraft.accept.optimal_acceptance`; of siblings drawn without replacement on every `--every`th node).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+
+import truedraft
+from truedraft import assets, registry
+from truedraft.accept import optimal_acceptance
+from truedraft.accept._base import Offer, Rule
+from truedraft.chance import Chance, StreamNoise
+from truedraft.loading import load
+from truedraft.sampling import History, Laws
+from truedraft.tree import DraftTree, Row
+
+# rule, drafter, its knobs: about as many nodes each
+PAIRS = [
+    ("seeded", "draft-model", "length=6"),
+    ("rejection", "draft-model", "length=6"),
+    ("block", "draft-model", "length=6"),
+    ("seeded", "gumbel-top-k", "branches=2x2x1"),
+    ("multi-round", "gumbel-top-k", "branches=2x2x1"),
+    ("multi-round", "stochastic-beam", "beam=3,length=4"),
+    ("multi-round", "spectr", "paths=3,length=4"),
+    ("k-seq", "spectr", "paths=3,length=4"),
+    ("multi-round", "greedy-multi-draft", "branches=3x2x1"),
+    ("greedy-multi-draft", "greedy-multi-draft", "branches=3x2x1"),
+    ("seeded", "opt-tree", "nodes=12,beam=4,length=4"),
+    ("multi-round", "opt-tree", "nodes=12,beam=4,length=4"),
+]
+SEEDS = 3  # runs of every prompt
+CHAINS = [pair for pair in PAIRS if pair[1] == "draft-model"]
+
+
+@dataclass
+class Judged:
+    """A rule that counts how often a drafted token was said, and what the optimum would have been."""
+
+    rule: Any
+    every: int
+    kept: list[bool] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._choose = self.rule.choose
+        self.rule.choose = self.choose
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        start = time.perf_counter()
+        tokens: list[int] = self._choose(scores, offers, rows, chance)
+        self.seconds += time.perf_counter() - start
+        for score, offer, token in zip(scores, offers, tokens, strict=True):
+            if offer.tokens:
+                self.kept.append(token in offer.tokens)
+                if offer.draws != "distinct" or len(self.kept) % self.every == 0:
+                    self.best.append(_optimum(score.softmax(-1), offer))
+        return tokens
+
+
+def _optimum(p: Tensor, offer: Offer) -> float:
+    if offer.dist is None:
+        return float(p[list(set(offer.tokens))].sum())
+    if offer.draws != "last":
+        return optimal_acceptance(p, [offer.dist] * len(offer.tokens), offer.draws)
+    certain = list(offer.tokens[:-1])
+    rest = p.clone()
+    rest[certain] = 0.0
+    return float(p[certain].sum() + rest.minimum(offer.dist).sum())
+
+
+def measured(
+    model: Any,
+    tokenizer: Any,
+    small: Any,
+    pair: tuple[str, str, str],
+    settings: dict[str, Any],
+    tokens: int,
+    every: int,
+) -> dict[str, float]:
+    rule, drafter, knobs = pair
+    judged = Judged(registry.load("accept", rule), every)
+    draft = registry.load("drafters", f"{drafter}:{knobs}", model=small)
+    fast = truedraft.accelerate(model, tokenizer, draft=draft, rule=judged.rule, control="fixed")
+    emitted = passes = 0
+    seconds = drafting = 0.0
+    for number, prompt in enumerate(SEEDS * assets.prompt("stories.txt").strip().split("\n\n")):
+        torch.manual_seed(number)
+        inputs: Any = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        fast.generate(**inputs, max_new_tokens=tokens, do_sample=True, top_k=0, **settings)
+        report = fast.report()
+        emitted, passes = emitted + report.tokens, passes + report.row_passes
+        seconds += report.seconds["all"] - report.seconds["calibrate"]
+        drafting += report.seconds["draft"]
+    return {
+        "accepted": emitted / passes,
+        "kept": mean(judged.kept),
+        "share": mean(judged.kept) / mean(judged.best) if judged.best else float("nan"),
+        "ms": 1e3 * seconds / passes,
+        "draft": 1e3 * drafting / passes,
+        "nodes": draft.width,
+    }
+
+
+def compare(tokens: int, every: int) -> None:
+    models = (*load("nano"), load("nano-draft")[0])
+    temperatures = (0.4, 0.8, 1.2)
+    headings = [f"T {t}: tokens a pass, of the optimum, ms" for t in temperatures]
+    print(f"| rule | drafts | nodes | {' | '.join(headings)} |\n|---|---|---|" + "---|" * 3, flush=True)
+    for pair in PAIRS:
+        cells = []
+        for temperature in temperatures:
+            m = measured(models, pair, {"temperature": temperature}, tokens, every)
+            share = "" if pair[0] == "seeded" else f", {m['share']:.0%}"
+            cells.append(f"{m['accepted']:.2f}{share}, {m['ms']:.1f}")
+        print(f"| `{pair[0]}` | `{pair[1]}:{pair[2]}` | {m['nodes']:.0f} | " + " | ".join(cells) + " |", flush=True)
+    headings = [f"{rule}: tokens a pass (drafts kept)" for rule, *_ in CHAINS]
+    headings = [f"{rule}: tokens a pass (drafts kept)" for rule, *_ in CHAINS]
+    print(f"\n| temperature | top-p | {' | '.join(headings)} |\n|---|---|" + "---|" * len(CHAINS))
+    for temperature in (0.3, 0.6, 0.9, 1.2, 1.5):
+        for top_p in (1.0, 0.9):
+            settings = {"temperature": temperature, "top_p": top_p}
+            found = [measured(models, pair, settings, tokens, 10**9) for pair in CHAINS]
+            cells = [f"{m['accepted']:.2f} ({m['kept']:.0%})" for m in found]
+            print(f"| {temperature} | {top_p} | " + " | ".join(cells) + " |", flush=True)
+
+
+def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
+    """What a rule takes for a pass: laws, walk and all, over a tree of 32 nodes of which a few are on the path."""
+    g = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(1, nodes, vocabulary, generator=g)
+    laws = (logits[0] + 0.5 * torch.randn(nodes, vocabulary, generator=g)).softmax(-1)
+    print(f"| rule | ms a pass ({vocabulary:,} tokens, {nodes} nodes) |\n|---|---|")
+    for name in registry.names("accept"):
+        rule: Rule = registry.load("accept", name)
+        takes = rule.takes or {"distinct"}
+        draws: Any = next(d for d in ("distinct", "independent", "last") if d in takes)
+        if name in ("block", "rejection"):
+            draws = "one"
+        took = []
+        for turn in range(rounds):
+            row = Row(0, [1], 1, 999)
+            history = History(torch.tensor([[1]]), 999, 0, [row])
+            tree = _tree(laws, draws, nodes, StreamNoise(1), row, greedy=rule.wants != "law")
+            table, chance = Laws(LogitsProcessorList(), history), StreamNoise(1)
+            torch.manual_seed(turn)
+            start = time.perf_counter()
+            said = rule.ahead(logits, [row], [tree], table, chance)
+            node = 0
+            while True:
+                offer = Offer(
+                    tuple(tree.tokens[c] for c in tree.shape.children[node]), draws,
+                    None if tree.dist is None else tree.dist[node],
+                )  # fmt: skip
+                token = (
+                    said[0][node]
+                    if said is not None
+                    else rule.choose(table([row], logits[:, node]), [offer], [row], chance)[0]
+                )
+                row.tokens.append(token)
+                child = tree.child(node, token)
+                if child is None:
+                    break
+                node = child
+            took.append(time.perf_counter() - start)
+        print(f"| `{name}` | {1e3 * sorted(took)[len(took) // 2]:.1f} |")
+
+
+def _tree(laws: Tensor, draws: Any, nodes: int, chance: Chance, row: Row, greedy: bool) -> DraftTree:
+    """Four children a node, or a chain where one is drawn; those of the likeliest tokens where nothing is drawn."""
+    tokens, parent, at = [1], [-1], 0
+    siblings = 1 if draws == "one" else 4
+    while len(tokens) < nodes:
+        law = laws[at]
+        if greedy:
+            drawn = law.topk(siblings).indices.tolist()
+        elif draws == "last":
+            drawn = law.topk(siblings - 1).indices.tolist()
+            drawn += chance.draw(law.index_fill(0, torch.tensor(drawn), 0.0), row)
+        else:
+            drawn = chance.draw(law, row, siblings, draws == "distinct")
+        drawn = drawn[: nodes - len(tokens)]
+        tokens += drawn
+        parent += [at] * len(drawn)
+        at += 1
+    return DraftTree(
+        tuple(tokens), tuple(parent), None if greedy else tuple(laws), draws="certain" if greedy else draws
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=150, help="per prompt")
+    parser.add_argument("--every", type=int, default=10, help="nodes per optimum computed where that is dear")
+    parser.add_argument("--share", action="store_true", help="what judging costs, alone")
+    arguments = parser.parse_args()
+    if arguments.share:
+        share()
+    else:
+        compare(arguments.tokens, arguments.every)

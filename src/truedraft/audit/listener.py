@@ -1,0 +1,63 @@
+"""A drafter overheard: what the engine's passes said, without a word changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from truedraft.drafters._base import Drafter
+from truedraft.tree import Accepted, DraftTree, Row, Scores
+
+
+class Listener(Drafter):
+    """Another drafter, in whose place it stands, and what is heard of each row, in the order of its tokens.
+
+    logits: row -> the raw logits (V,) behind each token that was said.
+    offers: row -> what the draft had below the node where each token was said: the law (V,) that its children were
+        drawn from, their tokens where they are certain, or None.
+    """
+
+    needs = property(lambda self: self.drafter.needs)
+    hope = property(lambda self: self.drafter.hope)
+    draws = property(lambda self: self.drafter.draws)
+    width = property(lambda self: self.drafter.width)
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.logits: dict[int, list[Tensor]] = {}
+        self.offers: dict[int, list[Tensor | tuple[int, ...] | None]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def open(self, *args: Any) -> None:
+        self.logits, self.offers = {}, {}
+        self.drafter.open(*args)
+
+    def ready(self, *args: Any) -> None:
+        self.drafter.ready(*args)
+
+    def start(self, rows: Sequence[Row]) -> None:
+        self.drafter.start(rows)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        return self.drafter.propose(rows, budget)
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        for b, (row, tree, one) in enumerate(zip(rows, trees, accepted, strict=True)):
+            self.logits.setdefault(row.index, []).extend(scores.logits[b, list(one.path)].float().cpu())
+            self.offers.setdefault(row.index, []).extend(_offered(tree, node) for node in one.path)
+        self.drafter.observe(rows, trees, scores, accepted)
+
+    def end(self, row: Row) -> None:
+        self.drafter.end(row)
+
+
+def _offered(tree: DraftTree, node: int) -> Tensor | tuple[int, ...] | None:
+    if tree.dist is not None and (law := tree.dist[node]) is not None:
+        return law
+    return tuple(tree.tokens[c] for c in tree.shape.children[node] if c not in tree.probes) or None

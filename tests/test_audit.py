@@ -1,0 +1,247 @@
+"""The audit: finds nothing where nothing is wrong, and every fault that is planted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import truedraft
+from models import sibling, tiny
+from truedraft import registry
+from truedraft.accept import _rounds
+from truedraft.audit import laws, tokens
+from truedraft.audit.precise import Precise
+from truedraft.audit.tokens import MODES, Audit, audit
+from truedraft.caches.rows import RowCache
+from truedraft.chance import StreamNoise
+from truedraft.cli import main
+from truedraft.drafters._model import ModelDrafter
+from truedraft.sampling import History
+from truedraft.stopping import Stops
+from truedraft.targets.padded import Padded
+from truedraft.tree import DraftTree, Row
+
+PROMPTS = ["3 1 4 3 1 4 3", "9 2 6 5 9 2 6 5 9", "8 9 7", "5 5 8 2 5 5 8"]
+
+
+EOS = 22
+
+
+class Digits:
+    """A tokenizer of numbers."""
+
+    pad_token_id = 0
+
+    def __call__(self, text: str | list[str], **_: Any) -> dict[str, Tensor]:
+        lines = [[int(t) for t in line.split()] for line in ([text] if isinstance(text, str) else text)]
+        longest = max(map(len, lines))
+        return {
+            "input_ids": torch.tensor([[0] * (longest - len(line)) + line for line in lines]),
+            "attention_mask": torch.tensor([[0] * (longest - len(line)) + [1] * len(line) for line in lines]),
+        }
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def audited(dtype: torch.dtype = torch.float32, runtime: str = "stock", batches: Sequence[int] = (1, 4)) -> Audit:
+    model = tiny("llama", dtype)
+    model.generation_config.eos_token_id = EOS
+    sides = {
+        name: truedraft.accelerate(model, draft=draft, control="fixed", runtime=runtime)
+        for name, draft in (
+            ("plain", None),
+            ("prompt-lookup", "prompt-lookup"),
+            ("gumbel-top-k", registry.load("drafters", "gumbel-top-k", model=sibling(model))),
+        )
+    }
+    try:
+        return audit(model, Digits(), sides, PROMPTS, "tiny", 24, batches, MODES)
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+@pytest.mark.parametrize("runtime", ["stock", "auto"])
+def test_nothing_is_found_where_nothing_is_wrong(runtime: str) -> None:
+    found = audited(runtime=runtime)
+    assert found.exact and not [d for d in found.found if d.kind != "tie"]
+    assert found.tokens > 300 and found.rows == found.tokens and found.precise == "float64"
+    assert 0 < found.noise < 1e-3 and 0 < found.worst_row < tokens.FAR
+
+
+def test_coarse_numbers_make_ties_and_no_bugs() -> None:
+    found = audited(torch.bfloat16)
+    assert found.exact and found.noise > 1e-3
+
+
+def test_a_model_in_the_highest_precision_is_its_own_judge() -> None:
+    assert Precise(tiny()).model is tiny() and Precise(tiny()).dtype == "float64"
+
+
+def one_row_late(self: History, rows: Sequence[Row]) -> None:
+    """Processors see every other token too late."""
+    for row in rows:
+        if row.step % 2 == 0:
+            self.ids[row.index, self.length : self.length + row.step] = torch.tensor(row.tokens[row.prompt :])
+
+
+def keep_first_nodes(self: RowCache, slot: int, path: Sequence[int]) -> None:
+    self.lengths[slot] += len(path)
+
+
+def keep_rejected(self: RowCache, slot: int, path: Sequence[int]) -> None:
+    self.lengths[slot] += len(path) + (self.cursor.width > len(path) > 1)
+
+
+def bonus_from_the_draft(self: DraftTree, node: int, token: int) -> int | None:
+    """Any child is as good as the right one."""
+    return next(iter(self.shape.children[node]), None)
+
+
+def deaf_to_eos(self: Stops, rows: Sequence[Row]) -> None:
+    for row in rows:
+        row.end = len(row.tokens) if row.step == self.steps else None
+
+
+def per_leaf(self: StreamNoise, law: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Noise for every draw in the place of noise for every step."""
+    block = torch.empty_like(law).exponential_(1)
+    return (law / block).argmax(-1).tolist()
+
+
+def shifted(nodes: Padded) -> Padded:
+    """Positions off by one, where rows differ in length."""
+    nodes.positions = nodes.positions + (nodes.positions[:, :1] != nodes.positions[:, :1].amax())
+    return nodes
+
+
+def plant_shift(patch: pytest.MonkeyPatch) -> None:
+    true = Padded.of.__func__  # type: ignore[attr-defined]
+    patch.setattr(Padded, "of", classmethod(lambda cls, *args: shifted(true(cls, *args))))
+
+
+def plant_noise_per_draw(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamNoise, "pick", per_leaf)
+    patch.setattr(StreamNoise, "reached", lambda self, step: None)
+
+
+def replaced(owner: Any, name: str, new: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, new)
+
+
+TOKEN_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "KV of the first nodes in the place of the path's": replaced(RowCache, "commit", keep_first_nodes),
+    "KV of a rejected node kept": replaced(RowCache, "commit", keep_rejected),
+    "drafts accepted unseen": replaced(DraftTree, "child", bonus_from_the_draft),
+    "end of text leaks past an accepted run": replaced(Stops, "__call__", deaf_to_eos),
+    "noise per draw, not per step": plant_noise_per_draw,
+    "position off by one in a ragged batch": plant_shift,
+    "stale penalty history within a pass": replaced(History, "_catch_up", one_row_late),
+}
+
+
+@pytest.mark.parametrize("fault", TOKEN_FAULTS)
+def test_a_planted_fault_is_a_bug(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    TOKEN_FAULTS[fault](monkeypatch)
+    monkeypatch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
+    found = audited()
+    assert not found.exact, f"{fault}: nothing was found"
+
+
+def law_of(draft: str = "gumbel-top-k", rule: str = "multi-round", **knobs: Any) -> laws.Law:
+    model = tiny("llama", torch.float32, 2.0)
+    part = registry.load("drafters", draft, model=sibling(model, 0.3), **knobs)
+    found = laws.law_audit(model, Digits(), {draft: part}, PROMPTS, rules=[rule], texts=400, tokens=8)
+    return min(found, key=lambda law: law.p_value)
+
+
+def test_a_law_that_is_kept_passes() -> None:
+    assert law_of().holds and law_of("draft-model", "block", length=3).holds
+
+
+def plant_wrong_q(patch: pytest.MonkeyPatch) -> None:
+    """The law of another node in the place of the one that was drawn from."""
+    from truedraft.accept import _base
+
+    true = _base._offer
+    patch.setattr(
+        _base, "_offer", lambda tree, node: true(tree, node) if tree.dist is None else _base.Offer(
+            true(tree, node).tokens, tree.draws, None if tree.dist[node] is None else tree.dist[node].roll(1)
+        )
+    )  # fmt: skip
+
+
+def plant_no_residual(patch: pytest.MonkeyPatch) -> None:
+    """A refused draft is followed by a draw from the whole law."""
+    patch.setattr(_rounds, "as_law", lambda weights, otherwise: otherwise)
+
+
+def plant_bonus_from_the_draft(patch: pytest.MonkeyPatch) -> None:
+    """Where all is accepted, the next token comes from the drafter's law."""
+
+    def said(scores: Tensor, offers: Any, rows: Any, chance: Any, judge: Any) -> list[int]:
+        flat = [o.dist.log() if o.dist is not None else s for s, o in zip(scores, offers, strict=True)]
+        return chance.pick(torch.stack(flat).softmax(-1), rows)  # type: ignore[no-any-return]
+
+    patch.setattr("truedraft.accept.multi_round.said", said)
+
+
+def plant_pruning(patch: pytest.MonkeyPatch) -> None:
+    """A sibling left out for what it turned out to be."""
+    true = ModelDrafter.finished
+
+    def finished(self: ModelDrafter, plant: Any) -> DraftTree:
+        tree = true(self, plant)
+        kept = [
+            i for i in range(1, len(tree)) if tree.dist is None or not tree.dist[tree.parent[i]][tree.tokens[i]] < 0.1
+        ]  # type: ignore[index]
+        kept = [i for i in kept if all(a in (0, *kept) for a in tree.path(i))]
+        return plant.tree(self.draws, [i + plant.root for i in kept])  # type: ignore[no-any-return]
+
+    patch.setattr(ModelDrafter, "finished", finished)
+
+
+LAW_FAULTS = {
+    "q of the wrong node": plant_wrong_q,
+    "no residual after a refusal": plant_no_residual,
+    "bonus token drawn from the draft": plant_bonus_from_the_draft,
+    "sibling pruned after it was drawn": plant_pruning,
+}
+
+
+@pytest.mark.parametrize("fault", LAW_FAULTS)
+def test_a_planted_fault_breaks_a_law(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    LAW_FAULTS[fault](monkeypatch)
+    law = law_of()
+    assert not law.holds, f"{fault}: p-value {law.p_value:.2g}, a bias of {law.bias:.2%} would have been caught"
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--max-new-tokens", "12", "--prompt", "Once upon a time", "--prompt", "def f(x):", "--batch", "2"]
+    assert main(["audit", "nano", "--draft", "prompt-lookup", *settings, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["divergences"] == {"tie": 0, "numerics": 0, "bug": 0}
+    assert found["tokens"] > 0 and found["exact"] and found["drafters"] == ["plain", "prompt-lookup"]
+    assert main(["audit", "nano", "--draft", "prompt-lookup", *settings]) == 0
+    assert "exact" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--batch", "0"], "--batch"), (["--prompt", ""], "empty"), (["--draft", "nonsense"], "nonsense")],
+)
+def test_the_command_refuses(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "nano", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_fault_makes_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(DraftTree, "child", bonus_from_the_draft)
+    prompt = ["--prompt", "Tom ran and ran and ran and ran and", "--draft", "prompt-lookup", "--max-new-tokens", "24"]
+    assert main(["audit", "nano", *prompt]) == 1
+    assert "NOT exact" in capsys.readouterr().out
