@@ -87,15 +87,10 @@ def _optimum(p: Tensor, offer: Offer) -> float:
 
 
 def measured(
-    model: Any,
-    tokenizer: Any,
-    small: Any,
-    pair: tuple[str, str, str],
-    settings: dict[str, Any],
-    tokens: int,
-    every: int,
+    models: tuple[Any, Any, Any], pair: tuple[str, str, str], settings: dict[str, Any], tokens: int, every: int
 ) -> dict[str, float]:
-    rule, drafter, knobs = pair
+    """Figures of a rule and a drafter. models: the target, its tokenizer, the draft model."""
+    (model, tokenizer, small), (rule, drafter, knobs) = models, pair
     judged = Judged(registry.load("accept", rule), every)
     draft = registry.load("drafters", f"{drafter}:{knobs}", model=small)
     fast = truedraft.accelerate(model, tokenizer, draft=draft, rule=judged.rule, control="fixed")

@@ -197,9 +197,11 @@ def plant_pruning(patch: pytest.MonkeyPatch) -> None:
 
     def finished(self: ModelDrafter, plant: Any) -> DraftTree:
         tree = true(self, plant)
-        kept = [
-            i for i in range(1, len(tree)) if tree.dist is None or not tree.dist[tree.parent[i]][tree.tokens[i]] < 0.1
-        ]  # type: ignore[index]
+        laws: Any = tree.dist
+        unsure = {
+            i for i in range(1, len(tree)) if 2 * laws[tree.parent[i]][tree.tokens[i]] < laws[tree.parent[i]].max()
+        }
+        kept = [i for i in range(1, len(tree)) if i not in unsure]
         kept = [i for i in kept if all(a in (0, *kept) for a in tree.path(i))]
         return plant.tree(self.draws, [i + plant.root for i in kept])  # type: ignore[no-any-return]
 

@@ -1,0 +1,267 @@
+"""Every method with every feature: what `docs/matrix.md` says, cell by cell, found by running it.
+
+A drafter's cell is exact where text and random stream are those of `model.generate`, greedy and sampled. A rule's cell
+is exact likewise where the rule promises tokens; where it promises the law, the text must be one that the law allows,
+cut where plain decoding would cut it, with the scores of the model returned (the law itself: test_law.py, test_rules.py
+and `truedraft audit --laws`). What cannot be honoured is refused with a sentence, and that is the cell.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+import truedraft
+from models import V, ragged, tiny
+from nets import Alternating, Counting, drafter, eos_inside, text_net
+from truedraft import registry
+
+EXACT, LAW = "exact", "law"
+LETTERS = [*string.ascii_letters, *string.digits][:V]
+_tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
+_tokenizer.decoder = decoders.Fuse()
+SPELT = PreTrainedTokenizerFast(tokenizer_object=_tokenizer, pad_token=LETTERS[0])
+SAMPLED = {"do_sample": True, "top_k": 0}
+
+
+class Kept(BaseStreamer):
+    """A streamer that keeps what it was given, without the prompt."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.steps.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _said(rule: dict[str, Any]) -> int:
+    """A token that is said in the middle of the text."""
+    return eos_inside(tiny(), ragged(tiny(), 3), **rule)
+
+
+# feature -> settings of generate, from those of the way of choosing tokens
+SETTINGS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "one row": lambda way: {"rows": 1},
+    "ragged batch": lambda way: {"rows": 4},
+    "temperature, top-k, top-p, min-p": lambda way: {
+        "temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01, "do_sample": True,
+    },
+    "repetition penalty": lambda way: {"repetition_penalty": 1.4},
+    "no repeated n-grams": lambda way: {"no_repeat_ngram_size": 3},
+    "banned words": lambda way: {"bad_words_ids": [[7], [8, 9]]},
+    "fewest new tokens": lambda way: {"min_new_tokens": 20, "eos_token_id": _said(way), "pad_token_id": 0},
+    "constrained decoding": lambda way: {
+        "prefix_allowed_tokens_fn": lambda b, ids: [t for t in range(V) if (t + b + len(ids)) % 3]
+    },
+    "a processor of one's own": lambda way: {"logits_processor": lambda: [Counting()]},
+    "a stopping criterion of one's own": lambda way: {"stopping_criteria": [Alternating()]},
+    "stop strings": lambda way: {
+        "stop_strings": [LETTERS[_said(way)]], "eos_token_id": 1, "pad_token_id": 0, "tokenizer": SPELT,
+    },
+    "end of text inside a run": lambda way: {"eos_token_id": [_said(way), 1], "pad_token_id": 0},
+    "longest length inside a run": lambda way: {"max_new_tokens": 3},
+    "n texts of a prompt": lambda way: {"rows": 1, "num_return_sequences": 3, "do_sample": True},
+}  # fmt: skip
+
+
+def _scores(check: Check) -> str:
+    """Scores and logits as `model.generate` returns them, on the text as it came out."""
+    model, inputs = tiny(), ragged(tiny(), 3)
+    out = check.run(inputs, max_new_tokens=20, output_scores=True, output_logits=True, return_dict_in_generate=True)
+    start = inputs["input_ids"].shape[1]
+    for row, mask in enumerate(inputs["attention_mask"]):
+        ids = out.sequences[row][mask.sum().sub(start).abs() :]
+        with torch.no_grad():
+            plain = model(ids[None], use_cache=False).logits[0, -len(out.logits) - 1 : -1].float()
+        mine = torch.stack([step[row] for step in out.logits])
+        assert torch.allclose(mine, plain, atol=1e-5)
+    return check.kind
+
+
+def _streamed(check: Check) -> str:
+    streamer, inputs = Kept(), ragged(tiny(), 1)
+    out = check.run(inputs, max_new_tokens=20, streamer=streamer)
+    assert [t for step in streamer.steps for t in step] == out[0].tolist()
+    return check.kind
+
+
+def _own_seed(check: Check) -> str:
+    """A row's text does not depend on its neighbours where rows are seeded by position."""
+    inputs = ragged(tiny(), 3)
+    together = check.run(inputs, max_new_tokens=15, seed=[5, 6, 7], sample=True)
+    start = inputs["input_ids"].shape[1]
+    for row, seed in enumerate((5, 6, 7)):
+        pad = int((inputs["attention_mask"][row] == 0).sum())
+        alone = check.run(
+            {"input_ids": inputs["input_ids"][row : row + 1, pad:]}, max_new_tokens=15, seed=[seed], sample=True
+        )
+        assert torch.equal(alone[0, start - pad :], together[row, start:])
+    return check.kind
+
+
+def _embedded(check: Check) -> str:
+    """A prompt of embeddings."""
+    embeds = tiny().get_input_embeddings()(ragged(tiny(), 1)["input_ids"])
+    assert check.run({"inputs_embeds": embeds}, max_new_tokens=12).shape == (1, 12)
+    return check.kind
+
+
+def _refused_prefix(check: Check) -> str:
+    check.run(ragged(tiny(), 1), max_new_tokens=5, past_key_values=object())
+    return check.kind
+
+
+def _refused_beams(check: Check) -> str:
+    check.run(ragged(tiny(), 1), max_new_tokens=5, num_beams=2)
+    return check.kind
+
+
+CHECKS: dict[str, Callable[[Check], str]] = {
+    "seeds by position": _own_seed,
+    "scores and logits returned": _scores,
+    "streaming": _streamed,
+    "a prompt of embeddings": _embedded,
+    "prefix reuse": _refused_prefix,
+    "beams": _refused_beams,
+}
+FEATURES = [*SETTINGS, *CHECKS]
+PARTNERS = {"k-seq": "spectr", "greedy-multi-draft": "greedy-multi-draft", "multi-round": "gumbel-top-k"}
+
+
+class Check:
+    """A method at work: a drafter under the rules that say the model's tokens, or a rule over drafts that suit it."""
+
+    def __init__(self, kind: str, name: str):
+        self.drafts = kind == "drafters"
+        model = tiny()
+        self.name = name if self.drafts else PARTNERS.get(name, "draft-model")
+        self.rule = None if self.drafts else registry.load("accept", name)
+        promise = "tokens" if self.rule is None else self.rule.guarantee
+        self.kind = EXACT if promise == "tokens" else LAW
+        self.fast = truedraft.accelerate(model, draft=drafter(self.name, model), rule=self.rule, control="fixed")
+        self.ways = [{"do_sample": False}, SAMPLED]
+        if self.rule is not None:
+            self.ways = [SAMPLED if self.rule.samples else {"do_sample": False}]
+
+    def run(self, inputs: dict[str, Any], sample: bool = False, **kwargs: Any) -> Any:
+        """One call, with the way of choosing tokens that the rule asks for."""
+        way = self.ways[-1] if sample else self.ways[0]
+        torch.manual_seed(5)
+        return self.fast.generate(**inputs, **{**way, **kwargs})
+
+    def cell(self, feature: str) -> str:
+        """What the matrix says; raises AssertionError where it is neither exact nor refused."""
+        try:
+            if feature in CHECKS:
+                return CHECKS[feature](self)
+            for way in self.ways:
+                settings = {"max_new_tokens": 30, **way, **SETTINGS[feature](way)}
+                if settings["do_sample"] != way["do_sample"]:
+                    if self.rule is not None and not self.rule.samples:
+                        return "not for greedy decoding"
+                    continue
+                rows = settings.pop("rows", 3)
+                self._same(rows, settings) if self.kind == EXACT else self._allowed(rows, settings)
+            return self.kind
+        except truedraft.Refused as why:
+            return f"refused: {why}"
+
+    def _same(self, rows: int, settings: dict[str, Any]) -> None:
+        tokenizer = settings.pop("tokenizer", None)
+        if tokenizer is None:
+            text_net(tiny(), self.name, ragged(tiny(), rows), **settings)
+            return
+        inputs = ragged(tiny(), rows)
+        torch.manual_seed(5)
+        expected = tiny().generate(**inputs, tokenizer=tokenizer, **settings)
+        torch.manual_seed(5)
+        assert torch.equal(self.fast.generate(**inputs, tokenizer=tokenizer, **settings), expected)
+
+    def _allowed(self, rows: int, settings: dict[str, Any]) -> None:
+        """The text is one that plain decoding could have said with the same settings, to the token where it ends.
+
+        Plain `model.generate` is made to say it; where a token is impossible, or the text would have ended elsewhere,
+        it cannot.
+        """
+        inputs, made = ragged(tiny(), rows), dict(settings)
+        if callable(made.get("logits_processor")):
+            made["logits_processor"] = made["logits_processor"]()
+        torch.manual_seed(5)
+        said = self.fast.generate(**inputs, **made)
+        start = inputs["input_ids"].shape[1]
+        processors = settings.pop("logits_processor", list)()
+        force = Forced(said, start)
+        again = tiny().generate(
+            **inputs, **settings, logits_processor=LogitsProcessorList([*processors, force]),
+        )  # fmt: skip
+        assert torch.equal(again, said) and not force.impossible
+
+
+class Forced:
+    """A processor, after all others, that leaves nothing but the token which was said, if the law allows it."""
+
+    def __init__(self, said: torch.Tensor, start: int):
+        self.said, self.start, self.impossible = said, start, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        at = input_ids.shape[1]
+        if at >= self.said.shape[1]:
+            return scores
+        told = self.said[:, at : at + 1]
+        ended = (self.said[:, self.start : at] != input_ids[:, self.start :]).any(-1)
+        self.impossible += int((scores.gather(1, told)[:, 0].isinf() & (told[:, 0] != 0) & ~ended).sum())
+        return torch.full_like(scores, -torch.inf).scatter(1, told, 0.0)
+
+
+def methods() -> list[tuple[str, str]]:
+    """(kind, name) of the matrix's rows."""
+    return [("drafters", name) for name in registry.names("drafters")] + [
+        ("accept", name) for name in registry.names("accept")
+    ]
+
+
+def cells(kind: str, name: str) -> dict[str, str]:
+    check = Check(kind, name)
+    return {feature: check.cell(feature) for feature in FEATURES}
+
+
+def page(found: dict[tuple[str, str], dict[str, str]]) -> str:
+    """docs/matrix.md."""
+    lines = [
+        "# Every method with every feature", "",
+        "Written by `python tools/matrix.py` from a run of `tests/matrix.py`, which `make test` repeats.",
+        f"`{EXACT}`: the text of `model.generate`, token for token, and the random stream too. `{LAW}`: text of the",
+        "model's law, cut where plain decoding would cut it. Anything else is refused, with the sentence below.", "",
+    ]  # fmt: skip
+    sentences: list[str] = []
+    for kind, title in (("drafters", "Drafters, under greedy and seeded"), ("accept", "Acceptance rules")):
+        names = [name for k, name in found if k == kind]
+        lines += [
+            f"## {title}",
+            "",
+            "| | " + " | ".join(f"`{n}`" for n in names) + " |",
+            "|---" * (len(names) + 1) + "|",
+        ]
+        for feature in FEATURES:
+            row = []
+            for name in names:
+                cell = found[kind, name][feature]
+                if cell.startswith("refused"):
+                    if cell not in sentences:
+                        sentences.append(cell)
+                    cell = f"refused ({sentences.index(cell) + 1})"
+                row.append(cell)
+            lines.append(f"| {feature} | " + " | ".join(row) + " |")
+        lines.append("")
+    lines += [f"{i}. {sentence.removeprefix('refused: ')}" for i, sentence in enumerate(sentences, 1)]
+    return "\n".join(lines) + "\n"
