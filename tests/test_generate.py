@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 import truedraft
 from drafters_for_tests import Noise
 from models import ARCHITECTURES, ragged, tiny
-from nets import text_net
+from nets import Counting, text_net
 from truedraft import Refused, registry
 from truedraft.stats import Pass
 
@@ -312,6 +312,13 @@ def test_nan_logits_are_named(sample: bool) -> None:
     model.lm_head.weight.data[3] = float("nan")
     with pytest.raises(Refused, match="NaN"):
         fast.generate(_IDS, max_new_tokens=4, do_sample=sample)
+
+
+def test_a_refused_call_leaves_nothing_behind() -> None:
+    fast = truedraft.accelerate(tiny(), rule="block")
+    with pytest.raises(truedraft.Refused, match="Counting"):
+        fast.generate(_IDS, do_sample=True, max_new_tokens=4, logits_processor=[Counting()])
+    assert fast.generate(_IDS, do_sample=True, max_new_tokens=4).shape[1] > _IDS.shape[1]
 
 
 def test_a_drafter_with_another_tokenizer_is_refused() -> None:

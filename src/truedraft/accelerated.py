@@ -184,7 +184,6 @@ class Accelerated:
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
         chance = call.chance or chance_of(call.seed, batch)
-        self.target.reserve(batch, longest + steps + drafter.width)
 
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         told = [[] if p.ids is None else p.ids.tolist() for p in prompts]
@@ -196,6 +195,7 @@ class Accelerated:
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
         rule.ready(laws)
+        self.target.reserve(batch, longest + steps + drafter.width)
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
         notes = _notes(rows, laws, stops)
         if rule.guarantee == "none":
