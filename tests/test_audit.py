@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,3 +248,8 @@ def test_a_fault_makes_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys:
     prompt = ["--prompt", "Tom ran and ran and ran and ran and", "--draft", "prompt-lookup", "--max-new-tokens", "24"]
     assert main(["audit", "nano", *prompt]) == 1
     assert "NOT exact" in capsys.readouterr().out
+
+
+def test_the_page_lists_every_fault() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "audit.md").read_text()
+    assert all(f"| {fault} |" in page for fault in (*TOKEN_FAULTS, *LAW_FAULTS))

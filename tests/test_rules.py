@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 import truedraft
+from matrix import SPELT
 from models import ragged, sibling, tiny
 from truedraft import registry
 from truedraft.accept import optimal_acceptance
 from truedraft.accept._base import Offer, Rule
 from truedraft.chance import PositionNoise, Replay, StreamNoise, likeliest, outcomes
 from truedraft.sampling import History, Laws
-from truedraft.tree import DraftTree, Draws, Row
+from truedraft.tree import DraftTree, Draws, Prompt, Row
 
 SIZE = 4
 BY_LAW = [n for n in registry.names("accept") if registry.method("accept", n).guarantee == "distribution"]
@@ -228,6 +229,39 @@ def test_a_lossy_rule_is_asked_for_and_says_so(name: str) -> None:
     model = tiny()
     with pytest.raises(truedraft.Refused, match=f"lossy/{name}"):
         truedraft.accelerate(model, rule=name)
-    fast = truedraft.accelerate(model, draft=sibling(model), rule=f"lossy/{name}", control="fixed")
+    fast = truedraft.accelerate(model, SPELT, draft=sibling(model), rule=f"lossy/{name}", control="fixed")
     fast.generate(**ragged(model, 3), max_new_tokens=20, do_sample=fast.rule.samples)  # type: ignore[union-attr]
     assert fast.report().guarantee == "none" and "lossy" in str(fast.report())
+
+
+@pytest.mark.parametrize("runtime", ["stock", "auto"])
+def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
+    """What is read at the probes is what a plain forward says behind the draft, the prompt, and the draft so far."""
+    model = tiny("llama", torch.float32)
+    target = truedraft.accelerate(model, runtime=runtime).target
+    rule = registry.load("accept.lossy", "reflective", prompt="abc")
+    row, chain = Row(0, [3, 1, 4], 3, 9), DraftTree((4, 7, 8, 9, 7), (-1, 0, 1, 2, 0))
+    laws = Laws(LogitsProcessorList(), History(torch.tensor([[3, 1, 4]]), 9, 0, [row]))
+    rule.ready(laws, SPELT)
+    (tree,) = rule.dress([chain])
+    assert tree.drafted == 4 and len(tree) == 5 + 3 + 2 <= 5 + rule.extra(4)
+    target.reserve(1, 30)
+    target.prefill([Prompt(torch.tensor([3, 1, 4]))])
+    rule.ahead(target.score([tree]).logits, [row], [tree], laws, Replay([]))
+    target.cache = None
+    asked = [3, 1, 4, 7, 8, 9, *SPELT("abc")["input_ids"]]
+    for depth, token in enumerate((7, 8, 9)):
+        with torch.no_grad():
+            plain = model(torch.tensor([asked + [7, 8, 9][:depth]])).logits[0, -1]
+        drafted, look = rule._seen[0, depth]
+        assert drafted == token and torch.allclose(look, plain, atol=1e-4)
+
+
+def test_a_share_of_nothing_is_greedy() -> None:
+    model = tiny()
+    rule = registry.load("accept.lossy", "reflective", share=0.0)
+    fast = truedraft.accelerate(model, SPELT, draft=sibling(model), rule=rule, control="fixed")
+    inputs = ragged(model, 3)
+    got = fast.generate(**inputs, max_new_tokens=30, do_sample=False)
+    assert torch.equal(got, model.generate(**inputs, max_new_tokens=30, do_sample=False))
+    assert fast.report().mean_acceptance_length > 1.3

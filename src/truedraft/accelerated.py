@@ -194,8 +194,8 @@ class Accelerated:
         laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
-        rule.ready(laws)
-        self.target.reserve(batch, longest + steps + drafter.width)
+        rule.ready(laws, self.tokenizer)
+        self.target.reserve(batch, longest + steps + drafter.width + rule.extra(drafter.width))
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
         notes = _notes(rows, laws, stops)
         if rule.guarantee == "none":

@@ -66,7 +66,7 @@ class Engine:
                     return
                 budget = self.control.budget(rows)
                 drafts = [self._fitted(row, tree) for row, tree in zip(rows, propose(rows, budget), strict=True)]
-                trees = self._padded(rows, _unpicked(drafts, prune(rows, drafts)))
+                trees = self.rule.dress(self._padded(rows, _unpicked(drafts, prune(rows, drafts))))
                 scores = score(trees)
         finally:
             for row in rows:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
@@ -54,12 +55,20 @@ class Rule(ABC):
     wants: ClassVar[Wanted]
     takes: ClassVar[frozenset[Draws] | None] = None
 
-    def ready(self, laws: Laws) -> None:
+    def ready(self, laws: Laws, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Before the first pass of a call.
 
         Raises:
             Refused: what the call asks for cannot be had with this rule.
         """
+
+    def extra(self, width: int) -> int:
+        """Nodes that `dress` adds to a draft of so many, at most."""
+        return 0
+
+    def dress(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        """Drafts with what the rule wants to read besides: probes."""
+        return list(trees)
 
     @abstractmethod
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
@@ -128,6 +137,14 @@ def walk(
         Accepted(tuple(path), row.tokens[-1], over if stops.in_step else row.ended)
         for path, row in zip(paths, rows, strict=True)
     ]
+
+
+def first_children(tree: DraftTree) -> list[int]:
+    """The nodes from the root down the first children, probes left out."""
+    nodes = [0]
+    while below := [c for c in tree.shape.children[nodes[-1]] if c not in tree.probes]:
+        nodes.append(below[0])
+    return nodes
 
 
 def _offer(tree: DraftTree, node: int) -> Offer:

@@ -13,8 +13,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Offer, Rule, first_children
 from truedraft.accept._rounds import as_law
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
@@ -35,7 +36,7 @@ class Block(Rule):
     samples: ClassVar[bool] = True
     wants: ClassVar[Wanted] = "law"
 
-    def ready(self, laws: Laws) -> None:
+    def ready(self, laws: Laws, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if laws.strangers:
             raise Refused(
                 "rule='block' must know the laws behind drafted tokens before they are said, and "
@@ -46,7 +47,7 @@ class Block(Rule):
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> None:
         self._ends: dict[int, tuple[int, Tensor]] = {}  # row -> where its accepted run ends, the law of the token there
-        chains = [_first_children(tree) for tree in trees]
+        chains = [first_children(tree) for tree in trees]
         said = [([0] if row.ended else chain) for row, chain in zip(rows, chains, strict=True)]
         at = [(b, place) for b, chain in enumerate(said) for place in range(len(chain))]
         drafts = [[trees[b].tokens[node] for node in chains[b][1 : place + 1]] for b, place in at]
@@ -73,14 +74,6 @@ class Block(Rule):
             for i, token in zip(drawn, picked, strict=True):
                 tokens[i] = token
         return tokens
-
-
-def _first_children(tree: DraftTree) -> list[int]:
-    """The nodes from the root down the first children, probes left out."""
-    nodes = [0]
-    while below := [c for c in tree.shape.children[nodes[-1]] if c not in tree.probes]:
-        nodes.append(below[0])
-    return nodes
 
 
 def _judged(p: Tensor, tree: DraftTree, chain: Sequence[int], row: Row, chance: Chance) -> tuple[int, Tensor]:
