@@ -60,17 +60,16 @@ class Block(Rule):
             self._ends[row.index] = row.step + kept, law
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        laws, tokens, drawn = scores.softmax(-1), [-1] * len(rows), []
+        tokens, drawn, laws = [-1] * len(rows), [], []
         for i, (row, offer) in enumerate(zip(rows, offers, strict=True)):
             end, law = self._ends[row.index]
             if row.step < end:
                 tokens[i] = offer.tokens[0]
-                continue
-            if row.step == end:
-                laws[i] = law
-            drawn.append(i)
+            else:
+                drawn.append(i)
+                laws.append(law if row.step == end else scores[i].softmax(-1))
         if drawn:
-            picked = chance.pick(laws[drawn], [rows[i] for i in drawn])
+            picked = chance.pick(torch.stack(laws), [rows[i] for i in drawn])
             for i, token in zip(drawn, picked, strict=True):
                 tokens[i] = token
         return tokens
@@ -97,7 +96,7 @@ def _enough(p: Tensor, tree: DraftTree, chain: Sequence[int], i: int, together: 
     if i + 1 == len(chain):
         return together
     mass = float(_beyond(p, tree, chain, i, together).sum())
-    return mass / (mass + 1 - together) if mass > 0 else 0.0
+    return mass / (mass + (1 - together)) if mass > 0 else 0.0  # a mass may be too small to be added to 1
 
 
 def _beyond(p: Tensor, tree: DraftTree, chain: Sequence[int], i: int, together: float) -> Tensor:

@@ -45,9 +45,13 @@ def audit(
     texts = [*(prompt or ()), *(read(path, "--file").removesuffix("\n") for path in file or ())]
     if not all(texts):
         raise Refused("a prompt is empty: give some text")
+    if laws:
+        try:
+            from truedraft.audit.laws import law_audit
+        except ImportError as e:
+            raise Refused("--laws needs scipy: pip install 'truedraft[audit]'") from e
     with waiting("loading the model") as show:
         from truedraft import accelerate, registry
-        from truedraft.audit.laws import law_audit
         from truedraft.audit.tokens import Mode
         from truedraft.audit.tokens import audit as compare
 
