@@ -243,7 +243,7 @@ def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
     rule = registry.load("accept.lossy", "reflective", prompt="abc")
     row, chain = Row(0, [3, 1, 4], 3, 9), DraftTree((4, 7, 8, 9, 7), (-1, 0, 1, 2, 0))
     laws = Laws(LogitsProcessorList(), History(torch.tensor([[3, 1, 4]]), 9, 0, [row]))
-    rule.ready(laws, SPELT)
+    rule.read(SPELT)
     (tree,) = rule.dress([chain])
     assert tree.drafted == 4 and len(tree) == 5 + 3 + 2 <= 5 + rule.extra(4)
     target.reserve(1, 30)

@@ -148,7 +148,10 @@ class Accelerated:
         call = _Call(references, assistant, seed, chance, kwargs.get("streamer"), on_pass)
         kwargs = self._with_stop_strings(kwargs)
         generate: Any = self.model.generate
-        return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
+        try:
+            return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
+        finally:
+            self.target.cache = None
 
     def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Stop strings as a ready criterion: `generate` forgets the tokenizer when a decode loop is given to it."""
@@ -178,12 +181,14 @@ class Accelerated:
         check_settings(config)
         drafter = self._drafter_of(config, call)
         rule = self._rule_of(config, drafter)
+        rule.read(self.tokenizer)
         prompts = prompts_of(input_ids, model_kwargs, self.target.window)
         batch, longest = len(prompts), max(map(len, prompts))
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
         chance = call.chance or chance_of(call.seed, batch)
+        self.target.reserve(batch, longest + steps + drafter.width + rule.extra(drafter.width))
 
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         told = [[] if p.ids is None else p.ids.tolist() for p in prompts]
@@ -192,10 +197,9 @@ class Accelerated:
         history = History(input_ids, steps, pad, rows)
         returns = bool(config.return_dict_in_generate)
         laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
+        rule.ready(laws)
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
-        rule.ready(laws, self.tokenizer)
-        self.target.reserve(batch, longest + steps + drafter.width + rule.extra(drafter.width))
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
         notes = _notes(rows, laws, stops)
         if rule.guarantee == "none":
@@ -221,7 +225,6 @@ class Accelerated:
         finally:
             passes.close()
             report.runtime = self.target.runtime
-            self.target.cache = None
         stream.end()
         return _output(rows, history, laws, returns)
 

@@ -55,7 +55,14 @@ class Rule(ABC):
     wants: ClassVar[Wanted]
     takes: ClassVar[frozenset[Draws] | None] = None
 
-    def ready(self, laws: Laws, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Before a call: texts of its own, in the model's tokens.
+
+        Raises:
+            Refused: it needs a tokenizer, or a knob makes no sense.
+        """
+
+    def ready(self, laws: Laws) -> None:
         """Before the first pass of a call.
 
         Raises:

@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from truedraft.accept._base import Offer, Rule, first_children
 from truedraft.accept._rounds import as_law
@@ -36,7 +35,7 @@ class Block(Rule):
     samples: ClassVar[bool] = True
     wants: ClassVar[Wanted] = "law"
 
-    def ready(self, laws: Laws, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def ready(self, laws: Laws) -> None:
         if laws.strangers:
             raise Refused(
                 "rule='block' must know the laws behind drafted tokens before they are said, and "

@@ -38,7 +38,7 @@ class Reflective(LossyRule):
     share: float = 0.3  # of the second look in the mixture; the paper's knob between quality and speed
     prompt: str = " Read it again and repeat it: "  # between the draft and its repetition; of one's own making
 
-    def ready(self, laws: Laws, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if not 0 <= self.share <= 1:
             raise Refused(f"reflective:share={self.share}: give a share from 0 (exact) to 1")
         if tokenizer is None:
