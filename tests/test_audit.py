@@ -165,6 +165,16 @@ def test_a_law_that_is_kept_passes() -> None:
     assert law_of().holds and law_of("draft-model", "block", length=3).holds
 
 
+def test_rows_that_end_early_are_placed_as_far_as_they_go() -> None:
+    model = tiny("llama", torch.float32, 2.0)
+    model.generation_config.eos_token_id = EOS
+    try:
+        law = law_of("draft-model", "rejection", length=3)
+    finally:
+        model.generation_config.eos_token_id = None
+    assert law.holds and law.tokens < 2 * 400 * 8
+
+
 def plant_wrong_q(patch: pytest.MonkeyPatch) -> None:
     """The law of another node in the place of the one that was drawn from."""
     from truedraft.accept import _base

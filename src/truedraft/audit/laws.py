@@ -150,9 +150,15 @@ def _places(
     generator = torch.Generator().manual_seed(seed)
     found = []
     for step in range(logits.shape[1]):
-        law = processors(ids[:, : prompt + step], logits[:, step]).softmax(-1).double().cpu()  # type: ignore[arg-type]
-        own, share = ids[:, prompt + step, None].cpu(), torch.rand(len(law), generator=generator, dtype=torch.float64)
-        drafted = torch.stack([_liking(offers[row][step], p) for row, p in enumerate(law)])
+        going = [row for row in range(len(ids)) if step < len(offers[row])]  # the others have ended
+        if not going:
+            break
+        law = processors(ids[going, : prompt + step], logits[going, step]).softmax(-1).double().cpu()  # type: ignore[arg-type]
+        own, share = (
+            ids[going, prompt + step, None].cpu(),
+            torch.rand(len(law), generator=generator, dtype=torch.float64),
+        )
+        drafted = torch.stack([_liking(offers[row][step], p) for row, p in zip(going, law, strict=True)])
         found.append(torch.stack([_place(law, law, own, share), _place(law, drafted, own, share), law.amax(-1)]))
     return torch.cat(found, 1)
 
