@@ -277,6 +277,27 @@ class ModelDrafter(Drafter):
         return likeliest(law, count)
 
 
+class Branching(ModelDrafter):
+    """A draft model's trees with a set number of children a node, level by level.
+
+    Fields that every subclass has besides: branches, as in "4x2x1".
+    """
+
+    branches: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._factors = branched(self.branches)
+
+    @property
+    def width(self) -> int:
+        return nodes_of(self._factors)
+
+    @property
+    def levels(self) -> int:
+        return len(self._factors)
+
+
 def branched(text: str) -> tuple[int, ...]:
     """Branching factors of the levels from the root on: "4x2x1" has four children below the root, two below each.
 

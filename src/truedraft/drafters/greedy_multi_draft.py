@@ -15,12 +15,12 @@ from torch import Tensor
 
 from truedraft.card import Card
 from truedraft.chance import likeliest
-from truedraft.drafters._model import ModelDrafter, Plant, branched, nodes_of
+from truedraft.drafters._model import Branching, Plant
 from truedraft.tree import Draws
 
 
 @dataclass
-class GreedyMultiDraft(ModelDrafter):
+class GreedyMultiDraft(Branching):
     card = Card(
         paper="arXiv 2502.18779 (2025)",
         idea="A smaller model offers its likeliest next tokens, and one more drawn from the rest.",
@@ -30,18 +30,6 @@ class GreedyMultiDraft(ModelDrafter):
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = "3x2x1"  # children of a node, level by level; the paper compares 2 to 8 at one level
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._factors = branched(self.branches)
-
-    @property
-    def width(self) -> int:
-        return nodes_of(self._factors)
-
-    @property
-    def levels(self) -> int:
-        return len(self._factors)
 
     @property
     def draws(self) -> Draws:

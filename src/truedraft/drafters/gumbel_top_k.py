@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card
-from truedraft.drafters._model import ModelDrafter, Plant, branched, nodes_of
+from truedraft.drafters._model import Branching, Plant
 from truedraft.tree import Draws
 
 
 @dataclass
-class GumbelTopK(ModelDrafter):
+class GumbelTopK(Branching):
     card = Card(
         paper="arXiv 2402.14160 (2024)",
         idea="A smaller model offers several different next tokens at each level, drawn without replacement.",
@@ -29,18 +29,6 @@ class GumbelTopK(ModelDrafter):
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = "2x2x2"  # children of a node, level by level; published e.g. 2x2x2 for three levels
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._factors = branched(self.branches)
-
-    @property
-    def width(self) -> int:
-        return nodes_of(self._factors)
-
-    @property
-    def levels(self) -> int:
-        return len(self._factors)
 
     @property
     def draws(self) -> Draws:
