@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from truedraft.accept._base import Offer, Rule, first_children
-from truedraft.accept._rounds import as_law
+from truedraft.accept._rounds import as_law, said
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.errors import Refused
@@ -47,31 +47,26 @@ class Block(Rule):
     ) -> None:
         self._ends: dict[int, tuple[int, Tensor]] = {}  # row -> where its accepted run ends, the law of the token there
         chains = [first_children(tree) for tree in trees]
-        said = [([0] if row.ended else chain) for row, chain in zip(rows, chains, strict=True)]
-        at = [(b, place) for b, chain in enumerate(said) for place in range(len(chain))]
+        read = [([0] if row.ended else chain) for row, chain in zip(rows, chains, strict=True)]
+        at = [(b, place) for b, chain in enumerate(read) for place in range(len(chain))]
         drafts = [[trees[b].tokens[node] for node in chains[b][1 : place + 1]] for b, place in at]
         scores = laws.of_drafts(
-            [rows[b] for b, _ in at], drafts, logits[[b for b, _ in at], [said[b][place] for b, place in at]]
+            [rows[b] for b, _ in at], drafts, logits[[b for b, _ in at], [read[b][place] for b, place in at]]
         )
-        targets = scores.softmax(-1).split([len(chain) for chain in said])
-        for row, tree, chain, p in zip(rows, trees, said, targets, strict=True):
+        targets = scores.softmax(-1).split([len(chain) for chain in read])
+        for row, tree, chain, p in zip(rows, trees, read, targets, strict=True):
             kept, law = _judged(p, tree, chain, row, chance)
             self._ends[row.index] = row.step + kept, law
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        tokens, drawn, laws = [-1] * len(rows), [], []
-        for i, (row, offer) in enumerate(zip(rows, offers, strict=True)):
-            end, law = self._ends[row.index]
-            if row.step < end:
-                tokens[i] = offer.tokens[0]
-            else:
-                drawn.append(i)
-                laws.append(law if row.step == end else scores[i].softmax(-1))
-        if drawn:
-            picked = chance.pick(torch.stack(laws), [rows[i] for i in drawn])
-            for i, token in zip(drawn, picked, strict=True):
-                tokens[i] = token
-        return tokens
+        return said(scores, offers, rows, chance, self._settled)
+
+    def _settled(self, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+        """What was found of the whole chain; behind its end, plain sampling."""
+        end, law = self._ends[row.index]
+        if row.step < end:
+            return offer.tokens[0], p
+        return None, law if row.step == end else p
 
 
 def _judged(p: Tensor, tree: DraftTree, chain: Sequence[int], row: Row, chance: Chance) -> tuple[int, Tensor]:

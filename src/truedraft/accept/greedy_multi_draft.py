@@ -45,4 +45,4 @@ def _last(p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None
     token = offer.tokens[-1]
     if chance.flip(min(float(p[token]) / float(q[token]), 1.0), row):
         return token, p
-    return None, as_law(p - p.minimum(q), p)
+    return None, as_law(p - q, p)

@@ -7,6 +7,7 @@ nothing is kept and the law is the model's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -41,7 +42,6 @@ class Typical(LossyRule):
     def _typical(self, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
         if not offer.tokens:
             return None, p
-        entropy = float(torch.special.entr(p).sum())
-        enough = min(self.epsilon, self.delta * float(torch.tensor(-entropy).exp()))
+        enough = min(self.epsilon, self.delta * math.exp(-float(torch.special.entr(p).sum())))
         best = max(offer.tokens, key=lambda token: float(p[token]))
         return (best if float(p[best]) > enough else None), p
