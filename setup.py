@@ -1,4 +1,4 @@
-"""The compiled pass, built where it can be: without it truedraft works as well, on the model's own forward."""
+"""The compiled parts, built where they can be: without them truedraft works as well, only slower."""
 
 import platform
 import sys
@@ -8,8 +8,12 @@ from setuptools import Extension, setup
 x86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "linux"
 native = "src/truedraft/runtime/native"
 
+automaton = Extension(
+    "truedraft.stores._automaton", sources=["src/truedraft/stores/automaton.c"], extra_compile_args=["-O3"], optional=True
+)
 setup(
     ext_modules=[
+        automaton,
         Extension(
             "truedraft.runtime.native._pass",
             sources=[f"{native}/pass.c"],
@@ -19,8 +23,8 @@ setup(
             extra_link_args=["-fopenmp"],
             libraries=["m"],
             optional=True,
-        )
+        ),
     ]
     if x86
-    else []
+    else [automaton]
 )

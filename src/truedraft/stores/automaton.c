@@ -1,0 +1,390 @@
+/* A suffix automaton over token ids that counts, grows at its end and can be read where it lies.
+
+A state stands for all strings that end at the same places of the text. The text is read token by token (Blumer et al.
+1985, the online construction); besides, every state knows its first and its latest end and how often its strings
+occur, and a state with many continuations keeps the most frequent eight at hand. Counts, latest ends and those eight
+are kept for strings of up to `cap` tokens, so that a token costs no more than that.
+
+Memory belongs to this file while the text grows, and to the caller where it was mapped from a file (room 0). */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TOP = 8, BLOCK = TOP + 1 };
+
+typedef struct {
+    int32_t link, len;       /* the longest suffix that stands elsewhere too; the longest string */
+    int32_t end, last;       /* place of the last token of the first and of the latest occurrence */
+    int32_t count;           /* occurrences */
+    int32_t token, target;   /* the first continuation; target 0 where there is none */
+    int32_t more;            /* the others: 0 none, > 0 edge more - 1 and its list, < 0 block -more - 1 of `top` */
+} State;
+
+typedef struct {
+    int32_t state, token, target, next; /* next: as `more` of a state, > 0 or 0 */
+} Edge;
+
+typedef struct {
+    int64_t tokens, states, edges, tops, hashed, slots; /* in use; slots is a power of two */
+    int64_t token_room, state_room, edge_room, top_room;
+    int32_t *token;
+    State *state;
+    Edge *edge;
+    int32_t *top;  /* blocks: head of the edge list, then the most frequent continuations (0 the first, e + 1 edge e) */
+    int32_t *slot; /* edges of states with a block, by (state, token): e + 1, 0 free */
+    int32_t cap, tail, active, depth; /* the state of the whole text; of its last `depth` <= cap tokens */
+} Automaton;
+
+typedef struct {
+    int32_t state, length, pending, has_pending;
+} Cursor;
+
+static int grow(void **memory, int64_t *room, int64_t need, size_t size) {
+    if (need <= *room) return 1;
+    int64_t larger = *room * 2 > need ? *room * 2 : need;
+    if (larger < 64) larger = 64;
+    void *moved = realloc(*memory, (size_t)larger * size);
+    if (!moved) return 0;
+    *memory = moved;
+    *room = larger;
+    return 1;
+}
+
+static uint64_t hashed(int32_t state, int32_t token) {
+    uint64_t x = (uint64_t)(uint32_t)state << 32 | (uint32_t)token;
+    x ^= x >> 32;
+    x *= 0xd6e8feb86659fd93u;
+    x ^= x >> 32;
+    return x;
+}
+
+static void enter(Automaton *a, int32_t e) {
+    uint64_t mask = (uint64_t)a->slots - 1, at = hashed(a->edge[e].state, a->edge[e].token) & mask;
+    while (a->slot[at]) at = (at + 1) & mask;
+    a->slot[at] = e + 1;
+    a->hashed++;
+}
+
+static int room_in_table(Automaton *a, int64_t more) {
+    if (2 * (a->hashed + more) <= a->slots) return 1;
+    int64_t slots = a->slots ? a->slots : 256;
+    while (slots < 4 * (a->hashed + more)) slots *= 2;
+    int32_t *old = a->slot, *fresh = calloc((size_t)slots, sizeof(int32_t));
+    if (!fresh) return 0;
+    int64_t before = a->slots;
+    a->slot = fresh, a->slots = slots, a->hashed = 0;
+    for (int64_t i = 0; i < before; i++)
+        if (old[i]) enter(a, old[i] - 1);
+    free(old);
+    return 1;
+}
+
+static int32_t head(const Automaton *a, int32_t s) {
+    int32_t more = a->state[s].more;
+    return more >= 0 ? more : a->top[(int64_t)(-more - 1) * BLOCK];
+}
+
+/* Where a continuation is kept: 0 the first, e + 1 edge e, -1 nowhere. */
+static int32_t place(const Automaton *a, int32_t s, int32_t token) {
+    const State *state = &a->state[s];
+    if (!state->target) return -1;
+    if (state->token == token) return 0;
+    if (state->more >= 0) {
+        for (int32_t e = state->more; e; e = a->edge[e - 1].next)
+            if (a->edge[e - 1].token == token) return e;
+        return -1;
+    }
+    uint64_t mask = (uint64_t)a->slots - 1, at = hashed(s, token) & mask;
+    for (; a->slot[at]; at = (at + 1) & mask) {
+        const Edge *edge = &a->edge[a->slot[at] - 1];
+        if (edge->state == s && edge->token == token) return a->slot[at];
+    }
+    return -1;
+}
+
+static int32_t target_at(const Automaton *a, int32_t s, int32_t at) {
+    return at ? a->edge[at - 1].target : a->state[s].target;
+}
+
+static int32_t token_at(const Automaton *a, int32_t s, int32_t at) {
+    return at ? a->edge[at - 1].token : a->state[s].token;
+}
+
+static int32_t count_at(const Automaton *a, int32_t s, int32_t at) { return a->state[target_at(a, s, at)].count; }
+
+static int32_t next_of(const Automaton *a, int32_t s, int32_t token) {
+    int32_t at = place(a, s, token);
+    return at < 0 ? 0 : target_at(a, s, at);
+}
+
+/* A continuation has become more frequent, or is new: keep the block in order. */
+static void bump(Automaton *a, int32_t s, int32_t at) {
+    int32_t *best = a->top + (int64_t)(-a->state[s].more - 1) * BLOCK + 1, count = count_at(a, s, at);
+    int i = 0;
+    while (i < TOP && best[i] != at) i++;
+    if (i == TOP) {
+        if (count <= count_at(a, s, best[TOP - 1])) return;
+        best[i = TOP - 1] = at;
+    }
+    for (; i && count_at(a, s, best[i - 1]) < count; i--) best[i] = best[i - 1], best[i - 1] = at;
+}
+
+static int raise_block(Automaton *a, int32_t s) {
+    if (!grow((void **)&a->top, &a->top_room, (a->tops + 1) * BLOCK, sizeof(int32_t)) || !room_in_table(a, TOP)) return 0;
+    int32_t *block = a->top + a->tops * BLOCK, e = a->state[s].more;
+    int filled = 1;
+    block[0] = e;
+    for (int i = 1; i <= TOP; i++) block[i] = 0;
+    for (; e; e = a->edge[e - 1].next, filled++) {
+        enter(a, e - 1);
+        if (filled < TOP) block[1 + filled] = e;
+    }
+    for (int i = 2; i <= TOP; i++) { /* insertion sort of the first eight */
+        int32_t at = block[i], count = count_at(a, s, at);
+        int j = i;
+        for (; j > 1 && count_at(a, s, block[j - 1]) < count; j--) block[j] = block[j - 1];
+        block[j] = at;
+    }
+    a->state[s].more = -(int32_t)++a->tops;
+    for (e = block[0]; e; e = a->edge[e - 1].next) bump(a, s, e);
+    return 1;
+}
+
+static int add(Automaton *a, int32_t s, int32_t token, int32_t target) {
+    State *state = &a->state[s];
+    if (!state->target) {
+        state->token = token, state->target = target;
+        return 1;
+    }
+    if (!grow((void **)&a->edge, &a->edge_room, a->edges + 1, sizeof(Edge))) return 0;
+    int32_t e = (int32_t)a->edges;
+    if (state->more < 0) {
+        if (!room_in_table(a, 1)) return 0;
+        int32_t *first = a->top + (int64_t)(-state->more - 1) * BLOCK;
+        a->edge[a->edges++] = (Edge){s, token, target, *first};
+        *first = e + 1;
+        enter(a, e);
+        bump(a, s, e + 1);
+        return 1;
+    }
+    a->edge[a->edges++] = (Edge){s, token, target, state->more};
+    state->more = e + 1;
+    int n = 1;
+    for (int32_t i = e + 1; i; i = a->edge[i - 1].next) n++;
+    return n <= TOP || raise_block(a, s);
+}
+
+static int32_t fresh(Automaton *a, State state) {
+    if (!grow((void **)&a->state, &a->state_room, a->states + 1, sizeof(State))) return -1;
+    a->state[a->states] = state;
+    return (int32_t)a->states++;
+}
+
+/* The shortest prefix of a state's strings' suffix chain that still holds `length` tokens. */
+static int32_t holding(const Automaton *a, int32_t s, int32_t length) {
+    while (s && a->state[a->state[s].link].len >= length) s = a->state[s].link;
+    return s;
+}
+
+static int32_t split(Automaton *a, int32_t p, int32_t token, int32_t q) {
+    State copy = a->state[q];
+    copy.len = a->state[p].len + 1, copy.target = 0, copy.more = 0;
+    int32_t clone = fresh(a, copy);
+    if (clone < 0) return -1;
+    if (!add(a, clone, a->state[q].token, a->state[q].target)) return -1;
+    for (int32_t e = head(a, q); e; e = a->edge[e - 1].next)
+        if (!add(a, clone, a->edge[e - 1].token, a->edge[e - 1].target)) return -1;
+    for (;; p = a->state[p].link) {
+        int32_t at = place(a, p, token);
+        if (at < 0 || target_at(a, p, at) != q) break;
+        if (at) a->edge[at - 1].target = clone;
+        else a->state[p].target = clone;
+        if (!p) break;
+    }
+    a->state[q].link = clone;
+    return clone;
+}
+
+static int extend(Automaton *a, int32_t token) {
+    if (!grow((void **)&a->token, &a->token_room, a->tokens + 1, sizeof(int32_t))) return 0;
+    int32_t at = (int32_t)a->tokens, link = 0;
+    a->token[a->tokens] = token;
+    int32_t own = fresh(a, (State){.link = 0, .len = at + 1, .end = at, .last = at, .count = 1});
+    if (own < 0) return 0;
+    for (int32_t p = a->tail;; p = a->state[p].link) {
+        int32_t found = place(a, p, token), q;
+        if (found >= 0) {
+            q = target_at(a, p, found);
+            link = a->state[q].len == a->state[p].len + 1 ? q : split(a, p, token, q);
+            if (link < 0) return 0;
+            break;
+        }
+        if (!add(a, p, token, own)) return 0;
+        if (!p) break;
+    }
+    a->state[own].link = link;
+    a->tail = own;
+    a->tokens++;
+    a->state[0].count++;
+
+    int32_t before = holding(a, a->active, a->depth), now = next_of(a, before, token);
+    if (++a->depth > a->cap) a->depth = a->cap;
+    a->active = holding(a, now, a->depth);
+    for (int32_t s = a->active; s; s = a->state[s].link) {
+        if (s == own) continue;
+        a->state[s].count++;
+        a->state[s].last = at;
+    }
+    for (int32_t s = before;; s = a->state[s].link) {
+        if (a->state[s].more < 0) bump(a, s, place(a, s, token));
+        if (!s) break;
+    }
+    return 1;
+}
+
+static void step(const Automaton *a, Cursor *c, int32_t token) {
+    int32_t s = holding(a, c->state, c->length), next;
+    while (!(next = next_of(a, s, token)) && s) s = a->state[s].link, c->length = a->state[s].len;
+    c->state = next;
+    c->length = next ? c->length + 1 : 0;
+}
+
+/* Returns 1, or 0 where memory is out. */
+int truedraft_begin(Automaton *a, int32_t cap) {
+    memset(a, 0, sizeof *a);
+    a->cap = cap;
+    return fresh(a, (State){0}) == 0;
+}
+
+void truedraft_free(Automaton *a) {
+    if (a->state_room) free(a->token), free(a->state), free(a->edge), free(a->top), free(a->slot);
+    memset(a, 0, sizeof *a);
+}
+
+int truedraft_extend(Automaton *a, const int32_t *tokens, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (!extend(a, tokens[i])) return 0;
+    return 1;
+}
+
+/* The text's own cursor: each token is looked for first and learnt when the next one comes, so that the text never
+   finds itself. */
+int truedraft_read(Automaton *a, Cursor *c, const int32_t *tokens, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        if (c->has_pending && !extend(a, c->pending)) return 0;
+        step(a, c, tokens[i]);
+        c->pending = tokens[i], c->has_pending = 1;
+    }
+    return 1;
+}
+
+void truedraft_follow(const Automaton *a, Cursor *c, const int32_t *tokens, int64_t count) {
+    for (int64_t i = 0; i < count; i++) step(a, c, tokens[i]);
+}
+
+/* The cursor at its last `length` tokens, or fewer. */
+void truedraft_shorten(const Automaton *a, Cursor *c, int32_t length) {
+    if (length < c->length) c->length = length;
+    c->state = holding(a, c->state, c->length);
+}
+
+/* Copies what followed the first or the latest occurrence of the longest suffix of a cursor's string that has `shortest`
+   tokens or more and is followed by `enough`. Returns how many tokens, 0 for none; c is left at the suffix found. */
+int64_t truedraft_copy(const Automaton *a, Cursor *c, int32_t shortest, int64_t count, int64_t enough, int latest, int32_t *out) {
+    int64_t text = a->tokens + (c->has_pending != 0);
+    c->state = holding(a, c->state, c->length);
+    for (; c->state && c->length >= shortest; c->state = a->state[c->state].link, c->length = a->state[c->state].len) {
+        int64_t from = (latest ? a->state[c->state].last : a->state[c->state].end) + 1, n = 0;
+        for (; n < count && from + n < text; n++) {
+            int32_t token = from + n < a->tokens ? a->token[from + n] : c->pending;
+            if (token < 0) break;
+            out[n] = token;
+        }
+        if (n >= enough) return n;
+    }
+    return 0;
+}
+
+typedef struct {
+    int32_t state, node, token, count;
+} Leaf;
+
+static void push(Leaf *heap, int *size, Leaf leaf) {
+    int i = (*size)++;
+    for (; i && heap[(i - 1) / 2].count < leaf.count; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
+    heap[i] = leaf;
+}
+
+static Leaf pop(Leaf *heap, int *size) {
+    Leaf top = heap[0], last = heap[--*size];
+    int i = 0;
+    for (int child; (child = 2 * i + 1) < *size; i = child) {
+        if (child + 1 < *size && heap[child + 1].count > heap[child].count) child++;
+        if (heap[child].count <= last.count) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = last;
+    return top;
+}
+
+/* Up to eight continuations of a state, separators left out. */
+static int children(const Automaton *a, int32_t s, int32_t *at) {
+    const State *state = &a->state[s];
+    int n = 0;
+    if (!state->target) return 0;
+    if (state->more < 0) {
+        const int32_t *best = a->top + (int64_t)(-state->more - 1) * BLOCK + 1;
+        for (int i = 0; i < TOP; i++)
+            if (token_at(a, s, best[i]) >= 0) at[n++] = best[i];
+        return n;
+    }
+    if (state->token >= 0) at[n++] = 0;
+    for (int32_t e = state->more; e; e = a->edge[e - 1].next)
+        if (a->edge[e - 1].token >= 0) at[n++] = e;
+    return n;
+}
+
+/* The tree of the most frequent continuations of a cursor's string, at most `nodes` <= 256 of them, most frequent first;
+   none rarer than `rarest`, each node with at most `wide` children, none deeper than `deep`.
+   parent: place of the parent in out, -1 for the root. Returns how many. */
+int64_t truedraft_grow(const Automaton *a, const Cursor *c, int64_t nodes, int32_t rarest, int32_t wide, int32_t deep,
+                       int32_t *token, int32_t *parent, int32_t *count) {
+    Leaf heap[256 * TOP + TOP];
+    int32_t depth[256], at[TOP];
+    int size = 0;
+    int64_t n = 0;
+    int32_t s = holding(a, c->state, c->length), node = -1;
+    if (nodes > 256) nodes = 256;
+    for (;;) {
+        if ((node < 0 ? 0 : depth[node]) < deep) {
+            int found = children(a, s, at);
+            for (int i = 1; i < found; i++) { /* most frequent first */
+                int32_t x = at[i];
+                int j = i;
+                for (; j && count_at(a, s, at[j - 1]) < count_at(a, s, x); j--) at[j] = at[j - 1];
+                at[j] = x;
+            }
+            for (int i = 0; i < found && i < wide; i++)
+                if (count_at(a, s, at[i]) >= rarest)
+                    push(heap, &size, (Leaf){target_at(a, s, at[i]), node, token_at(a, s, at[i]), count_at(a, s, at[i])});
+        }
+        if (!size || n == nodes) return n;
+        Leaf leaf = pop(heap, &size);
+        depth[n] = leaf.node < 0 ? 1 : depth[leaf.node] + 1;
+        token[n] = leaf.token, parent[n] = leaf.node, count[n] = leaf.count;
+        node = (int32_t)n++;
+        s = leaf.state;
+    }
+}
+
+/* The suffixes of a cursor's string, longest first, one for each state: length and count. Returns how many. */
+int64_t truedraft_suffixes(const Automaton *a, const Cursor *c, int64_t most, int32_t *length, int32_t *count) {
+    int64_t n = 0;
+    int32_t m = c->length;
+    for (int32_t s = holding(a, c->state, m); s && n < most; s = a->state[s].link, m = a->state[s].len)
+        length[n] = m, count[n] = a->state[s].count, n++;
+    return n;
+}
+
+int64_t truedraft_store_layout(void) { return (int64_t)sizeof(Automaton) * 4096 + sizeof(State); }

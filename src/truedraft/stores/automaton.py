@@ -1,0 +1,232 @@
+"""A counted suffix automaton: every string of a text, where it stood and what followed it how often.
+
+Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985. Compiled (`automaton.c`) where a C
+compiler was at hand when truedraft was installed, else in Python (`_pure.py`), behind one face.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+CAP = 128  # tokens of the longest string whose occurrences are counted
+MOST = 256  # nodes of the largest tree grown
+SEPARATOR = -1  # stands between documents; never drafted
+
+
+class Cursor(ctypes.Structure):
+    """A place in an automaton: the longest suffix of what was read that occurs in its text.
+
+    length: its tokens. pending: of a text's own cursor, the last token, which the automaton has yet to learn.
+    """
+
+    _fields_ = [("state", c_int32), ("length", c_int32), ("pending", c_int32), ("has_pending", c_int32)]
+
+    def copy(self) -> Cursor:
+        return Cursor(self.state, self.length, self.pending, self.has_pending)
+
+
+class Grown(NamedTuple):
+    """A tree of continuations, most frequent first: tokens, the parent of each (-1 the root), how often each stood."""
+
+    tokens: list[int]
+    parents: list[int]
+    counts: list[int]
+
+
+class Automaton(Protocol):
+    """What both forms can do. Tokens are not negative, but for SEPARATOR."""
+
+    def __len__(self) -> int:
+        """Tokens of the text."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, about."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on."""
+
+    def read(self, cursor: Cursor, tokens: Sequence[int]) -> None:
+        """The text goes on, followed by its own cursor: each token is looked for before it is learnt."""
+
+    def follow(self, cursor: Cursor, tokens: Sequence[int]) -> None:
+        """A cursor goes on along tokens that the text need not hold."""
+
+    def shorten(self, cursor: Cursor, length: int) -> None:
+        """Keep of a cursor's string the last `length` tokens at most."""
+
+    def copy(self, cursor: Cursor, shortest: int, count: int, enough: int = 1, latest: bool = False) -> list[int]:
+        """What followed the longest suffix of the cursor's string that has `shortest` tokens and `enough` behind it.
+
+        Of its occurrences, the first or the latest; up to `count` tokens, none beyond a separator. The cursor is left
+        at that suffix.
+        """
+
+    def grow(self, cursor: Cursor, nodes: int, rarest: int = 1, wide: int = 8, deep: int = CAP) -> Grown:
+        """The most frequent continuations of the cursor's string, best first.
+
+        nodes: at most (and at most MOST). rarest: occurrences that a node needs. wide: children of a node, at most 8.
+        """
+
+    def suffixes(self, cursor: Cursor) -> list[tuple[int, int]]:
+        """Length and count of the cursor's string and its suffixes, longest first, one of each that differs in use."""
+
+    def arrays(self) -> dict[str, Any]:
+        """What a file keeps of it; see `loaded`."""
+
+
+class _Automaton(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("tokens", "states", "edges", "tops", "hashed", "slots")),
+        *((name, c_int64) for name in ("token_room", "state_room", "edge_room", "top_room")),
+        *((name, c_void_p) for name in ("token", "state", "edge", "top", "slot")),
+        *((name, c_int32) for name in ("cap", "tail", "active", "depth")),
+    ]
+
+
+ARRAYS = {"token": ("tokens", 1), "state": ("states", 8), "edge": ("edges", 4), "top": ("tops", 9), "slot": ("slots", 1)}
+SCALARS = ("tokens", "states", "edges", "tops", "hashed", "slots", "cap", "tail", "active", "depth")
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled automaton, or None where it was not built; TRUEDRAFT_NATIVE=0 in the environment leaves it out."""
+    built = sorted(Path(__file__).parent.glob("_automaton*.so")) + sorted(Path(__file__).parent.glob("_automaton*.pyd"))
+    if not built or os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+        return None
+    try:
+        lib = ctypes.CDLL(str(built[-1]))
+    except OSError:
+        return None
+    one, at, ints = POINTER(_Automaton), POINTER(Cursor), c_void_p
+    for name, result, arguments in (
+        ("begin", c_int, [one, c_int32]),
+        ("free", None, [one]),
+        ("extend", c_int, [one, ints, c_int64]),
+        ("read", c_int, [one, at, ints, c_int64]),
+        ("follow", None, [one, at, ints, c_int64]),
+        ("shorten", None, [one, at, c_int32]),
+        ("copy", c_int64, [one, at, c_int32, c_int64, c_int64, c_int, ints]),
+        ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
+        ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
+        ("store_layout", c_int64, []),
+    ):
+        function = getattr(lib, f"truedraft_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib if lib.truedraft_store_layout() == ctypes.sizeof(_Automaton) * 4096 + 32 else None
+
+
+class Native:
+    """The compiled automaton."""
+
+    def __init__(self, lib: ctypes.CDLL, cap: int = CAP):
+        self._lib, self._a, self._held = lib, _Automaton(), ()
+        if not lib.truedraft_begin(byref(self._a), cap):
+            raise MemoryError("no memory for a suffix automaton")
+
+    def __del__(self) -> None:
+        self._lib.truedraft_free(byref(self._a))
+
+    def __len__(self) -> int:
+        return self._a.tokens
+
+    @property
+    def nbytes(self) -> int:
+        a = self._a
+        rooms = (a.token_room, a.state_room * 8, a.edge_room * 4, a.top_room, a.slots)
+        return 4 * sum(rooms) if a.state_room else sum(held.nbytes for held in self._held)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        given = _ints(tokens)
+        self._check(self._lib.truedraft_extend(byref(self._a), given.buffer_info()[0], len(given)))
+
+    def read(self, cursor: Cursor, tokens: Sequence[int]) -> None:
+        given = _ints(tokens)
+        self._check(self._lib.truedraft_read(byref(self._a), byref(cursor), given.buffer_info()[0], len(given)))
+
+    def _check(self, done: int) -> None:
+        if not done:
+            raise MemoryError(f"no memory for a suffix automaton of more than {len(self)} tokens")
+
+    def follow(self, cursor: Cursor, tokens: Sequence[int]) -> None:
+        given = _ints(tokens)
+        self._lib.truedraft_follow(byref(self._a), byref(cursor), given.buffer_info()[0], len(given))
+
+    def shorten(self, cursor: Cursor, length: int) -> None:
+        self._lib.truedraft_shorten(byref(self._a), byref(cursor), length)
+
+    def copy(self, cursor: Cursor, shortest: int, count: int, enough: int = 1, latest: bool = False) -> list[int]:
+        out = (c_int32 * count)()
+        n = self._lib.truedraft_copy(byref(self._a), byref(cursor), shortest, count, enough, latest, out)
+        return out[:n]
+
+    def grow(self, cursor: Cursor, nodes: int, rarest: int = 1, wide: int = 8, deep: int = CAP) -> Grown:
+        room = c_int32 * min(nodes, MOST)
+        tokens, parents, counts = room(), room(), room()
+        n = self._lib.truedraft_grow(
+            byref(self._a), byref(cursor), nodes, max(rarest, 1), wide, deep, tokens, parents, counts
+        )
+        return Grown(tokens[:n], parents[:n], counts[:n])
+
+    def suffixes(self, cursor: Cursor) -> list[tuple[int, int]]:
+        lengths, counts = (c_int32 * CAP)(), (c_int32 * CAP)()
+        n = self._lib.truedraft_suffixes(byref(self._a), byref(cursor), CAP, lengths, counts)
+        return list(zip(lengths[:n], counts[:n], strict=True))
+
+    def arrays(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"scalars": np.array([getattr(self._a, name) for name in SCALARS], dtype=np.int64)}
+        for name, (count, width) in ARRAYS.items():
+            n = getattr(self._a, count) * width
+            where = getattr(self._a, name)
+            whole = np.ctypeslib.as_array(ctypes.cast(where, POINTER(c_int32)), (n,)) if n else np.zeros(0, np.int32)
+            found[name] = whole
+        return found
+
+    @classmethod
+    def over(cls, lib: ctypes.CDLL, arrays: Mapping[str, Any]) -> Native:
+        """An automaton that reads where its arrays lie, and cannot grow."""
+        made = cls.__new__(cls)
+        made._lib, made._a, made._held = lib, _Automaton(), tuple(arrays.values())
+        for name, value in zip(SCALARS, arrays["scalars"].tolist(), strict=True):
+            setattr(made._a, name, value)
+        for name in ARRAYS:
+            setattr(made._a, name, arrays[name].ctypes.data)
+        return made
+
+
+def _ints(tokens: Sequence[int]) -> array[int]:
+    return tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)
+
+
+def automaton(cap: int = CAP) -> Automaton:
+    """An empty automaton.
+
+    cap: tokens of the longest string whose occurrences are counted; longer ones are found, and copied, as well.
+    """
+    if (lib := _library()) is not None:
+        return Native(lib, cap)
+    from truedraft.stores._pure import Pure
+
+    return Pure(cap)
+
+
+def loaded(arrays: Mapping[str, Any]) -> Automaton:
+    """An automaton from what `arrays` said of one; where it can be, in place: nothing is copied, and it cannot grow.
+
+    Where only its text can be used (another form made it, or reads it) it is built anew.
+    """
+    lib = _library()
+    if lib is not None and "state" in arrays:
+        return Native.over(lib, arrays)
+    made = automaton()
+    made.extend(arrays["token"].tolist())
+    return made

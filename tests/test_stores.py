@@ -1,0 +1,130 @@
+"""What drafters look things up in, held to brute force over the text itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from truedraft.stores._pure import Pure
+from truedraft.stores.automaton import SEPARATOR, Automaton, Cursor, Native, _library, automaton
+
+FORMS: dict[str, Callable[[int], Automaton]] = {"pure": Pure}
+if (lib := _library()) is not None:
+    FORMS["native"] = lambda cap: Native(lib, cap)
+
+
+def texts() -> list[list[int]]:
+    """Of few and of many tokens, of runs, of periods, with separators."""
+    pick = random.Random(0)
+    few = [[pick.randrange(k) for _ in range(300)] for k in (1, 2, 3, 40)]
+    hub = [t for i in range(150) for t in (0, 1 + pick.randrange(1, 2 + i % 30), 31 + i % 3)]  # one token, many next
+    period = [1, 2, 3, 1, 2, 4] * 30
+    parted = [SEPARATOR if pick.random() < 0.05 else pick.randrange(4) for _ in range(300)]
+    return [*few, hub, period, parted]
+
+
+def occurrences(text: Sequence[int], string: Sequence[int]) -> list[int]:
+    """Places of the last token of every occurrence."""
+    n = len(string)
+    return [i + n - 1 for i in range(len(text) - n + 1) if list(text[i : i + n]) == list(string)]
+
+
+def longest_known(text: Sequence[int], said: Sequence[int]) -> list[int]:
+    for n in range(len(said), 0, -1):
+        if occurrences(text, said[-n:]):
+            return list(said[-n:])
+    return []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cap", [128, 6])
+def test_a_text_is_followed_as_brute_force_would(form: str, cap: int) -> None:
+    pick = random.Random(1)
+    for text in texts():
+        made, cursor = FORMS[form](cap), Cursor()
+        at = 0
+        while at < len(text):
+            step = pick.randint(1, 9)
+            made.read(cursor, text[at : at + step])
+            at = min(at + step, len(text))
+            before, suffix = text[: at - 1], longest_known(text[: at - 1], text[:at])
+            assert len(made) == at - 1 and cursor.length == len(suffix)
+            wanted = pick.randint(1, 8)
+            place = cursor.copy()
+            made.shorten(place, wanted)
+            string = suffix[-wanted:]
+            if not string:
+                assert made.copy(place, 1, 5) == []
+                continue
+            ends = occurrences(before, string)
+            expected = text[ends[0] + 1 : min(ends[0] + 6, at)]
+            expected = expected[: expected.index(SEPARATOR)] if SEPARATOR in expected else expected
+            if expected:
+                assert made.copy(place.copy(), 1, 5) == expected
+            if len(string) < cap - 1:
+                latest = text[ends[-1] + 1 : min(ends[-1] + 2, at)]
+                if latest[0] != SEPARATOR:
+                    assert made.copy(place.copy(), 1, 1, latest=True) == latest
+                assert made.suffixes(place)[0] == (len(string), len(ends))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_most_frequent_continuations_grow_first(form: str) -> None:
+    pick = random.Random(2)
+    for text in texts():
+        made = FORMS[form](64)
+        made.extend(text)
+        for _ in range(40):
+            start = pick.randrange(len(text) - 1)
+            string = text[start : start + pick.randint(1, 4)]
+            cursor = Cursor()
+            made.follow(cursor, string)
+            made.shorten(cursor, len(string))
+            assert cursor.length == len(string)
+            nodes, deep, rarest = pick.randint(1, 12), pick.randint(1, 4), pick.randint(1, 3)
+            grown = made.grow(cursor, nodes, rarest, 8, deep)
+            paths: list[tuple[int, ...]] = []
+            for token, parent, count in zip(*grown, strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+                assert count == len(occurrences(text, [*string, *paths[-1]]))
+            assert len(set(paths)) == len(paths) <= nodes
+            ends = occurrences(text, string)
+            seen = Counter(
+                tuple(text[e + 1 : e + 1 + n])
+                for n in range(1, deep + 1)
+                for e in ends
+                if e + n < len(text) and SEPARATOR not in text[e + 1 : e + 1 + n]
+            )
+            frequent = sorted((c for c in seen.values() if c >= rarest), reverse=True)
+            if max(Counter(p[:-1] for p in seen).values(), default=0) <= 8:  # more than eight siblings are not kept
+                assert grown.counts == frequent[:nodes]
+            else:
+                assert grown.counts == sorted(grown.counts, reverse=True) and grown.counts[0] == frequent[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cursor_in_a_text_that_grows_stays_right(form: str) -> None:
+    pick = random.Random(3)
+    made, text, said, cursor = FORMS[form](64), [], [], Cursor()
+    for _ in range(120):
+        new = [pick.randrange(3) for _ in range(pick.randint(1, 6))]
+        made.extend(new)
+        text += new
+        heard = [pick.randrange(3) for _ in range(pick.randint(1, 4))]
+        before = said[-cursor.length :] if cursor.length else []
+        made.follow(cursor, heard)
+        said += heard
+        assert cursor.length <= len(before) + len(heard)
+        string = said[len(said) - cursor.length :]
+        assert occurrences(text, string) if string else True
+        assert (cursor.length, len(occurrences(text, string))) == made.suffixes(cursor)[0] if string else True
+        place = cursor.copy()
+        made.follow(place, [99])
+        assert place.length == 0
+
+
+def test_the_compiled_form_is_in_use_where_it_was_built() -> None:
+    assert isinstance(automaton(), Native) == (_library() is not None)
