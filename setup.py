@@ -9,7 +9,10 @@ x86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "lin
 native = "src/truedraft/runtime/native"
 
 automaton = Extension(
-    "truedraft.stores._automaton", sources=["src/truedraft/stores/automaton.c"], extra_compile_args=["-O3"], optional=True
+    "truedraft.stores._automaton",
+    sources=["src/truedraft/stores/automaton.c"],
+    extra_compile_args=["-O3"],
+    optional=True,
 )
 setup(
     ext_modules=[

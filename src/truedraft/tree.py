@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -27,12 +27,20 @@ CHECKS = os.environ.get("TRUEDRAFT_CHECK", "") not in ("", "0")
 class Shape:
     """What follows from the parents alone; made once per distinct tree shape."""
 
+    parent: tuple[int, ...]
     depth: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
     order: tuple[int, ...]  # 0 for a first child, 1 for a second, ...
-    mask: Tensor  # (n, n) bool: mask[i, j] where j is i or an ancestor of i
     run: tuple[int, ...]  # how many of the first nodes, 0, 1, 2 ..., a node's path begins with
     extras: tuple[tuple[int, ...], ...]  # the rest of its path
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """(n, n) bool: mask[i, j] where j is i or an ancestor of i."""
+        mask = torch.eye(len(self.parent), dtype=torch.bool)
+        for i in range(1, len(self.parent)):
+            mask[i] |= mask[self.parent[i]]
+        return mask
 
 
 @lru_cache(maxsize=4096)
@@ -41,18 +49,16 @@ def shape_of(parent: tuple[int, ...]) -> Shape:
     depth, order, run = [0] * n, [0] * n, [1] * n
     children: list[list[int]] = [[] for _ in range(n)]
     extras: list[tuple[int, ...]] = [()] * n
-    mask = torch.eye(n, dtype=torch.bool)
     for i in range(1, n):
         p = parent[i]
         depth[i] = depth[p] + 1
         order[i] = len(children[p])
         children[p].append(i)
-        mask[i] |= mask[p]
         if not extras[p] and run[p] == i:
             run[i] = i + 1
         else:
             run[i], extras[i] = run[p], (*extras[p], i)
-    return Shape(tuple(depth), tuple(map(tuple, children)), tuple(order), mask, tuple(run), tuple(extras))
+    return Shape(parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run), tuple(extras))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,8 @@ class DraftTree:
         the whole where all children are certain, that is, point masses.
     draws: how children come about.
     probes: nodes that are read but never verified (mask tokens, prompt tokens, window entries).
+    hopes: (n,) the chance of each node to be right if its parent is, as the drafter has learnt it; None where it has
+        not. The root's is 1.
     """
 
     tokens: tuple[int, ...]
@@ -72,6 +80,7 @@ class DraftTree:
     dist: tuple[Tensor | None, ...] | None = None
     probes: frozenset[int] = field(default_factory=frozenset)
     draws: Draws = "certain"
+    hopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if CHECKS:
@@ -92,12 +101,17 @@ class DraftTree:
             raise ValueError(f"dist belongs to drawn children, and draws is {self.draws!r}")
         if self.dist is not None and len(self.dist) != n:
             raise ValueError(f"dist needs one law per node, got {len(self.dist)} for {n} nodes")
+        if self.hopes is not None and (len(self.hopes) != n or not all(0 <= h <= 1 for h in self.hopes)):
+            raise ValueError(f"hopes need one chance per node, got {self.hopes} for {n} nodes")
 
     @classmethod
-    def chain(cls, root: int, draft: Iterable[int] = ()) -> DraftTree:
-        """The pending token `root` followed by `draft`, each token the only child of the one before."""
+    def chain(cls, root: int, draft: Iterable[int] = (), hopes: Iterable[float] | None = None) -> DraftTree:
+        """The pending token `root` followed by `draft`, each token the only child of the one before.
+
+        hopes: of the drafted tokens.
+        """
         tokens = (root, *draft)
-        return cls(tokens, _chain_parents(len(tokens)))
+        return cls(tokens, _chain_parents(len(tokens)), hopes=None if hopes is None else (1.0, *hopes))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -129,23 +143,24 @@ class DraftTree:
         """The first `nodes` nodes: closed under parents, since parents come first."""
         if nodes >= len(self):
             return self
-        dist = None if self.dist is None else self.dist[:nodes]
-        probes = frozenset(i for i in self.probes if i < nodes)
-        return DraftTree(self.tokens[:nodes], self.parent[:nodes], dist, probes, self.draws)
+        return self._kept(range(nodes))
 
     def shallow(self, depth: int) -> DraftTree:
         """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
         if max(self.shape.depth) <= depth:
             return self
-        kept = [i for i, d in enumerate(self.shape.depth) if d <= depth]
-        new = {old: i for i, old in enumerate(kept)}
-        dist = None if self.dist is None else tuple(self.dist[i] for i in kept)
+        return self._kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
+
+    def _kept(self, nodes: Sequence[int]) -> DraftTree:
+        """Some of the nodes, closed under parents."""
+        new = {old: i for i, old in enumerate(nodes)}
         return DraftTree(
-            tuple(self.tokens[i] for i in kept),
-            tuple(new.get(self.parent[i], -1) for i in kept),
-            dist,
+            tuple(self.tokens[i] for i in nodes),
+            tuple(new.get(self.parent[i], -1) for i in nodes),
+            None if self.dist is None else tuple(self.dist[i] for i in nodes),
             frozenset(new[i] for i in self.probes if i in new),
             self.draws,
+            None if self.hopes is None else tuple(self.hopes[i] for i in nodes),
         )
 
 
@@ -217,6 +232,7 @@ class Row:
     references: token ids of documents that the output may copy from.
     ends: tokens that end the row.
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
+    namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
     """
 
     index: int
@@ -226,6 +242,7 @@ class Row:
     references: tuple[tuple[int, ...], ...] = ()
     ends: frozenset[int] = frozenset()
     end: int | None = None
+    namespace: str = ""
 
     @property
     def ended(self) -> bool:

@@ -1,10 +1,10 @@
 """Cost model: verify as much of a draft as raises tokens per second, from measured costs and each row's own history.
 
-The gain of a node is the chance that all tokens on its path are right, each as often as recent ones in its place were
-(Sequoia's positional acceptance). Drafts are compared with what was emitted whether they were verified or not, token
-by token, so a row whose drafts do not pay stops verifying them, keeps learning at no cost, and takes them up again as
-soon as its text begins to repeat. Costs: `runtime/curve.py`,
-corrected by the passes at hand; now and then a promising draft is tried against them. The
+The gain of a node is the chance that all tokens on its path are right: each as often as the drafter has seen of those
+that it hoped as much of, or else as recent ones in its place were (Sequoia's positional acceptance). Drafts are
+compared with what was emitted whether they were verified or not, token by token, so a row whose drafts do not pay
+stops verifying them, keeps learning at no cost, and takes them up again as soon as its text begins to repeat. Costs:
+`runtime/curve.py`, corrected by the passes at hand; now and then a promising draft is tried against them. The
 objective, accepted tokens over the measured time of the pass, is that of Sequoia's hardware-aware budget (arXiv
 2402.12374, section 3.3), here per pass and with drafts that were not verified as evidence.
 """
@@ -51,11 +51,19 @@ class Odds:
         return hope
 
     def values(self, tree: DraftTree) -> list[float]:
-        """The chance of every node that it is right, the root's (1) first; 0 for probes."""
-        shape, values = tree.shape, [1.0]
+        """The chance of every node that it is right, the root's (1) first; 0 for probes.
+
+        By what the drafter hopes of each, where it says so, else by its place in the tree.
+        """
+        hopes: Sequence[float]
+        if tree.hopes is not None:
+            hopes = tree.hopes
+        else:
+            shape = tree.shape
+            hopes = [self.chance(d, o) for d, o in zip(shape.depth, shape.order, strict=True)]
+        values = [1.0]
         for i in range(1, len(tree)):
-            chance = self.chance(shape.depth[i], shape.order[i]) if i not in tree.probes else 0.0
-            values.append(values[tree.parent[i]] * chance)
+            values.append(0.0 if i in tree.probes else values[tree.parent[i]] * hopes[i])
         return values
 
 
@@ -183,7 +191,7 @@ class Cost(Control):
         if len(largest) > 1 and (not self._formed or len(largest) >= len(self._form)):
             self._form, self._formed = largest, True
         for row, tree in zip(rows, trees, strict=True):
-            if len(tree) > 1:
+            if len(tree) > 1 and tree.hopes is None:
                 self._shadows[id(row)].append(Shadow(tree))
         sized = self._sized(rows, trees)
         self._pass = (len(rows) * max(map(len, sized)), self._seconds["target"])

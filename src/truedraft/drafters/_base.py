@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
 from truedraft.chance import Chance
+from truedraft.drafters._trust import Trust
 from truedraft.sampling import Laws
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
@@ -100,28 +102,58 @@ class Plain(Drafter):
 
 
 class PerRow(Drafter, Generic[State]):
-    """A drafter that treats every sequence by itself: a state per row and a chain or tree from it."""
+    """A drafter that treats every sequence by itself: a state per row, and a chain or tree from it.
+
+    What it hopes of its nodes is set right by what came of earlier ones (`_trust.py`), whether they were verified or
+    not.
+    """
 
     def __post_init__(self) -> None:
         self._states: dict[int, State] = {}
+        self._trust = Trust()
 
     @abstractmethod
     def begin(self, row: Row) -> State: ...
 
     @abstractmethod
-    def draft(self, row: Row, state: State, budget: int) -> Sequence[int] | DraftTree:
-        """The next tokens, at most `budget` of them, as a chain or as a tree with `row.tokens[-1]` at its root."""
+    def draft(self, row: Row, state: State, ahead: Sequence[int], budget: int) -> DraftTree:
+        """What follows `row.tokens` and then `ahead`, at most `budget` nodes; its root is the last of these tokens.
+
+        ahead: tokens that another drafter has drafted already.
+        """
+
+    def learn(self, row: Row, state: State, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        """One row's pass as it was; see `observe`.
+
+        logits: (nodes, V), raw.
+        """
+
+    def finish(self, row: Row, state: State) -> None:
+        """The row has ended; what it said may be kept for later rows of its namespace."""
 
     def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._states[id(row)] = self.begin(row)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        trees = []
-        for row, most in zip(rows, budget, strict=True):
-            drafted: Any = self.draft(row, self._states[id(row)], most) if most > 0 else ()
-            trees.append(drafted if isinstance(drafted, DraftTree) else DraftTree.chain(row.tokens[-1], drafted))
-        return trees
+        return [
+            self._trust.proposed(row, self.draft(row, self._states[id(row)], (), most))
+            if most > 0
+            else DraftTree.chain(row.tokens[-1])
+            for row, most in zip(rows, budget, strict=True)
+        ]
+
+    def extend(self, row: Row, ahead: Sequence[int], budget: int) -> DraftTree:
+        """A draft for where the row would stand after `ahead`; see `draft`."""
+        return self._trust.judged(row, self.draft(row, self._states[id(row)], ahead, budget))
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            self._trust.heard(row)
+            self.learn(row, self._states[id(row)], tree, scores.logits[b, : len(tree)], accepted[b])
 
     def end(self, row: Row) -> None:
-        del self._states[id(row)]
+        self._trust.end(row)
+        self.finish(row, self._states.pop(id(row)))

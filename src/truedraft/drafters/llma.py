@@ -13,12 +13,12 @@ from typing import ClassVar
 
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._ngrams import NgramIndex
-from truedraft.tree import Row
+from truedraft.drafters._texts import Told, copied, root_of, told
+from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class Llma(PerRow[NgramIndex]):
+class Llma(PerRow[Told]):
     card = Card(
         paper="arXiv 2304.04487 (2023)",
         idea="Copy from documents given by the caller, from the place that the output has just been quoting.",
@@ -35,11 +35,11 @@ class Llma(PerRow[NgramIndex]):
     def width(self) -> int:
         return self.length
 
-    def begin(self, row: Row) -> NgramIndex:
-        index = NgramIndex(self.longest)
-        for document in (*row.references, tuple(row.tokens)):
-            index.extend(document, len(document))
-        return index
+    def begin(self, row: Row) -> Told:
+        return told(row)
 
-    def draft(self, row: Row, state: NgramIndex, budget: int) -> Sequence[int]:
-        return state.continuation(row.tokens[-self.longest :], self.trigger, min(self.length, budget))
+    def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
+        state.follow(row)
+        place = state.place(ahead, self.longest)
+        tokens = state.automaton.copy(place, self.trigger, min(self.length, budget))
+        return copied(root_of(row, ahead), tokens, place.length)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._ngrams import NgramIndex
-from truedraft.tree import Row
+from truedraft.drafters._texts import Told, copied, root_of, told
+from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class PromptLookup(PerRow[NgramIndex]):
+class PromptLookup(PerRow[Told]):
     card = Card(
         paper="github.com/apoorvumang/prompt-lookup-decoding (2023)",
         idea="Copy what followed the last few tokens when they stood in the text before.",
@@ -26,6 +27,7 @@ class PromptLookup(PerRow[NgramIndex]):
         presets={"prompt-lookup-hf": {"n": 2}, "prompt-lookup-long": {"n": 5, "length": 40}},
         published="Spec-Bench, Vicuna 7B, A100, greedy: 1.66x overall, 2.66x summarising, 1.06x translation.",
     )
+    takes_references: ClassVar[bool] = True
     n: int = 3  # longest n-gram looked for; published default 3, transformers' own default is 2
     length: int = 10  # tokens copied; published default 10
 
@@ -33,9 +35,10 @@ class PromptLookup(PerRow[NgramIndex]):
     def width(self) -> int:
         return self.length
 
-    def begin(self, row: Row) -> NgramIndex:
-        return NgramIndex(self.n)
+    def begin(self, row: Row) -> Told:
+        return told(row)
 
-    def draft(self, row: Row, state: NgramIndex, budget: int) -> Sequence[int]:
-        state.extend(row.tokens, len(row.tokens) - 1)  # the last n-gram itself is what is looked for
-        return state.continuation(row.tokens, 1, min(self.length, budget))
+    def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
+        state.follow(row)
+        place = state.place(ahead, self.n)
+        return copied(root_of(row, ahead), state.automaton.copy(place, 1, min(self.length, budget)), place.length)

@@ -82,7 +82,8 @@ class Pure:
                 values.append(value)
 
     def suffixes(self, cursor: Cursor) -> list[tuple[int, int]]:
-        found, length = [], cursor.length
+        found: list[tuple[int, int]] = []
+        length = cursor.length
         state = self._holding(cursor.state, length)
         while state and len(found) < CAP:
             found.append((length, self.count[state]))

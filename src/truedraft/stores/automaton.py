@@ -93,18 +93,24 @@ class _Automaton(ctypes.Structure):
     ]
 
 
-ARRAYS = {"token": ("tokens", 1), "state": ("states", 8), "edge": ("edges", 4), "top": ("tops", 9), "slot": ("slots", 1)}
+ARRAYS = {
+    "token": ("tokens", 1),
+    "state": ("states", 8),
+    "edge": ("edges", 4),
+    "top": ("tops", 9),
+    "slot": ("slots", 1),
+}
 SCALARS = ("tokens", "states", "edges", "tops", "hashed", "slots", "cap", "tail", "active", "depth")
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> ctypes.PyDLL | None:
     """The compiled automaton, or None where it was not built; TRUEDRAFT_NATIVE=0 in the environment leaves it out."""
     built = sorted(Path(__file__).parent.glob("_automaton*.so")) + sorted(Path(__file__).parent.glob("_automaton*.pyd"))
     if not built or os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
         return None
     try:
-        lib = ctypes.CDLL(str(built[-1]))
+        lib = ctypes.PyDLL(str(built[-1]))  # calls hold the GIL: rows of several threads may share an automaton
     except OSError:
         return None
     one, at, ints = POINTER(_Automaton), POINTER(Cursor), c_void_p
@@ -128,8 +134,9 @@ def _library() -> ctypes.CDLL | None:
 class Native:
     """The compiled automaton."""
 
-    def __init__(self, lib: ctypes.CDLL, cap: int = CAP):
-        self._lib, self._a, self._held = lib, _Automaton(), ()
+    def __init__(self, lib: ctypes.PyDLL, cap: int = CAP):
+        self._lib, self._a = lib, _Automaton()
+        self._held: tuple[Any, ...] = ()
         if not lib.truedraft_begin(byref(self._a), cap):
             raise MemoryError("no memory for a suffix automaton")
 
@@ -192,7 +199,7 @@ class Native:
         return found
 
     @classmethod
-    def over(cls, lib: ctypes.CDLL, arrays: Mapping[str, Any]) -> Native:
+    def over(cls, lib: ctypes.PyDLL, arrays: Mapping[str, Any]) -> Native:
         """An automaton that reads where its arrays lie, and cannot grow."""
         made = cls.__new__(cls)
         made._lib, made._a, made._held = lib, _Automaton(), tuple(arrays.values())

@@ -1,0 +1,101 @@
+"""What a drafter's own estimates are worth: how often nodes of which it hoped as much were right."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from dataclasses import dataclass, field, replace
+
+from truedraft.tree import DraftTree, Row
+
+STEP = 0.5  # of the log-odds, between one bin of estimates and the next
+EDGES = [1 / (1 + math.exp(-STEP * k)) for k in range(-10, 11)]
+PRIOR = 4.0  # observations that an estimate itself counts for
+OTHERS = 3.0  # observations that what is known of other rows counts for
+LONG, SHORT = 0.995, 0.9  # weight that an observation keeps at each later one: over all rows, and within one
+FOLLOWED = 3  # drafts of a row that are compared with what is said, at a time
+
+
+@dataclass
+class Tally:
+    """Observations by bin of the estimate, the recent ones counting most."""
+
+    memory: float
+    right: list[float] = field(default_factory=lambda: [0.0] * (len(EDGES) + 1))
+    tried: list[float] = field(default_factory=lambda: [0.0] * (len(EDGES) + 1))
+
+    def add(self, at: int, right: bool) -> None:
+        self.right[at] = self.right[at] * self.memory + right
+        self.tried[at] = self.tried[at] * self.memory + 1
+
+
+@dataclass
+class _Known:
+    """Of one row: its tally, the drafts still compared with what is said, and how much of it was."""
+
+    tally: Tally
+    heard: int
+    drafts: list[tuple[DraftTree, int]] = field(default_factory=list)  # with the estimates as they came; node reached
+
+
+class Trust:
+    """Sets estimates right. A node's estimate is the chance that it is right if its parent is."""
+
+    def __init__(self) -> None:
+        self._all = Tally(LONG)
+        self._rows: dict[int, _Known] = {}
+
+    def proposed(self, row: Row, tree: DraftTree) -> DraftTree:
+        """A draft with its estimates set right; it is compared with what the row will say."""
+        if tree.hopes is None or len(tree) == 1:
+            return tree
+        known = self._known(row)
+        if len(known.drafts) < FOLLOWED:
+            known.drafts.append((tree, 0))
+        return self.judged(row, tree)
+
+    def judged(self, row: Row, tree: DraftTree) -> DraftTree:
+        """A draft with its estimates set right."""
+        if tree.hopes is None or len(tree) == 1:
+            return tree
+        ours, mine = self._all, self._known(row).tally
+        found: dict[float, float] = {}
+        for raw in set(tree.hopes[1:]):
+            at = bisect(EDGES, raw)
+            here = (ours.right[at] + PRIOR * raw) / (ours.tried[at] + PRIOR)
+            found[raw] = (mine.right[at] + OTHERS * here) / (mine.tried[at] + OTHERS)
+        return replace(tree, hopes=(1.0, *(found[raw] for raw in tree.hopes[1:])))
+
+    def heard(self, row: Row) -> None:
+        """The row went on."""
+        known = self._known(row)
+        said, known.heard = row.tokens[known.heard :], len(row.tokens)
+        known.drafts = [(tree, at) for tree, node in known.drafts if (at := self._follow(known, tree, node, said)) >= 0]
+
+    def _follow(self, known: _Known, tree: DraftTree, node: int, said: list[int]) -> int:
+        """The node reached along what was said, -1 where the draft has gone wrong or is at its end."""
+        assert tree.hopes is not None
+        children = tree.shape.children
+        for token in said:
+            reached = -1
+            for child in children[node]:
+                if child in tree.probes:
+                    continue
+                right = tree.tokens[child] == token and reached < 0
+                at = bisect(EDGES, tree.hopes[child])
+                self._all.add(at, right)
+                known.tally.add(at, right)
+                if right:
+                    reached = child
+            if reached < 0:
+                return -1
+            node = reached
+        return node if children[node] else -1
+
+    def _known(self, row: Row) -> _Known:
+        if id(row) not in self._rows:
+            self._rows[id(row)] = _Known(Tally(SHORT), len(row.tokens))
+        return self._rows[id(row)]
+
+    def end(self, row: Row) -> None:
+        self._rows.pop(id(row), None)

@@ -1,0 +1,81 @@
+"""SuffixDecoding: grow what most often followed the last tokens, here and in earlier outputs, as far as it is sure.
+
+Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications", 2024 (arXiv 2411.04975).
+Every suffix of the text that occurred before proposes a tree, as large as the match is long; the one with the most
+expected tokens, by how often each continuation was seen, is drafted. It looks in the row's own text and in what earlier
+rows said (of the same namespace, the oldest forgotten first), so it gains with every request of an agent's loop; on
+text that never repeats it drafts little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from truedraft.card import Card
+from truedraft.drafters._base import PerRow
+from truedraft.drafters._texts import Told, counted, root_of, told
+from truedraft.stores.automaton import Automaton, Cursor, Grown
+from truedraft.stores.memory import Memory, Places
+from truedraft.tree import DraftTree, Row
+
+
+@dataclass
+class Suffix(PerRow[tuple[Told, Places]]):
+    card = Card(
+        paper="arXiv 2411.04975 (2024)",
+        idea="Grow the most frequent continuations of what was just said, sized by how sure they are.",
+        family="retrieval",
+        presets={"suffix-chain": {"branches": 1}},
+        published="Up to 5.3x over plain decoding on agents' loads (AgenticSQL, SWE-Bench).",
+    )
+    takes_references: ClassVar[bool] = True
+    depth: int = 64  # tokens of match and draft together; published 64
+    alpha: float = 1.0  # nodes for each matched token; published 1.0
+    offset: float = 0.0  # nodes besides; published 0.0
+    rare: float = 0.1  # least share of the matches that a node must have followed; published 0.1
+    branches: int = 8  # children of a node at most: 1 drafts chains; published both, chains and trees
+    memory: int = 4_000_000  # tokens of earlier outputs that are kept; published 100,000 outputs, oldest forgotten
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._said = Memory(self.memory)
+
+    @property
+    def width(self) -> int:
+        return self.depth
+
+    def begin(self, row: Row) -> tuple[Told, Places]:
+        return told(row), Places()
+
+    def finish(self, row: Row, state: tuple[Told, Places]) -> None:
+        self._said.add(row.namespace, row.tokens[row.prompt : row.end])
+
+    def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
+        text, places = state
+        text.follow(row)
+        sources = [(text.automaton, text.place(ahead))]
+        for automaton, cursor in places.follow(self._said.of(row.namespace), row.tokens):
+            there = cursor.copy()
+            automaton.follow(there, ahead)
+            sources.append((automaton, there))
+        best, score = DraftTree.chain(root_of(row, ahead)), 0.0
+        for automaton, cursor in sources:
+            automaton.shorten(cursor, self.depth - 1)
+            for length, count in automaton.suffixes(cursor):
+                if self._size(length) <= score:
+                    break
+                automaton.shorten(cursor, length)
+                grown = self._grown(automaton, cursor, length, count, budget)
+                if (expected := sum(grown.counts) / count) > score:
+                    best, score = counted(best.tokens[0], grown, count, length), expected
+        return best
+
+    def _size(self, length: int) -> float:
+        return self.alpha * length + self.offset
+
+    def _grown(self, automaton: Automaton, cursor: Cursor, length: int, count: int, budget: int) -> Grown:
+        nodes = min(int(self._size(length)), budget, self.width)
+        return automaton.grow(cursor, nodes, math.ceil(self.rare * count), self.branches, self.depth - length)

@@ -1,0 +1,67 @@
+"""What earlier rows said, for later rows of the same namespace; bounded, the oldest forgotten first."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from truedraft.stores.automaton import SEPARATOR, Automaton, Cursor, automaton
+
+SHARES = 4  # parts that the bound is divided in; the oldest is forgotten as a whole
+RECENT = 64  # tokens that a new cursor looks back
+
+
+class Memory:
+    """Texts by namespace, in automata that later rows of the namespace look things up in.
+
+    When all texts together have more than `limit` tokens, the part begun first is forgotten: a part holds up to a
+    quarter of the limit, of one namespace.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._parts: deque[tuple[str, Automaton]] = deque()
+
+    def __len__(self) -> int:
+        """Tokens held, of all namespaces."""
+        return sum(len(part) for _, part in self._parts)
+
+    def add(self, namespace: str, text: Sequence[int]) -> None:
+        share = max(self.limit // SHARES, 1)
+        text = [*text[-share:], SEPARATOR]
+        mine = [part for name, part in self._parts if name == namespace]
+        if mine and len(mine[-1]) + len(text) <= share:
+            part = mine[-1]
+        else:
+            part = automaton()
+            self._parts.append((namespace, part))
+        part.extend(text)
+        while len(self._parts) > 1 and len(self) > self.limit:
+            self._parts.popleft()
+
+    def of(self, namespace: str) -> list[Automaton]:
+        """The parts that a row of this namespace may read."""
+        return [part for name, part in self._parts if name == namespace]
+
+
+class Places:
+    """Where a row's last tokens stand in texts of others: a cursor for each automaton that it may read."""
+
+    def __init__(self) -> None:
+        self._cursors: list[tuple[Automaton, Cursor]] = []
+        self._heard = 0
+
+    def follow(self, automata: Sequence[Automaton], tokens: Sequence[int]) -> list[tuple[Automaton, Cursor]]:
+        """The row has said `tokens`, all of them; returns its cursors, one for each of `automata`."""
+        known, new = {id(a): c for a, c in self._cursors}, tokens[self._heard :]
+        found = []
+        for text in automata:
+            cursor = known.get(id(text))
+            if cursor is None:
+                cursor = Cursor()
+                text.follow(cursor, tokens[-RECENT:])
+            elif new:
+                text.follow(cursor, new)
+            found.append((text, cursor))
+        self._cursors, self._heard = found, len(tokens)
+        return found
