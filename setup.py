@@ -8,15 +8,15 @@ from setuptools import Extension, setup
 x86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "linux"
 native = "src/truedraft/runtime/native"
 
-automaton = Extension(
-    "truedraft.stores._automaton",
-    sources=["src/truedraft/stores/automaton.c"],
+stores = Extension(
+    "truedraft.stores._compiled",
+    sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest")],
     extra_compile_args=["-O3"],
     optional=True,
 )
 setup(
     ext_modules=[
-        automaton,
+        stores,
         Extension(
             "truedraft.runtime.native._pass",
             sources=[f"{native}/pass.c"],
@@ -29,5 +29,5 @@ setup(
         ),
     ]
     if x86
-    else [automaton]
+    else [stores]
 )

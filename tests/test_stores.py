@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
+from truedraft.stores._native import Cursor, library
 from truedraft.stores._pure import Pure
-from truedraft.stores.automaton import SEPARATOR, Automaton, Cursor, Native, _library, automaton
+from truedraft.stores.automaton import SEPARATOR, Automaton, Native, automaton
+from truedraft.stores.likeliest import likeliest
 
 FORMS: dict[str, Callable[[int], Automaton]] = {"pure": Pure}
-if (lib := _library()) is not None:
+if (lib := library()) is not None:
     FORMS["native"] = lambda cap: Native(lib, cap)
 
 
@@ -127,4 +130,16 @@ def test_a_cursor_in_a_text_that_grows_stays_right(form: str) -> None:
 
 
 def test_the_compiled_form_is_in_use_where_it_was_built() -> None:
-    assert isinstance(automaton(), Native) == (_library() is not None)
+    assert isinstance(automaton(), Native) == (library() is not None)
+
+
+def test_the_likeliest_are_those_of_topk() -> None:
+    scores = torch.randn(7, 300)
+    scores[2, 5] = scores[2, 6] = torch.nan
+    wanted = [row.nan_to_num(-torch.inf).topk(8).indices.tolist() for row in scores]
+    found = likeliest(scores[:, ::1], 8)
+    assert [row for i, row in enumerate(found) if i != 2] == [row for i, row in enumerate(wanted) if i != 2]
+    if library() is not None:
+        assert found[2] == wanted[2]
+    assert likeliest(scores.double(), 3) == scores.topk(3).indices.tolist()
+    assert [row[:2] for row in likeliest(scores[3:, :2], 5)] == scores[3:, :2].topk(2).indices.tolist()

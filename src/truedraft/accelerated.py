@@ -27,6 +27,7 @@ from truedraft.arguments import (
 from truedraft.chance import Chance
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter, Plain
+from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.runtime.quantize import quantize as quantized
@@ -388,4 +389,6 @@ def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
 
 
 def _name(part: object) -> str:
-    return "plain" if isinstance(part, Plain) else type(part).__module__.rpartition(".")[2].replace("_", "-")
+    if isinstance(part, Drafter):
+        return "plain" if isinstance(part, Plain) else name_of(part)
+    return type(part).__module__.rpartition(".")[2].replace("_", "-")

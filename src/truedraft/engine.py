@@ -34,6 +34,7 @@ class Engine:
         """Decode, one pass of the target per item; `row.tokens` grows as it goes. The target's cache is reserved."""
         prefill = self.watch.timed("prefill", self.target.prefill)
         propose = self.watch.timed("draft", self.drafter.propose)
+        observe = self.watch.timed("draft", self.drafter.observe)
         score = self.watch.timed("target", self.target.score)
         foresee = self.watch.timed("target", self._foresee)
         prune = self.watch.timed("control", self.control.prune)
@@ -57,7 +58,7 @@ class Engine:
                 )
                 self.chance.reached(max(row.step for row in rows))
                 self.target.commit([a.path for a in accepted])
-                self.drafter.observe(rows, trees, scores, accepted)
+                observe(rows, trees, scores, accepted)
                 learn(rows, trees, accepted)
                 yield _record(rows, before, trees, accepted)
 

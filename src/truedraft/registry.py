@@ -80,11 +80,17 @@ def presets(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def load(kind: str, spec: str, **knobs: Any) -> Any:
-    """A method from its name, a preset's name, or `name:knob=value,knob=value`; a lossy rule from `lossy/name`.
+    """A method from its name, a preset's name, or `name:knob=value,knob=value`; a lossy rule from `lossy/name`;
+    several drafters as one from their names and the signs between them (`drafters/_compose.py`).
 
     Raises:
         Refused: unknown method, unknown knob, or a value that the method does not take.
     """
+    if kind == "drafters":
+        from truedraft.drafters._compose import SIGNS, compose
+
+        if any(sign in spec for sign in SIGNS):
+            return compose(spec, lambda part: load(kind, part))
     if kind == "accept" and spec.startswith("lossy/"):
         kind, spec = "accept.lossy", spec.removeprefix("lossy/")
     name, _, given = spec.partition(":")

@@ -145,7 +145,7 @@ class PerRow(Drafter, Generic[State]):
 
     def extend(self, row: Row, ahead: Sequence[int], budget: int) -> DraftTree:
         """A draft for where the row would stand after `ahead`; see `draft`."""
-        return self._trust.judged(row, self.draft(row, self._states[id(row)], ahead, budget))
+        return self._trust.proposed(row, self.draft(row, self._states[id(row)], ahead, budget), ahead)
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from truedraft.stores.automaton import SEPARATOR, Cursor, Grown, automaton
+from truedraft.stores._native import Cursor
+from truedraft.stores.automaton import SEPARATOR, Grown, automaton
 from truedraft.tree import DraftTree, Row
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from truedraft.tree import DraftTree, Row
@@ -30,12 +31,24 @@ class Tally:
 
 
 @dataclass
+class Followed:
+    """A draft, with its estimates as they came, that is still compared with what is said.
+
+    ahead: what has to be said before its first nodes. node: reached.
+    """
+
+    tree: DraftTree
+    ahead: Sequence[int]
+    node: int = 0
+
+
+@dataclass
 class _Known:
     """Of one row: its tally, the drafts still compared with what is said, and how much of it was."""
 
     tally: Tally
     heard: int
-    drafts: list[tuple[DraftTree, int]] = field(default_factory=list)  # with the estimates as they came; node reached
+    drafts: list[Followed] = field(default_factory=list)
 
 
 class Trust:
@@ -45,20 +58,17 @@ class Trust:
         self._all = Tally(LONG)
         self._rows: dict[int, _Known] = {}
 
-    def proposed(self, row: Row, tree: DraftTree) -> DraftTree:
-        """A draft with its estimates set right; it is compared with what the row will say."""
+    def proposed(self, row: Row, tree: DraftTree, ahead: Sequence[int] = ()) -> DraftTree:
+        """A draft with its estimates set right; it is compared with what the row will say.
+
+        ahead: what it stands behind.
+        """
         if tree.hopes is None or len(tree) == 1:
             return tree
         known = self._known(row)
         if len(known.drafts) < FOLLOWED:
-            known.drafts.append((tree, 0))
-        return self.judged(row, tree)
-
-    def judged(self, row: Row, tree: DraftTree) -> DraftTree:
-        """A draft with its estimates set right."""
-        if tree.hopes is None or len(tree) == 1:
-            return tree
-        ours, mine = self._all, self._known(row).tally
+            known.drafts.append(Followed(tree, ahead))
+        ours, mine = self._all, known.tally
         found: dict[float, float] = {}
         for raw in set(tree.hopes[1:]):
             at = bisect(EDGES, raw)
@@ -70,11 +80,15 @@ class Trust:
         """The row went on."""
         known = self._known(row)
         said, known.heard = row.tokens[known.heard :], len(row.tokens)
-        known.drafts = [(tree, at) for tree, node in known.drafts if (at := self._follow(known, tree, node, said)) >= 0]
+        known.drafts = [draft for draft in known.drafts if self._goes_on(known.tally, draft, said)]
 
-    def _follow(self, known: _Known, tree: DraftTree, node: int, said: list[int]) -> int:
-        """The node reached along what was said, -1 where the draft has gone wrong or is at its end."""
+    def _goes_on(self, tally: Tally, draft: Followed, said: Sequence[int]) -> bool:
+        """Follow what was said; false where the draft has gone wrong or is at its end."""
+        tree, node, waits = draft.tree, draft.node, len(draft.ahead)
         assert tree.hopes is not None
+        if any(a != b for a, b in zip(draft.ahead, said, strict=False)):
+            return False
+        draft.ahead, said = draft.ahead[len(said) :], said[waits:]
         children = tree.shape.children
         for token in said:
             reached = -1
@@ -84,13 +98,14 @@ class Trust:
                 right = tree.tokens[child] == token and reached < 0
                 at = bisect(EDGES, tree.hopes[child])
                 self._all.add(at, right)
-                known.tally.add(at, right)
+                tally.add(at, right)
                 if right:
                     reached = child
             if reached < 0:
-                return -1
+                return False
             node = reached
-        return node if children[node] else -1
+        draft.node = node
+        return bool(children[node])
 
     def _known(self, row: Row) -> _Known:
         if id(row) not in self._rows:

@@ -17,7 +17,8 @@ from typing import ClassVar
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import Told, counted, root_of, told
-from truedraft.stores.automaton import Automaton, Cursor, Grown
+from truedraft.stores._native import Cursor
+from truedraft.stores.automaton import Automaton, Grown
 from truedraft.stores.memory import Memory, Places
 from truedraft.tree import DraftTree, Row
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
+from truedraft.stores.likeliest import likeliest
 from truedraft.tree import Accepted, DraftTree, Row
 
 Successors = dict[int, list[int]]
@@ -67,8 +68,7 @@ class TokenRecycling(PerRow[Successors]):
         return DraftTree(tuple(tokens), tuple(parents), hopes=tuple(hopes))
 
     def learn(self, row: Row, state: Successors, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        best = logits.topk(min(self.successors, logits.shape[-1]), dim=-1).indices
-        state.update(zip(tree.tokens, best.tolist(), strict=True))
+        state.update(zip(tree.tokens, likeliest(logits, self.successors), strict=True))
 
 
 @lru_cache(maxsize=64)

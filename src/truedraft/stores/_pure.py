@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from truedraft.stores.automaton import CAP, MOST, Cursor, Grown
+from truedraft.stores._native import Cursor
+from truedraft.stores.automaton import CAP, MOST, Grown
 
 
 class Pure:

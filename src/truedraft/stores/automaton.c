@@ -387,4 +387,4 @@ int64_t truedraft_suffixes(const Automaton *a, const Cursor *c, int64_t most, in
     return n;
 }
 
-int64_t truedraft_store_layout(void) { return (int64_t)sizeof(Automaton) * 4096 + sizeof(State); }
+int64_t truedraft_store_layout(void) { return (int64_t)sizeof(Automaton) * 4096 + sizeof(Cursor); }

@@ -7,31 +7,18 @@ compiler was at hand when truedraft was installed, else in Python (`_pure.py`), 
 from __future__ import annotations
 
 import ctypes
-import os
 from array import array
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_void_p
-from functools import cache
-from pathlib import Path
+from ctypes import POINTER, byref, c_int32
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from truedraft.stores._native import Cursor, Layout, library
+
 CAP = 128  # tokens of the longest string whose occurrences are counted
 MOST = 256  # nodes of the largest tree grown
 SEPARATOR = -1  # stands between documents; never drafted
-
-
-class Cursor(ctypes.Structure):
-    """A place in an automaton: the longest suffix of what was read that occurs in its text.
-
-    length: its tokens. pending: of a text's own cursor, the last token, which the automaton has yet to learn.
-    """
-
-    _fields_ = [("state", c_int32), ("length", c_int32), ("pending", c_int32), ("has_pending", c_int32)]
-
-    def copy(self) -> Cursor:
-        return Cursor(self.state, self.length, self.pending, self.has_pending)
 
 
 class Grown(NamedTuple):
@@ -84,15 +71,6 @@ class Automaton(Protocol):
         """What a file keeps of it; see `loaded`."""
 
 
-class _Automaton(ctypes.Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("tokens", "states", "edges", "tops", "hashed", "slots")),
-        *((name, c_int64) for name in ("token_room", "state_room", "edge_room", "top_room")),
-        *((name, c_void_p) for name in ("token", "state", "edge", "top", "slot")),
-        *((name, c_int32) for name in ("cap", "tail", "active", "depth")),
-    ]
-
-
 ARRAYS = {
     "token": ("tokens", 1),
     "state": ("states", 8),
@@ -103,39 +81,11 @@ ARRAYS = {
 SCALARS = ("tokens", "states", "edges", "tops", "hashed", "slots", "cap", "tail", "active", "depth")
 
 
-@cache
-def _library() -> ctypes.PyDLL | None:
-    """The compiled automaton, or None where it was not built; TRUEDRAFT_NATIVE=0 in the environment leaves it out."""
-    built = sorted(Path(__file__).parent.glob("_automaton*.so")) + sorted(Path(__file__).parent.glob("_automaton*.pyd"))
-    if not built or os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
-        return None
-    try:
-        lib = ctypes.PyDLL(str(built[-1]))  # calls hold the GIL: rows of several threads may share an automaton
-    except OSError:
-        return None
-    one, at, ints = POINTER(_Automaton), POINTER(Cursor), c_void_p
-    for name, result, arguments in (
-        ("begin", c_int, [one, c_int32]),
-        ("free", None, [one]),
-        ("extend", c_int, [one, ints, c_int64]),
-        ("read", c_int, [one, at, ints, c_int64]),
-        ("follow", None, [one, at, ints, c_int64]),
-        ("shorten", None, [one, at, c_int32]),
-        ("copy", c_int64, [one, at, c_int32, c_int64, c_int64, c_int, ints]),
-        ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
-        ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
-        ("store_layout", c_int64, []),
-    ):
-        function = getattr(lib, f"truedraft_{name}")
-        function.restype, function.argtypes = result, arguments
-    return lib if lib.truedraft_store_layout() == ctypes.sizeof(_Automaton) * 4096 + 32 else None
-
-
 class Native:
     """The compiled automaton."""
 
     def __init__(self, lib: ctypes.PyDLL, cap: int = CAP):
-        self._lib, self._a = lib, _Automaton()
+        self._lib, self._a = lib, Layout()
         self._held: tuple[Any, ...] = ()
         if not lib.truedraft_begin(byref(self._a), cap):
             raise MemoryError("no memory for a suffix automaton")
@@ -202,7 +152,7 @@ class Native:
     def over(cls, lib: ctypes.PyDLL, arrays: Mapping[str, Any]) -> Native:
         """An automaton that reads where its arrays lie, and cannot grow."""
         made = cls.__new__(cls)
-        made._lib, made._a, made._held = lib, _Automaton(), tuple(arrays.values())
+        made._lib, made._a, made._held = lib, Layout(), tuple(arrays.values())
         for name, value in zip(SCALARS, arrays["scalars"].tolist(), strict=True):
             setattr(made._a, name, value)
         for name in ARRAYS:
@@ -219,7 +169,7 @@ def automaton(cap: int = CAP) -> Automaton:
 
     cap: tokens of the longest string whose occurrences are counted; longer ones are found, and copied, as well.
     """
-    if (lib := _library()) is not None:
+    if (lib := library()) is not None:
         return Native(lib, cap)
     from truedraft.stores._pure import Pure
 
@@ -231,7 +181,7 @@ def loaded(arrays: Mapping[str, Any]) -> Automaton:
 
     Where only its text can be used (another form made it, or reads it) it is built anew.
     """
-    lib = _library()
+    lib = library()
     if lib is not None and "state" in arrays:
         return Native.over(lib, arrays)
     made = automaton()

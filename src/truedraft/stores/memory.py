@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from truedraft.stores.automaton import SEPARATOR, Automaton, Cursor, automaton
+from truedraft.stores._native import Cursor
+from truedraft.stores.automaton import SEPARATOR, Automaton, automaton
 
 SHARES = 4  # parts that the bound is divided in; the oldest is forgotten as a whole
 RECENT = 64  # tokens that a new cursor looks back

@@ -1,0 +1,333 @@
+"""Several drafters as one: their drafts merged, the best of them chosen, or one going on where another ends.
+
+    a+b   merge: one tree of both drafts under one budget, what both draft once, the likeliest nodes first
+    a|b   route: each pass the draft with the most accepted tokens to be expected per second
+    a?b   switch: the first that drafts anything (the published rules of SAM decoding and CopySpec)
+    a>b   cascade: b goes on from the ends of a's draft, and drafts alone where a has nothing
+
+The later in this list, the closer it binds, but for `|`, the loosest: `a>b+c|d` is `((a>b)+c)|d`. Whatever is drafted,
+all parts see every pass.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from truedraft.card import Card
+from truedraft.chance import Chance
+from truedraft.drafters._base import Drafter, PerRow
+from truedraft.drafters._trust import Trust
+from truedraft.errors import Refused
+from truedraft.sampling import Laws
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
+
+LATER = 0.85  # chance given to a deeper node where its drafter does not say
+LEAVES = 4  # ends of a draft that a cascade goes on from
+DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
+AGAIN = 32  # passes after which a dear part is asked again, whatever it gave before
+
+
+class Many(Drafter):
+    """Drafters that take part in one draft. All their drafts are certain.
+
+    Raises:
+        Refused: fewer than two parts.
+    """
+
+    sign: ClassVar[str]
+
+    def __init__(self, parts: Sequence[Drafter]):
+        if len(parts) < 2:
+            raise Refused(f"{self.sign!r} joins two drafters or more, got {len(parts)}")
+        self.parts = tuple(parts)
+        self.card = Card(  # type: ignore[misc]
+            paper="none", idea=f"{len(parts)} drafters as one.", family="composition",
+            needs=tuple(sorted({need for part in parts for need in part.card.needs})),
+        )  # fmt: skip
+        self.needs = Taps()
+        for part in parts:
+            self.needs |= part.needs
+        self.takes_references = any(part.takes_references for part in parts)  # type: ignore[misc]
+        self.tokenizer: PreTrainedTokenizerBase | None = next(
+            (part.tokenizer for part in parts if part.tokenizer is not None), None
+        )
+        self._trusts = [Trust() for _ in parts]
+        self._trust = Trust()
+        self._asked: tuple[int, ...] = tuple(range(len(parts)))
+
+    @property
+    def name(self) -> str:
+        return self.sign.join(map(name_of, self.parts))
+
+    @property
+    def knows(self) -> int | None:
+        known = {part.knows for part in self.parts} - {None}
+        if len(known) > 1:
+            raise Refused(f"{self.name}: its parts know different numbers of tokens, {sorted(map(str, known))}")
+        return known.pop() if known else None
+
+    def ready(self, target: DecoderTarget) -> None:
+        for part in self.parts:
+            part.ready(target)
+
+    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
+        for part in self.parts:
+            part.open(laws, chance, "likeliest" if wanted == "law" else wanted)
+
+    def start(self, rows: Sequence[Row]) -> None:
+        for part in self.parts:
+            part.start(rows)
+
+    @property
+    def width(self) -> int:
+        return max(part.width for part in self.parts)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        if not any(budget):
+            return [DraftTree.chain(row.tokens[-1]) for row in rows]
+        return [self._trust.proposed(row, tree) for row, tree in zip(rows, self.joined(rows, budget), strict=True)]
+
+    @abstractmethod
+    def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        """One draft a row, from those of the parts."""
+
+    def asked(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        """The drafts of part k, with hopes."""
+        trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]
+        if all(tree.hopes is not None for tree in trees):
+            return trees
+        hope = self.parts[k].hope
+        return [
+            self._trusts[k].proposed(row, tree if tree.hopes is not None else placed(tree, hope))
+            for row, tree in zip(rows, trees, strict=True)
+        ]
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        for row in rows:
+            for trust in (self._trust, *self._trusts):
+                trust.heard(row)
+        for part in self.parts:
+            part.observe(rows, trees, scores, accepted)
+
+    def end(self, row: Row) -> None:
+        for trust in (self._trust, *self._trusts):
+            trust.end(row)
+        for part in self.parts:
+            part.end(row)
+
+
+class Merge(Many):
+    """One tree of all drafts."""
+
+    sign = "+"
+
+    def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        drafts = zip(*(self.asked(k, rows, budget) for k in range(len(self.parts))), strict=True)
+        return [union(trees, most) for trees, most in zip(drafts, budget, strict=True)]
+
+
+class Switch(Many):
+    """The first draft that is not empty."""
+
+    sign = "?"
+
+    def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        found = self.asked(0, rows, budget)
+        for k in range(1, len(self.parts)):
+            rest = [0 if len(tree) > 1 else most for tree, most in zip(found, budget, strict=True)]
+            if any(rest):
+                found = [a if len(a) > 1 else b for a, b in zip(found, self.asked(k, rows, rest), strict=True)]
+        return found
+
+
+class Route(Many):
+    """The draft of which most is expected in the time that it takes.
+
+    Parts whose drafts cost next to nothing are all asked, and judged by what they hope. One that is dear (a model) is
+    asked where its drafts lately promised more per second than the best at hand.
+
+    chosen: how often each part was, in order; `history` says which it was, pass by pass, of the last call.
+    """
+
+    sign = "|"
+
+    def __init__(self, parts: Sequence[Drafter]):
+        super().__init__(parts)
+        self.seconds = [0.0] * len(parts)  # that a draft lately took
+        self.gains = [float("inf")] * len(parts)  # that a draft lately promised
+        self.pass_seconds = 0.0
+        self.history: list[tuple[int, int, int]] = []  # (row, tokens said before, part)
+        self._proposed_at: float | None = None
+        self._idle = [0] * len(parts)
+
+    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
+        super().open(laws, chance, wanted)
+        self.history, self._proposed_at = [], None
+
+    def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        best: list[DraftTree] = []
+        rates: list[float] = []
+        which: list[int] = []
+        for k in sorted(range(len(self.parts)), key=self.seconds.__getitem__):
+            self._idle[k] += 1
+            dear = self.seconds[k] > DEAR * self.pass_seconds
+            if best and dear and self._rate(k, self.gains[k]) < sum(rates) / len(rates) and self._idle[k] < AGAIN:
+                continue
+            self._idle[k] = 0
+            began = time.perf_counter()
+            trees = self.asked(k, rows, budget)
+            self.seconds[k] = _lately(self.seconds[k], time.perf_counter() - began)
+            promised = [sum(values_of(tree)[1:]) for tree in trees]
+            self.gains[k] = _lately(self.gains[k], sum(promised) / len(promised))
+            found = [self._rate(k if dear else None, gain) for gain in promised]
+            if not best:
+                best, rates, which = trees, found, [k] * len(rows)
+                continue
+            for b, rate in enumerate(found):
+                if rate > rates[b]:
+                    best[b], rates[b], which[b] = trees[b], rate, k
+        self.history += [(row.index, row.step, k) for row, k in zip(rows, which, strict=True)]
+        self._proposed_at = time.perf_counter()
+        return best
+
+    def _rate(self, k: int | None, gain: float) -> float:
+        """Tokens per second, with the time of drafting where it is not spent already; per pass before any was timed."""
+        seconds = self.pass_seconds + (self.seconds[k] if k is not None else 0.0)
+        return (1 + gain) / seconds if self.pass_seconds else gain
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        if self._proposed_at is not None:
+            self.pass_seconds = _lately(self.pass_seconds, time.perf_counter() - self._proposed_at)
+            self._proposed_at = None
+        super().observe(rows, trees, scores, accepted)
+
+
+class Cascade(Many):
+    """Drafts that go on where those of the part before end."""
+
+    sign = ">"
+
+    def __init__(self, parts: Sequence[Drafter]):
+        super().__init__(parts)
+        for part in parts[1:]:
+            if not isinstance(part, PerRow):
+                raise Refused(f"{name_of(part)} cannot go on from another's draft: put it before the '>'")
+
+    def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        found = self.asked(0, rows, budget)
+        for part in self.parts[1:]:
+            assert isinstance(part, PerRow)
+            found = [self._extended(part, row, tree, most) for row, tree, most in zip(rows, found, budget, strict=True)]
+        return found
+
+    def _extended(self, part: PerRow[Any], row: Row, tree: DraftTree, budget: int) -> DraftTree:
+        """A draft that goes on from its likeliest ends."""
+        values = values_of(tree)
+        ends = sorted((i for i, below in enumerate(tree.shape.children) if not below), key=lambda i: -values[i])
+        for end in ends[:LEAVES]:
+            room = budget - (len(tree) - 1)
+            if room <= 0 or tree.tokens[end] in row.ends:
+                break
+            ahead = [tree.tokens[i] for i in tree.path(end)[1:]]
+            tree = grafted(tree, end, part.extend(row, ahead, room).cut(1 + room))
+        return tree
+
+
+SIGNS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Switch, Cascade)}  # the loosest first
+
+
+def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
+    """A drafter from its string form; `load` makes the parts.
+
+    Raises:
+        Refused: a part is missing, or `load` refuses one.
+    """
+    for sign, kind in SIGNS.items():
+        if sign in spec:
+            parts = spec.split(sign)
+            if not all(part.strip() for part in parts):
+                raise Refused(f"draft={spec!r}: there is no drafter on one side of {sign!r}")
+            return kind([compose(part.strip(), load) for part in parts])
+    return load(spec)
+
+
+def name_of(part: Drafter) -> str:
+    """What a drafter is called in reports."""
+    if isinstance(part, Many):
+        return part.name
+    return type(part).__module__.rpartition(".")[2].replace("_", "-")
+
+
+def values_of(tree: DraftTree) -> list[float]:
+    """The chance of every node that all of its path is right."""
+    assert tree.hopes is not None
+    values = [1.0]
+    for parent, hope in zip(tree.parent[1:], tree.hopes[1:], strict=True):
+        values.append(values[parent] * hope)
+    return values
+
+
+def placed(tree: DraftTree, hope: float) -> DraftTree:
+    """A draft whose drafter does not say what it hopes of each node, with a guess from its place."""
+    shape = tree.shape
+    guesses = [(hope if d == 1 else LATER) * 0.5**o for d, o in zip(shape.depth, shape.order, strict=True)]
+    return DraftTree(tree.tokens, tree.parent, probes=tree.probes, hopes=(1.0, *guesses[1:]))
+
+
+def union(trees: Sequence[DraftTree], budget: int) -> DraftTree:
+    """One tree of several with the same root: its `budget` likeliest nodes, in that order; probes are left out."""
+    tokens, parents, hopes, values = [trees[0].tokens[0]], [-1], [1.0], [1.0]
+    known: dict[tuple[int, int], int] = {}
+    for tree in trees:
+        assert tree.hopes is not None
+        at = [0]
+        for i in range(1, len(tree)):
+            parent, token = at[tree.parent[i]], tree.tokens[i]
+            if i in tree.probes or parent < 0:
+                at.append(-1)
+                continue
+            node = known.setdefault((parent, token), len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(parent)
+                hopes.append(tree.hopes[i])
+                values.append(0.0)
+            hopes[node] = max(hopes[node], tree.hopes[i])
+            at.append(node)
+    for i in range(1, len(tokens)):
+        values[i] = values[parents[i]] * hopes[i]
+    order = sorted(range(len(tokens)), key=lambda i: -values[i])[: 1 + budget]
+    new = {node: i for i, node in enumerate(order)}
+    return DraftTree(
+        tuple(tokens[i] for i in order),
+        (-1, *(new[parents[i]] for i in order[1:])),
+        hopes=tuple(hopes[i] for i in order),
+    )
+
+
+def grafted(tree: DraftTree, node: int, branch: DraftTree) -> DraftTree:
+    """A tree with another's nodes below one of its own; the other's root is that node."""
+    assert tree.hopes is not None
+    n = len(tree)
+    hopes = branch.hopes if branch.hopes is not None else placed(branch, LATER).hopes
+    assert hopes is not None
+    return DraftTree(
+        (*tree.tokens, *branch.tokens[1:]),
+        (*tree.parent, *(node if p == 0 else p + n - 1 for p in branch.parent[1:])),
+        probes=tree.probes | {i + n - 1 for i in branch.probes},
+        hopes=(*tree.hopes, *hopes[1:]),
+    )
+
+
+def _lately(before: float, now: float) -> float:
+    return now if before in (0.0, float("inf")) else 0.8 * before + 0.2 * now

@@ -1,0 +1,68 @@
+"""The compiled structures: loading them, and their layouts as Python sees them.
+
+The library is built when truedraft is installed, where there is a C compiler; elsewhere the structures are in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+
+class Cursor(ctypes.Structure):
+    """A place in an automaton: the longest suffix of what was read that occurs in its text.
+
+    length: its tokens. pending: of a text's own cursor, the last token, which the automaton has yet to learn.
+    """
+
+    _fields_ = [("state", c_int32), ("length", c_int32), ("pending", c_int32), ("has_pending", c_int32)]
+
+    def copy(self) -> Cursor:
+        return Cursor(self.state, self.length, self.pending, self.has_pending)
+
+
+class Layout(ctypes.Structure):
+    """`Automaton` of automaton.c, field by field."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("tokens", "states", "edges", "tops", "hashed", "slots")),
+        *((name, c_int64) for name in ("token_room", "state_room", "edge_room", "top_room")),
+        *((name, c_void_p) for name in ("token", "state", "edge", "top", "slot")),
+        *((name, c_int32) for name in ("cap", "tail", "active", "depth")),
+    ]
+
+
+@cache
+def library() -> ctypes.PyDLL | None:
+    """The compiled structures, or None where they were not built; TRUEDRAFT_NATIVE=0 in the environment hides them.
+
+    Calls hold the GIL, so threads may share a structure.
+    """
+    folder = Path(__file__).parent
+    built = sorted([*folder.glob("_compiled*.so"), *folder.glob("_compiled*.pyd")])
+    if not built or os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+        return None
+    try:
+        lib = ctypes.PyDLL(str(built[-1]))
+    except OSError:
+        return None
+    one, at, ints = POINTER(Layout), POINTER(Cursor), c_void_p
+    for name, result, arguments in (
+        ("begin", c_int, [one, c_int32]),
+        ("free", None, [one]),
+        ("extend", c_int, [one, ints, c_int64]),
+        ("read", c_int, [one, at, ints, c_int64]),
+        ("follow", None, [one, at, ints, c_int64]),
+        ("shorten", None, [one, at, c_int32]),
+        ("copy", c_int64, [one, at, c_int32, c_int64, c_int64, c_int, ints]),
+        ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
+        ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
+        ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
+        ("store_layout", c_int64, []),
+    ):
+        function = getattr(lib, f"truedraft_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib if lib.truedraft_store_layout() == ctypes.sizeof(Layout) * 4096 + ctypes.sizeof(Cursor) else None

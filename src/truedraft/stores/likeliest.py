@@ -1,0 +1,25 @@
+"""The few largest scores of every row."""
+
+from __future__ import annotations
+
+from ctypes import c_int32
+
+import torch
+from torch import Tensor
+
+from truedraft.stores._native import library
+
+MOST = 16  # that the compiled form keeps
+
+
+def likeliest(scores: Tensor, count: int) -> list[list[int]]:
+    """The places of the `count` largest scores of each row of (rows, width), the largest first."""
+    count = min(count, scores.shape[-1])
+    lib = library()
+    if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu" or count > MOST:
+        return scores.topk(count, dim=-1).indices.tolist()
+    scores = scores if scores.stride(-1) == 1 else scores.contiguous()
+    rows, width = scores.shape
+    out = (c_int32 * (rows * count))()
+    lib.truedraft_likeliest(scores.data_ptr(), rows, width, scores.stride(0), count, out)
+    return [out[at : at + count] for at in range(0, rows * count, count)]
