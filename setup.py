@@ -10,7 +10,7 @@ native = "src/truedraft/runtime/native"
 
 stores = Extension(
     "truedraft.stores._compiled",
-    sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest")],
+    sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest", "trigrams")],
     extra_compile_args=["-O3"],
     optional=True,
 )

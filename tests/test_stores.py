@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from truedraft.stores import trigrams
 from truedraft.stores._native import Cursor, library
 from truedraft.stores._pure import Pure
 from truedraft.stores.automaton import SEPARATOR, Automaton, Native, automaton
@@ -143,3 +144,30 @@ def test_the_likeliest_are_those_of_topk() -> None:
         assert found[2] == wanted[2]
     assert likeliest(scores.double(), 3) == scores.topk(3).indices.tolist()
     assert [row[:2] for row in likeliest(scores[3:, :2], 5)] == scores[3:, :2].topk(2).indices.tolist()
+
+
+@pytest.mark.skipif(library() is None, reason="the structures were not compiled")
+def test_the_compiled_search_is_the_one_in_python() -> None:
+    pick = random.Random(4)
+    mine, theirs = trigrams.Native(4096), trigrams.Pure(4096)
+    for text in texts():
+        text = [max(token, 0) for token in text]
+        for table in (mine, theirs):
+            table.weigh(text, 0.5, 3.0)
+        for _ in range(5):
+            at = pick.randrange(len(text) - 1)
+            found = [t.search(text[at], text[at + 1], 60, 4, 32.0, 8.0, 24) for t in (mine, theirs)]
+            assert found[0].tokens == found[1].tokens and found[0].parents == found[1].parents
+            assert found[0].shares == pytest.approx(found[1].shares)
+            assert found[0].tokens
+
+
+@pytest.mark.parametrize("form", ["Native", "Pure"])
+def test_trigrams_stay_within_their_rows(form: str) -> None:
+    if form == "Native" and library() is None:
+        pytest.skip("the structures were not compiled")
+    table = getattr(trigrams, form)(64)
+    text = list(range(5000))
+    table.weigh(text, 1.0, 3.0)
+    known = [i for i in range(4998) if table.search(i, i + 1, 5, 1, 32.0, 8.0, 4).tokens]
+    assert 0 < len(known) <= 64 and max(known) == 4997

@@ -183,6 +183,7 @@ class Accelerated:
         drafter = self._drafter_of(config, call)
         rule = self._rule_of(config, drafter)
         rule.read(self.tokenizer)
+        drafter.read(self.tokenizer)
         prompts = prompts_of(input_ids, model_kwargs, self.target.window)
         batch, longest = len(prompts), max(map(len, prompts))
         steps = longest_of(stopping_criteria) - input_ids.shape[1]

@@ -48,6 +48,9 @@ class Drafter(ABC):
             Refused: it cannot draft for this target, or was not given what it needs.
         """
 
+    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Before a call: the target's tokenizer, where it is known."""
+
     @property
     def draws(self) -> Draws:
         """How it drafts where the rule judges drafts by the law that they were drawn from."""

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.card import Card
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter, PerRow
+from truedraft.drafters._trees import grafted, placed, union, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
 
-LATER = 0.85  # chance given to a deeper node where its drafter does not say
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
 AGAIN = 32  # passes after which a dear part is asked again, whatever it gave before
@@ -75,6 +75,10 @@ class Many(Drafter):
     def ready(self, target: DecoderTarget) -> None:
         for part in self.parts:
             part.ready(target)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        for part in self.parts:
+            part.read(tokenizer)
 
     def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
         for part in self.parts:
@@ -266,67 +270,6 @@ def name_of(part: Drafter) -> str:
     if isinstance(part, Many):
         return part.name
     return type(part).__module__.rpartition(".")[2].replace("_", "-")
-
-
-def values_of(tree: DraftTree) -> list[float]:
-    """The chance of every node that all of its path is right."""
-    assert tree.hopes is not None
-    values = [1.0]
-    for parent, hope in zip(tree.parent[1:], tree.hopes[1:], strict=True):
-        values.append(values[parent] * hope)
-    return values
-
-
-def placed(tree: DraftTree, hope: float) -> DraftTree:
-    """A draft whose drafter does not say what it hopes of each node, with a guess from its place."""
-    shape = tree.shape
-    guesses = [(hope if d == 1 else LATER) * 0.5**o for d, o in zip(shape.depth, shape.order, strict=True)]
-    return DraftTree(tree.tokens, tree.parent, probes=tree.probes, hopes=(1.0, *guesses[1:]))
-
-
-def union(trees: Sequence[DraftTree], budget: int) -> DraftTree:
-    """One tree of several with the same root: its `budget` likeliest nodes, in that order; probes are left out."""
-    tokens, parents, hopes, values = [trees[0].tokens[0]], [-1], [1.0], [1.0]
-    known: dict[tuple[int, int], int] = {}
-    for tree in trees:
-        assert tree.hopes is not None
-        at = [0]
-        for i in range(1, len(tree)):
-            parent, token = at[tree.parent[i]], tree.tokens[i]
-            if i in tree.probes or parent < 0:
-                at.append(-1)
-                continue
-            node = known.setdefault((parent, token), len(tokens))
-            if node == len(tokens):
-                tokens.append(token)
-                parents.append(parent)
-                hopes.append(tree.hopes[i])
-                values.append(0.0)
-            hopes[node] = max(hopes[node], tree.hopes[i])
-            at.append(node)
-    for i in range(1, len(tokens)):
-        values[i] = values[parents[i]] * hopes[i]
-    order = sorted(range(len(tokens)), key=lambda i: -values[i])[: 1 + budget]
-    new = {node: i for i, node in enumerate(order)}
-    return DraftTree(
-        tuple(tokens[i] for i in order),
-        (-1, *(new[parents[i]] for i in order[1:])),
-        hopes=tuple(hopes[i] for i in order),
-    )
-
-
-def grafted(tree: DraftTree, node: int, branch: DraftTree) -> DraftTree:
-    """A tree with another's nodes below one of its own; the other's root is that node."""
-    assert tree.hopes is not None
-    n = len(tree)
-    hopes = branch.hopes if branch.hopes is not None else placed(branch, LATER).hopes
-    assert hopes is not None
-    return DraftTree(
-        (*tree.tokens, *branch.tokens[1:]),
-        (*tree.parent, *(node if p == 0 else p + n - 1 for p in branch.parent[1:])),
-        probes=tree.probes | {i + n - 1 for i in branch.probes},
-        hopes=(*tree.hopes, *hopes[1:]),
-    )
 
 
 def _lately(before: float, now: float) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from truedraft.stores._native import Cursor
-from truedraft.stores.automaton import SEPARATOR, Grown, automaton
-from truedraft.tree import DraftTree, Row
+from truedraft.stores.automaton import SEPARATOR, automaton
+from truedraft.tree import Row
 
 
 class Told:
@@ -50,22 +50,3 @@ def told(row: Row) -> Told:
 
 def root_of(row: Row, ahead: Sequence[int]) -> int:
     return ahead[-1] if ahead else row.tokens[-1]
-
-
-def copied(root: int, tokens: Sequence[int], found: int) -> DraftTree:
-    """A chain copied from where the last `found` tokens stood: the longer the match, the likelier it goes on."""
-    return DraftTree.chain(root, tokens, [KEEPS[min(found + i, len(KEEPS) - 1)] for i in range(len(tokens))])
-
-
-def counted(root: int, grown: Grown, count: int, found: int) -> DraftTree:
-    """A tree of what followed the last `found` tokens, which stood there `count` times, as often as each did."""
-    depth: list[int] = []
-    hopes = [1.0]
-    for parent, times in zip(grown.parents, grown.counts, strict=True):
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-        of = count if parent < 0 else grown.counts[parent]
-        hopes.append(times / max(of, times) * KEEPS[min(found + depth[-1] - 1, len(KEEPS) - 1)])
-    return DraftTree((root, *grown.tokens), (-1, *(p + 1 for p in grown.parents)), hopes=tuple(hopes))
-
-
-KEEPS = [(n + 0.5) / (n + 3) for n in range(65)]  # a match of n tokens goes on: a first guess, set right by `Trust`

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, copied, root_of, told
+from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._trees import copied
 from truedraft.tree import DraftTree, Row
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import counted, root_of
+from truedraft.drafters._texts import root_of
+from truedraft.drafters._trees import counted
 from truedraft.errors import Refused
 from truedraft.stores.corpus import Corpus, given
 from truedraft.stores.memory import Places

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, copied, counted, root_of, told
+from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._trees import copied, counted
 from truedraft.stores.corpus import Corpus, given
 from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row

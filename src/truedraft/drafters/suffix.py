@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, counted, root_of, told
+from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._trees import counted
 from truedraft.stores._native import Cursor
 from truedraft.stores.automaton import Automaton, Grown
 from truedraft.stores.memory import Memory, Places

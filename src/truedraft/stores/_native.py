@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +33,12 @@ class Layout(ctypes.Structure):
         *((name, c_void_p) for name in ("token", "state", "edge", "top", "slot")),
         *((name, c_int32) for name in ("cap", "tail", "active", "depth")),
     ]
+
+
+class Table(ctypes.Structure):
+    """`Table` of trigrams.c, field by field."""
+
+    _fields_ = [("row", c_void_p), ("sets", c_int64), ("clock", c_int32)]
 
 
 @cache
@@ -61,6 +67,10 @@ def library() -> ctypes.PyDLL | None:
         ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
         ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
+        ("table", c_int, [POINTER(Table), c_int64]),
+        ("table_free", None, [POINTER(Table)]),
+        ("weigh", None, [POINTER(Table), ints, c_int64, c_float, c_float]),
+        ("search", c_int64, [POINTER(Table), *[c_int32] * 4, c_double, c_double, c_int32, ints, ints, c_void_p]),
         ("store_layout", c_int64, []),
     ):
         function = getattr(lib, f"truedraft_{name}")

@@ -36,6 +36,10 @@ class Automaton(Protocol):
         """Tokens of the text."""
 
     @property
+    def text(self) -> Sequence[int]:
+        """All its tokens."""
+
+    @property
     def nbytes(self) -> int:
         """Memory that it takes, about."""
 
@@ -95,6 +99,10 @@ class Native:
 
     def __len__(self) -> int:
         return self._a.tokens
+
+    @property
+    def text(self) -> Sequence[int]:
+        return self.arrays()["token"].tolist()
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,8 @@
 
 #include <stdint.h>
 
+enum { BLOCK = 64 };
+
 /* score: rows of `width` floats, `stride` apart; out: `count` <= 16 places for each, the largest first, -1 where there is
    none (NaN is never one). */
 void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, int32_t *out) {
@@ -9,12 +11,20 @@ void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_
         float best[16];
         int32_t n = 0;
         for (int32_t i = 0; i < count; i++) out[i] = -1, best[i] = 0;
-        for (int64_t i = 0; i < width; i++) {
-            float x = score[i];
-            if (x != x || (n == count && x <= best[count - 1])) continue;
-            int32_t at = n < count ? n++ : count - 1;
-            for (; at && best[at - 1] < x; at--) best[at] = best[at - 1], out[at] = out[at - 1];
-            best[at] = x, out[at] = (int32_t)i;
+        for (int64_t from = 0; from < width; from += BLOCK) {
+            int64_t to = from + BLOCK < width ? from + BLOCK : width;
+            if (n == count && to - from == BLOCK) { /* most blocks hold nothing that is large enough */
+                int32_t hit = 0;
+                for (int i = 0; i < BLOCK; i++) hit |= score[from + i] > best[count - 1];
+                if (!hit) continue;
+            }
+            for (int64_t i = from; i < to; i++) {
+                float x = score[i];
+                if (x != x || (n == count && x <= best[count - 1])) continue;
+                int32_t at = n < count ? n++ : count - 1;
+                for (; at && best[at - 1] < x; at--) best[at] = best[at - 1], out[at] = out[at - 1];
+                best[at] = x, out[at] = (int32_t)i;
+            }
         }
     }
 }

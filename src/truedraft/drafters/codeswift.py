@@ -1,0 +1,137 @@
+"""CodeSwift: for code: the target's own habits first, then the project at hand, then a corpus of code.
+
+Zhang et al., "CodeSwift: Accelerating LLM Inference for Efficient Code Generation", 2025 (arXiv 2502.17139). A cache
+holds, for the last few tokens, what the target thought likely there before, rejected alternatives included. The project
+(the references and the text so far) and a general corpus are searched for the longest suffix of the text; the project's
+continuations come first. Nothing is searched for behind white space, nor for a suffix that lately was found nowhere.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from truedraft.card import Card
+from truedraft.drafters._base import PerRow
+from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._trees import counted, union
+from truedraft.stores.corpus import Corpus, given
+from truedraft.stores.likeliest import likeliest
+from truedraft.stores.memory import Places
+from truedraft.tree import Accepted, DraftTree, Row
+
+Key = tuple[int, ...]
+RANKS = (0.5, 0.15, 0.08, 0.05)  # how often a cached alternative is the right one: a first guess
+GENERAL = 0.1  # weight of the general corpus against the project
+
+
+@dataclass
+class Habits:
+    """Of a namespace: what the target thought likely behind its last few tokens; and suffixes found nowhere."""
+
+    likely: OrderedDict[Key, list[int]] = field(default_factory=OrderedDict)
+    missing: OrderedDict[Key, None] = field(default_factory=OrderedDict)
+
+
+@dataclass
+class CodeSwift(PerRow[tuple[Told, Places]]):
+    card = Card(
+        paper="arXiv 2502.17139 (2025)",
+        idea="Draft what the target thought likely here before, then what the project and a corpus say.",
+        family="retrieval",
+        published="Up to 2.53x in repositories, 2.54x standalone, over plain decoding.",
+    )
+    takes_references: ClassVar[bool] = True
+    nodes: int = 64  # of the tree; published 64
+    longest: int = 16  # tokens of the longest suffix looked for; published about 16
+    deep: int = 10  # tokens of a continuation; unpublished
+    context: int = 3  # tokens that the cache is keyed by; unpublished
+    kept: int = 4  # alternatives for each key; unpublished
+    entries: int = 200_000  # keys of the cache, the longest unused forgotten; unpublished
+    corpus: Any = None  # a Corpus of code or its file; published: public code
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._corpus: Corpus | None = None if self.corpus is None else given(self.corpus)
+        self._habits: dict[str, Habits] = defaultdict(Habits)
+        self._texts: dict[int, bool] = {}  # token -> whether it is white space
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def corpora(self) -> Sequence[Corpus]:
+        return () if self._corpus is None else (self._corpus,)
+
+    @property
+    def width(self) -> int:
+        return self.nodes
+
+    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if tokenizer is not self._tokenizer:
+            self._tokenizer, self._texts = tokenizer, {}
+
+    def begin(self, row: Row) -> tuple[Told, Places]:
+        return told(row), Places()
+
+    def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
+        text, places = state
+        text.follow(row)
+        nodes, last = min(self.nodes, budget), (*row.tokens[-self.longest :], *ahead)[-self.longest :]
+        trees, weights = [self._cached(row.namespace, last, nodes)], [1.0]
+        missing = self._habits[row.namespace].missing
+        searched = places.follow([c.automaton for c in self.corpora], row.tokens)
+        if not self._blank(last[-1]) and last[-2:] not in missing:
+            sources = [(text.automaton, text.place(ahead, self.longest), 1.0)]
+            for automaton, cursor in searched:
+                there = cursor.copy()
+                automaton.follow(there, ahead)
+                automaton.shorten(there, self.longest)
+                sources.append((automaton, there, GENERAL))
+            for automaton, cursor, weight in sources:
+                for length, count in automaton.suffixes(cursor)[:1]:
+                    found = automaton.grow(cursor, nodes, deep=self.deep)
+                    trees.append(counted(root_of(row, ahead), found, count, length))
+                    weights.append(weight)
+            if not any(cursor.length > 1 for _, cursor, _ in sources):
+                missing[last[-2:]] = None
+        return union(trees, nodes, weights)
+
+    def _cached(self, namespace: str, last: Sequence[int], nodes: int) -> DraftTree:
+        """The alternatives behind the last tokens, and behind each of these in turn."""
+        likely = self._habits[namespace].likely
+        tokens, parents, hopes = [last[-1]], [-1], [1.0]
+        paths = [tuple(last)]
+        at = 0
+        while at < len(tokens) and len(tokens) <= nodes:
+            for rank, token in enumerate(likely.get(paths[at][-self.context :], ())):
+                if len(tokens) <= nodes and (rank == 0 or at == 0):
+                    tokens.append(token)
+                    parents.append(at)
+                    hopes.append(RANKS[min(rank, len(RANKS) - 1)])
+                    paths.append((*paths[at], token))
+            at += 1
+        return DraftTree(tuple(tokens), tuple(parents), hopes=tuple(hopes))
+
+    def learn(self, row: Row, state: tuple[Told, Places], tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        habits = self._habits[row.namespace]
+        before = row.tokens[: len(row.tokens) - len(accepted.path)][-self.longest :]
+        path = list(accepted.path)
+        for i, best in enumerate(likeliest(logits[path], self.kept)):
+            key = tuple((*before, *(tree.tokens[n] for n in path[1 : i + 1]))[-self.context :])
+            habits.likely[key] = best
+            habits.likely.move_to_end(key)
+        habits.missing.pop(tuple(row.tokens[-3:-1]), None)
+        for store in (habits.likely, habits.missing):
+            while len(store) > self.entries:
+                store.popitem(last=False)
+
+    def _blank(self, token: int) -> bool:
+        if self._tokenizer is None:
+            return False
+        if token not in self._texts:
+            self._texts[token] = not str(self._tokenizer.decode([token])).strip()
+        return self._texts[token]
