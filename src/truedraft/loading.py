@@ -73,12 +73,13 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         Refused: no such tokenizer, or a damaged one.
     """
     source = _source(name, argument, whole=False)
-    from transformers import AutoTokenizer, GPT2TokenizerFast
+    from transformers import AutoTokenizer, GPT2Tokenizer
 
     kind: Any = AutoTokenizer
-    if isinstance(source, Path) and {file.name for file in source.iterdir()} == {"vocab.json", "merges.txt"}:
-        kind = GPT2TokenizerFast
     try:
+        files = {file.name for file in source.iterdir()} if isinstance(source, Path) else set()
+        if "merges.txt" in files and not files & {"config.json", "tokenizer_config.json", "tokenizer.json"}:
+            kind = GPT2Tokenizer
         return kind.from_pretrained(source, local_files_only=isinstance(source, Path))
     except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
         raise _unloadable(name, argument, source, e) from e

@@ -140,7 +140,7 @@ def _questions_beside(path: Path, where: str) -> Path:
 
 def _asked(path: Path) -> dict[str, Sequence[str]]:
     """The turns of every question, by its id."""
-    asked = {}
+    asked: dict[str, Sequence[str]] = {}
     for where, row in objects(path, text_of(path, "--questions"), "--questions"):
         turns = row.get("turns")
         if "question_id" not in row or not isinstance(turns, list):

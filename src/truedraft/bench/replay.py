@@ -48,8 +48,8 @@ class ReplayTarget(DecoderTarget):
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
         self.taps = Taps()
-        self._logits = torch.zeros(1, 1, vocabulary)
-        self._known: tuple[list[int], list[int]] = ([], [])  # nodes whose next token is known, and that token
+        self._logits = torch.zeros(1, 0, vocabulary)
+        self._sure: tuple[list[int], list[int]] = ([], [])  # nodes whose next token is known, and these tokens
         self._output: Sequence[int] = ()
         self._said = 0  # tokens of the output until the pending one
 
@@ -85,11 +85,11 @@ class ReplayTarget(DecoderTarget):
         """(1, width, V) logits for these places in the output; one buffer, in which single entries change."""
         if width > self._logits.shape[1]:
             self._logits = torch.zeros(1, width, self.vocabulary)
-        else:
-            self._logits[0, self._known[0], self._known[1]] = 0.0
+        entries = self._logits[0].numpy()  # the same memory, in which single entries are reached sooner
+        entries[self._sure] = 0.0
         nodes = [node for node, place in enumerate(places) if 0 <= place < len(self._output)]
-        self._known = nodes, [self._output[places[node]] for node in nodes]
-        self._logits[0, nodes, self._known[1]] = SURE
+        self._sure = nodes, [self._output[places[node]] for node in nodes]
+        entries[self._sure] = SURE
         return self._logits[:, :width]
 
 
@@ -156,10 +156,10 @@ def check_replayable(way: str, drafter: Drafter) -> None:
     """Raises Refused for a drafter that cannot do with recorded text."""
     lacking = [need for need in drafter.card.needs if need != "references"]
     if drafter.needs != Taps():
-        lacking.append("the model's hidden states")
+        lacking.append("hidden states")
     if lacking:
         raise Refused(
-            f"{way} cannot be replayed: it needs {' and '.join(lacking)}, and a recording is text alone; "
+            f"{way} cannot be replayed: recordings are text alone, and it needs more ({', '.join(lacking)}); "
             "choose a drafter that calls no model"
         )
 

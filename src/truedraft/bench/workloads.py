@@ -95,7 +95,7 @@ def objects(path: Path, text: str, option: str) -> Iterator[tuple[str, Mapping[s
             except ValueError as e:
                 raise Refused(f"{where}: not JSON ({e})") from e
             if not isinstance(row, Mapping):
-                raise Refused(f"{where}: an object is wanted, such as {{\"prompt\": ...}}")
+                raise Refused(f'{where}: an object is wanted, such as {{"prompt": ...}}')
             yield where, row
 
 
