@@ -1,8 +1,9 @@
-"""Drafters against recorded outputs: what would have been accepted, had the model said this greedily.
+"""Drafters against recorded outputs: what would have been accepted while the model said this.
 
 A drafter that calls no model needs none to be judged: how far its drafts agree with the recording is how far they
 would have been accepted. So mean acceptance lengths for models of any size are measured here without them, by the
-decode loop and the drafters that generate with a model.
+decode loop and the drafters that generate with a model. Greedy outputs tell of the greedy rule, sampled ones of the
+seeded rule at their temperature, which accepts in the same way.
 
 What a recording cannot tell: the logits, and what the model would have said behind a rejected node. Drafters that learn
 from rejected nodes learn nothing from them here, and look worse than they are. The end-of-text token is not recorded.
