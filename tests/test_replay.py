@@ -169,6 +169,7 @@ def test_a_row_sees_the_conversation_so_far_and_its_messages_as_documents(tmp_pa
         ("system: be brief\nuser: hi\nassistant: hello\nuser: bye\nassistant: ", ["be brief", "hi", "hello", "bye"]),
     ]
     assert [text(r.output) for r in recordings.outputs] == ["hello", "so long"]
+    assert recordings.ids[0] == -1 and len(set(recordings.ids)) == len(recordings.ids)
 
 
 def mt_bench(folder: Path, name: str = "model-redundant.jsonl", turns: int = 2) -> Path:
@@ -193,7 +194,9 @@ def test_answers_find_their_questions_and_the_last_answer_counts(tmp_path: Path)
         == "user: q81_redundant\nassistant: a 81 \nuser: more_redundant\nassistant: b\n"
     )
     assert [part.kind for part in talks[0] if part.kind] == ["first turn", "second turn"]
-    assert "q81\n" in "".join(part.text for part in conversations(answers, tmp_path / "question.jsonl")[0])
+    plain = answers.rename(answers.with_name("model.jsonl"))
+    assert conversations(plain)[0][1].text == "q81"
+    assert conversations(plain, tmp_path / "question_redundant.jsonl") == talks
 
 
 @pytest.mark.parametrize(
