@@ -34,7 +34,8 @@ class Engine:
         """Decode, one pass of the target per item; `row.tokens` grows as it goes. The target's cache is reserved."""
         prefill = self.watch.timed("prefill", self.target.prefill)
         propose = self.watch.timed("draft", self.drafter.propose)
-        observe = self.watch.timed("draft", self.drafter.observe)
+        begin = self.watch.timed("observe", self.drafter.start)
+        observe = self.watch.timed("observe", self.drafter.observe)
         score = self.watch.timed("target", self.target.score)
         foresee = self.watch.timed("target", self._foresee)
         prune = self.watch.timed("control", self.control.prune)
@@ -45,7 +46,7 @@ class Engine:
         calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step)
         rows = list(rows)
         self.drafter.open(self.laws, self.chance, self.rule.wants)
-        self.drafter.start(rows)
+        begin(rows)
         self.control.start(rows)
         try:
             trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in rows]

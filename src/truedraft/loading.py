@@ -51,9 +51,7 @@ def load(
     except Refused:
         raise
     except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
-        where = "" if options["local_files_only"] else " (no such folder here, so the hub was asked)"
-        reason = " ".join(str(e).partition("\n")[0].split()) or type(e).__name__
-        raise Refused(f"{argument} {name!r} cannot be loaded{where}: {reason}") from e
+        raise _unloadable(name, argument, source, e) from e
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     device = "cuda" if torch.cuda.is_available() and not embedded else "cpu"
@@ -65,15 +63,46 @@ def load(
     return model, tokenizer
 
 
-def _source(name: str, argument: str) -> Path | str:
-    """The folder that a name stands for, or the name itself where only the hub can know it."""
+def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, or one in a folder of its own; a folder of GPT-2's two files will do.
+
+    Args:
+        argument: what the name is called in messages.
+
+    Raises:
+        Refused: no such tokenizer, or a damaged one.
+    """
+    source = _source(name, argument, whole=False)
+    from transformers import AutoTokenizer, GPT2Tokenizer
+
+    kind: Any = AutoTokenizer
+    try:
+        files = {file.name for file in source.iterdir()} if isinstance(source, Path) else set()
+        if "merges.txt" in files and not files & {"config.json", "tokenizer_config.json", "tokenizer.json"}:
+            kind = GPT2Tokenizer
+        return kind.from_pretrained(source, local_files_only=isinstance(source, Path))
+    except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
+        raise _unloadable(name, argument, source, e) from e
+
+
+def _unloadable(name: str, argument: str, source: Path | str, why: Exception) -> Refused:
+    where = "" if isinstance(source, Path) else " (no such folder here, so the hub was asked)"
+    reason = " ".join(str(why).partition("\n")[0].split()) or type(why).__name__
+    return Refused(f"{argument} {name!r} cannot be loaded{where}: {reason}")
+
+
+def _source(name: str, argument: str, whole: bool = True) -> Path | str:
+    """The folder that a name stands for, or the name itself where only the hub can know it.
+
+    whole: a folder has to hold a model.
+    """
     if not name:
         raise Refused(f"{argument} is empty: give a folder, a name on the hub, or an embedded model")
     if name in assets.names():
         return assets.path(name)
     folder = Path(name).expanduser()
     if folder.exists():
-        if not (folder / "config.json").is_file():
+        if whole and not (folder / "config.json").is_file():
             raise Refused(f"{argument} {name!r} is no model of transformers: it has no config.json")
         return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,12 @@ def from_file(path: Path, limit: int, tokens: int = 128) -> list[Workload]:
     Raises:
         Refused: the file cannot be read, or a line of it has no prompt.
     """
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        text = raw.decode()
-    except (OSError, UnicodeDecodeError, gzip.BadGzipFile) as e:
-        raise Refused(f"--prompts {path} cannot be read: {e}") from e
+    text = text_of(path, "--prompts")
     kinds: dict[str, list[Item]] = defaultdict(list)
     if ".jsonl" in path.name:
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                kind, item = _item(path, number, line)
-                kinds[kind].append(item)
+        for where, row in objects(path, text, "--prompts"):
+            kind, item = _item(path.name.split(".")[0], where, row)
+            kinds[kind].append(item)
     else:
         kinds[path.stem] = [Item(part.strip()) for part in text.split("\n\n") if part.strip()]
     if not any(kinds.values()):
@@ -73,14 +68,38 @@ def from_file(path: Path, limit: int, tokens: int = 128) -> list[Workload]:
     return [Workload(kind, tuple(items[:limit]), tokens) for kind, items in kinds.items()]
 
 
-def _item(path: Path, number: int, line: str) -> tuple[str, Item]:
+def text_of(path: Path, option: str) -> str:
+    """The text of a file, gzipped or not, that was given as `option`.
+
+    Raises:
+        Refused: it cannot be read, or is not UTF-8.
+    """
     try:
-        row = json.loads(line)
-    except ValueError as e:
-        raise Refused(f"--prompts {path}, line {number}: not JSON ({e})") from e
-    if not isinstance(row, Mapping):
-        raise Refused(f"--prompts {path}, line {number}: an object is wanted, with a prompt, a text or turns")
-    name = path.name.split(".")[0]
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return raw.decode()
+    except (OSError, UnicodeDecodeError, gzip.BadGzipFile) as e:
+        raise Refused(f"{option} {path} cannot be read: {e}") from e
+
+
+def objects(path: Path, text: str, option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every object of a file of JSON lines, with the words that say in messages where it stands.
+
+    Raises:
+        Refused: a line is not JSON, or no object.
+    """
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            where = f"{option} {path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as e:
+                raise Refused(f"{where}: not JSON ({e})") from e
+            if not isinstance(row, Mapping):
+                raise Refused(f'{where}: an object is wanted, such as {{"prompt": ...}}')
+            yield where, row
+
+
+def _item(name: str, where: str, row: Mapping[str, Any]) -> tuple[str, Item]:
     if isinstance(turns := row.get("turns"), list) and turns:
         category = str(row.get("category", name))
         return "chat" if category in CHAT else category, Item(str(turns[0]))
@@ -92,7 +111,7 @@ def _item(path: Path, number: int, line: str) -> tuple[str, Item]:
     for key in ("prompt", "text"):
         if isinstance(row.get(key), str) and row[key].strip():
             return name, Item(row[key])
-    raise Refused(f"--prompts {path}, line {number}: no prompt, text, turns or messages in it")
+    raise Refused(f"{where}: no prompt, text, turns or messages in it")
 
 
 def _conversation(messages: list[Mapping[str, Any]]) -> str:

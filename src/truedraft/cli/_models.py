@@ -25,6 +25,25 @@ def load(
     return loading.load(name, dtype, quantize)
 
 
+def load_tokenizer(name: str, argument: str) -> PreTrainedTokenizerBase:
+    """As `loading.load_tokenizer`, without what the libraries print meanwhile."""
+    _hush()
+    return loading.load_tokenizer(name, argument)
+
+
+def machine() -> str:
+    """What the figures of this process are figures of, in words."""
+    import platform
+
+    import torch
+    import transformers
+
+    return (
+        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+
+
 def _hush() -> None:
     import huggingface_hub
     import transformers

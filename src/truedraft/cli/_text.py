@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from truedraft.errors import Refused
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
 
@@ -58,6 +59,14 @@ class Pieces:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def console() -> Console:
+    """Standard output, 120 columns wide where it is no terminal."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=120)
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from typer import Argument, Context, Option
 
 from truedraft import assets
 from truedraft.cli._models import load
-from truedraft.cli._text import waiting
+from truedraft.cli._models import machine as measured_on
+from truedraft.cli._replay import replay_files
+from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
 from truedraft.files import write_whole
 
@@ -27,12 +29,16 @@ if TYPE_CHECKING:
     from truedraft.bench.workloads import Workload
 
 DRAFTS = ["prompt-lookup-long", "llma"]
-# what the two measurements that are no comparison do not use
+LIMIT = 8
+# what the measurements that are no comparison do not use
 UNUSED = {
     "oracle": ("draft", "limit", "batch", "temperature", "seed", "control", "baselines", "assistant"),
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
                  "baselines", "assistant"),
+    "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "baselines",
+               "assistant", "dtype", "quantize", "oracle", "roofline", "html"),
 }  # fmt: skip
+REPLAYED = ("tokenizer", "questions", "budget")  # what only recorded outputs use
 
 
 def bench(
@@ -42,7 +48,7 @@ def bench(
     prompts: Annotated[
         list[Path] | None, Option(help="Prompts from a file (JSON lines or text), in place of the small embedded set.")
     ] = None,
-    limit: Annotated[int, Option(help="Prompts of each kind, at most.")] = 8,
+    limit: Annotated[int | None, Option(help="Prompts of each kind, at most: 8; recorded conversations: all.")] = None,
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt.")] = None,
     batch: Annotated[list[int] | None, Option(help="Batch size; may be repeated.")] = None,
     temperature: Annotated[list[float] | None, Option(help="0 is greedy; may be repeated.")] = None,
@@ -57,6 +63,10 @@ def bench(
     quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
     oracle: Annotated[bool, Option(help="Known answers drafted at set rates: attained against theory.")] = False,
     roofline: Annotated[bool, Option(help="Only passes by width, against bandwidth and multiply rate.")] = False,
+    replay: Annotated[list[Path] | None, Option(help="Recorded outputs, replayed without a model.")] = None,
+    tokenizer: Annotated[str | None, Option(help="Of recorded outputs, where MODEL does not name it.")] = None,
+    questions: Annotated[Path | None, Option(help="MT-Bench's questions, if not beside its answers.")] = None,
+    budget: Annotated[int | None, Option(help="Nodes per pass, replaying; by default each drafter's own.")] = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False,
     html: Annotated[Path | None, Option(help="Write one self-contained page with plots.")] = None,
 ) -> int:
@@ -65,50 +75,54 @@ def bench(
     \f
     Returns the exit code: 1 where a token differs. Raises Refused for a bad argument.
     """
-    _check_numbers({"--limit": [limit], "--rounds": [rounds], "--batch": batch or []}, temperature or [])
-    _refuse_unused(context, [mode for mode, wanted in (("oracle", oracle), ("roofline", roofline)) if wanted])
+    _check_numbers(
+        {"--limit": [limit], "--rounds": [rounds], "--batch": batch or [], "--budget": [budget]}, temperature
+    )
+    modes = [mode for mode, wanted in (("oracle", oracle), ("roofline", roofline)) if wanted]
+    _refuse_unused(context, ["replay"] if replay else modes)
+    if replay:
+        reads = _tokenizer(context, model, tokenizer)
+        return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, as_json)
     if html is not None:
         _check_writable(html)
-    todo = _workloads(prompts, limit, max_new_tokens)
+    todo = _workloads(prompts, limit or LIMIT, max_new_tokens)
     with waiting("loading the model") as say:
-        loaded, tokenizer = load(model, dtype, quantize)
+        loaded, reader = load(model, dtype, quantize)
         machine, rows = _roofline(loaded) if roofline or html else (None, [])
         figures: list[Figures] = []
         attained: list[Attained] = []
         if oracle:
             from truedraft.bench.oracle import attain
 
-            attained = attain(loaded, tokenizer, todo, say, rounds)
+            attained = attain(loaded, reader, todo, say, rounds)
         elif not roofline:
             from truedraft.bench.compare import compare
 
             theirs = _baselines(model, assistant, loaded, dtype) if baselines else []
             for temp, size in product(temperature or [0.0], batch or [1]):
                 alone = size == 1 and temp == 0  # the only place where transformers promises the same tokens
-                sides = _sides(loaded, tokenizer, draft or DRAFTS, control, theirs if alone else [])
+                sides = _sides(loaded, reader, draft or DRAFTS, control, theirs if alone else [])
                 for workload in todo:
-                    figures += compare(
-                        sides, workload, tokenizer, loaded.device, size, rounds, temp, seed, progress=say
-                    )  # fmt: skip
-    result = {
-        "model": model,
-        "dtype": str(loaded.dtype),
-        "quantized": quantize,
-        "machine": _machine(),
+                    figures += compare(sides, workload, reader, loaded.device, size, rounds, temp, seed, progress=say)
+    if html is not None:
+        about = [f"{model}, {quantize or loaded.dtype}, {measured_on()}"]
+        about.append(f"{rounds} rounds, medians with 95 % intervals.")
+        _write(html, f"truedraft bench: {model}", about, figures, machine, rows, attained)
+    if as_json:
+        of_model = {"model": model, "dtype": str(loaded.dtype), "quantized": quantize}
+        print(json.dumps({**of_model, **_result(figures, attained, rows)}, indent=2))
+    else:
+        _print(figures, attained, machine, rows)
+    return int(any(f.differs is not None for f in figures))
+
+
+def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "machine": measured_on(),
         "figures": [asdict(f) for f in figures],
         "oracle": [{**asdict(a), "share": a.share} for a in attained],
         "roofline": [{**asdict(row), "attained": row.attained} for row in rows],
     }
-    if html is not None:
-        from truedraft.bench.page import page
-
-        about = [f"{model}, {quantize or loaded.dtype}, {_machine()}", f"{rounds} rounds, medians with 95 % intervals."]
-        _write(html, page(f"truedraft bench: {model}", about, figures, machine, rows, attained))
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print(figures, attained, machine, rows)
-    return int(any(f.differs is not None for f in figures))
 
 
 def _workloads(prompts: Sequence[Path] | None, limit: int, tokens: int | None) -> list[Workload]:
@@ -122,10 +136,24 @@ def _refuse_unused(context: Context, modes: Sequence[str]) -> None:
     """Raises Refused for an option that none of the measurements asked for uses."""
     unused = set.intersection(*(set(UNUSED[mode]) for mode in modes)) if modes else set()
     for name in sorted(unused):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _given(context, name):
             flags = " and ".join(f"--{mode}" for mode in modes)
             raise Refused(f"--{name.replace('_', '-')} has no meaning beside {flags}: leave one of them out")
+    for name in REPLAYED:
+        if "replay" not in modes and _given(context, name):
+            raise Refused(f"--{name} has no meaning without --replay: leave it out, or give recorded outputs")
+
+
+def _given(context: Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _tokenizer(context: Context, model: str, tokenizer: str | None) -> tuple[str, str]:
+    """The name of the tokenizer that recorded outputs are read with, and the argument that gave it."""
+    if _given(context, "model") == (tokenizer is not None):
+        raise Refused("--replay needs one tokenizer: give --tokenizer NAME, or MODEL for that of a model")
+    return (model, "MODEL") if tokenizer is None else (tokenizer, "--tokenizer")
 
 
 def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list[Side]:
@@ -163,23 +191,12 @@ def _roofline(model: Any) -> tuple[Machine, list[Row]]:
     return gauge.machine(), roofline(target, gauge.machine(), seconds, context)
 
 
-def _machine() -> str:
-    import platform
-
-    import torch
-    import transformers
-
-    return (
-        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}"
-    )
-
-
-def _check_numbers(counts: Mapping[str, Sequence[int]], temperatures: Sequence[float]) -> None:
+def _check_numbers(counts: Mapping[str, Sequence[int | None]], temperatures: Sequence[float] | None) -> None:
     """Raises Refused for a count below one or a temperature below zero."""
     for name, values in counts.items():
-        if values and min(values) < 1:
-            raise Refused(f"{name} {min(values)} must be at least 1")
+        for value in values:
+            if value is not None and value < 1:
+                raise Refused(f"{name} {value} must be at least 1")
     if temperatures and min(temperatures) < 0:
         raise Refused(f"--temperature {min(temperatures)} must not be negative")
 
@@ -192,9 +209,12 @@ def _check_writable(path: Path) -> None:
         raise Refused(f"--html {path}: {path.parent} is no folder that can be written")
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, *parts: Any) -> None:
+    """The page of these parts, as `bench.page.page` takes them."""
+    from truedraft.bench.page import page
+
     try:
-        write_whole(path, text)
+        write_whole(path, page(*parts))
     except OSError as e:
         raise Refused(f"--html {path}: {e.strerror}") from e
 
@@ -202,18 +222,15 @@ def _write(path: Path, text: str) -> None:
 def _print(
     figures: Sequence[Figures], attained: Sequence[Attained], machine: Machine | None, rows: Sequence[Row]
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    out = console()
     if figures:
-        console.print(_speed(figures))
-        console.print(_latency(figures))
+        out.print(_speed(figures))
+        out.print(_latency(figures))
         for f in figures:
             if f.differs is not None:
-                console.print(f"{f.workload}, {f.side}: {f.differs}", markup=False)
+                out.print(f"{f.workload}, {f.side}: {f.differs}", markup=False)
     if attained:
         table = Table(title="Known answers, each drafted token right with the given probability")
         for head in ("workload", "rate", "drafted", "accepted", "theory", "attained", "share"):
@@ -223,7 +240,7 @@ def _print(
                 a.workload, f"{a.rate:g}", str(a.drafted), f"{a.mean_acceptance_length:.2f}", f"{a.theory:.2f}x",
                 f"{a.attained:.2f}x", f"{a.share:.0%}",
             )  # fmt: skip
-        console.print(table)
+        out.print(table)
     if rows and machine is not None:
         table = Table(
             title=f"A pass by width; this machine reads {machine.bandwidth / 1e9:.0f} GB/s and multiplies "
@@ -236,9 +253,9 @@ def _print(
                 str(row.width), f"{row.floor * 1e3:.2f} ms", row.bound, f"{row.seconds * 1e3:.2f} ms",
                 f"{row.seconds / rows[0].seconds:.2f}x", f"{row.attained:.0%}",
             )  # fmt: skip
-        console.print(table)
+        out.print(table)
         paid = next((row.width for row in rows if row.bound == "multiplying"), None)
-        console.print(
+        out.print(
             f"Verification stops being free at width {paid}." if paid else "Verification is free at every width here."
         )
 
