@@ -33,14 +33,12 @@ from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
 
-SURE = 50.0  # the logit of a recorded token; all others are 0
-
 
 class ReplayTarget(DecoderTarget):
     """A recording in the place of a model, for one row at a time.
 
-    At a node whose path agrees with the recording, the recorded next token is the likeliest by far. Elsewhere all
-    logits are 0, and the likeliest is token 0, which is never right. `Scores` are valid until the next pass.
+    At a node whose path agrees with the recording, the recorded next token is the likeliest by far. All
+    others are impossible, and elsewhere all are: the likeliest there is token 0, which is never right. `Scores` are valid until the next pass.
 
     Raises:
         Refused: something else of a model is asked for.
@@ -49,7 +47,7 @@ class ReplayTarget(DecoderTarget):
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
         self.taps = Taps()
-        self._logits = torch.zeros(1, 0, vocabulary)
+        self._logits = torch.full((1, 0, vocabulary), -torch.inf)
         self._sure: tuple[list[int], list[int]] = ([], [])  # nodes whose next token is known, and these tokens
         self._output: Sequence[int] = ()
         self._said = 0  # tokens of the output until the pending one
@@ -85,12 +83,12 @@ class ReplayTarget(DecoderTarget):
     def _spoken(self, places: Sequence[int], width: int) -> Tensor:
         """(1, width, V) logits for these places in the output; one buffer, in which single entries change."""
         if width > self._logits.shape[1]:
-            self._logits = torch.zeros(1, width, self.vocabulary)
+            self._logits = torch.full((1, width, self.vocabulary), -torch.inf)
         entries = self._logits[0].numpy()  # the same memory, in which single entries are reached sooner
-        entries[self._sure] = 0.0
+        entries[self._sure] = -torch.inf
         nodes = [node for node, place in enumerate(places) if 0 <= place < len(self._output)]
         self._sure = nodes, [self._output[places[node]] for node in nodes]
-        entries[self._sure] = SURE
+        entries[self._sure] = 0.0
         return self._logits[:, :width]
 
 

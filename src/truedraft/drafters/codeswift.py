@@ -122,7 +122,7 @@ class CodeSwift(PerRow[tuple[Told, Places]]):
         path = list(accepted.path)
         for i, best in enumerate(likeliest(logits[path], self.kept)):
             key = tuple((*before, *(tree.tokens[n] for n in path[1 : i + 1]))[-self.context :])
-            habits.likely[key] = best
+            habits.likely[key] = best or habits.likely.get(key, [])
             habits.likely.move_to_end(key)
         habits.missing.pop(tuple(row.tokens[-3:-1]), None)
         for store in (habits.likely, habits.missing):

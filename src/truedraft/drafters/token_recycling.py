@@ -68,7 +68,8 @@ class TokenRecycling(PerRow[Successors]):
         return DraftTree(tuple(tokens), tuple(parents), hopes=tuple(hopes))
 
     def learn(self, row: Row, state: Successors, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        state.update(zip(tree.tokens, likeliest(logits, self.successors), strict=True))
+        found = zip(tree.tokens, likeliest(logits, self.successors), strict=True)
+        state.update((token, best) for token, best in found if best)
 
 
 @lru_cache(maxsize=64)

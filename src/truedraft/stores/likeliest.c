@@ -1,11 +1,12 @@
 /* The largest scores of each row, in one reading. */
 
+#include <math.h>
 #include <stdint.h>
 
 enum { BLOCK = 64 };
 
 /* score: rows of `width` floats, `stride` apart; out: `count` <= 16 places for each, the largest first, -1 where there is
-   none (NaN is never one). */
+   none (neither NaN nor the impossible, -inf, is one). */
 void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, int32_t *out) {
     for (int64_t r = 0; r < rows; r++, score += stride, out += count) {
         float best[16];
@@ -20,7 +21,7 @@ void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_
             }
             for (int64_t i = from; i < to; i++) {
                 float x = score[i];
-                if (x != x || (n == count && x <= best[count - 1])) continue;
+                if (x != x || x == -INFINITY || (n == count && x <= best[count - 1])) continue;
                 int32_t at = n < count ? n++ : count - 1;
                 for (; at && best[at - 1] < x; at--) best[at] = best[at - 1], out[at] = out[at - 1];
                 best[at] = x, out[at] = (int32_t)i;

@@ -13,13 +13,17 @@ MOST = 16  # that the compiled form keeps
 
 
 def likeliest(scores: Tensor, count: int) -> list[list[int]]:
-    """The places of the `count` largest scores of each row of (rows, width), the largest first."""
+    """The places of the `count` largest scores of each row of (rows, width), the largest first.
+
+    Fewer where a row has fewer that are possible: -inf is not.
+    """
     count = min(count, scores.shape[-1])
     lib = library()
     if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu" or count > MOST:
-        return scores.topk(count, dim=-1).indices.tolist()
+        best, at = scores.topk(count, dim=-1)
+        return [row[: int(n)] for row, n in zip(at.tolist(), (best > -torch.inf).sum(-1), strict=True)]
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     rows, width = scores.shape
     out = (c_int32 * (rows * count))()
     lib.truedraft_likeliest(scores.data_ptr(), rows, width, scores.stride(0), count, out)
-    return [out[at : at + count] for at in range(0, rows * count, count)]
+    return [[i for i in out[at : at + count] if i >= 0] for at in range(0, rows * count, count)]

@@ -66,6 +66,7 @@ class Reflective(LossyRule):
             parent=(*tree.parent, chain[-1], *range(first, first + len(more) - 1)),
             dist=None if tree.dist is None else (*tree.dist, *[None] * len(more)),
             probes=tree.probes | frozenset(range(first, first + len(more))),
+            hopes=None if tree.hopes is None else (*tree.hopes, *[0.0] * len(more)),
         )
 
     def ahead(
