@@ -37,8 +37,8 @@ from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
 class ReplayTarget(DecoderTarget):
     """A recording in the place of a model, for one row at a time.
 
-    At a node whose path agrees with the recording, the recorded next token is the likeliest by far. All
-    others are impossible, and elsewhere all are: the likeliest there is token 0, which is never right. `Scores` are valid until the next pass.
+    At a node whose path agrees with the recording, the recorded next token alone is possible; elsewhere none is, and
+    the likeliest is token 0, which is never right. `Scores` are valid until the next pass.
 
     Raises:
         Refused: something else of a model is asked for.

@@ -15,12 +15,12 @@ MOST = 16  # that the compiled form keeps
 def likeliest(scores: Tensor, count: int) -> list[list[int]]:
     """The places of the `count` largest scores of each row of (rows, width), the largest first.
 
-    Fewer where a row has fewer that are possible: -inf is not.
+    Fewer where a row has fewer that are possible: neither -inf nor NaN is.
     """
     count = min(count, scores.shape[-1])
     lib = library()
     if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu" or count > MOST:
-        best, at = scores.topk(count, dim=-1)
+        best, at = scores.masked_fill(scores.isnan(), -torch.inf).topk(count, dim=-1)
         return [row[: int(n)] for row, n in zip(at.tolist(), (best > -torch.inf).sum(-1), strict=True)]
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     rows, width = scores.shape
