@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import truedraft
 from nets import drafter
 from truedraft import registry
+from truedraft.audit.tokens import noise_of
 
 CHECKPOINTS = ["stories260K", "bitllama_3M", "babyllama_tok105"]
 DRAFTERS = registry.names("drafters")
@@ -61,14 +62,6 @@ def divergences(
                     noise = noise_of(start, step, len(got), model.config.vocab_size)[b] if sample else None
                     found[f"{draft}, prompt {start + b}, step {step}"] = gap(model, expected[b : b + 1, pad:at], noise)
     return found
-
-
-def noise_of(seed: int, step: int, rows: int, vocabulary: int) -> torch.Tensor:
-    """What torch.multinomial draws at a step, (rows, V)."""
-    torch.manual_seed(seed)
-    for _ in range(step + 1):
-        block = torch.empty(rows, vocabulary).exponential_(1)
-    return block
 
 
 @torch.no_grad()
