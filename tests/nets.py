@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import pytest
@@ -14,9 +15,12 @@ import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler
 from models import V, ragged, sibling
 from truedraft import Drafter, DraftTree, registry
+from truedraft.drafters._compose import compose
+from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 
-NAMES, PRESETS = registry.names("drafters"), registry.presets("drafters")
+COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model"]
+NAMES, PRESETS = [*registry.names("drafters"), *COMPOSED], registry.presets("drafters")
 REGISTERED = [*NAMES, *PRESETS]
 TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps"]
 EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
@@ -134,10 +138,22 @@ def drafter(
         return HiddenReader(vocabulary=vocabulary, head=model.get_output_embeddings())
     if name == "plain":
         return None
+    if name in COMPOSED:
+        return compose(name, lambda part: drafter(part, model, small=small))  # type: ignore[arg-type,return-value]
     base, knobs = PRESETS.get(name, (name, {}))
-    if "draft model" in registry.method("drafters", base).card.needs:
-        return registry.load("drafters", base, model=small or sibling(model), **{**knobs, **other})
-    return registry.load("drafters", name, **other)
+    needs = registry.method("drafters", base).card.needs
+    if "draft model" in needs:
+        other = {"model": small or sibling(model), **other}
+    if "corpus" in needs:
+        other = {"corpus": corpus_of(model), **other}
+    return registry.load("drafters", base, **{**knobs, **other})
+
+
+@cache
+def corpus_of(model: PreTrainedModel) -> Corpus:
+    """What a model says to a few prompts, for drafters that look things up."""
+    texts = said(model, ragged(model, 5), max_new_tokens=60, do_sample=False).text
+    return Corpus.built([text.tolist() for text in texts])
 
 
 def padding_of(inputs: dict[str, torch.Tensor]) -> list[int]:

@@ -12,7 +12,7 @@ copying drafters lose their place with every change, and find it by chance where
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from truedraft.card import Card
@@ -30,8 +30,9 @@ ASTRAY = 0.35  # chance of the first token behind a change, halved for each that
 class Place:
     """Where a row stands in its input.
 
-    source: the input's tokens. at: the next token's place, None where it never stood anywhere. run: tokens in a row that
-    were as in the input. wrong: tokens since then that were not. heard: tokens of the row that were followed.
+    source: the input's tokens. at: the next token's place, None where it never stood anywhere.
+    run: tokens in a row that were as in the input. wrong: tokens since then that were not.
+    heard: tokens of the row that were followed.
     """
 
     source: list[int]
@@ -40,7 +41,6 @@ class Place:
     at: int | None = None
     run: int = 0
     wrong: int = 0
-    last: list[int] = field(default_factory=list)
 
 
 @dataclass
