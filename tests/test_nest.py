@@ -138,8 +138,10 @@ def test_weight_and_law_of_the_neighbours_are_those_of_numpy() -> None:
         with torch.no_grad():
             state = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-2][0, -1]
         weight, found = direct.near(plain(model, PROMPT)[1])
-        near = search.near(row, state)
-        assert near is not None and near.doubt == pytest.approx(weight, rel=1e-4)
+        at = search.at(row, state[None])
+        assert at is not None
+        near = at(0)
+        assert near.doubt == pytest.approx(weight, rel=1e-4)
         places = [(0, 9)[d > 0] + i for _, d, i in found]
         assert near.places.tolist() == places
         shares = np.exp(np.array([s for s, _, _ in found]) / math.sqrt(32))
@@ -160,7 +162,7 @@ def test_a_text_finds_itself_whatever_makes_the_pass(runtime: str) -> None:
     states = torch.cat([states, target.score([DraftTree.chain(text[-3], text[-2:])]).hidden[-2][0]])
     target.cache = None
     for i, state in enumerate(states[:-1], 1):
-        (close,), (place,) = store.nearest(state, 1)
+        (close,), (place,) = store.nearest(store.compared(state[None])[0], 1)
         assert store.source(int(place)) == ("same", i) and -1e-3 < close <= 0
 
 

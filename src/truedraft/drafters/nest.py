@@ -87,5 +87,6 @@ class Nest(PerRow[Standing]):
 
     def _near(self, row: Row, standing: Standing) -> Near | None:
         if standing.near is None and standing.state is not None:
-            standing.near = self._search.near(row, standing.state)
+            near = self._search.at(row, standing.state[None])
+            standing.near = None if near is None else near(0)
         return standing.near

@@ -1,8 +1,8 @@
 """Where a model stood in given texts: its hidden state at every token, and the token that came next.
 
-The nearest neighbours of a state are found by one matrix product with all of them, which suits up to about a million
-tokens: that many states of 1024 numbers are 4 GB, read once a search. Which texts are worth searching is for the caller
-to say: a first stage of retrieval, by words or by embeddings, has done its work before.
+The nearest neighbours of states are found by one matrix product with all that are kept, which suits up to about a
+million tokens: that many states of 1024 numbers are 4 GB, read once a pass. Which texts are worth searching is for the
+caller to say: a first stage of retrieval, by words or by embeddings, has done its work before.
 
 States are brought to a mean square of 1. Layers norm what they read, so the length of a state says little of the next
 token; and distances of such states are of one scale in all models, as a softmax needs it.
@@ -11,7 +11,7 @@ token; and distances of such states are of one scale in all models, as a softmax
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -98,15 +98,18 @@ class Neighbours:
         except (KeyError, TypeError, ValueError, IndexError) as e:
             raise Refused(f"{KIND} {str(path)!r} is damaged ({e}): build it anew") from e
 
-    def nearest(self, state: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k nearest to a (H,) state: minus their squared distances over the root of H, and what they say next.
-
-        That is, the places in `text` of the tokens that followed; the nearest first.
-        """
-        if self.keys.device != state.device:
-            self.keys = self.keys.to(state.device)
+    def compared(self, states: Tensor) -> Tensor:
+        """(n, m) minus the squared distances of (n, H) states from all keys, over the root of H."""
+        if self.keys.device != states.device:
+            self.keys = self.keys.to(states.device)
         size = self.keys.shape[1]
-        close = 2 * (self.keys @ _scaled(state) - size).clamp_max_(0) / size**0.5
+        return (_scaled(states) @ self.keys.T).sub_(size).clamp_max_(0).mul_(2 / size**0.5)
+
+    def nearest(self, close: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k nearest of a state, the nearest first: how close they are, and where in `text` what they say next is.
+
+        close: (m,) of that state; see `compared`.
+        """
         found = close.topk(min(k, len(close)))
         return found.values, self._said[found.indices.cpu()]
 
@@ -182,13 +185,17 @@ class Search:
         """Whether there is any text to look in for a row."""
         return self.store is not None or any(len(document) > 1 for document in row.references)
 
-    def near(self, row: Row, state: Tensor) -> Near | None:
-        """The neighbours of a (H,) state of a row; None where there is no text to look in."""
+    def at(self, row: Row, states: Tensor) -> Callable[[int], Near] | None:
+        """The neighbours of each of (n, H) states of a row, by its number; None where there is no text to look in."""
         if not self.has(row):
             return None
         store = self.store or _of_references(self._model, row, self.layer)
-        close, places = store.nearest(state, self.k)
-        nearest, farthest = -float(close[0]), -float(close[-1])
+        compared = store.compared(states)
+        return lambda i: self._near(store, compared[i])
+
+    def _near(self, store: Neighbours, compared: Tensor) -> Near:
+        close, places = store.nearest(compared, self.k)
+        nearest, farthest = close[[0, -1]].neg().tolist()
         ratio = nearest / farthest if farthest else 0.0
         return Near(store, float(torch.tensor((ratio - self.alpha) / self.tau).sigmoid()), close, places)
 

@@ -12,7 +12,7 @@ top-k or top-p that is little, so leave them off (`top_k=0`) for texts that the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +29,27 @@ from truedraft.sampling import Laws
 from truedraft.stats import Attribution
 from truedraft.stores.neighbours import Near, Search
 from truedraft.tree import DraftTree, Row, Scores, Taps, Wanted
+
+
+@dataclass
+class Seen:
+    """A pass of a row.
+
+    before: tokens of the row before anything of it was accepted. at: the neighbours of each node of the tree.
+    """
+
+    before: int
+    tree: DraftTree
+    at: Callable[[int], Near] | None
+
+    def near(self, row: Row) -> Near | None:
+        """The neighbours where the row stands by now."""
+        node: int | None = 0
+        for token in row.tokens[self.before :]:
+            assert node is not None
+            node = self.tree.child(node, token)
+        assert node is not None
+        return None if self.at is None else self.at(node)
 
 
 @dataclass
@@ -77,7 +98,7 @@ class Nest(LossyRule):
                 "rule='lossy/nest' has no text to look in: give generate() references of two tokens or more, "
                 "or the rule a store"
             )
-        self._seen: dict[int, tuple[int, DraftTree, Tensor]] = {}  # row -> tokens at its root, tree, states
+        self._seen: dict[int, Seen] = {}
         self._near: dict[int, Near | None] = {}  # where each row stands
         self._copies: dict[int, Copy] = {}
         self._found: list[Attribution] = []
@@ -85,7 +106,7 @@ class Nest(LossyRule):
     def see(self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         states = zip(scores.hidden[self._search.layer], scores.context, strict=True)
         for row, tree, (hidden, context) in zip(rows, trees, states, strict=True):
-            self._seen[row.index] = len(row.tokens), tree, hidden[context:]
+            self._seen[row.index] = Seen(len(row.tokens), tree, self._search.at(row, hidden[context:]))
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         tokens = said(scores, offers, rows, chance, self._relaxed)
@@ -104,20 +125,11 @@ class Nest(LossyRule):
         return None, law
 
     def _mixed(self, p: Tensor, row: Row) -> Tensor:
-        near = self._near[row.index] = self._search.near(row, self._state(row))
+        near = self._near[row.index] = self._seen[row.index].near(row)
         if near is None:
             return p
         told = near.law(len(p)).masked_fill_(p == 0, 0.0)
         return as_law(near.doubt * p + (1 - near.doubt) * told, p)
-
-    def _state(self, row: Row) -> Tensor:
-        """The hidden state where the row stands."""
-        before, tree, states = self._seen[row.index]
-        node: int | None = 0
-        for token in row.tokens[before:]:
-            assert node is not None
-            node = tree.child(node, token)
-        return states[node]
 
     def _follow(self, row: Row, token: int, drafted: bool) -> None:
         """Go on with the copy that the row is in, or begin another."""
@@ -139,4 +151,6 @@ class Nest(LossyRule):
     def attributions(self) -> tuple[Attribution, ...]:
         for index in list(self._copies):
             self._close(index)
+        self._seen.clear()
+        self._near.clear()
         return tuple(sorted(self._found, key=lambda a: (a.row, a.start)))
