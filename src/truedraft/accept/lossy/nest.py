@@ -8,6 +8,10 @@ texts say, and the report says which of its spans stand where in them (`report()
 
 What logits processors rule out is never said: of the neighbours' law the part is taken that the model's allows. With
 top-k or top-p that is little, so leave them off (`top_k=0`) for texts that the model does not know.
+
+Other than in the authors' code, states are compared at a common scale (`stores/neighbours.py`), the temperature is the
+caller's, a span begins behind a token that was drawn, not with it, and a place may be copied from more than once
+(`no_repeat_ngram_size` forbids it).
 """
 
 from __future__ import annotations
