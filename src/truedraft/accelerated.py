@@ -40,8 +40,6 @@ from truedraft.stopping import longest as longest_of
 from truedraft.targets.decoder import check_hosted, hosted
 from truedraft.tree import Row
 
-BY_ITSELF = "input-guided+suffix+token-recycling"  # what drafts where nothing was chosen
-
 
 @dataclass(frozen=True)
 class _Call:
@@ -76,7 +74,7 @@ class Accelerated:
     ):
         self.target = hosted(model, runtime, strict)
         self.model, self.tokenizer = model, tokenizer
-        self.drafter: Drafter = drafter_of(BY_ITSELF if draft == "auto" else draft)
+        self.drafter: Drafter = drafter_of(draft)
         self._assistants: dict[Any, Drafter] = {}
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
         self.control: Control = part(control, "control", Control)

@@ -27,6 +27,7 @@ from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import Refused
+from truedraft.parts import drafter_of
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops
@@ -136,7 +137,7 @@ def replay(
         Refused: an unknown name, or a drafter that needs a model.
     """
     way = draft if isinstance(draft, str) else type(draft).__name__
-    drafter: Drafter = registry.load("drafters", draft) if isinstance(draft, str) else draft
+    drafter = drafter_of(draft)
     check_replayable(way, drafter)
     target = ReplayTarget(len(recordings.ids))
     drafter.ready(target)

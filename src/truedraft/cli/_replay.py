@@ -43,12 +43,12 @@ def replay_files(
         Refused: a file, a drafter or the tokenizer will not do.
     """
     with waiting("reading the recordings") as say:
-        from truedraft import registry
         from truedraft.bench.recordings import conversations, tokenized
         from truedraft.bench.replay import check_replayable, replay
+        from truedraft.parts import drafter_of
 
         for draft in drafts:  # a wrong name does not wait for the others
-            check_replayable(draft, registry.load("drafters", draft))
+            check_replayable(draft, drafter_of(draft))
         found: list[Replayed] = []
         read = [(file, conversations(file, questions)[:limit]) for file in files]
         encode = load_tokenizer(*tokenizer)
@@ -60,24 +60,26 @@ def replay_files(
         about = {"tokenizer": tokenizer[0], "machine": machine(), "note": NOTE}
         print(json.dumps({**about, "replay": [asdict(f) for f in found]}, indent=2))
     else:
-        console().print(_table(found, tokenizer[0]), NOTE)
+        for file in dict.fromkeys(f.file for f in found):
+            console().print(_table(file, [f for f in found if f.file == file], tokenizer[0]))
+        console().print(NOTE)
     return 0
 
 
-def _table(found: Sequence[Replayed], tokenizer: str) -> Table:
+def _table(file: str, found: Sequence[Replayed], tokenizer: str) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"Replay of recorded outputs, in tokens of {Path(tokenizer).name}",
+        title=f"Replay of {file}, in tokens of {Path(tokenizer).name}",
         caption="accepted: tokens per pass, bonus included; drafted: nodes per pass; right: share of these; "
         "µs: drafting per pass",
     )
-    heads = ("file", "kind", "way", "outputs", "tokens", "passes", "accepted", "drafted", "right", "µs")
+    heads = ("kind", "way", "outputs", "tokens", "passes", "accepted", "drafted", "right", "µs")
     for head in heads:
         table.add_column(head, no_wrap=head in ("kind", "way"), overflow="fold")
     for f in found:
         table.add_row(
-            f.file, f.kind, f.way, str(f.outputs), str(f.tokens), str(f.passes), f"{f.mean_acceptance_length:.2f}",
+            f.kind, f.way, str(f.outputs), str(f.tokens), str(f.passes), f"{f.mean_acceptance_length:.2f}",
             f"{f.drafted_per_pass:.1f}", "" if f.accepted_share is None else f"{f.accepted_share:.0%}",
             f"{f.drafting_microseconds:.0f}",
         )  # fmt: skip
