@@ -285,7 +285,7 @@ def test_the_command_loads_no_model(
     )
     assert main(["bench", "nano", "--replay", str(plain)]) == 0
     said = capsys.readouterr().out
-    assert "Replay" in said and "prompt-lookup-long" in said and "llma" in said
+    assert "Replay" in said and "prompt-lookup-long" in said and "auto" in said
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def replay_files(
         about = {"tokenizer": tokenizer[0], "machine": machine(), "note": NOTE}
         print(json.dumps({**about, "replay": [asdict(f) for f in found]}, indent=2))
     else:
-        for file in dict.fromkeys(f.file for f in found):
-            console().print(_table(file, [f for f in found if f.file == file], tokenizer[0]))
+        for name in dict.fromkeys(f.file for f in found):
+            console().print(_table(name, [f for f in found if f.file == name], tokenizer[0]))
         console().print(NOTE)
     return 0
 
