@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler
 from models import V, ragged, sibling
-from truedraft import Drafter, DraftTree, registry
+from truedraft import Corpus, Drafter, DraftTree, registry
 from truedraft.tree import Row, Scores
 
 REGISTERED = [*registry.names("drafters"), *registry.presets("drafters")]
@@ -83,9 +83,18 @@ def drafter(
     if name == "plain":
         return None
     base, knobs = registry.presets("drafters").get(name, (name, {}))
-    if "draft model" in registry.method("drafters", base).card.needs:
+    needs = registry.method("drafters", base).card.needs
+    if "draft model" in needs:
         return registry.load("drafters", base, model=small or sibling(model), **{**knobs, **other})
+    if "corpus" in needs:
+        other = {"corpus": corpus_of(vocabulary, answers), **other}
     return registry.load("drafters", name, **other)
+
+
+def corpus_of(vocabulary: int, answers: torch.Tensor | None = None) -> Corpus:
+    """A corpus of true outputs, and of babble."""
+    babble = torch.randint(vocabulary, (200,), generator=torch.Generator().manual_seed(9)).tolist()
+    return Corpus.built([*([] if answers is None else answers.tolist()), babble])
 
 
 def padding_of(inputs: dict[str, torch.Tensor]) -> list[int]:

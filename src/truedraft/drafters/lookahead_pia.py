@@ -54,11 +54,9 @@ class LookaheadPia(PerRow[tuple[Told, Places]]):
         text, places = state
         text.follow(row)
         sources = [(text.automaton, text.place(ahead, self.branch))]
-        for automaton, cursor in places.follow(self._said.of(row.namespace), row.tokens):
-            there = cursor.copy()
-            automaton.follow(there, ahead)
-            automaton.shorten(there, self.branch)
-            sources.append((automaton, there))
+        for automaton, cursor in places.ahead(self._said.of(row.namespace), row.tokens, ahead):
+            automaton.shorten(cursor, self.branch)
+            sources.append((automaton, cursor))
         nodes = min(self.nodes, budget)
         enough = min(self.branch, nodes)
         weights = [1 - self.outputs, *[self.outputs] * (len(sources) - 1)]

@@ -66,6 +66,7 @@ def library() -> ctypes.PyDLL | None:
         ("copy", c_int64, [one, at, c_int32, c_int64, c_int64, c_int, ints]),
         ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
         ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
+        ("sound", c_int, [one]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
         ("table", c_int, [POINTER(Table), c_int64]),
         ("table_free", None, [POINTER(Table)]),

@@ -1,7 +1,8 @@
 """A corpus on disk: the text of many files, tokenised, in an automaton that is read where it lies in the file.
 
 The file is in the format of `safetensors`; its metadata says the version, how the text was made and a checksum of every
-array. Opening it maps it into memory: processes that use the same corpus share it.
+array. Opening it maps it into memory: processes that use the same corpus share it. Where the compiled automaton is not
+at hand, a file holds the tokens alone, and of any file only these are read.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from truedraft.errors import Refused
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton, loaded
 
 VERSION = 1
-CHUNK = 1 << 16  # tokens learnt at a time
 PART = 1 << 24  # bytes checked at a time
 
 
@@ -41,32 +45,45 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Texts that any row may be offered continuations from."""
+    """Texts that any row may be offered continuations from.
+
+    name: what it is called in messages.
+    """
 
     about: About
     automaton: Automaton
+    name: str = "in memory"
 
     @classmethod
-    def built(
-        cls,
-        documents: Iterable[Sequence[int]],
-        tokenizer: str = "",
-        mark: str = "",
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> Corpus:
+    def built(cls, documents: Iterable[Sequence[int]], tokenizer: str = "", mark: str = "") -> Corpus:
         """A corpus of documents, taken one at a time.
 
-        documents: token ids. tokenizer, mark: name and fingerprint of what made them.
-        progress: told how many tokens there are, now and then.
+        documents: token ids. tokenizer, mark: name and fingerprint of what made them; without, any model that has
+            these ids may use the corpus.
         """
         made, count = automaton(), 0
         for document in documents:
-            text = [*document, SEPARATOR]
-            for at in range(0, len(text), CHUNK):
-                made.extend(text[at : at + CHUNK])
-                progress(len(made))
+            made.extend([*document, SEPARATOR])
             count += 1
         return cls(About(tokenizer, mark, len(made) - count, count), made)
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest of its token ids."""
+        return int(np.max(self.automaton.arrays()["token"], initial=SEPARATOR))
+
+    def check(self, tokenizer: Any) -> None:
+        """Raises Refused where a model's tokenizer, if it is known, is not the one that the corpus was built with."""
+        if self.about.fingerprint and tokenizer is not None and self.about.fingerprint != fingerprint(tokenizer):
+            raise Refused(
+                f"corpus {self.name!r} was built with another tokenizer, {self.about.tokenizer!r}: "
+                "build it anew with the model's own"
+            )
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises Refused where it holds tokens that a model of so many does not have."""
+        if self.largest >= size:
+            raise Refused(f"corpus {self.name!r} holds token {self.largest}, and the model has {size}: build it anew")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it whole or not at all.
@@ -74,20 +91,24 @@ class Corpus:
         Raises:
             OSError: it cannot be written; what stood there still does.
         """
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
-        path, arrays = Path(path), self.automaton.arrays()
-        sums = {name: _checksum(array) for name, array in arrays.items()}
+        path, arrays, about = Path(path), self.automaton.arrays(), json.dumps(asdict(self.about))
         said = {"format": "truedraft corpus", "version": str(VERSION)}
-        said |= {"about": json.dumps(asdict(self.about)), "checksums": json.dumps(sums)}
+        said |= {"about": about, "checksums": json.dumps(_checksums(arrays, about))}
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
+            part.touch()
+            mode = part.stat().st_mode
             save_file(arrays, str(part), said)
+            part.chmod(mode)  # safetensors lets only the owner read
             os.replace(part, path)
-        except BaseException:
+        except SafetensorError as e:
+            raise OSError(str(e)) from e
+        finally:
             with suppress(OSError):
                 part.unlink()
-            raise
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Corpus:
@@ -98,36 +119,59 @@ class Corpus:
         """
         from safetensors import SafetensorError, safe_open
 
+        name = str(path)
         if not Path(path).is_file():
-            raise Refused(f"corpus {str(path)!r}: there is no such file (`truedraft corpus build` makes one)")
+            raise Refused(f"corpus {name!r}: there is no such file (`truedraft corpus build` makes one)")
         try:
-            with safe_open(str(path), framework="pt") as file:
+            with safe_open(name, framework="pt") as file:
                 said = file.metadata() or {}
                 if said.get("format") != "truedraft corpus":
-                    raise Refused(f"corpus {str(path)!r} is no corpus: build one with `truedraft corpus build`")
+                    raise Refused(f"{name!r} is no corpus: build one with `truedraft corpus build`")
                 if said["version"] != str(VERSION):
-                    theirs = said["version"]
-                    raise Refused(f"corpus {str(path)!r} has version {theirs}, not {VERSION}: build it anew")
-                arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-            sums = json.loads(said["checksums"])
-            wrong = [name for name in sums if name not in arrays or _checksum(arrays[name]) != sums[name]]
-            about = About(**json.loads(said["about"]))
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as e:
-            raise Refused(f"corpus {str(path)!r} is damaged ({e}): build it anew") from e
-        if wrong:
-            raise Refused(f"corpus {str(path)!r} is damaged (the checksum of {wrong[0]!r} differs): build it anew")
-        return cls(about, loaded(arrays))
+                    raise Refused(f"corpus {name!r} has version {said['version']}, not {VERSION}: build it anew")
+                arrays = {key: file.get_tensor(key).numpy() for key in file.keys()}  # noqa: SIM118
+            wrong = set(json.loads(said["checksums"]).items()) ^ set(_checksums(arrays, said["about"]).items())
+            if wrong:
+                raise ValueError(f"the checksum of {min(wrong)[0]!r} differs")
+            return cls(About(**json.loads(said["about"])), loaded(arrays), name)
+        except Refused:
+            raise
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as e:
+            raise Refused(f"corpus {name!r} is damaged, or none ({' '.join(str(e).split())}): build it anew") from e
 
 
-def given(corpus: Corpus | str | PathLike[str]) -> Corpus:
-    """A corpus from itself or its file."""
-    return corpus if isinstance(corpus, Corpus) else Corpus.open(corpus)
+def corpora(given: Any) -> tuple[Corpus, ...]:
+    """Corpora from None, a Corpus or its file, files with `;` between them, or a list of these.
+
+    Raises:
+        Refused: one cannot be opened.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        given = [part.strip() for part in given.split(";")]
+    elif isinstance(given, Corpus | PathLike):
+        given = [given]
+    return tuple(one if isinstance(one, Corpus) else Corpus.open(one) for one in given)
+
+
+_FINGERPRINTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Of a tokenizer's vocabulary: equal where the same ids mean the same tokens."""
-    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    return f"{zlib.crc32(json.dumps(entries).encode()):08x}"
+    """Of a tokenizer's vocabulary: equal where the same ids mean the same tokens.
+
+    Tokens that were added to it do not count: texts hardly hold them, and a model's padding token is often among them.
+    """
+    if tokenizer not in _FINGERPRINTS:
+        own = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()
+        entries = sorted(own, key=lambda entry: entry[1])
+        _FINGERPRINTS[tokenizer] = f"{zlib.crc32(json.dumps(entries).encode()):08x}"
+    return _FINGERPRINTS[tokenizer]
+
+
+def _checksums(arrays: Mapping[str, Any], about: str) -> dict[str, int]:
+    return {name: _checksum(array) for name, array in arrays.items()} | {"about": zlib.crc32(about.encode())}
 
 
 def _checksum(array: Any) -> int:

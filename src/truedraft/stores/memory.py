@@ -66,3 +66,12 @@ class Places:
             found.append((text, cursor))
         self._cursors, self._heard = found, len(tokens)
         return found
+
+    def ahead(
+        self, automata: Sequence[Automaton], tokens: Sequence[int], ahead: Sequence[int]
+    ) -> list[tuple[Automaton, Cursor]]:
+        """As `follow`, and where `ahead` leads from there: cursors of the caller's own."""
+        found = [(text, cursor.copy()) for text, cursor in self.follow(automata, tokens)]
+        for text, cursor in found if ahead else ():
+            text.follow(cursor, ahead)
+        return found
