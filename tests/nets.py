@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
 
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler
 from models import V, ragged, sibling
-from truedraft import Corpus, Drafter, DraftTree, registry
+from truedraft import Drafter, DraftTree, registry
+from truedraft.drafters._compose import compose
+from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 
-REGISTERED = [*registry.names("drafters"), *registry.presets("drafters")]
+COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model"]
+NAMES, PRESETS = [*registry.names("drafters"), *COMPOSED], registry.presets("drafters")
+REGISTERED = [*NAMES, *PRESETS]
 TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps"]
-DRAFTERS = [*REGISTERED, *TRIALS, "plain"]
+EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
+SEED = 5
+T = TypeVar("T")
+
+
+def turn(name: str, options: Sequence[T], count: int = 1) -> list[T]:
+    """The options that a registered drafter takes its turn with: by its place, so that together they take them all."""
+    first = count * REGISTERED.index(name)
+    return [options[(first + i) % len(options)] for i in range(count)]
 
 
 class Counting(LogitsProcessor):
@@ -42,16 +56,58 @@ class Alternating(StoppingCriteria):
         return (input_ids[:, -12:] % 7 == 0).sum(-1) >= 4
 
 
-PROCESSORS: dict[str, Callable[[], dict[str, Any]]] = {
-    "none": dict,
-    "warpers": lambda: {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
-    "penalties": lambda: {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "bad_words_ids": [[7], [8, 9]]},
-    "constrained": lambda: {
-        "prefix_allowed_tokens_fn": lambda b, ids: [t for t in range(V) if (t + b + len(ids)) % 3],
-        "min_new_tokens": 5,
-    },
-    "stranger": lambda: {"logits_processor": [Counting()], "stopping_criteria": [Alternating()]},
+def two_in_three(batch: int, ids: torch.Tensor) -> list[int]:
+    """Tokens that may come next, of a vocabulary of V."""
+    return [t for t in range(V) if (t + batch + len(ids)) % 3]
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {  # processors and criteria as makers: they remember calls
+    "none": {},
+    "warpers": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "bad_words_ids": [[7], [8, 9]]},
+    "constrained": {"prefix_allowed_tokens_fn": two_in_three, "min_new_tokens": 5},
+    "stranger": {"logits_processor": lambda: [Counting()], "stopping_criteria": lambda: [Alternating()]},
 }
+
+
+def made(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings for one call of `generate`."""
+    makers = ("logits_processor", "stopping_criteria")
+    return {k: v() if k in makers and callable(v) else v for k, v in settings.items()}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What `model.generate` said, where the random stream stood then, and the processors that it called."""
+
+    text: torch.Tensor
+    state: torch.Tensor
+    processors: list[LogitsProcessor]
+
+
+_SAID: dict[Any, Said] = {}
+
+
+def said(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **settings: Any) -> Said:
+    """Plain `model.generate` under SEED, asked once for the same model, inputs and settings."""
+    key = _key((model, inputs, settings))
+    if key not in _SAID:
+        given = made(settings)
+        torch.manual_seed(SEED)
+        text = model.generate(**inputs, **given)
+        _SAID[key] = Said(text, torch.get_rng_state(), given.get("logits_processor", []))
+    return replace(_SAID[key], text=_SAID[key].text.clone())
+
+
+def _key(value: Any) -> Any:
+    """A value that can be looked up; what has no value of its own stands for itself."""
+    if isinstance(value, torch.Tensor):
+        return _key(value.tolist())
+    if isinstance(value, GenerationConfig):
+        return _key(value.to_dict())
+    if isinstance(value, Mapping):
+        return tuple((k, _key(v)) for k, v in sorted(value.items()))
+    return tuple(map(_key, value)) if isinstance(value, list | tuple) else value
 
 
 def drafter(
@@ -82,56 +138,57 @@ def drafter(
         return HiddenReader(vocabulary=vocabulary, head=model.get_output_embeddings())
     if name == "plain":
         return None
-    base, knobs = registry.presets("drafters").get(name, (name, {}))
+    if name in COMPOSED:
+        return compose(name, lambda part: drafter(part, model, small=small))  # type: ignore[arg-type,return-value]
+    base, knobs = PRESETS.get(name, (name, {}))
     needs = registry.method("drafters", base).card.needs
     if "draft model" in needs:
-        return registry.load("drafters", base, model=small or sibling(model), **{**knobs, **other})
+        other = {"model": small or sibling(model), **other}
     if "corpus" in needs:
-        other = {"corpus": corpus_of(vocabulary, answers), **other}
-    return registry.load("drafters", name, **other)
+        other = {"corpus": corpus_of(model), **other}
+    return registry.load("drafters", base, **{**knobs, **other})
 
 
-def corpus_of(vocabulary: int, answers: torch.Tensor | None = None) -> Corpus:
-    """A corpus of true outputs, and of babble."""
-    babble = torch.randint(vocabulary, (200,), generator=torch.Generator().manual_seed(9)).tolist()
-    return Corpus.built([*([] if answers is None else answers.tolist()), babble])
+@cache
+def corpus_of(model: PreTrainedModel) -> Corpus:
+    """What a model says to a few prompts, for drafters that look things up."""
+    texts = said(model, ragged(model, 5), max_new_tokens=60, do_sample=False).text
+    return Corpus.built([text.tolist() for text in texts])
 
 
 def padding_of(inputs: dict[str, torch.Tensor]) -> list[int]:
     return (inputs["attention_mask"] == 0).sum(-1).tolist()
 
 
+def documents(draft: Drafter | None, answers: torch.Tensor) -> dict[str, Any]:
+    """For a drafter that copies from documents, one per row: its true text, but for every sixth token."""
+    if draft is None or not draft.takes_references:
+        return {}
+    answers = answers.clone()
+    answers[:, ::6] = (answers[:, ::6] + 1) % V
+    return {"references": [[row] for row in answers]}
+
+
 def eos_inside(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> int:
     """A token that the first row says somewhere in the middle, to serve as end of text inside drafts."""
-    torch.manual_seed(5)
-    said = model.generate(**inputs, max_new_tokens=30, **kwargs)[0, inputs["input_ids"].shape[1] :].tolist()
-    return max(set(said[5:]), key=said.index)
+    text = said(model, inputs, max_new_tokens=30, **kwargs).text[0, inputs["input_ids"].shape[1] :].tolist()
+    return max(set(text[5:]), key=text.index)
 
 
 def text_net(
-    model: PreTrainedModel,
-    name: str,
-    inputs: dict[str, torch.Tensor],
-    control: str = "fixed",
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    **kwargs: Any,
+    model: PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], control: str = "fixed", **settings: Any
 ) -> truedraft.Report:
     """Output and random stream equal those of `model.generate`; processors given as makers are made for each side."""
-    made = [
-        {k: v() if k in ("logits_processor", "stopping_criteria") and callable(v) else v for k, v in kwargs.items()}
-        for _ in range(2)
-    ]
-    torch.manual_seed(5)
-    expected = model.generate(**inputs, **made[0])
-    state = torch.get_rng_state()
-    draft = drafter(name, model, expected, padding_of(inputs))
-    fast = truedraft.accelerate(model, tokenizer, draft=draft, control=control)
-    torch.manual_seed(5)
-    got = fast.generate(**inputs, **made[1])
-    assert got.shape == expected.shape, f"shape {tuple(got.shape)}, plain {tuple(expected.shape)}"
-    assert torch.equal(got, expected), f"first difference at {(got != expected).nonzero()[0].tolist()}"
-    assert torch.equal(torch.get_rng_state(), state), "the random stream stands elsewhere"
-    for mine, theirs in zip(made[1].get("logits_processor", []), made[0].get("logits_processor", []), strict=True):
+    plain = said(model, inputs, **settings)
+    draft = drafter(name, model, plain.text, padding_of(inputs))
+    fast = truedraft.accelerate(model, draft=draft, control=control)
+    given = made(settings)
+    torch.manual_seed(SEED)
+    got = fast.generate(**inputs, **given, **documents(draft, plain.text))
+    assert got.shape == plain.text.shape, f"shape {tuple(got.shape)}, plain {tuple(plain.text.shape)}"
+    assert torch.equal(got, plain.text), f"first difference at {(got != plain.text).nonzero()[0].tolist()}"
+    assert torch.equal(torch.get_rng_state(), plain.state), "the random stream stands elsewhere"
+    for mine, theirs in zip(given.get("logits_processor", []), plain.processors, strict=True):
         if isinstance(mine, Counting):
             assert mine.calls == theirs.calls, "a processor was called otherwise"
     report = fast.report()
@@ -144,8 +201,10 @@ def node_net(
 ) -> int:
     """At every pass every node's logits equal a plain forward over its path, no cache; returns the nodes compared."""
     inputs = ragged(model, rows)
-    expected = model.generate(**inputs, max_new_tokens=steps, do_sample=False, **kwargs)
-    fast = truedraft.accelerate(model, draft=drafter(name, model, expected, padding_of(inputs)), control="fixed")
+    kwargs = dict(max_new_tokens=steps, do_sample=False, **kwargs)
+    expected = said(model, inputs, **kwargs).text
+    draft = drafter(name, model, expected, padding_of(inputs))
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
     compared = 0
     standing: list[Any] = []  # the rows of the pass, in the order of their slots
     score = fast.target.score
@@ -173,6 +232,6 @@ def node_net(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast.target, "score", checked)
         patch.setattr(fast.drafter, "propose", noted)
-        got = fast.generate(**inputs, max_new_tokens=steps, do_sample=False, **kwargs)
+        got = fast.generate(**inputs, **kwargs, **documents(draft, expected))
     assert torch.equal(got, expected)
     return compared

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import truedraft
-from nets import drafter
-from truedraft import assets, registry
+from nets import NAMES, drafter, said, turn
+from truedraft import assets
 from truedraft.cli._models import load
 from truedraft.cli.demo import cases
 
@@ -24,17 +27,22 @@ def test_the_models_fit_and_have_cards() -> None:
 
 
 def test_the_models_share_a_tokenizer() -> None:
-    (first, *others) = [load(name, "float32")[1].get_vocab() for name in MODELS]
+    (first, *others) = [loaded(name)[1].get_vocab() for name in MODELS]
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("draft", registry.names("drafters"))
-@pytest.mark.parametrize("name", MODELS)
+@cache
+def loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load(name, "float32")
+
+
+@pytest.mark.parametrize(("name", "draft"), [(name, draft) for draft in NAMES for name in turn(draft, MODELS)])
 def test_drafts_change_no_token(name: str, draft: str) -> None:
-    model, tokenizer = load(name, "float32")
-    small = load("nano-draft", "float32")[0]
-    fast = truedraft.accelerate(model, tokenizer, draft=drafter(draft, model, small=small), control="fixed")
+    model, tokenizer = loaded(name)
     prompts = [case.text for case in cases(None, None, None)]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    expected = model.generate(**inputs, max_new_tokens=60, do_sample=False)
-    assert torch.equal(fast.generate(**inputs, max_new_tokens=60, do_sample=False), expected)
+    given = dict(max_new_tokens=60, do_sample=False)
+    expected = said(model, inputs, **given).text
+    small = loaded("nano-draft")[0]
+    fast = truedraft.accelerate(model, tokenizer, draft=drafter(draft, model, small=small), control="fixed")
+    assert torch.equal(fast.generate(**inputs, **given), expected)

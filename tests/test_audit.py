@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import faults
 import truedraft
+from faults import Fault, unchecked
 from models import sibling, tiny
 from truedraft import registry
 from truedraft.accept import _rounds
 from truedraft.audit import laws, tokens
 from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import MODES, Audit, audit
-from truedraft.caches.rows import RowCache
-from truedraft.chance import StreamNoise
 from truedraft.cli import main
 from truedraft.drafters._model import ModelDrafter
-from truedraft.sampling import History
-from truedraft.stopping import Stops
 from truedraft.targets.padded import Padded
-from truedraft.tree import DraftTree, Row
+from truedraft.tree import DraftTree
 
 PROMPTS = ["3 1 4 3 1 4 3", "9 2 6 5 9 2 6 5 9", "8 9 7", "5 5 8 2 5 5 8"]
 
@@ -76,43 +74,12 @@ def test_nothing_is_found_where_nothing_is_wrong(runtime: str) -> None:
 
 
 def test_coarse_numbers_make_ties_and_no_bugs() -> None:
-    found = audited(torch.bfloat16)
+    found = audited(torch.bfloat16, batches=(4,))
     assert found.exact and found.noise > 1e-3
 
 
 def test_a_model_in_the_highest_precision_is_its_own_judge() -> None:
     assert Precise(tiny()).model is tiny() and Precise(tiny()).dtype == "float64"
-
-
-def one_row_late(self: History, rows: Sequence[Row]) -> None:
-    """Processors see every other token too late."""
-    for row in rows:
-        if row.step % 2 == 0:
-            self.ids[row.index, self.length : self.length + row.step] = torch.tensor(row.tokens[row.prompt :])
-
-
-def keep_first_nodes(self: RowCache, slot: int, path: Sequence[int]) -> None:
-    self.lengths[slot] += len(path)
-
-
-def keep_rejected(self: RowCache, slot: int, path: Sequence[int]) -> None:
-    self.lengths[slot] += len(path) + (self.cursor.width > len(path) > 1)
-
-
-def bonus_from_the_draft(self: DraftTree, node: int, token: int) -> int | None:
-    """Any child is as good as the right one."""
-    return next(iter(self.shape.children[node]), None)
-
-
-def deaf_to_eos(self: Stops, rows: Sequence[Row]) -> None:
-    for row in rows:
-        row.end = len(row.tokens) if row.step == self.steps else None
-
-
-def per_leaf(self: StreamNoise, law: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Noise for every draw in the place of noise for every step."""
-    block = torch.empty_like(law).exponential_(1)
-    return (law / block).argmax(-1).tolist()
 
 
 def shifted(nodes: Padded) -> Padded:
@@ -126,38 +93,31 @@ def plant_shift(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Padded, "of", classmethod(lambda cls, *args: shifted(true(cls, *args))))
 
 
-def plant_noise_per_draw(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamNoise, "pick", per_leaf)
-    patch.setattr(StreamNoise, "reached", lambda self, step: None)
-
-
-def replaced(owner: Any, name: str, new: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(owner, name, new)
-
-
-TOKEN_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "KV of the first nodes in the place of the path's": replaced(RowCache, "commit", keep_first_nodes),
-    "KV of a rejected node kept": replaced(RowCache, "commit", keep_rejected),
-    "drafts accepted unseen": replaced(DraftTree, "child", bonus_from_the_draft),
-    "end of text leaks past an accepted run": replaced(Stops, "__call__", deaf_to_eos),
-    "noise per draw, not per step": plant_noise_per_draw,
+TOKEN_FAULTS: dict[str, Fault] = {
+    "KV of the first nodes in the place of the path's": faults.FIRST_NODES_KEPT,
+    "KV of a rejected node kept": faults.REJECTED_KEPT,
+    "drafts accepted unseen": faults.ACCEPTED_UNSEEN,
+    "end of text leaks past an accepted run": faults.DEAF_TO_EOS,
+    "noise per draw, not per step": faults.noise_per_draw,
     "position off by one in a ragged batch": plant_shift,
-    "stale penalty history within a pass": replaced(History, "_catch_up", one_row_late),
+    "stale penalty history within a pass": faults.STALE_HISTORY,
 }
 
 
 @pytest.mark.parametrize("fault", TOKEN_FAULTS)
 def test_a_planted_fault_is_a_bug(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    TOKEN_FAULTS[fault](monkeypatch)
-    monkeypatch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
-    found = audited()
+    unchecked(TOKEN_FAULTS[fault])(monkeypatch)
+    found = audited(batches=(4,))
     assert not found.exact, f"{fault}: nothing was found"
+
+
+TEXTS = 150  # planted faults have p-values below 1e-15 then, and an alarm is one below 5e-4
 
 
 def law_of(draft: str = "gumbel-top-k", rule: str = "multi-round", **knobs: Any) -> laws.Law:
     model = tiny("llama", torch.float32, 2.0)
     part = registry.load("drafters", draft, model=sibling(model, 0.3), **knobs)
-    found = laws.law_audit(model, Digits(), {draft: part}, PROMPTS, rules=[rule], texts=400, tokens=8)
+    found = laws.law_audit(model, Digits(), {draft: part}, PROMPTS, rules=[rule], texts=TEXTS, tokens=8)
     return min(found, key=lambda law: law.p_value)
 
 
@@ -172,7 +132,7 @@ def test_rows_that_end_early_are_placed_as_far_as_they_go() -> None:
         law = law_of("draft-model", "rejection", length=3)
     finally:
         model.generation_config.eos_token_id = None
-    assert law.holds and law.tokens < 2 * 400 * 8
+    assert law.holds and law.tokens < 2 * TEXTS * 8
 
 
 def plant_wrong_q(patch: pytest.MonkeyPatch) -> None:
@@ -219,7 +179,7 @@ def plant_pruning(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelDrafter, "finished", finished)
 
 
-LAW_FAULTS = {
+LAW_FAULTS: dict[str, Fault] = {
     "q of the wrong node": plant_wrong_q,
     "no residual after a refusal": plant_no_residual,
     "bonus token drawn from the draft": plant_bonus_from_the_draft,
@@ -254,7 +214,7 @@ def test_the_command_refuses(arguments: list[str], words: str, capsys: pytest.Ca
 
 
 def test_a_fault_makes_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(DraftTree, "child", bonus_from_the_draft)
+    faults.ACCEPTED_UNSEEN(monkeypatch)
     prompt = ["--prompt", "Tom ran and ran and ran and ran and", "--draft", "prompt-lookup", "--max-new-tokens", "24"]
     assert main(["audit", "nano", *prompt]) == 1
     assert "NOT exact" in capsys.readouterr().out

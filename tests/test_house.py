@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nets import DRAFTERS
+from nets import REGISTERED, RULES
+from test_text import ROWS, SETTINGS, cases
 from truedraft import registry
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "truedraft"
@@ -48,7 +49,12 @@ def test_a_listed_preset_can_be_built() -> None:
 
 
 def test_every_registered_drafter_and_preset_is_a_case() -> None:
-    assert set(registry.names("drafters")) | set(registry.presets("drafters")) <= set(DRAFTERS)
+    held = {name: [case[1:] for case in cases() if case[0] == name] for name in REGISTERED}
+    for name in registry.names("drafters"):
+        assert {(rule, processors) for rule, _, processors in held[name]} == set(SETTINGS)
+        assert {(rule, rows) for rule, rows, _ in held[name]} == {(rule, rows) for rule in RULES for rows in ROWS}
+    for name in registry.presets("drafters"):
+        assert {rule for rule, _, _ in held[name]} == set(RULES)
 
 
 # package -> the packages of truedraft that it may import from; the engine knows contracts only

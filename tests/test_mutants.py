@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import faults
+from faults import Fault, replaced, unchecked
 from models import ragged, tiny
 from nets import RULES, eos_inside, node_net, text_net
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
-from truedraft.caches.rows import RowCache
-from truedraft.chance import StreamNoise
 from truedraft.runtime import native
 from truedraft.runtime.native import Kind
 from truedraft.runtime.program import Program
-from truedraft.sampling import History
 from truedraft.stopping import Stops
-from truedraft.tree import DraftTree, Row, Shape
+from truedraft.tree import Row, Shape
 
 Net = Callable[[], Any]
 
@@ -49,7 +48,7 @@ def text_with_eos() -> None:
     text("greedy", eos_token_id=eos_inside(tiny(), inputs), pad_token_id=0)()
 
 
-def reshaped(change: Callable[[Shape], Shape]) -> Callable[[pytest.MonkeyPatch], None]:
+def reshaped(change: Callable[[Shape], Shape]) -> Fault:
     def plant(patch: pytest.MonkeyPatch) -> None:
         true = trees.shape_of
         patch.setattr(trees, "shape_of", lambda parent: change(true(parent)))
@@ -57,17 +56,7 @@ def reshaped(change: Callable[[Shape], Shape]) -> Callable[[pytest.MonkeyPatch],
     return plant
 
 
-def unchecked(change: Callable[[Shape], Shape]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Without the check that `accelerate` makes, which would find the fault and call the model's own forward."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        reshaped(change)(patch)
-        patch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
-
-    return plant
-
-
-def misread(kind: Kind, **fields: int) -> Callable[[pytest.MonkeyPatch], None]:
+def misread(kind: Kind, **fields: int) -> Fault:
     """Operations of a kind with other numbers in them."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -80,33 +69,8 @@ def misread(kind: Kind, **fields: int) -> Callable[[pytest.MonkeyPatch], None]:
             return made
 
         patch.setattr(Program, "op", op)
-        patch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
 
-    return plant
-
-
-def replaced(owner: type, name: str, new: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(owner, name, new)
-
-
-def keep_first_nodes(self: RowCache, slot: int, path: Sequence[int]) -> None:
-    self.lengths[slot] += len(path)
-
-
-def keep_rejected(self: RowCache, slot: int, path: Sequence[int]) -> None:
-    self.lengths[slot] += self.cursor.width if self.cursor.width < 30 else len(path)
-
-
-def forget_the_path(self: History, rows: Sequence[Row]) -> None:
-    """Processors see every other token too late."""
-    for row in rows:
-        if row.step % 2 == 0:
-            self.ids[row.index, self.length : self.length + row.step] = torch.tensor(row.tokens[row.prompt :])
-
-
-def noise_per_draw(self: StreamNoise, law: Tensor, rows: Sequence[Row]) -> list[int]:
-    block = law.new_empty(self.batch, law.shape[-1]).exponential_(1)
-    return (law / block[[row.index for row in rows]]).argmax(-1).tolist()
+    return unchecked(plant)
 
 
 def second_best(self: Greedy, scores: Tensor, *_: Any) -> list[int]:
@@ -118,46 +82,33 @@ def overshoot(self: Stops, rows: Sequence[Row]) -> None:
         row.end = len(row.tokens) if row.tokens[-1] in self.eos or row.step == self.steps + 1 else None
 
 
-def deaf_to_eos(self: Stops, rows: Sequence[Row]) -> None:
-    for row in rows:
-        row.end = len(row.tokens) if row.step == self.steps else None
-
-
-def gullible(self: DraftTree, node: int, token: int) -> int | None:
-    """Any child is as good as the right one."""
-    return next(iter(self.shape.children[node]), None)
-
-
-MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Net]] = {
+MUTANTS: dict[str, tuple[Fault, Net]] = {
     "lost tree mask": (reshaped(lambda s: replace(s, mask=torch.eye(len(s.depth), dtype=torch.bool))), nodes),
     "tree read as a chain": (reshaped(lambda s: replace(s, mask=torch.ones_like(s.mask).tril())), nodes),
     "positions by node index": (reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth))))), nodes),
     "lost ancestors in a compiled pass": (
-        unchecked(lambda s: replace(s, extras=tuple(e[-1:] for e in s.extras))),
+        unchecked(reshaped(lambda s: replace(s, extras=tuple(e[-1:] for e in s.extras)))),
         nodes_compiled,
     ),
     "tree read as a chain in a compiled pass": (
-        unchecked(lambda s: replace(s, run=tuple(range(1, len(s.run) + 1)), extras=((),) * len(s.run))),
+        unchecked(reshaped(lambda s: replace(s, run=tuple(range(1, len(s.run) + 1)), extras=((),) * len(s.run)))),
         nodes_compiled,
     ),
     "positions by node index in a compiled pass": (
-        unchecked(lambda s: replace(s, depth=tuple(range(len(s.depth))))),
+        unchecked(reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth)))))),
         nodes_compiled,
     ),
     "rows dealt to the experts of another node": (misread(Kind.DEAL, top=1), nodes_of_experts),
     "the first expert in the place of all": (misread(Kind.LINEAR, apart=0), nodes_of_experts),
     "routing weights as they are": (misread(Kind.ROUTE, mode=0), nodes_of_experts),
-    "commit of the first k nodes": (replaced(RowCache, "commit", keep_first_nodes), nodes),
-    "rejected KV kept": (replaced(RowCache, "commit", keep_rejected), nodes),
+    "commit of the first k nodes": (faults.FIRST_NODES_KEPT, nodes),
+    "rejected KV kept": (faults.REJECTED_KEPT, nodes),
     "overshot length": (replaced(Stops, "__call__", overshoot), text()),
-    "end of text ignored inside a draft": (replaced(Stops, "__call__", deaf_to_eos), text_with_eos),
-    "stale penalty history": (
-        replaced(History, "_catch_up", forget_the_path),
-        text(repetition_penalty=1.8),
-    ),
-    "noise tied to the draws made": (replaced(StreamNoise, "pick", noise_per_draw), text("seeded")),
+    "end of text ignored inside a draft": (faults.DEAF_TO_EOS, text_with_eos),
+    "stale penalty history": (faults.STALE_HISTORY, text(repetition_penalty=1.8)),
+    "noise tied to the draws made": (faults.noise_per_draw, text("seeded")),
     "second-best token": (replaced(Greedy, "ahead", second_best), text()),
-    "unverified drafts accepted": (replaced(DraftTree, "child", gullible), text()),
+    "unverified drafts accepted": (faults.ACCEPTED_UNSEEN, text()),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import ARCHITECTURES, NO_FP64, tiny
-from nets import DRAFTERS, node_net
+from nets import EVERY, node_net
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -31,7 +31,7 @@ def test_dtypes(architecture: str, dtype: torch.dtype) -> None:
         assert node_net(model, name, tolerance=tolerance) > 50
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_drafter(name: str) -> None:
     assert node_net(tiny(), name) > 20
 

@@ -56,6 +56,7 @@ def test_a_text_is_followed_as_brute_force_would(form: str, cap: int) -> None:
             at = min(at + step, len(text))
             before, suffix = text[: at - 1], longest_known(text[: at - 1], text[:at])
             assert len(made) == at - 1 and cursor.length == len(suffix)
+            assert not suffix or made.first(cursor) == occurrences(before, suffix)[0]
             wanted = pick.randint(1, 8)
             place = cursor.copy()
             made.shorten(place, wanted)

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from models import ARCHITECTURES, NO_FP64, ragged, tiny
-from nets import DRAFTERS, PROCESSORS, REGISTERED, RULES, eos_inside, text_net
+from nets import EVERY, NAMES, PRESETS, PROCESSORS, REGISTERED, RULES, TRIALS, eos_inside, text_net, turn
+
+ROWS = (1, 5)
+SETTINGS = [  # greedy decoding takes no warpers
+    (rule, processors) for rule in RULES for processors in PROCESSORS if (rule, processors) != ("greedy", "warpers")
+]
 
 
-@pytest.mark.parametrize("processors", PROCESSORS)
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", DRAFTERS)
+def cases() -> Iterator[tuple[str, str, int, str]]:
+    """Trials: the whole product. Registered drafters: alone or in a batch, in turn. Presets: once under each rule."""
+    for name in (*TRIALS, "plain"):
+        yield from ((name, rule, rows, processors) for rule, processors in SETTINGS for rows in ROWS)
+    for name in NAMES:
+        for i, (rule, processors) in enumerate(SETTINGS):
+            yield name, rule, ROWS[(NAMES.index(name) + i) % 2], processors
+    for name in PRESETS:
+        for rule in RULES:
+            ((processors, rows),) = turn(name, [(p, rows) for r, p in SETTINGS if r == rule for rows in ROWS])
+            yield name, rule, rows, processors
+
+
+def hosted(name: str) -> PreTrainedModel:
+    """Trials see passes by the model's own forward, in fp64; registered drafters those that `accelerate` makes."""
+    return tiny("llama", torch.float32 if name in REGISTERED else torch.float64)
+
+
+@pytest.mark.parametrize(("name", "rule", "rows", "processors"), cases())
 def test_every_drafter_says_what_the_model_says(name: str, rule: str, rows: int, processors: str) -> None:
-    model = tiny()
-    inputs = ragged(model, rows)
-    settings = PROCESSORS[processors]
-    if rule == "greedy" and processors == "warpers":
-        pytest.skip("greedy decoding takes no warpers")
-    fresh = {
-        k: (lambda k=k: settings()[k]) if k in ("logits_processor", "stopping_criteria") else v
-        for k, v in settings().items()
-    }
-    report = text_net(model, name, inputs, max_new_tokens=40, **{**RULES[rule], **fresh})
+    model = hosted(name)
+    settings = {**RULES[rule], **PROCESSORS[processors]}
+    report = text_net(model, name, ragged(model, rows), max_new_tokens=40, **settings)
     if name == "oracle" and processors != "stranger":
         assert report.mean_acceptance_length > 1.5
     if name == "plain":
@@ -32,30 +48,41 @@ def test_every_drafter_says_what_the_model_says(name: str, rule: str, rows: int,
 
 @pytest.mark.parametrize("length", [1, 2, 7])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_lengths_end_where_plain_decoding_ends(name: str, rule: str, length: int) -> None:
-    model = tiny()
+    model = hosted(name)
     text_net(model, name, ragged(model, 3), max_new_tokens=length, **RULES[rule])
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_end_of_text_inside_a_draft(name: str, rule: str, rows: int) -> None:
-    model = tiny()
+    model = hosted(name)
     inputs = ragged(model, rows)
     eos = eos_inside(model, inputs, **RULES[rule])
     text_net(model, name, inputs, max_new_tokens=40, eos_token_id=[eos, 1], pad_token_id=0, **RULES[rule])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", [*REGISTERED, "oracle"])
-def test_every_architecture(architecture: str, name: str) -> None:
+EVERYWHERE = ["oracle", "probes", "taps", "draft-model"]  # between them they use all that a model is asked for
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [(name, architecture) for name in EVERYWHERE for architecture in ARCHITECTURES]
+    + [
+        (name, architecture)
+        for name in NAMES
+        if name not in EVERYWHERE
+        for architecture in turn(name, [*ARCHITECTURES], 2)
+    ],
+)
+def test_every_architecture(name: str, architecture: str) -> None:
     model = tiny(architecture, torch.float32 if architecture in NO_FP64 else torch.float64)
     text_net(model, name, ragged(model, 3), max_new_tokens=20, do_sample=False)
 
 
-@pytest.mark.parametrize("name", [*REGISTERED, "oracle"])
+@pytest.mark.parametrize("name", EVERYWHERE)
 def test_eager_attention(name: str) -> None:
     model = tiny("mistral", torch.float32, attention="eager")
     text_net(model, name, ragged(model, 3), max_new_tokens=20, do_sample=False)
@@ -63,7 +90,7 @@ def test_eager_attention(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*REGISTERED, "noise"])
 def test_the_cost_control_changes_no_token(name: str) -> None:
-    model = tiny()
+    model = hosted(name)
     text_net(model, name, ragged(model, 4), control="cost", max_new_tokens=60, **RULES["seeded"])
 
 

@@ -21,15 +21,17 @@ from truedraft.arguments import (
     check_arguments,
     check_lengths,
     check_settings,
+    namespaces_of,
     prompts_of,
     references_of,
 )
 from truedraft.chance import Chance
 from truedraft.control._base import Control
-from truedraft.drafters._base import Drafter, Plain
+from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
+from truedraft.parts import DRAWN, check_vocabulary, drafter_of, part
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
@@ -41,15 +43,6 @@ from truedraft.tree import Row
 BY_ITSELF = "prompt-lookup-long"  # what drafts where nothing was chosen
 
 
-DRAWN = {
-    "certain": "certain",
-    "one": "drawn one by one",
-    "independent": "drawn independently of each other",
-    "distinct": "drawn without replacement",
-    "last": "certain but for the last of each node",
-}
-
-
 @dataclass(frozen=True)
 class _Call:
     """What this call adds to `model.generate`, carried through it to the decode loop."""
@@ -58,6 +51,7 @@ class _Call:
     assistant: PreTrainedModel | None
     seed: int | Sequence[int] | None
     chance: Chance | None
+    namespace: str | Sequence[str]
     streamer: Any
     on_pass: Callable[[Pass], None] | None
 
@@ -82,16 +76,15 @@ class Accelerated:
     ):
         self.target = hosted(model, runtime, strict)
         self.model, self.tokenizer = model, tokenizer
-        self._by_itself = draft == "auto"
-        self.drafter: Drafter = _drafter(BY_ITSELF if self._by_itself else draft)
+        self.drafter: Drafter = drafter_of(BY_ITSELF if draft == "auto" else draft)
         self._assistants: dict[Any, Drafter] = {}
-        self.rule: Rule | None = None if rule is None else _part(rule, "accept", Rule)
-        self.control: Control = _part(control, "control", Control)
+        self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
+        self.control: Control = part(control, "control", Control)
         self._fit(self.drafter)
         self._report: Report | None = None
 
     def _fit(self, drafter: Drafter) -> Drafter:
-        _check_vocabulary(drafter, self.tokenizer, self.target.vocabulary)
+        check_vocabulary(drafter, self.tokenizer, self.target.vocabulary)
         drafter.ready(self.target)
         drafter.read(self.tokenizer)
         return drafter
@@ -114,6 +107,7 @@ class Accelerated:
         references: Sequence[Document] | Sequence[Sequence[Document]] | None = None,
         seed: int | Sequence[int] | None = None,
         chance: Chance | None = None,
+        namespace: str | Sequence[str] = "",
         on_pass: Callable[[Pass], None] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -131,6 +125,8 @@ class Accelerated:
             seed: draw the noise of each row from (seed, row, position) instead of torch's stream, so that a row's
                 text does not depend on its neighbours; a list gives each row a seed of its own.
             chance: another source of noise.
+            namespace: whose text it is, for drafters that keep what was said for later calls: they offer it to the
+                same namespace alone. One for every row, or a list.
             on_pass: called after every pass with what it emitted.
             **kwargs: whatever `model.generate` takes.
 
@@ -147,7 +143,7 @@ class Accelerated:
             raise Refused("generate() was called while it runs: use another accelerate(model) for a call inside a call")
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
-        call = _Call(references, assistant, seed, chance, kwargs.get("streamer"), on_pass)
+        call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass)
         kwargs = self._with_stop_strings(kwargs)
         generate: Any = self.model.generate
         try:
@@ -190,13 +186,16 @@ class Accelerated:
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
+        namespaces = namespaces_of(call.namespace, batch)
         chance = call.chance or chance_of(call.seed, batch)
         self.target.reserve(batch, longest + steps + drafter.width + rule.extra(drafter.width))
 
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         told = [[] if p.ids is None else p.ids.tolist() for p in prompts]
         ends = ends_of(stopping_criteria)
-        rows = [Row(i, ids, len(ids), steps, references[i], ends) for i, ids in enumerate(told)]
+        rows = [
+            Row(i, ids, len(ids), steps, references[i], ends, namespace=namespaces[i]) for i, ids in enumerate(told)
+        ]
         history = History(input_ids, steps, pad, rows)
         returns = bool(config.return_dict_in_generate)
         laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
@@ -206,9 +205,9 @@ class Accelerated:
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
         notes = _notes(rows, laws, stops)
         if rule.guarantee == "none":
-            notes.append(f"{_name(rule)} is lossy: this is not the text that the model alone would have said")
+            notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have said")
         report = Report(
-            _name(drafter), _name(rule), rule.guarantee, _name(self.control), self.target.runtime,
+            name_of(drafter), name_of(rule), rule.guarantee, name_of(self.control), self.target.runtime,
             notes,
         )  # fmt: skip
         self._report, report.seconds = report, watch.seconds
@@ -245,10 +244,10 @@ class Accelerated:
             return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
         if references is None or self.drafter.takes_references:
             return self.drafter
-        if self._by_itself:
-            return registry.load("drafters", "llma")
-        name = _name(self.drafter)
-        raise Refused(f"references were given, and {name} does not use any: accelerate the model with draft='llma'")
+        name = name_of(self.drafter)
+        raise Refused(
+            f"references were given, and {name} does not use any: leave them out, or accelerate with draft='auto'"
+        )
 
     def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
         """The drafter that `assistant_model` stands for, made once; with the lengths that transformers knows."""
@@ -267,13 +266,16 @@ class Accelerated:
     def _rule_of(self, config: GenerationConfig, drafter: Drafter) -> Rule:
         rule = self.rule or registry.load("accept", "seeded" if config.do_sample else "greedy")
         if rule.takes is not None and drafter.width and drafter.draws not in rule.takes:
+            how = DRAWN[drafter.draws]
             raise Refused(
-                f"rule={_name(rule)!r} cannot judge the drafts of {_name(drafter)}, which are {DRAWN[drafter.draws]}: "
+                f"rule={name_of(rule)!r} cannot judge the drafts of {name_of(drafter)}, which are {how}: "
                 "use rule='multi-round'"
             )
         if rule.samples != bool(config.do_sample):
             does = "samples" if rule.samples else "does not sample"
-            raise Refused(f"rule={_name(rule)!r} {does}, and do_sample is {bool(config.do_sample)}: change one of them")
+            raise Refused(
+                f"rule={name_of(rule)!r} {does}, and do_sample is {bool(config.do_sample)}: change one of them"
+            )
         return rule
 
 
@@ -345,42 +347,6 @@ def _output(rows: Sequence[Row], history: History, laws: Laws, returns: bool) ->
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]
 
 
-def _part(given: Any, kind: str, base: type) -> Any:
-    """A drafter, rule or control, from itself or its name."""
-    if isinstance(given, str):
-        return registry.load(kind, given)
-    if isinstance(given, base):
-        return given
-    what = {"drafters": "draft", "accept": "rule"}.get(kind, kind)
-    raise Refused(f"{what}={given!r}: give a {base.__name__} or the name of one (`truedraft methods` lists them)")
-
-
-def _drafter(given: Any) -> Drafter:
-    """A drafter from itself, its name, a model that is to draft, or None."""
-    if given is None:
-        return Plain()
-    if isinstance(given, PreTrainedModel):
-        return registry.load("drafters", "draft-model", model=given)
-    return _part(given, "drafters", Drafter)
-
-
-def _check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
-    name = _name(drafter)
-    if drafter.tokenizer is not None and tokenizer is not None:
-        if drafter.tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise Refused(
-                f"the tokenizer of {name} ({len(drafter.tokenizer)} entries) differs from the model's "
-                f"({len(tokenizer)}): use a drafter made for this model"
-            )
-    elif drafter.tokenizer is not None and drafter.knows != vocabulary:
-        raise Refused(f"{name} has a tokenizer of its own: give accelerate() the model's, so they can be compared")
-    elif drafter.knows not in (None, vocabulary):
-        raise Refused(
-            f"{name} knows {drafter.knows} tokens, the model {vocabulary}: use a drafter made for this model, or, "
-            "if only the padding differs, give accelerate() the tokenizer and the draft model by its name"
-        )
-
-
 def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
     if len(rows) == 1 or not stops.in_step:
         return []
@@ -388,9 +354,3 @@ def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
         return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
     cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
     return [f"rows advanced together, because {cause}"]
-
-
-def _name(part: object) -> str:
-    if isinstance(part, Drafter):
-        return "plain" if isinstance(part, Plain) else name_of(part)
-    return type(part).__module__.rpartition(".")[2].replace("_", "-")

@@ -134,6 +134,21 @@ def _seed(value: Any) -> int:
     return int(value)
 
 
+def namespaces_of(given: Any, batch: int) -> list[str]:
+    """Each row's namespace.
+
+    Raises:
+        Refused: neither a text nor one text for each row.
+    """
+    if isinstance(given, str):
+        return [given] * batch
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        raise Refused(f"namespace={given!r}: give a text, or a list with one for each row")
+    if len(given) != batch:
+        raise Refused(f"namespace has {len(given)} entries, the batch has {batch} rows")
+    return list(given)
+
+
 def references_of(
     references: Any, batch: int, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
 ) -> list[tuple[tuple[int, ...], ...]]:

@@ -145,6 +145,19 @@ class DraftTree:
             return self
         return self._kept(range(nodes))
 
+    def bare(self) -> DraftTree:
+        """The nodes that stand for verification alone."""
+        return self._kept([i for i in range(len(self)) if i not in self.probes]) if self.probes else self
+
+    def drafting(self, nodes: int) -> DraftTree:
+        """The first `nodes` nodes that stand for verification, and the probes below them and the root."""
+        kept = [0]
+        for i in range(1, len(self)):
+            if self.parent[i] in kept and (i in self.probes or nodes > 0):
+                kept.append(i)
+                nodes -= i not in self.probes
+        return self if len(kept) == len(self) else self._kept(kept)
+
     def shallow(self, depth: int) -> DraftTree:
         """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
         if max(self.shape.depth) <= depth:

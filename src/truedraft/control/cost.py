@@ -18,12 +18,14 @@ from itertools import accumulate
 
 from truedraft.card import Card
 from truedraft.control._base import Control
+from truedraft.control._probing import Probing
 from truedraft.drafters._base import Drafter
 from truedraft.runtime import curve
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row
 
 CHEAP = 0.05  # of a plain pass, for a level of a draft
+ROOM = 8  # nodes drafted beyond twice as many as were worth verifying
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
 
@@ -112,6 +114,8 @@ class Cost(Control):
             self._target, self._curve = target, curve.of(target)
         self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         if drafter is not self._drafter:  # what is known of one drafter is kept from call to call
+            self._probing = Probing()
+            self._reach = drafter.width  # nodes worth drafting, of which the best are chosen
             self._drafter = drafter
             self._hope, self._survival = drafter.hope, self.survival
             self._each = (0.0, 0.0)  # seconds of recent drafting after the first, and levels that it gave
@@ -161,7 +165,7 @@ class Cost(Control):
         """
         level, plain = self._level(), self._curve(len(rows))
         if not self._drawn and not self._dear():
-            return self._width, self._paid
+            return min(self._width, self._reach), self._paid
         longest = len(self._form) - 1
         gains = self._gains(rows, [self._form] * len(rows), longest)
         depth = list(accumulate(self._form.shape.depth, max))
@@ -193,13 +197,16 @@ class Cost(Control):
         for row, tree in zip(rows, trees, strict=True):
             if len(tree) > 1 and tree.hopes is None:
                 self._shadows[id(row)].append(Shadow(tree))
+        self._offered_probes = any(tree.probes for tree in trees)
         sized = self._sized(rows, trees)
         self._pass = (len(rows) * max(map(len, sized)), self._seconds["target"])
         return sized
 
     def _sized(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        longest = max(len(tree) for tree in trees) - 1
+        longest = max(tree.drafted for tree in trees)
         self._exploring = False
+        if any(tree.probes for tree in trees):
+            return self._probed(trees, self._sized(rows, [tree.bare() for tree in trees]))
         if longest == 0 or self._drawn:
             return list(trees)
         gains = self._gains(rows, trees, longest)
@@ -218,7 +225,16 @@ class Cost(Control):
         self._exploring = size == 0 and worth_a_try
         if self._exploring:
             size = longest
+        self._reach = 2 * size + ROOM
         return [tree.cut(1 + size) for tree in trees]
+
+    def _probed(self, trees: Sequence[DraftTree], sized: Sequence[DraftTree]) -> list[DraftTree]:
+        """Drafts of the chosen size, with their probes where these pay."""
+        self._reach = self._width
+        whole = [tree.drafting(kept.drafted) for tree, kept in zip(trees, sized, strict=True)]
+        least, most = (len(trees) * max(map(len, given)) for given in (sized, whole))
+        more = self._curve(most) - self._curve(least)
+        return whole if self._probing.decide(more, self.slack * self._seconds["target"]) else list(sized)
 
     def _drafting(self) -> float:
         """Seconds that drafting takes a pass, after the first."""
@@ -239,9 +255,11 @@ class Cost(Control):
             tokens, before = self._pass
             spent = self._seconds["target"] - before
             if spent > 0 and self._target is not None and not self._target.cold:
+                emitted = sum(len(row.tokens) - self._emitted.get(id(row), len(row.tokens)) for row in rows)
                 if self._exploring:  # what it cost beyond the plain passes that it saved
-                    emitted = sum(len(row.tokens) - self._emitted.get(id(row), len(row.tokens)) for row in rows)
                     self._explored = max(self._explored + spent - emitted / len(rows) * self._curve(len(rows)), 0.0)
+                if self._offered_probes:
+                    self._probing.saw(emitted / len(rows), self._curve(tokens))
                 if self._drawn and not self._trusted:
                     self._spent += max(spent - self._curve(len(rows)), 0.0)
                 self._curve = self._curve.learned(tokens, spent, 0.5 if self._exploring else self.rate, len(rows))

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
 from truedraft.chance import Chance
-from truedraft.drafters._base import Drafter, PerRow
+from truedraft.drafters._base import Drafter, PerRow, Plain
 from truedraft.drafters._trees import grafted, placed, union, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
@@ -265,10 +265,12 @@ def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
     return load(spec)
 
 
-def name_of(part: Drafter) -> str:
-    """What a drafter is called in reports."""
+def name_of(part: object) -> str:
+    """What a part (a drafter, a rule, a control) is called in reports."""
     if isinstance(part, Many):
         return part.name
+    if isinstance(part, Plain):
+        return "plain"
     return type(part).__module__.rpartition(".")[2].replace("_", "-")
 
 

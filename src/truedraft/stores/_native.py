@@ -64,6 +64,7 @@ def library() -> ctypes.PyDLL | None:
         ("follow", None, [one, at, ints, c_int64]),
         ("shorten", None, [one, at, c_int32]),
         ("copy", c_int64, [one, at, c_int32, c_int64, c_int64, c_int, ints]),
+        ("first", c_int32, [one, at]),
         ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
         ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
         ("sound", c_int, [one]),

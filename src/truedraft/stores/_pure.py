@@ -63,6 +63,9 @@ class Pure:
             cursor.length = self.len[cursor.state]
         return []
 
+    def first(self, cursor: Cursor) -> int:
+        return self.end[self._holding(cursor.state, cursor.length)]
+
     def grow(self, cursor: Cursor, nodes: int, rarest: int = 1, wide: int = 8, deep: int = CAP) -> Grown:
         grown = Grown([], [], [])
         depths: list[int] = []

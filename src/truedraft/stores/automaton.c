@@ -290,6 +290,9 @@ void truedraft_shorten(const Automaton *a, Cursor *c, int32_t length) {
     c->state = holding(a, c->state, c->length);
 }
 
+/* The place of the last token of the first occurrence of a cursor's string. */
+int32_t truedraft_first(const Automaton *a, const Cursor *c) { return a->state[holding(a, c->state, c->length)].end; }
+
 /* Copies what followed the first or the latest occurrence of the longest suffix of a cursor's string that has `shortest`
    tokens or more and is followed by `enough`. Returns how many tokens, 0 for none; c is left at the suffix found. */
 int64_t truedraft_copy(const Automaton *a, Cursor *c, int32_t shortest, int64_t count, int64_t enough, int latest, int32_t *out) {

@@ -62,6 +62,9 @@ class Automaton(Protocol):
         at that suffix.
         """
 
+    def first(self, cursor: Cursor) -> int:
+        """The place of the last token of the first occurrence of the cursor's string, which is not empty."""
+
     def grow(self, cursor: Cursor, nodes: int, rarest: int = 1, wide: int = 8, deep: int = CAP) -> Grown:
         """The most frequent continuations of the cursor's string, best first.
 
@@ -130,6 +133,9 @@ class Native:
         out = (c_int32 * count)()
         n = self._lib.truedraft_copy(byref(self._a), byref(cursor), shortest, count, enough, latest, out)
         return out[:n]
+
+    def first(self, cursor: Cursor) -> int:
+        return self._lib.truedraft_first(byref(self._a), byref(cursor))
 
     def grow(self, cursor: Cursor, nodes: int, rarest: int = 1, wide: int = 8, deep: int = CAP) -> Grown:
         room = c_int32 * min(nodes, MOST)

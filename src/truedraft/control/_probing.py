@@ -1,0 +1,49 @@
+"""Whether probes pay: they cost in the pass that reads them and gain, if at all, in later ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+BLOCK = 16  # passes that probes are read in, or left out, at a stretch: what they gain comes some passes later
+MEMORY = 0.97  # weight that a pass keeps at each later one of its kind
+
+
+@dataclass
+class _Kind:
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Probing:
+    """Passes with and without probes, compared by tokens per second; now and then the worse way is tried again."""
+
+    on: bool = False
+    _left: int = 0  # passes of the stretch under way
+    _kinds: tuple[_Kind, _Kind] = field(default_factory=lambda: (_Kind(), _Kind()))  # without, with
+    _lost: float = 0.0  # seconds that tries have cost
+
+    def decide(self, more: float, allowed: float) -> bool:
+        """Whether the next pass reads the probes.
+
+        more: seconds that they add to it. allowed: seconds that tries may have cost by now.
+        """
+        if self._left > 0:
+            self._left -= 1
+            return self.on
+        without, with_ = (kind.rate() for kind in self._kinds)
+        better = with_ > without
+        trial = not better and self._lost + BLOCK * more <= allowed
+        if trial:
+            self._lost += BLOCK * more
+        self.on, self._left = better or trial, BLOCK - 1
+        return self.on
+
+    def saw(self, tokens: float, seconds: float) -> None:
+        """What a pass gave and took."""
+        kind = self._kinds[self.on]
+        kind.tokens = kind.tokens * MEMORY + tokens
+        kind.seconds = kind.seconds * MEMORY + seconds

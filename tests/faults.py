@@ -1,0 +1,72 @@
+"""Faults planted on purpose: what the nets (`test_mutants.py`) and the audit (`test_audit.py`) must both notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from truedraft.caches.rows import RowCache
+from truedraft.chance import StreamNoise
+from truedraft.sampling import History
+from truedraft.stopping import Stops
+from truedraft.tree import DraftTree, Row
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def replaced(owner: Any, name: str, new: Any) -> Fault:
+    return lambda patch: patch.setattr(owner, name, new)
+
+
+def unchecked(fault: Fault) -> Fault:
+    """Without the check that `accelerate` makes, which would find the fault and call the model's own forward."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        fault(patch)
+        patch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
+
+    return plant
+
+
+def _keep_first_nodes(self: RowCache, slot: int, path: Sequence[int]) -> None:
+    self.lengths[slot] += len(path)
+
+
+def _keep_rejected(self: RowCache, slot: int, path: Sequence[int]) -> None:
+    self.lengths[slot] += len(path) + (self.cursor.width > len(path) > 1)
+
+
+def _any_child(self: DraftTree, node: int, token: int) -> int | None:
+    return next(iter(self.shape.children[node]), None)
+
+
+def _only_the_length(self: Stops, rows: Sequence[Row]) -> None:
+    for row in rows:
+        row.end = len(row.tokens) if row.step == self.steps else None
+
+
+def _every_other_token(self: History, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.step % 2 == 0:
+            self.ids[row.index, self.length : self.length + row.step] = torch.tensor(row.tokens[row.prompt :])
+
+
+def _per_draw(self: StreamNoise, law: Tensor, rows: Sequence[Row]) -> list[int]:
+    return (law / torch.empty_like(law).exponential_(1)).argmax(-1).tolist()
+
+
+def noise_per_draw(patch: pytest.MonkeyPatch) -> None:
+    """Noise for every draw in the place of noise for every step."""
+    patch.setattr(StreamNoise, "pick", _per_draw)
+    patch.setattr(StreamNoise, "reached", lambda self, step: None)
+
+
+FIRST_NODES_KEPT = replaced(RowCache, "commit", _keep_first_nodes)
+REJECTED_KEPT = replaced(RowCache, "commit", _keep_rejected)
+ACCEPTED_UNSEEN = replaced(DraftTree, "child", _any_child)
+DEAF_TO_EOS = replaced(Stops, "__call__", _only_the_length)
+STALE_HISTORY = replaced(History, "_catch_up", _every_other_token)
