@@ -375,7 +375,7 @@ def test_what_rows_said_is_offered_to_their_namespace_alone() -> None:
         assert said(memory, name, told[name][-1]) and not said(memory, name, told[name][0])
         for other in set(told) - {name}:
             assert not any(said(memory, name, text[:1]) for text in told[other])
-    assert memory.of("d") == []
+    assert not memory.of("d")
 
 
 def test_the_oldest_is_forgotten_first_and_the_bound_holds() -> None:
@@ -389,7 +389,7 @@ def test_the_oldest_is_forgotten_first_and_the_bound_holds() -> None:
     assert len(memory) <= 400 and said(memory, "", [8998, 8999]) and not said(memory, "", [1000])
     for i in range(3000):
         memory.add(f"user {i}", [i])
-    assert len(memory) <= 400 and memory.of("user 0") == [] and len(memory.of("user 2999")) == 1
+    assert len(memory) <= 400 and not memory.of("user 0") and len(memory.of("user 2999")) == 1
 
 
 def test_the_command_builds_and_describes(tmp_path: Path, capsys: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from truedraft.card import Card
@@ -52,14 +53,16 @@ class Aded(WithCorpora[Trigrams]):
 
     def begin(self, row: Row) -> Trigrams:
         if row.namespace not in self._tables:
-            self._tables[row.namespace] = self._filled()
+            self._tables[row.namespace] = self._first.copy()
         table = self._tables[row.namespace]
         passed = self.gain * (self.window - 2)  # as if decoded one token at a time
         for text in (*row.references, row.tokens):
             table.weigh(text, passed, self.most)
         return table
 
-    def _filled(self) -> Trigrams:
+    @cached_property
+    def _first(self) -> Trigrams:
+        """What every namespace begins with."""
         table = trigrams(self.rows)
         for corpus in self.corpora:
             text = corpus.automaton.text

@@ -70,6 +70,7 @@ def library() -> ctypes.PyDLL | None:
         ("sound", c_int, [one]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
         ("table", c_int, [POINTER(Table), c_int64]),
+        ("table_copy", c_int, [POINTER(Table), POINTER(Table)]),
         ("table_free", None, [POINTER(Table)]),
         ("weigh", None, [POINTER(Table), ints, c_int64, c_float, c_float]),
         ("search", c_int64, [POINTER(Table), *[c_int32] * 4, c_double, c_double, c_int32, ints, ints, c_void_p]),
