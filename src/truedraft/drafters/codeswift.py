@@ -111,9 +111,11 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
 
     def learn(self, row: Row, state: tuple[Told, Places], tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         habits = self._habits[row.namespace]
-        before = row.tokens[: len(row.tokens) - len(accepted.path)][-self.longest :]
+        end = len(row.tokens) - len(accepted.path)
+        before = row.tokens[max(end - self.longest, 0) : end]
         path = list(accepted.path)
-        for i, best in enumerate(likeliest(logits[path], self.kept)):
+        for i, node in enumerate(path):
+            (best,) = likeliest(logits[node : node + 1], self.kept)
             key = tuple((*before, *(tree.tokens[n] for n in path[1 : i + 1]))[-self.context :])
             habits.likely[key] = best or habits.likely.get(key, [])
             habits.likely.move_to_end(key)
