@@ -66,8 +66,8 @@ def test_reading_the_prompt_is_not_held_against_drafts(control: Cost, found: boo
     row.tokens += [2]
     control.observe([row], [], [])
     sizes = [_pass(control, row, [2] * 10, [2] * 11) for _ in range(4 if found else 5)]  # one to learn from
-    assert sizes[-4:] == [10] * 4
-    assert control._paid
+    assert sizes[-4] >= 8 and sizes[-3:] == [10] * 3
+    assert control._worth > 0
 
 
 def test_drafts_that_cost_more_than_they_save_are_not_asked_for(control: Cost) -> None:

@@ -110,7 +110,6 @@ def test_references_are_copied_from() -> None:
     fast = truedraft.accelerate(model, control="fixed")
     for references in ([answer[0]], [answer[0].tolist(), [9, 9]], [[answer[0].tolist()]]):
         assert torch.equal(fast.generate(ids, max_new_tokens=40, do_sample=False, references=references), answer)
-        assert fast.report().drafter == "llma"
         assert fast.report().mean_acceptance_length > 4
 
 
@@ -281,10 +280,10 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
         "rule='greedy'",
     ),
     "references without a use": (
-        lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup").generate(
+        lambda f: truedraft.accelerate(tiny(), draft="token-recycling").generate(
             _IDS, references=[[5]], max_new_tokens=4
         ),
-        "draft='llma'",
+        "draft='auto'",
     ),
     "past the learned positions": (
         lambda f: truedraft.accelerate(tiny("gpt2")).generate(_IDS, max_new_tokens=400),

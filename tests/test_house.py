@@ -75,7 +75,7 @@ ALLOWED = {
     "errors": set(),
     "files": set(),
     "stores": {"errors", "files", "stores"},
-    "registry": {"errors"},
+    "registry": {"errors", "drafters"},
     "loading": {"assets", "errors", "runtime"},
     "assets": {"errors"},
 }

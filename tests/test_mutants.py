@@ -82,9 +82,16 @@ def overshoot(self: Stops, rows: Sequence[Row]) -> None:
         row.end = len(row.tokens) if row.tokens[-1] in self.eos or row.step == self.steps + 1 else None
 
 
+def masked(shape: Shape, mask: torch.Tensor) -> Shape:
+    """A shape whose mask says something else."""
+    other = replace(shape)
+    other.__dict__["mask"] = mask
+    return other
+
+
 MUTANTS: dict[str, tuple[Fault, Net]] = {
-    "lost tree mask": (reshaped(lambda s: replace(s, mask=torch.eye(len(s.depth), dtype=torch.bool))), nodes),
-    "tree read as a chain": (reshaped(lambda s: replace(s, mask=torch.ones_like(s.mask).tril())), nodes),
+    "lost tree mask": (reshaped(lambda s: masked(s, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
+    "tree read as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
     "positions by node index": (reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth))))), nodes),
     "lost ancestors in a compiled pass": (
         unchecked(reshaped(lambda s: replace(s, extras=tuple(e[-1:] for e in s.extras)))),

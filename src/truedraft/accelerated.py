@@ -40,7 +40,7 @@ from truedraft.stopping import longest as longest_of
 from truedraft.targets.decoder import check_hosted, hosted
 from truedraft.tree import Row
 
-BY_ITSELF = "prompt-lookup-long"  # what drafts where nothing was chosen
+BY_ITSELF = "input-guided+suffix+token-recycling"  # what drafts where nothing was chosen
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from truedraft.bench.roofline import Machine, Row
     from truedraft.bench.workloads import Workload
 
-DRAFTS = ["prompt-lookup-long", "llma"]
+DRAFTS = ["auto", "prompt-lookup-long"]
 LIMIT = 8
 # what the measurements that are no comparison do not use
 UNUSED = {

@@ -25,6 +25,7 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row
 
 CHEAP = 0.05  # of a plain pass, for a level of a draft
+FAVOUR = 0.25  # plain passes that drafts are taken to save, before anything is known
 ROOM = 8  # nodes drafted beyond twice as many as were worth verifying
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
@@ -122,7 +123,8 @@ class Cost(Control):
             self._form = DraftTree.chain(0, range(drafter.width))  # of a full draft, as far as one was seen
             self._formed = False
         self._proposed = 0
-        self._paid = self._asked = self._trusted = True
+        self._asked = self._trusted = True
+        self._worth = FAVOUR * self._curve(1) if drafter.width else 0.0  # seconds that a draft lately saved
         self._drawn = False
         self._levels = 0  # of the drafts at hand
         self._drafted = 0.0  # seconds of drafting when they were asked for
@@ -165,7 +167,7 @@ class Cost(Control):
         """
         level, plain = self._level(), self._curve(len(rows))
         if not self._drawn and not self._dear():
-            return min(self._width, self._reach), self._paid
+            return min(self._width, self._reach), self._worth > 0
         longest = len(self._form) - 1
         gains = self._gains(rows, [self._form] * len(rows), longest)
         depth = list(accumulate(self._form.shape.depth, max))
@@ -220,7 +222,8 @@ class Cost(Control):
             if k == longest:
                 break
         spent = self._curve(len(rows) * (1 + size)) + self._drafting()
-        self._paid = size > 0 and (len(rows) + gains[size]) / spent > plain
+        saved = (len(rows) + gains[size]) / plain - spent
+        self._worth = self.memory * self._worth + (1 - self.memory) * saved
         worth_a_try = gains[longest] > len(rows) and self._explored < self.slack * self._seconds["target"]
         self._exploring = size == 0 and worth_a_try
         if self._exploring:

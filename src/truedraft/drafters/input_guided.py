@@ -11,6 +11,7 @@ copying drafters lose their place with every change, and find it by chance where
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,7 +23,9 @@ from truedraft.drafters._trees import KEEPS
 from truedraft.stores.automaton import SEPARATOR
 from truedraft.tree import DraftTree, Row
 
+AFAR = 5  # tokens that must agree far from a place that was only just lost
 CONTEXT = 8  # last tokens that two places are compared by
+REPLACED = 0.5  # what the guess that one token was replaced is worth, where a place is worth 2 a token less its way
 ASTRAY = 0.35  # chance of the first token behind a change, halved for each that was wrong since: a first guess
 
 
@@ -92,20 +95,20 @@ class InputGuided(PerRow[Place]):
             self._found_anew(state)
 
     def _astray(self, state: Place, last: Sequence[int]) -> None:
-        """The output departed from the input: the nearest place that agrees best, or one token was replaced."""
+        """The output departed from the input: the place that agrees best and is near, or one token was replaced."""
         assert state.at is not None
         source, at = state.source, state.at
-        best, found = (0, 0), None
+        best, found, agreed = REPLACED, None, 0
         for place in range(max(at - self.reach, 1), min(at + self.reach, len(source)) + 1):
             if source[place - 1] == last[-1]:
                 agrees = 1
                 while agrees < min(len(last), place) and source[place - 1 - agrees] == last[-1 - agrees]:
                     agrees += 1
-                rank = agrees, -abs(place - at)
-                if rank > best and (agrees >= self.shortest or abs(place - at) <= self.shortest):
-                    best, found = rank, place
+                rank = 2 * agrees - math.log2(1 + abs(place - at))
+                if rank > best:
+                    best, found, agreed = rank, place, agrees
         if found is not None:
-            state.at, state.run, state.wrong = found, best[0], 0
+            state.at, state.run, state.wrong = found, agreed, 0
         else:
             state.at, state.run, state.wrong = at + 1, 0, state.wrong + 1
             if state.wrong > self.patience:
@@ -115,7 +118,7 @@ class InputGuided(PerRow[Place]):
         """Where the last tokens first stood in the input, however far from the old place."""
         cursor = state.text.place(longest=CONTEXT)
         for length, _ in state.text.automaton.suffixes(cursor):
-            if length < self.shortest:
+            if length < (self.shortest if state.at is None else AFAR):
                 return
             state.text.automaton.shorten(cursor, length)
             end = state.text.automaton.first(cursor)
