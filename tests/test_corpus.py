@@ -32,8 +32,8 @@ from corpus_readers import drafts_of, found_in
 from models import V, ragged, tiny
 from truedraft import Corpus, Refused, build_corpus, registry
 from truedraft.cli import main
+from truedraft.stores import _file, texts
 from truedraft.stores import corpus as corpora
-from truedraft.stores import texts
 from truedraft.stores._native import Cursor, library
 from truedraft.stores.automaton import SEPARATOR, Mapped
 from truedraft.stores.memory import SHARES, Memory, Places
@@ -196,7 +196,7 @@ def lying(file: Path, changes: dict[str, Any]) -> None:
     with safe_open(str(file), framework="np") as given:
         arrays = {name: given.get_tensor(name).copy() for name in given.keys()} | changes  # noqa: SIM118
         said = given.metadata()
-    said["checksums"] = json.dumps(corpora._checksums(arrays, said["about"]))
+    said["checksums"] = json.dumps(_file._checksums(arrays, said["about"]))
     save_file(arrays, str(file), said)
 
 

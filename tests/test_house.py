@@ -60,7 +60,7 @@ def test_every_registered_drafter_and_preset_is_a_case() -> None:
 # package -> the packages of truedraft that it may import from; the engine knows contracts only
 ALLOWED = {
     "drafters": {"tree", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
-    "accept": {"tree", "card", "chance", "sampling", "stopping", "errors", "accept"},
+    "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores"},
     "control": {"tree", "card", "errors", "control", "drafters", "runtime", "targets"},
     "targets": {"tree", "caches", "runtime", "errors", "targets"},
     "caches": {"tree", "errors", "caches"},
@@ -74,7 +74,7 @@ ALLOWED = {
     "card": set(),
     "errors": set(),
     "files": set(),
-    "stores": {"errors", "files", "stores"},
+    "stores": {"tree", "errors", "files", "stores"},
     "registry": {"errors", "drafters"},
     "loading": {"assets", "errors", "runtime"},
     "assets": {"errors"},

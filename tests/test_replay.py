@@ -256,7 +256,8 @@ def test_a_drafter_that_needs_a_model_is_refused() -> None:
 def test_every_drafter_that_needs_no_model_can_be_replayed() -> None:
     recordings = recorded(3)
     for name in registry.names("drafters"):
-        if not set(registry.method("drafters", name).card.needs) - {"references"}:
+        needs = set(registry.method("drafters", name).card.needs) - {"references"}
+        if not needs and registry.load("drafters", name).needs == Taps():
             assert sum(f.tokens for f in replay(recordings, name)) == sum(len(r.output) for r in recordings.outputs)
 
 

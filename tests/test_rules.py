@@ -231,7 +231,10 @@ def test_a_lossy_rule_is_asked_for_and_says_so(name: str) -> None:
     with pytest.raises(truedraft.Refused, match=f"lossy/{name}"):
         truedraft.accelerate(model, rule=name)
     fast = truedraft.accelerate(model, SPELT, draft=sibling(model), rule=f"lossy/{name}", control="fixed")
-    fast.generate(**ragged(model, 3), max_new_tokens=20, do_sample=fast.rule.samples)  # type: ignore[union-attr]
+    rule = fast.rule
+    assert rule is not None
+    texts = {"references": [[*range(3, 30)]]} if rule.takes_references else {}
+    fast.generate(**ragged(model, 3), max_new_tokens=20, do_sample=rule.samples, **texts)
     assert fast.report().guarantee == "none" and "lossy" in str(fast.report())
 
 

@@ -120,8 +120,8 @@ class Accelerated:
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
             generation_config: as in `model.generate`.
-            references: documents that the output may copy from, for drafters that use them: texts or token ids,
-                for every row; or one such list per row.
+            references: documents that the output may copy from, for drafters and rules that use them: texts or token
+                ids, for every row; or one such list per row.
             seed: draw the noise of each row from (seed, row, position) instead of torch's stream, so that a row's
                 text does not depend on its neighbours; a list gives each row a seed of its own.
             chance: another source of noise.
@@ -179,6 +179,7 @@ class Accelerated:
         check_settings(config)
         drafter = self._drafter_of(config, call)
         rule = self._rule_of(config, drafter)
+        rule.fit(model)
         rule.read(self.tokenizer)
         drafter.read(self.tokenizer)
         prompts = prompts_of(input_ids, model_kwargs, self.target.window)
@@ -227,6 +228,7 @@ class Accelerated:
         finally:
             passes.close()
             report.runtime = self.target.runtime
+            report.attributions = rule.attributions()
         stream.end()
         return _output(rows, history, laws, returns)
 
@@ -242,7 +244,8 @@ class Accelerated:
             return self._assistant(assistant, config)
         if (length := config.prompt_lookup_num_tokens) is not None:
             return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
-        if references is None or self.drafter.takes_references:
+        takers = (self.drafter, self.rule)
+        if references is None or any(taker is not None and taker.takes_references for taker in takers):
             return self.drafter
         name = name_of(self.drafter)
         raise Refused(

@@ -41,7 +41,7 @@ class Engine:
         prune = self.watch.timed("control", self.control.prune)
         learn = self.watch.timed("control", self.control.observe)
 
-        self.target.taps = self.drafter.needs
+        self.target.taps = self.drafter.needs | self.rule.needs
         calibrate = self.watch.timed("calibrate", self.control.open)
         calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step)
         rows = list(rows)
@@ -78,6 +78,7 @@ class Engine:
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
     ) -> Sequence[Sequence[int]] | None:
         """What the rule says at every node, if it knows already; here the host waits for the pass, as part of it."""
+        self.rule.see(scores, rows, trees)
         said = self.rule.ahead(scores.logits, rows, trees, self.laws, self.chance)
         if said is None:
             self.target.wait()

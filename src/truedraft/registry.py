@@ -113,8 +113,10 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(allowed) or 'none'}."
             raise Refused(f"{name} has no knob {key!r}: {hint}")
         default = inspect.signature(cls).parameters[key].default
-        if isinstance(default, int | float) and not (type(knobs[key]) is type(default) and knobs[key] >= 0):
-            raise Refused(f"{name}:{key}={knobs[key]!r}: give a non-negative {type(default).__name__}, like {default}")
+        if isinstance(default, int | float):
+            sign = "" if default < 0 else "non-negative "
+            if type(knobs[key]) is not type(default) or (sign and knobs[key] < 0):
+                raise Refused(f"{name}:{key}={knobs[key]!r}: give a {sign}{type(default).__name__}, like {default}")
     try:
         return cls(**knobs)
     except TypeError as e:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -33,6 +33,23 @@ class Pass:
 
     width: int
     emitted: tuple[Emission, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """A span of the output that stands word for word in a document.
+
+    row: place in the caller's batch.
+    start, end: of the span among the row's new tokens, the end not included.
+    source: name of the document; `references[i]` for the i-th of the row's references.
+    offset: tokens of the document before the span.
+    """
+
+    row: int
+    start: int
+    end: int
+    source: str
+    offset: int
 
 
 class Stopwatch:
@@ -65,6 +82,7 @@ class Report:
     passes: every pass of the target, the prompt's own first.
     seconds: wall time by part: calibrate (measuring costs, once per model and machine), prefill, draft, observe (what
         drafters do when rows begin and after passes), control, target, all.
+    attributions: spans of the output that were copied from documents, of rules that tell.
     """
 
     drafter: str
@@ -76,6 +94,7 @@ class Report:
     passes: list[Pass] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
+    attributions: tuple[Attribution, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -127,6 +146,7 @@ class Report:
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 4),
             "tokens_per_second": round(self.tokens_per_second, 3),
+            "attributions": [asdict(a) for a in self.attributions],
             "seconds": {k: round(v, 6) for k, v in self.seconds.items()},
         }
 
@@ -143,4 +163,7 @@ class Report:
             f"mean acceptance length {self.mean_acceptance_length:.2f}, {rate}",
             f"{self.tokens_per_second:.1f} tokens/s; time: {where}; passes by {self.runtime}",
         ]
+        if self.attributions:
+            copied, sources = sum(a.end - a.start for a in self.attributions), {a.source for a in self.attributions}
+            lines.append(f"{copied} tokens copied, {len(self.attributions)} spans of {', '.join(sorted(sources))}")
         return "\n".join(lines + self.notes)

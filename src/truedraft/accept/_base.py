@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
+from truedraft.stats import Attribution
 from truedraft.stopping import Stops
-from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Wanted
+from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Rule(ABC):
     samples: whether the rule draws from the law, as `do_sample=True` asks.
     wants: the drafts that serve it best.
     takes: what it can judge; None for whatever is drafted.
+    needs: what it asks to see of every pass.
+    takes_references: whether it looks into documents that the caller gives.
     """
 
     card: ClassVar[Card]
@@ -54,6 +57,15 @@ class Rule(ABC):
     samples: ClassVar[bool]
     wants: ClassVar[Wanted]
     takes: ClassVar[frozenset[Draws] | None] = None
+    needs: Taps = Taps()
+    takes_references: ClassVar[bool] = False
+
+    def fit(self, model: PreTrainedModel) -> None:
+        """Once it is known whose text it judges.
+
+        Raises:
+            Refused: it cannot judge this model's.
+        """
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Before a call: texts of its own, in the model's tokens.
@@ -77,6 +89,9 @@ class Rule(ABC):
         """Drafts with what the rule wants to read besides: probes."""
         return list(trees)
 
+    def see(self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
+        """Every pass before anything of it is accepted, with what the rule `needs` of it."""
+
     @abstractmethod
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         """The next token of each row, -1 where its scores are NaN.
@@ -95,6 +110,10 @@ class Rule(ABC):
         logits: (rows, nodes, V) raw.
         """
         return None
+
+    def attributions(self) -> tuple[Attribution, ...]:
+        """After a call: which spans of what was said stand where in given documents."""
+        return ()
 
 
 def walk(

@@ -57,9 +57,8 @@ class Many(Drafter):
         self.tokenizer: PreTrainedTokenizerBase | None = next(
             (part.tokenizer for part in parts if part.tokenizer is not None), None
         )
-        self._trusts = [Trust() for _ in parts]
+        self._trusts: dict[int, Trust] = {}  # of parts that do not say what they hope
         self._trust = Trust()
-        self._asked: tuple[int, ...] = tuple(range(len(parts)))
 
     @property
     def name(self) -> str:
@@ -108,7 +107,7 @@ class Many(Drafter):
             return trees
         hope = self.parts[k].hope
         return [
-            self._trusts[k].proposed(row, tree if tree.hopes is not None else placed(tree, hope))
+            self._trusts.setdefault(k, Trust()).proposed(row, tree if tree.hopes is not None else placed(tree, hope))
             for row, tree in zip(rows, trees, strict=True)
         ]
 
@@ -116,13 +115,13 @@ class Many(Drafter):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         for row in rows:
-            for trust in (self._trust, *self._trusts):
+            for trust in (self._trust, *self._trusts.values()):
                 trust.heard(row)
         for part in self.parts:
             part.observe(rows, trees, scores, accepted)
 
     def end(self, row: Row) -> None:
-        for trust in (self._trust, *self._trusts):
+        for trust in (self._trust, *self._trusts.values()):
             trust.end(row)
         for part in self.parts:
             part.end(row)

@@ -62,7 +62,7 @@ class Suffix(PerRow[tuple[Told, Places]]):
         sources = [(text.automaton, text.place(ahead)), *said]
         best, score = DraftTree.chain(root_of(row, ahead)), 0.0
         for automaton, cursor in sources:
-            automaton.shorten(cursor, self.depth - 1)
+            automaton.shorten(cursor, max(int(self.depth / (1 + self.alpha)), 1))  # beyond, drafts grow no further
             for length, count in automaton.suffixes(cursor):
                 if self._size(length) <= score:
                     break

@@ -8,25 +8,21 @@ at hand, a file holds the tokens alone, and of any file only these are read.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from truedraft.errors import Refused
+from truedraft.stores import _file
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton, loaded
 
-VERSION = 1
-PART = 1 << 24  # bytes checked at a time
+KIND, VERSION = "corpus", 1
 
 
 @dataclass(frozen=True)
@@ -91,24 +87,7 @@ class Corpus:
         Raises:
             OSError: it cannot be written; what stood there still does.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-
-        path, arrays, about = Path(path), self.automaton.arrays(), json.dumps(asdict(self.about))
-        said = {"format": "truedraft corpus", "version": str(VERSION)}
-        said |= {"about": about, "checksums": json.dumps(_checksums(arrays, about))}
-        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        try:
-            part.touch()
-            mode = part.stat().st_mode
-            save_file(arrays, str(part), said)
-            part.chmod(mode)  # safetensors lets only the owner read
-            os.replace(part, path)
-        except SafetensorError as e:
-            raise OSError(str(e)) from e
-        finally:
-            with suppress(OSError):
-                part.unlink()
+        _file.write(path, KIND, VERSION, asdict(self.about), self.automaton.arrays())
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Corpus:
@@ -117,27 +96,11 @@ class Corpus:
         Raises:
             Refused: there is none, or it is damaged, or of another version.
         """
-        from safetensors import SafetensorError, safe_open
-
-        name = str(path)
-        if not Path(path).is_file():
-            raise Refused(f"corpus {name!r}: there is no such file (`truedraft corpus build` makes one)")
+        about, arrays = _file.read(path, KIND, VERSION, "truedraft corpus build")
         try:
-            with safe_open(name, framework="pt") as file:
-                said = file.metadata() or {}
-                if said.get("format") != "truedraft corpus":
-                    raise Refused(f"{name!r} is no corpus: build one with `truedraft corpus build`")
-                if said["version"] != str(VERSION):
-                    raise Refused(f"corpus {name!r} has version {said['version']}, not {VERSION}: build it anew")
-                arrays = {key: file.get_tensor(key).numpy() for key in file.keys()}  # noqa: SIM118
-            wrong = set(json.loads(said["checksums"]).items()) ^ set(_checksums(arrays, said["about"]).items())
-            if wrong:
-                raise ValueError(f"the checksum of {min(wrong)[0]!r} differs")
-            return cls(About(**json.loads(said["about"])), loaded(arrays), name)
-        except Refused:
-            raise
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as e:
-            raise Refused(f"corpus {name!r} is damaged, or none ({' '.join(str(e).split())}): build it anew") from e
+            return cls(About(**about), loaded(arrays), str(path))
+        except (KeyError, TypeError, ValueError) as e:
+            raise Refused(f"corpus {str(path)!r} is damaged ({e}): build it anew") from e
 
 
 def corpora(given: Any) -> tuple[Corpus, ...]:
@@ -168,14 +131,3 @@ def fingerprint(tokenizer: Any) -> str:
         entries = sorted(own, key=lambda entry: entry[1])
         _FINGERPRINTS[tokenizer] = f"{zlib.crc32(json.dumps(entries).encode()):08x}"
     return _FINGERPRINTS[tokenizer]
-
-
-def _checksums(arrays: Mapping[str, Any], about: str) -> dict[str, int]:
-    return {name: _checksum(array) for name, array in arrays.items()} | {"about": zlib.crc32(about.encode())}
-
-
-def _checksum(array: Any) -> int:
-    view, total = memoryview(array).cast("B") if array.size else memoryview(b""), 0
-    for at in range(0, len(view), PART):
-        total = zlib.crc32(view[at : at + PART], total)
-    return total

@@ -1,0 +1,115 @@
+"""A row that changes subject: which of its drafters a router chooses, over time.
+
+    python benchmarks/router.py [--draft "input-guided|suffix|token-recycling"] [--html FILE]
+
+The embedded model's tokenizer and texts, replayed (`truedraft bench --replay` explains what a replay can tell): a story
+that nobody has told yet, then the Python class of the prompt with one method renamed, then the same story once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from html import escape
+from pathlib import Path
+
+from rich.console import Console
+
+from truedraft import assets, registry
+from truedraft.bench.page import COLORS, STYLE
+from truedraft.bench.recordings import Recording
+from truedraft.bench.replay import ReplayTarget, replayed
+from truedraft.drafters._compose import Route, name_of
+from truedraft.files import write_whole
+from truedraft.loading import load_tokenizer
+from truedraft.stats import Stopwatch
+
+
+def recording() -> tuple[Recording, list[tuple[str, int]], int]:
+    """The row, where each of its subjects begins, and the size of its vocabulary."""
+    tokenizer = load_tokenizer("nano")
+    code = assets.prompt("edit.py.txt")
+    story = assets.prompt("stories.txt").replace("\n", " ")
+    name = next(line.split("(")[0].split()[-1] for line in code.split("\n") if "def " in line and "__" not in line)
+    subjects = [("a story", story), ("the class, a method renamed", code.replace(name, f"{name}_now"))]
+    subjects.append(("the story again", story))
+    spoken = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in subjects]
+    prompt = tokenizer(f"{code}\nTell a story, rename {name}, tell it again.\n", add_special_tokens=False)["input_ids"]
+    begins, at = [], 0
+    for (subject, _), ids in zip(subjects, spoken, strict=True):
+        begins.append((subject, at))
+        at += len(ids)
+    return Recording("", tuple(prompt), tuple(t for ids in spoken for t in ids)), begins, len(tokenizer)
+
+
+def chosen(draft: str) -> tuple[list[tuple[int, str, int]], list[tuple[str, int]]]:
+    """(tokens said before, part chosen, tokens that the pass gave) of every pass, and where the subjects begin."""
+    row, begins, vocabulary = recording()
+    router = registry.load("drafters", draft)
+    if not isinstance(router, Route):
+        raise SystemExit(f"--draft {draft!r} is no router: write parts with | between them")
+    target = ReplayTarget(vocabulary)
+    router.ready(target)
+    control = registry.load("control", "fixed", nodes=16)
+    passes = list(replayed(row, target, router, control, Stopwatch()))
+    said, steps = 0, []
+    names = [name_of(part) for part in router.parts]
+    choices = {step: names[part] for _, step, part in router.history}
+    for done in passes:
+        tokens = sum(len(e.tokens) for e in done.emitted)
+        if said in choices:
+            steps.append((said, choices[said], tokens))
+        said += tokens
+    return steps, begins
+
+
+def plot(steps: list[tuple[int, str, int]], begins: list[tuple[str, int]]) -> str:
+    """A page: the part chosen (row) against tokens said (across); marks are as high as the tokens that a pass gave."""
+    parts = sorted({part for _, part, _ in steps})
+    width, line, left = 900, 90, 150
+    scale = (width - left - 20) / max(said + tokens for said, _, tokens in steps)
+    shapes = []
+    for subject, at in begins:
+        x = left + at * scale
+        shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{40 + line * len(parts)}" stroke="#999"/>')
+        shapes.append(f'<text x="{x + 4:.1f}" y="16">{escape(subject)}</text>')
+    for i, part in enumerate(parts):
+        base = 30 + line * (i + 1)
+        shapes.append(f'<text x="4" y="{base}">{escape(part)}</text>')
+        for said, which, tokens in steps:
+            if which == part:
+                x, wide, high = left + said * scale, max(tokens * scale - 0.5, 0.6), min(4 * tokens, line - 10)
+                shapes.append(
+                    f'<rect x="{x:.1f}" y="{base - high}" width="{wide:.1f}" height="{high}" fill="{COLORS[i]}"/>'
+                )
+    svg = f'<svg viewBox="0 0 {width} {60 + line * len(parts)}">{"".join(shapes)}</svg>'
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>truedraft: a router at work</title>"
+        f"<style>{STYLE}</style><body><h1>Which drafter the router chooses</h1><p>Tokens said from left to right; "
+        f"a mark is a pass, as high as the tokens that it gave.</p>{svg}</body></html>\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", default="input-guided|suffix|token-recycling")
+    parser.add_argument("--html", type=Path)
+    given = parser.parse_args()
+    steps, begins = chosen(given.draft)
+    console = Console(width=120)
+    ends = [at for _, at in begins[1:]] + [steps[-1][0] + 1]
+    letters = {part: chr(ord("A") + i) for i, part in enumerate(sorted({part for _, part, _ in steps}))}
+    console.print(", ".join(f"{letter} {part}" for part, letter in letters.items()), markup=False)
+    for (subject, begin), end in zip(begins, ends, strict=True):
+        inside = [(said, part, tokens) for said, part, tokens in steps if begin <= said < end]
+        share = Counter(part for _, part, _ in inside)
+        length = sum(tokens for *_, tokens in inside) / len(inside)
+        shares = ", ".join(f"{part} {n / len(inside):.0%}" for part, n in share.most_common())
+        console.print(f"{subject}: {len(inside)} passes, {length:.2f} tokens a pass; {shares}", markup=False)
+        console.print("".join(letters[part] for _, part, _ in inside), markup=False)
+    if given.html is not None:
+        write_whole(given.html, plot(steps, begins))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Where a model stood in given texts: its hidden state at every token, and the token that came next.
+
+The nearest neighbours of states are found by one matrix product with all that are kept, which suits up to about a
+million tokens: that many states of 1024 numbers are 4 GB, read once a pass. Which texts are worth searching is for the
+caller to say: a first stage of retrieval, by words or by embeddings, has done its work before.
+
+States are brought to a mean square of 1. Layers norm what they read, so the length of a state says little of the next
+token; and distances of such states are of one scale in all models, as a softmax needs it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from truedraft.errors import Refused
+from truedraft.stores import _file
+from truedraft.tree import Row
+
+KIND, VERSION, MAKER = "datastore", 1, "Neighbours.built(model, documents).save(path)"
+PART = 1024  # tokens read at a time; in longer documents each has at least half as many before it
+
+
+@dataclass(eq=False)
+class Neighbours:
+    """States of a model in texts, and what came next.
+
+    layer: whose output they are, as in `output_hidden_states`: 0 the embeddings, -1 the last, normed.
+    names: of the documents. starts: where each begins in `text`, and where the last one ends.
+    text: (n,) token ids of all documents. keys: (m, H) states at all tokens that another follows.
+    """
+
+    layer: int
+    names: tuple[str, ...]
+    starts: tuple[int, ...]
+    text: Tensor
+    keys: Tensor
+
+    def __post_init__(self) -> None:
+        first = torch.zeros(len(self.text) + 1, dtype=torch.bool)
+        first[list(self.starts)] = True
+        self._said = (~first[:-1]).nonzero()[:, 0]  # place of the token that follows each key
+        if len(self._said) != len(self.keys):
+            raise ValueError(f"{len(self._said)} tokens follow others, and there are {len(self.keys)} states")
+
+    @classmethod
+    def built(cls, model: Any, documents: Iterable[tuple[str, Sequence[int]]], layer: int = -2) -> Neighbours:
+        """States of documents, each read by itself.
+
+        model: of `transformers`. documents: name and token ids of each.
+
+        Raises:
+            Refused: no such layer, a token outside the vocabulary, or no token that follows another.
+        """
+        config = _check_layer(model, layer)
+        names: list[str] = []
+        starts, text, keys = [0], list[int](), list[Tensor]()
+        for name, tokens in documents:
+            if tokens and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
+                raise Refused(f"document {name!r} has token ids outside the model's vocabulary of {config.vocab_size}")
+            if len(tokens) > 1:
+                names.append(name)
+                text += tokens
+                starts.append(len(text))
+                keys.append(_states(model, tokens, layer, getattr(config, "max_position_embeddings", PART)))
+        if not keys:
+            raise Refused("there is nothing to look for neighbours in: give a document of two tokens or more")
+        return cls(layer, tuple(names), tuple(starts), torch.tensor(text), torch.cat(keys))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write them whole or not at all.
+
+        Raises:
+            OSError: it cannot be written; what stood there still does.
+        """
+        about = {"layer": self.layer, "names": self.names, "starts": self.starts}
+        arrays = {"text": self.text.numpy(), "keys": self.keys.cpu().numpy()}
+        _file.write(path, KIND, VERSION, about, arrays)
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> Neighbours:
+        """Neighbours from their file, mapped and checked.
+
+        Raises:
+            Refused: there is none, or it is damaged, or of another version.
+        """
+        about, arrays = _file.read(path, KIND, VERSION, MAKER)
+        try:
+            names, starts = tuple(about["names"]), tuple(about["starts"])
+            return cls(about["layer"], names, starts, *(torch.from_numpy(arrays[k]) for k in ("text", "keys")))
+        except (KeyError, TypeError, ValueError, IndexError) as e:
+            raise Refused(f"{KIND} {str(path)!r} is damaged ({e}): build it anew") from e
+
+    def compared(self, states: Tensor) -> Tensor:
+        """(n, m) minus the squared distances of (n, H) states from all keys, over the root of H."""
+        if self.keys.device != states.device:
+            self.keys = self.keys.to(states.device)
+        size = self.keys.shape[1]
+        return (_scaled(states) @ self.keys.T).sub_(size).clamp_max_(0).mul_(2 / size**0.5)
+
+    def nearest(self, close: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k nearest of a state, the nearest first: how close they are, and where in `text` what they say next is.
+
+        close: (m,) of that state; see `compared`.
+        """
+        found = close.topk(min(k, len(close)))
+        return found.values, self._said[found.indices.cpu()]
+
+    def behind(self, place: int, length: int) -> list[int]:
+        """At most so many tokens from a place on, to the end of its document."""
+        end = self.starts[bisect_right(self.starts, place)]
+        return self.text[place : min(place + length, end)].tolist()
+
+    def source(self, place: int) -> tuple[str, int]:
+        """Name of the document where a place is, and how many of its tokens stand before."""
+        which = bisect_right(self.starts, place) - 1
+        return self.names[which], place - self.starts[which]
+
+
+@dataclass(frozen=True, eq=False)
+class Near:
+    """What the nearest neighbours of a state say next.
+
+    doubt: the weight that is left to the model, the lambda of NEST, from the relative retrieval confidence.
+    close: (k,) minus the squared distances, scaled. places: (k,) of the tokens that they say, the nearest first.
+    """
+
+    store: Neighbours
+    doubt: float
+    close: Tensor
+    places: Tensor
+
+    def law(self, size: int) -> Tensor:
+        """(size,) the next token's law as the neighbours have it."""
+        tokens = self.store.text[self.places].to(self.close.device)
+        return torch.zeros(size, device=self.close.device).index_add_(0, tokens, self.close.softmax(0))
+
+    def saying(self, tokens: Sequence[int]) -> int | None:
+        """Where the nearest neighbour stands that goes on with these tokens: the place of the first of them."""
+        for place in self.places[self.store.text[self.places] == tokens[0]].tolist():
+            if self.store.behind(place, len(tokens)) == list(tokens):
+                return place
+        return None
+
+
+class Search:
+    """How neighbours are looked for, and how far they are trusted: what drafter and rule share.
+
+    store: where; None for the references of each row, whose states are made when they are first asked for.
+    layer: whose states, where there is no store. k: how many are looked for.
+    alpha, tau: the model's weight is sigmoid((r - alpha) / tau), r the similarity of the nearest neighbour over that of
+        the farthest. A similarity is minus a squared distance: r is from 0 (one stands out) to 1 (all are alike).
+
+    Raises:
+        Refused: numbers that make no sense.
+    """
+
+    def __init__(self, store: Any, layer: int, k: int, alpha: float, tau: float):
+        if k < 1 or tau <= 0:
+            raise Refused(f"nest:k={k},tau={tau}: give one neighbour or more, and a tau above 0")
+        self.store: Neighbours | None = (
+            store if store is None or isinstance(store, Neighbours) else Neighbours.open(store)
+        )
+        self.layer = layer if self.store is None else self.store.layer
+        self.k, self.alpha, self.tau = k, alpha, tau
+
+    def fit(self, model: Any) -> None:
+        """Before the first search: whose states are looked for.
+
+        Raises:
+            Refused: the model has no such layer, or the store was made with another model.
+        """
+        size, self._model = _check_layer(model, self.layer).hidden_size, model
+        if self.store is not None and (theirs := self.store.keys.shape[1]) != size:
+            raise Refused(f"the neighbours' states have {theirs} numbers, the model's {size}: build them with it")
+
+    def has(self, row: Row) -> bool:
+        """Whether there is any text to look in for a row."""
+        return self.store is not None or any(len(document) > 1 for document in row.references)
+
+    def at(self, row: Row, states: Tensor) -> Callable[[int], Near] | None:
+        """The neighbours of each of (n, H) states of a row, by its number; None where there is no text to look in."""
+        if not self.has(row):
+            return None
+        store = self.store or _of_references(self._model, row, self.layer)
+        compared = store.compared(states)
+        return lambda i: self._near(store, compared[i])
+
+    def _near(self, store: Neighbours, compared: Tensor) -> Near:
+        close, places = store.nearest(compared, self.k)
+        nearest, farthest = close[[0, -1]].neg().tolist()
+        ratio = nearest / farthest if farthest else 0.0
+        return Near(store, float(torch.tensor((ratio - self.alpha) / self.tau).sigmoid()), close, places)
+
+
+_MADE: WeakKeyDictionary[Row, dict[int, Neighbours]] = WeakKeyDictionary()  # by layer; rows of a call share theirs
+
+
+def _of_references(model: Any, row: Row, layer: int) -> Neighbours:
+    alike = (made for other, made in _MADE.items() if other.references is row.references)
+    made = _MADE.setdefault(row, next(alike, {}))
+    if layer not in made:
+        documents = ((f"references[{i}]", document) for i, document in enumerate(row.references))
+        made[layer] = Neighbours.built(model, documents, layer)
+    return made[layer]
+
+
+def _check_layer(model: Any, layer: int) -> Any:
+    """The text configuration of a model that has this layer."""
+    config = model.config.get_text_config(decoder=True)
+    last = config.num_hidden_layers
+    if not -last - 1 <= layer <= last:
+        raise Refused(
+            f"layer={layer}: give 0 (the embeddings) to {last} (the last layer, normed), or -1 to {-last - 1}"
+        )
+    return config
+
+
+@torch.no_grad()
+def _states(model: Any, tokens: Sequence[int], layer: int, context: int) -> Tensor:
+    """(n - 1, H) states at the tokens of a document but the last."""
+    part = min(PART, context)
+    parts: list[Tensor] = []
+    read, end = 0, len(tokens) - 1
+    while read < end:
+        first = max(read - part // 2, 0)
+        last = min(first + part, end)
+        ids = torch.tensor([tokens[first:last]], device=model.device)
+        seen = model.base_model(ids, use_cache=False, output_hidden_states=True).hidden_states[layer]
+        parts.append(_scaled(seen[0, read - first :]))
+        read = last
+    return torch.cat(parts)
+
+
+def _scaled(states: Tensor) -> Tensor:
+    states = states.float()
+    return states / states.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
