@@ -169,5 +169,10 @@ def test_trigrams_stay_within_their_rows(form: str) -> None:
     table = getattr(trigrams, form)(64)
     text = list(range(5000))
     table.weigh(text, 1.0, 3.0)
+    table.weigh(text[:3], 1.0, 3.0)
+    other = table.copy()
+    other.weigh([7, 8, 9], 1.0, 3.0)
+    assert other.search(0, 1, 5, 1, 32.0, 8.0, 4) == table.search(0, 1, 5, 1, 32.0, 8.0, 4) != ([], [], [])
+    assert other.search(7, 8, 5, 1, 32.0, 8.0, 4).tokens == [9] and not table.search(7, 8, 5, 1, 32.0, 8.0, 4).tokens
     known = [i for i in range(4998) if table.search(i, i + 1, 5, 1, 32.0, 8.0, 4).tokens]
     assert 0 < len(known) <= 64 and max(known) == 4997

@@ -9,12 +9,14 @@ _HOMES = {
     "Card": "card",
     "Chat": "chat",
     "Control": "control._base",
+    "Corpus": "stores.corpus",
     "DraftTree": "tree",
     "Drafter": "drafters._base",
     "Refused": "errors",
     "Report": "stats",
     "Rule": "accept._base",
     "accelerate": "accelerated",
+    "build_corpus": "stores.building",
 }
 __all__ = sorted(_HOMES)
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from truedraft.drafters._base import Drafter as Drafter
     from truedraft.errors import Refused as Refused
     from truedraft.stats import Report as Report
+    from truedraft.stores.building import build_corpus as build_corpus
+    from truedraft.stores.corpus import Corpus as Corpus
     from truedraft.tree import DraftTree as DraftTree
 
 

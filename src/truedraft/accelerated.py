@@ -84,6 +84,7 @@ class Accelerated:
     def _fit(self, drafter: Drafter) -> Drafter:
         check_vocabulary(drafter, self.tokenizer, self.target.vocabulary)
         drafter.ready(self.target)
+        drafter.read(self.tokenizer)
         return drafter
 
     def report(self) -> Report:

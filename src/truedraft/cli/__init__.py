@@ -1,4 +1,4 @@
-"""The command line: `truedraft generate`, `truedraft demo`, `truedraft bench`, `truedraft audit`,
+"""The command line: `truedraft generate`, `truedraft demo`, `truedraft bench`, `truedraft audit`, `truedraft corpus`,
 `truedraft methods`."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from truedraft.cli import audit, bench, demo, generate, methods
+from truedraft.cli import audit, bench, corpus, demo, generate, methods
 
 app = typer.Typer(
     name="truedraft",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 for command in (generate.generate, demo.demo, bench.bench, audit.audit, methods.methods):
     app.command()(command)
+app.add_typer(corpus.app, name="corpus")
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -18,13 +18,14 @@ def copied(root: int, tokens: Sequence[int], found: int) -> DraftTree:
 
 def counted(root: int, grown: Grown, count: int, found: int) -> DraftTree:
     """A tree of what followed the last `found` tokens, which stood there `count` times, as often as each did."""
-    depth: list[int] = []
-    hopes = [1.0]
+    depth, hopes = [0], [1.0]
+    counts = (count, *grown.counts)
+    keeps = [*KEEPS[min(found, len(KEEPS) - 1) :], *[KEEPS[-1]] * len(counts)]
     for parent, times in zip(grown.parents, grown.counts, strict=True):
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-        of = count if parent < 0 else grown.counts[parent]
-        hopes.append(times / max(of, times) * KEEPS[min(found + depth[-1] - 1, len(KEEPS) - 1)])
-    return DraftTree((root, *grown.tokens), (-1, *(p + 1 for p in grown.parents)), hopes=tuple(hopes))
+        level, of = depth[parent + 1], counts[parent + 1]
+        depth.append(level + 1)
+        hopes.append(times / of * keeps[level] if times < of else keeps[level])
+    return DraftTree((root, *grown.tokens), (-1, *[p + 1 for p in grown.parents]), hopes=tuple(hopes))
 
 
 def values_of(tree: DraftTree) -> list[float]:
@@ -54,34 +55,39 @@ def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | No
     for tree, heavy in zip(trees, weights or [1.0] * len(trees), strict=True):
         assert tree.hopes is not None
         at = [0]
-        for i in range(1, len(tree)):
-            parent, token = at[tree.parent[i]], tree.tokens[i]
+        for i, (token, parent, hope) in enumerate(
+            zip(tree.tokens[1:], tree.parent[1:], tree.hopes[1:], strict=True), 1
+        ):
             new = len(tokens)
-            node = new if i in tree.probes else known.setdefault((parent, token), new)
+            if i in tree.probes:
+                node = new
+                probes.add(node)
+            else:
+                node = known.setdefault((at[parent], token), new)
             if node == new:
                 tokens.append(token)
-                parents.append(parent)
-                hopes.append(0.0)
-                weight.append(0.0)
-            if i in tree.probes:
-                probes.add(node)
-            hopes[node] = max(hopes[node], tree.hopes[i])
-            weight[node] = max(weight[node], heavy)
+                parents.append(at[parent])
+                hopes.append(hope)
+                weight.append(heavy)
+            else:
+                hopes[node] = hope if hope > hopes[node] else hopes[node]
+                weight[node] = heavy if heavy > weight[node] else weight[node]
             at.append(node)
     values = [1.0]
-    for i in range(1, len(tokens)):
-        values.append(values[parents[i]] * hopes[i])
-    drafted = [i for i in range(1, len(tokens)) if i not in probes]
-    kept = sorted(drafted, key=lambda i: -values[i] * weight[i])[:budget]
+    for parent, hope in zip(parents[1:], hopes[1:], strict=True):
+        values.append(values[parent] * hope)
+    ranks = [-value * heavy for value, heavy in zip(values, weight, strict=True)]
+    kept = sorted((i for i in range(1, len(tokens)) if i not in probes), key=ranks.__getitem__)[:budget]
     place = {node: i for i, node in enumerate([0, *kept])}
     for probe in sorted(probes):
         if parents[probe] in place:
             place[probe] = len(place)
+    nodes = list(place)
     return DraftTree(
-        tuple(tokens[i] for i in place),
-        (-1, *(place[parents[i]] for i in list(place)[1:])),
+        tuple([tokens[i] for i in nodes]),
+        (-1, *[place[parents[i]] for i in nodes[1:]]),
         probes=frozenset(place[i] for i in probes if i in place),
-        hopes=tuple(hopes[i] for i in place),
+        hopes=tuple([hopes[i] for i in nodes]),
     )
 
 

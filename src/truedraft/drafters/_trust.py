@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from truedraft.tree import DraftTree, Row
 
@@ -74,7 +74,8 @@ class Trust:
             at = bisect(EDGES, raw)
             here = (ours.right[at] + PRIOR * raw) / (ours.tried[at] + PRIOR)
             found[raw] = (mine.right[at] + OTHERS * here) / (mine.tried[at] + OTHERS)
-        return replace(tree, hopes=(1.0, *(found[raw] for raw in tree.hopes[1:])))
+        hopes = (1.0, *[found[raw] for raw in tree.hopes[1:]])
+        return DraftTree(tree.tokens, tree.parent, tree.dist, tree.probes, tree.draws, hopes)
 
     def heard(self, row: Row) -> None:
         """The row went on."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from truedraft.card import Card
-from truedraft.drafters._base import PerRow
+from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import root_of
-from truedraft.stores.corpus import Corpus, given
 from truedraft.stores.trigrams import Trigrams, trigrams
 from truedraft.tree import DraftTree, Row
 
@@ -24,7 +24,7 @@ CHUNK = 1 << 16  # tokens of a corpus weighed at a time
 
 
 @dataclass
-class Aded(PerRow[Trigrams]):
+class Aded(WithCorpora[Trigrams]):
     card = Card(
         paper="arXiv 2407.12021 (2024)",
         idea="Search a table of trigrams, which follows the text, for the paths most worth drafting.",
@@ -41,16 +41,11 @@ class Aded(PerRow[Trigrams]):
     gain: float = 0.04  # weight gained; published 0.04
     most: float = 3.0  # weight of a trigram; published 3.0
     rows: int = 262_144  # pairs of tokens that a namespace keeps, the longest unused forgotten; unpublished
-    corpus: Any = None  # a Corpus or its file; published: UltraChat, code
+    corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc); published: UltraChat, code
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._corpus: Corpus | None = None if self.corpus is None else given(self.corpus)
         self._tables: dict[str, Trigrams] = {}
-
-    @property
-    def corpora(self) -> Sequence[Corpus]:
-        return () if self._corpus is None else (self._corpus,)
 
     @property
     def width(self) -> int:
@@ -58,14 +53,16 @@ class Aded(PerRow[Trigrams]):
 
     def begin(self, row: Row) -> Trigrams:
         if row.namespace not in self._tables:
-            self._tables[row.namespace] = self._filled()
+            self._tables[row.namespace] = self._first.copy()
         table = self._tables[row.namespace]
         passed = self.gain * (self.window - 2)  # as if decoded one token at a time
         for text in (*row.references, row.tokens):
             table.weigh(text, passed, self.most)
         return table
 
-    def _filled(self) -> Trigrams:
+    @cached_property
+    def _first(self) -> Trigrams:
+        """What every namespace begins with."""
         table = trigrams(self.rows)
         for corpus in self.corpora:
             text = corpus.automaton.text

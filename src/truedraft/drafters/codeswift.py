@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
-from truedraft.drafters._base import PerRow
+from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import Told, root_of, told
 from truedraft.drafters._trees import counted, union
-from truedraft.stores.corpus import Corpus, given
 from truedraft.stores.likeliest import likeliest
 from truedraft.stores.memory import Places
 from truedraft.tree import Accepted, DraftTree, Row
@@ -39,7 +38,7 @@ class Habits:
 
 
 @dataclass
-class CodeSwift(PerRow[tuple[Told, Places]]):
+class CodeSwift(WithCorpora[tuple[Told, Places]]):
     card = Card(
         paper="arXiv 2502.17139 (2025)",
         idea="Draft what the target thought likely here before, then what the project and a corpus say.",
@@ -53,24 +52,20 @@ class CodeSwift(PerRow[tuple[Told, Places]]):
     context: int = 3  # tokens that the cache is keyed by; unpublished
     kept: int = 4  # alternatives for each key; unpublished
     entries: int = 200_000  # keys of the cache, the longest unused forgotten; unpublished
-    corpus: Any = None  # a Corpus of code or its file; published: public code
+    corpus: Any = None  # a Corpus of code or its file, or several (a.tdc;b.tdc); published: public code
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._corpus: Corpus | None = None if self.corpus is None else given(self.corpus)
         self._habits: dict[str, Habits] = defaultdict(Habits)
         self._texts: dict[int, bool] = {}  # token -> whether it is white space
         self._tokenizer: PreTrainedTokenizerBase | None = None
-
-    @property
-    def corpora(self) -> Sequence[Corpus]:
-        return () if self._corpus is None else (self._corpus,)
 
     @property
     def width(self) -> int:
         return self.nodes
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        super().read(tokenizer)
         if tokenizer is not self._tokenizer:
             self._tokenizer, self._texts = tokenizer, {}
 
@@ -83,14 +78,12 @@ class CodeSwift(PerRow[tuple[Told, Places]]):
         nodes, last = min(self.nodes, budget), (*row.tokens[-self.longest :], *ahead)[-self.longest :]
         trees, weights = [self._cached(row.namespace, last, nodes)], [1.0]
         missing = self._habits[row.namespace].missing
-        searched = places.follow([c.automaton for c in self.corpora], row.tokens)
+        searched = self.found(places, row, ahead)
         if not self._blank(last[-1]) and last[-2:] not in missing:
             sources = [(text.automaton, text.place(ahead, self.longest), 1.0)]
             for automaton, cursor in searched:
-                there = cursor.copy()
-                automaton.follow(there, ahead)
-                automaton.shorten(there, self.longest)
-                sources.append((automaton, there, GENERAL))
+                automaton.shorten(cursor, self.longest)
+                sources.append((automaton, cursor, GENERAL))
             for automaton, cursor, weight in sources:
                 for length, count in automaton.suffixes(cursor)[:1]:
                     found = automaton.grow(cursor, nodes, deep=self.deep)
@@ -118,9 +111,11 @@ class CodeSwift(PerRow[tuple[Told, Places]]):
 
     def learn(self, row: Row, state: tuple[Told, Places], tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         habits = self._habits[row.namespace]
-        before = row.tokens[: len(row.tokens) - len(accepted.path)][-self.longest :]
+        end = len(row.tokens) - len(accepted.path)
+        before = row.tokens[max(end - self.longest, 0) : end]
         path = list(accepted.path)
-        for i, best in enumerate(likeliest(logits[path], self.kept)):
+        for i, node in enumerate(path):
+            (best,) = likeliest(logits[node : node + 1], self.kept)
             key = tuple((*before, *(tree.tokens[n] for n in path[1 : i + 1]))[-self.context :])
             habits.likely[key] = best or habits.likely.get(key, [])
             habits.likely.move_to_end(key)

@@ -17,6 +17,7 @@ from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import Told, root_of, told
 from truedraft.drafters._trees import counted, union
+from truedraft.stores.automaton import Grown
 from truedraft.stores.memory import Memory, Places
 from truedraft.tree import DraftTree, Row
 
@@ -54,25 +55,25 @@ class LookaheadPia(PerRow[tuple[Told, Places]]):
         text, places = state
         text.follow(row)
         sources = [(text.automaton, text.place(ahead, self.branch))]
-        for automaton, cursor in places.follow(self._said.of(row.namespace), row.tokens):
-            there = cursor.copy()
-            automaton.follow(there, ahead)
-            automaton.shorten(there, self.branch)
-            sources.append((automaton, there))
+        for automaton, cursor in places.ahead(self._said.of(row.namespace), row.tokens, ahead):
+            automaton.shorten(cursor, self.branch)
+            sources.append((automaton, cursor))
         nodes = min(self.nodes, budget)
         enough = min(self.branch, nodes)
         weights = [1 - self.outputs, *[self.outputs] * (len(sources) - 1)]
         known = [dict(automaton.suffixes(cursor)) for automaton, cursor in sources]
-        best = DraftTree.chain(root_of(row, ahead), (), ())
-        for length in sorted({n for lengths in known for n in lengths}, reverse=True):
-            trees = []
-            for (automaton, cursor), lengths in zip(sources, known, strict=True):
+        root = root_of(row, ahead)
+        tree = DraftTree.chain(root, (), ())
+        lengths = sorted({n for some in known for n in some}, reverse=True)
+        for length in lengths:
+            grown = []
+            for (automaton, cursor), counts in zip(sources, known, strict=True):
                 automaton.shorten(cursor, length)
-                count = lengths.get(cursor.length) or (automaton.suffixes(cursor) or [(0, 0)])[0][1]
-                found = automaton.grow(cursor, nodes, deep=self.branch) if cursor.length == length else None
-                trees.append(counted(best.tokens[0], found, count, length) if found else best)
-            tree = union(trees, nodes, weights)
-            best = tree if len(tree) >= len(best) else best
-            if len(best) > enough:
+                count = counts.get(cursor.length) or (automaton.suffixes(cursor) or [(0, 0)])[0][1]
+                here = automaton.grow(cursor, nodes, deep=self.branch) if cursor.length == length else Grown([], [], [])
+                grown.append((here, count))
+            if sum(len(here.tokens) for here, _ in grown) > enough or length == lengths[-1]:
+                tree = union([counted(root, here, count, length) for here, count in grown], nodes, weights)
+            if len(tree) > enough:
                 break
-        return best
+        return tree

@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.card import Card
-from truedraft.drafters._base import PerRow
+from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import root_of
 from truedraft.drafters._trees import counted
 from truedraft.errors import Refused
-from truedraft.stores.corpus import Corpus, given
 from truedraft.stores.memory import Places
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class Rest(PerRow[Places]):
+class Rest(WithCorpora[Places]):
     card = Card(
         paper="arXiv 2311.08252 (2023)",
         idea="Draft the most frequent continuations of the last tokens in a corpus.",
@@ -31,21 +30,14 @@ class Rest(PerRow[Places]):
         needs=("corpus",),
         published="1.62x to 2.36x on text and code (7B and 13B models, one GPU).",
     )
-    corpus: Any = None  # a Corpus or its file (`truedraft corpus build`)
+    corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc; `truedraft corpus build`)
     longest: int = 16  # tokens of the longest suffix looked for; published 16
     nodes: int = 64  # of the tree; published 64
     deep: int = 10  # tokens of a continuation; published 10
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._corpus: Corpus | None = None if self.corpus is None else given(self.corpus)
-
-    @property
-    def corpora(self) -> Sequence[Corpus]:
-        return () if self._corpus is None else (self._corpus,)
-
     def ready(self, target: DecoderTarget) -> None:
-        if self._corpus is None:
+        super().ready(target)
+        if not self.corpora:
             raise Refused("rest needs a corpus: draft='rest:corpus=FILE', made by `truedraft corpus build`")
 
     @property
@@ -56,14 +48,14 @@ class Rest(PerRow[Places]):
         return Places()
 
     def draft(self, row: Row, state: Places, ahead: Sequence[int], budget: int) -> DraftTree:
-        root = root_of(row, ahead)
-        for automaton, cursor in state.follow([c.automaton for c in self.corpora], row.tokens):
-            place = cursor.copy()
-            automaton.follow(place, ahead)
+        best, longest = DraftTree.chain(root_of(row, ahead)), 0
+        for automaton, place in self.found(state, row, ahead):
             automaton.shorten(place, self.longest)
             for length, count in automaton.suffixes(place):
+                if length <= longest:
+                    break
                 automaton.shorten(place, length)
                 grown = automaton.grow(place, min(self.nodes, budget), deep=self.deep)
                 if grown.tokens:
-                    return counted(root, grown, count, length)
-        return DraftTree.chain(root)
+                    best, longest = counted(best.tokens[0], grown, count, length), length
+        return best

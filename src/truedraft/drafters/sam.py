@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from truedraft.card import Card
-from truedraft.drafters._base import PerRow
+from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import Told, root_of, told
 from truedraft.drafters._trees import copied, counted
-from truedraft.stores.corpus import Corpus, given
 from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class Sam(PerRow[tuple[Told, Places]]):
+class Sam(WithCorpora[tuple[Told, Places]]):
     card = Card(
         paper="arXiv 2411.10666 (2024)",
         idea="Copy from the longest match of the last tokens in the text so far, or in a corpus.",
@@ -35,19 +34,11 @@ class Sam(PerRow[tuple[Told, Places]]):
     bias: int = 5  # by how much a match in the corpus must be longer; published 5
     length: int = 40  # tokens of a chain; published 40
     nodes: int = 60  # nodes of a tree at most, 4 for each matched token; published 60
-    corpus: Any = None  # a Corpus or its file; published: texts of the same kind as the task
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._corpus: Corpus | None = None if self.corpus is None else given(self.corpus)
-
-    @property
-    def corpora(self) -> Sequence[Corpus]:
-        return () if self._corpus is None else (self._corpus,)
+    corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc); published: texts of the same kind as the task
 
     @property
     def width(self) -> int:
-        return self.length if self._corpus is None else max(self.length, self.nodes)
+        return max(self.length, self.nodes) if self.corpora else self.length
 
     def begin(self, row: Row) -> tuple[Told, Places]:
         return told(row), Places()
@@ -56,10 +47,9 @@ class Sam(PerRow[tuple[Told, Places]]):
         text, places = state
         text.follow(row)
         place, root = text.place(ahead), root_of(row, ahead)
-        for automaton, cursor in places.follow([c.automaton for c in self.corpora], row.tokens):
-            there = cursor.copy()
-            automaton.follow(there, ahead)
-            if there.length - self.bias > place.length and there.length - self.bias >= self.threshold:
+        if found := self.found(places, row, ahead):
+            automaton, there = max(found, key=lambda at: at[1].length)
+            if there.length - self.bias >= max(place.length + 1, self.threshold):
                 nodes = min(self.nodes, 1 + 4 * there.length, budget)
                 automaton.shorten(there, LONGEST)
                 return counted(root, automaton.grow(there, nodes), automaton.suffixes(there)[0][1], there.length)

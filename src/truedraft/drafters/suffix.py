@@ -58,11 +58,8 @@ class Suffix(PerRow[tuple[Told, Places]]):
     def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
         text.follow(row)
-        sources = [(text.automaton, text.place(ahead))]
-        for automaton, cursor in places.follow(self._said.of(row.namespace), row.tokens):
-            there = cursor.copy()
-            automaton.follow(there, ahead)
-            sources.append((automaton, there))
+        said = places.ahead(self._said.of(row.namespace), row.tokens, ahead)
+        sources = [(text.automaton, text.place(ahead)), *said]
         best, score = DraftTree.chain(root_of(row, ahead)), 0.0
         for automaton, cursor in sources:
             automaton.shorten(cursor, max(int(self.depth / (1 + self.alpha)), 1))  # beyond, drafts grow no further

@@ -1,6 +1,6 @@
 """Arrays in a file in the format of `safetensors`: written whole or not at all, mapped into memory and checked.
 
-The metadata say what the file is, its version, what it is about and a checksum of every array.
+The metadata say what the file is, its version, what it is about and a checksum of that and of every array.
 """
 
 from __future__ import annotations
@@ -30,20 +30,24 @@ def write(
     Raises:
         OSError: it cannot be written; what stood there still does.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    path = Path(path)
-    sums = {name: _checksum(array) for name, array in arrays.items()}
+    path, words = Path(path), json.dumps(about)
     said = {"format": f"truedraft {kind}", "version": str(version)}
-    said |= {"about": json.dumps(about), "checksums": json.dumps(sums)}
+    said |= {"about": words, "checksums": json.dumps(_checksums(arrays, words))}
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
+        part.touch()
+        mode = part.stat().st_mode
         save_file(dict(arrays), str(part), said)
+        part.chmod(mode)  # safetensors lets only the owner read
         os.replace(part, path)
-    except BaseException:
+    except SafetensorError as e:
+        raise OSError(str(e)) from e
+    finally:
         with suppress(OSError):
             part.unlink()
-        raise
 
 
 def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -67,20 +71,24 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> tupl
             if said["version"] != str(version):
                 raise Refused(f"{file_is} has version {said['version']}, not {version}: build it anew")
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-        sums = json.loads(said["checksums"])
-        wrong = [name for name in sums if name not in arrays or _checksum(arrays[name]) != sums[name]]
-        about = dict(json.loads(said["about"]))
+        wrong = set(json.loads(said["checksums"]).items()) ^ set(_checksums(arrays, said["about"]).items())
+        if wrong:
+            raise ValueError(f"the checksum of {min(wrong)[0]!r} differs")
+        return dict(json.loads(said["about"])), arrays
     except Refused:
         raise
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as e:
-        raise Refused(f"{file_is} is damaged ({e}): build it anew") from e
-    if wrong:
-        raise Refused(f"{file_is} is damaged (the checksum of {wrong[0]!r} differs): build it anew")
-    return about, arrays
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as e:
+        raise Refused(f"{file_is} is damaged, or none ({' '.join(str(e).split())}): build it anew") from e
+
+
+def _checksums(arrays: Mapping[str, Any], about: str) -> dict[str, int]:
+    return {name: _checksum(array) for name, array in arrays.items()} | {"about": zlib.crc32(about.encode())}
 
 
 def _checksum(array: Any) -> int:
-    view, total = memoryview(array).cast("B") if array.size else memoryview(b""), 0
+    view, total = memoryview(b""), zlib.crc32(f"{array.dtype} {array.shape}".encode())
+    if array.size:
+        view = memoryview(array).cast("B")
     for at in range(0, len(view), PART):
         total = zlib.crc32(view[at : at + PART], total)
     return total

@@ -42,6 +42,7 @@ typedef struct {
 
 static int grow(void **memory, int64_t *room, int64_t need, size_t size) {
     if (need <= *room) return 1;
+    if (need > INT32_MAX) return 0; /* places are counted in 32 bits */
     int64_t larger = *room * 2 > need ? *room * 2 : need;
     if (larger < 64) larger = 64;
     void *moved = realloc(*memory, (size_t)larger * size);
@@ -343,7 +344,7 @@ static int children(const Automaton *a, int32_t s, int32_t *at) {
         return n;
     }
     if (state->token >= 0) at[n++] = 0;
-    for (int32_t e = state->more; e; e = a->edge[e - 1].next)
+    for (int32_t e = state->more; e && n < TOP; e = a->edge[e - 1].next)
         if (a->edge[e - 1].token >= 0) at[n++] = e;
     return n;
 }
@@ -388,6 +389,35 @@ int64_t truedraft_suffixes(const Automaton *a, const Cursor *c, int64_t most, in
     for (int32_t s = holding(a, c->state, m); s && n < most; s = a->state[s].link, m = a->state[s].len)
         length[n] = m, count[n] = a->state[s].count, n++;
     return n;
+}
+
+static int within(int64_t low, int64_t x, int64_t high) { return low <= x && x <= high; }
+
+/* Whether an automaton from a file can be read without leaving its arrays: every place is one of theirs, continuations
+   are tokens of the text, lists of edges end, and the table has free slots. */
+int truedraft_sound(const Automaton *a) {
+    int64_t states = a->states - 1, filled = 0;
+    int32_t largest = 0;
+    if (states < 0 || a->slots & (a->slots - 1)) return 0;
+    for (int64_t i = 0; i < a->tokens; i++)
+        if (a->token[i] > largest) largest = a->token[i];
+    for (int64_t i = 0; i <= states; i++) {
+        const State *s = &a->state[i];
+        if (!within(0, s->link, states) || !within(0, s->target, states) || s->token > largest) return 0;
+        if (!within(0, s->end, a->tokens) || !within(0, s->last, a->tokens)) return 0;
+        if (!within(-a->tops, s->more, a->edges) || (s->more < 0 && !a->slots)) return 0;
+    }
+    for (int64_t i = 0; i < a->edges; i++) {
+        const Edge *e = &a->edge[i];
+        if (!within(0, e->target, states) || !within(0, e->next, i) || e->token > largest) return 0;
+    }
+    for (int64_t i = 0; i < a->tops * BLOCK; i++)
+        if (!within(0, a->top[i], a->edges)) return 0;
+    for (int64_t i = 0; i < a->slots; i++) {
+        if (!within(0, a->slot[i], a->edges)) return 0;
+        filled += a->slot[i] != 0;
+    }
+    return filled < a->slots || !a->slots;
 }
 
 int64_t truedraft_store_layout(void) { return (int64_t)sizeof(Automaton) * 4096 + sizeof(Cursor); }

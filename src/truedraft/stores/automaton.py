@@ -85,7 +85,6 @@ ARRAYS = {
     "top": ("tops", 9),
     "slot": ("slots", 1),
 }
-SCALARS = ("tokens", "states", "edges", "tops", "hashed", "slots", "cap", "tail", "active", "depth")
 
 
 class Native:
@@ -93,7 +92,6 @@ class Native:
 
     def __init__(self, lib: ctypes.PyDLL, cap: int = CAP):
         self._lib, self._a = lib, Layout()
-        self._held: tuple[Any, ...] = ()
         if not lib.truedraft_begin(byref(self._a), cap):
             raise MemoryError("no memory for a suffix automaton")
 
@@ -105,13 +103,12 @@ class Native:
 
     @property
     def text(self) -> Sequence[int]:
-        return self.arrays()["token"].tolist()
+        return array("i", self.arrays()["token"].tobytes())
 
     @property
     def nbytes(self) -> int:
         a = self._a
-        rooms = (a.token_room, a.state_room * 8, a.edge_room * 4, a.top_room, a.slots)
-        return 4 * sum(rooms) if a.state_room else sum(held.nbytes for held in self._held)
+        return 4 * (a.token_room + a.state_room * 8 + a.edge_room * 4 + a.top_room + a.slots)
 
     def extend(self, tokens: Sequence[int]) -> None:
         given = _ints(tokens)
@@ -154,7 +151,7 @@ class Native:
         return list(zip(lengths[:n], counts[:n], strict=True))
 
     def arrays(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"scalars": np.array([getattr(self._a, name) for name in SCALARS], dtype=np.int64)}
+        found: dict[str, Any] = {}
         for name, (count, width) in ARRAYS.items():
             n = getattr(self._a, count) * width
             where = getattr(self._a, name)
@@ -162,16 +159,36 @@ class Native:
             found[name] = whole
         return found
 
-    @classmethod
-    def over(cls, lib: ctypes.PyDLL, arrays: Mapping[str, Any]) -> Native:
-        """An automaton that reads where its arrays lie, and cannot grow."""
-        made = cls.__new__(cls)
-        made._lib, made._a, made._held = lib, Layout(), tuple(arrays.values())
-        for name, value in zip(SCALARS, arrays["scalars"].tolist(), strict=True):
-            setattr(made._a, name, value)
-        for name in ARRAYS:
-            setattr(made._a, name, arrays[name].ctypes.data)
-        return made
+
+class Mapped(Native):
+    """A compiled automaton that reads where its arrays lie, and cannot grow.
+
+    Raises:
+        ValueError: the arrays do not make an automaton; whatever else they hold can be read without harm.
+    """
+
+    def __init__(self, lib: ctypes.PyDLL, arrays: Mapping[str, Any]):
+        self._lib, self._a, self._held = lib, Layout(), dict(arrays)
+        for name, (count, width) in ARRAYS.items():
+            if len(arrays[name]) % width:
+                raise ValueError(f"{name!r} ends within an entry")
+            setattr(self._a, count, len(arrays[name]) // width)
+            setattr(self._a, name, arrays[name].ctypes.data)
+        if not lib.truedraft_sound(byref(self._a)):
+            raise ValueError("its places do not fit together")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self._held.values())
+
+    def arrays(self) -> dict[str, Any]:
+        return self._held
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        raise TypeError("an automaton that was read from a file cannot grow")
+
+    def read(self, cursor: Cursor, tokens: Sequence[int]) -> None:
+        self.extend(tokens)
 
 
 def _ints(tokens: Sequence[int]) -> array[int]:
@@ -194,10 +211,15 @@ def loaded(arrays: Mapping[str, Any]) -> Automaton:
     """An automaton from what `arrays` said of one; where it can be, in place: nothing is copied, and it cannot grow.
 
     Where only its text can be used (another form made it, or reads it) it is built anew.
+
+    Raises:
+        KeyError, ValueError: the arrays do not make an automaton.
     """
+    if any(array.ndim != 1 or array.dtype != np.int32 for array in arrays.values()):
+        raise ValueError("its arrays are of other kinds")
     lib = library()
     if lib is not None and "state" in arrays:
-        return Native.over(lib, arrays)
+        return Mapped(lib, arrays)
     made = automaton()
     made.extend(arrays["token"].tolist())
     return made

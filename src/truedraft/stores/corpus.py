@@ -1,24 +1,28 @@
 """A corpus on disk: the text of many files, tokenised, in an automaton that is read where it lies in the file.
 
 The file is in the format of `safetensors`; its metadata says the version, how the text was made and a checksum of every
-array. Opening it maps it into memory: processes that use the same corpus share it.
+array. Opening it maps it into memory: processes that use the same corpus share it. Where the compiled automaton is not
+at hand, a file holds the tokens alone, and of any file only these are read.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from os import PathLike
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from truedraft.errors import Refused
 from truedraft.stores import _file
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton, loaded
 
 KIND, VERSION = "corpus", 1
-CHUNK = 1 << 16  # tokens learnt at a time
 
 
 @dataclass(frozen=True)
@@ -37,32 +41,45 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Texts that any row may be offered continuations from."""
+    """Texts that any row may be offered continuations from.
+
+    name: what it is called in messages.
+    """
 
     about: About
     automaton: Automaton
+    name: str = "in memory"
 
     @classmethod
-    def built(
-        cls,
-        documents: Iterable[Sequence[int]],
-        tokenizer: str = "",
-        mark: str = "",
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> Corpus:
+    def built(cls, documents: Iterable[Sequence[int]], tokenizer: str = "", mark: str = "") -> Corpus:
         """A corpus of documents, taken one at a time.
 
-        documents: token ids. tokenizer, mark: name and fingerprint of what made them.
-        progress: told how many tokens there are, now and then.
+        documents: token ids. tokenizer, mark: name and fingerprint of what made them; without, any model that has
+            these ids may use the corpus.
         """
         made, count = automaton(), 0
         for document in documents:
-            text = [*document, SEPARATOR]
-            for at in range(0, len(text), CHUNK):
-                made.extend(text[at : at + CHUNK])
-                progress(len(made))
+            made.extend([*document, SEPARATOR])
             count += 1
         return cls(About(tokenizer, mark, len(made) - count, count), made)
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest of its token ids."""
+        return int(np.max(self.automaton.arrays()["token"], initial=SEPARATOR))
+
+    def check(self, tokenizer: Any) -> None:
+        """Raises Refused where a model's tokenizer, if it is known, is not the one that the corpus was built with."""
+        if self.about.fingerprint and tokenizer is not None and self.about.fingerprint != fingerprint(tokenizer):
+            raise Refused(
+                f"corpus {self.name!r} was built with another tokenizer, {self.about.tokenizer!r}: "
+                "build it anew with the model's own"
+            )
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises Refused where it holds tokens that a model of so many does not have."""
+        if self.largest >= size:
+            raise Refused(f"corpus {self.name!r} holds token {self.largest}, and the model has {size}: build it anew")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it whole or not at all.
@@ -81,17 +98,36 @@ class Corpus:
         """
         about, arrays = _file.read(path, KIND, VERSION, "truedraft corpus build")
         try:
-            return cls(About(**about), loaded(arrays))
-        except TypeError as e:
+            return cls(About(**about), loaded(arrays), str(path))
+        except (KeyError, TypeError, ValueError) as e:
             raise Refused(f"corpus {str(path)!r} is damaged ({e}): build it anew") from e
 
 
-def given(corpus: Corpus | str | PathLike[str]) -> Corpus:
-    """A corpus from itself or its file."""
-    return corpus if isinstance(corpus, Corpus) else Corpus.open(corpus)
+def corpora(given: Any) -> tuple[Corpus, ...]:
+    """Corpora from None, a Corpus or its file, files with `;` between them, or a list of these.
+
+    Raises:
+        Refused: one cannot be opened.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        given = [part.strip() for part in given.split(";")]
+    elif isinstance(given, Corpus | PathLike):
+        given = [given]
+    return tuple(one if isinstance(one, Corpus) else Corpus.open(one) for one in given)
+
+
+_FINGERPRINTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Of a tokenizer's vocabulary: equal where the same ids mean the same tokens."""
-    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    return f"{zlib.crc32(json.dumps(entries).encode()):08x}"
+    """Of a tokenizer's vocabulary: equal where the same ids mean the same tokens.
+
+    Tokens that were added to it do not count: texts hardly hold them, and a model's padding token is often among them.
+    """
+    if tokenizer not in _FINGERPRINTS:
+        own = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()
+        entries = sorted(own, key=lambda entry: entry[1])
+        _FINGERPRINTS[tokenizer] = f"{zlib.crc32(json.dumps(entries).encode()):08x}"
+    return _FINGERPRINTS[tokenizer]

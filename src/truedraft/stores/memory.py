@@ -9,6 +9,7 @@ from truedraft.stores._native import Cursor
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton
 
 SHARES = 4  # parts that the bound is divided in; the oldest is forgotten as a whole
+LEAST = 64  # tokens that a part counts as, at least: it takes as much memory
 RECENT = 64  # tokens that a new cursor looks back
 
 
@@ -21,7 +22,9 @@ class Memory:
 
     def __init__(self, limit: int):
         self.limit = limit
-        self._parts: deque[tuple[str, Automaton]] = deque()
+        self._parts: deque[tuple[str, Automaton]] = deque()  # by age
+        self._of: dict[str, list[Automaton]] = {}  # the same by namespace
+        self._counted = 0
 
     def __len__(self) -> int:
         """Tokens held, of all namespaces."""
@@ -30,19 +33,31 @@ class Memory:
     def add(self, namespace: str, text: Sequence[int]) -> None:
         share = max(self.limit // SHARES, 1)
         text = [*text[-share:], SEPARATOR]
-        mine = [part for name, part in self._parts if name == namespace]
-        if mine and len(mine[-1]) + len(text) <= share:
-            part = mine[-1]
-        else:
-            part = automaton()
-            self._parts.append((namespace, part))
-        part.extend(text)
-        while len(self._parts) > 1 and len(self) > self.limit:
-            self._parts.popleft()
+        mine = self._of.setdefault(namespace, [])
+        if not mine or len(mine[-1]) + len(text) > share:
+            mine.append(automaton())
+            self._parts.append((namespace, mine[-1]))
+            self._counted += LEAST
+        self._counted -= _count(mine[-1])
+        mine[-1].extend(text)
+        self._counted += _count(mine[-1])
+        while len(self._parts) > 1 and self._counted > self.limit:
+            self._forget()
 
-    def of(self, namespace: str) -> list[Automaton]:
+    def _forget(self) -> None:
+        name, part = self._parts.popleft()
+        self._counted -= _count(part)
+        del self._of[name][0]
+        if not self._of[name]:
+            del self._of[name]
+
+    def of(self, namespace: str) -> Sequence[Automaton]:
         """The parts that a row of this namespace may read."""
-        return [part for name, part in self._parts if name == namespace]
+        return self._of.get(namespace, ())
+
+
+def _count(part: Automaton) -> int:
+    return max(len(part), LEAST)
 
 
 class Places:
@@ -65,4 +80,13 @@ class Places:
                 text.follow(cursor, new)
             found.append((text, cursor))
         self._cursors, self._heard = found, len(tokens)
+        return found
+
+    def ahead(
+        self, automata: Sequence[Automaton], tokens: Sequence[int], ahead: Sequence[int]
+    ) -> list[tuple[Automaton, Cursor]]:
+        """As `follow`, and where `ahead` leads from there: cursors of the caller's own."""
+        found = [(text, cursor.copy()) for text, cursor in self.follow(automata, tokens)]
+        for text, cursor in found if ahead else ():
+            text.follow(cursor, ahead)
         return found

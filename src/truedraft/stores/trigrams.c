@@ -44,6 +44,13 @@ int truedraft_table(Table *t, int64_t sets) {
     return t->row != 0;
 }
 
+int truedraft_table_copy(Table *t, const Table *from) {
+    if (!truedraft_table(t, from->sets)) return 0;
+    memcpy(t->row, from->row, (size_t)(from->sets * WAYS) * sizeof(Row));
+    t->clock = from->clock;
+    return 1;
+}
+
 void truedraft_table_free(Table *t) {
     free(t->row);
     t->row = 0;

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import deepcopy
 from ctypes import byref, c_double, c_int32
 from typing import NamedTuple, Protocol
 
@@ -30,6 +31,9 @@ class Trigrams(Protocol):
     def weigh(self, tokens: Sequence[int], weight: float, most: float) -> None:
         """Add `weight` to every trigram of a run of tokens, up to `most`."""
 
+    def copy(self) -> Trigrams:
+        """Another table that holds the same."""
+
     def search(self, before: int, last: int, simulations: int, depth: int, c1: float, c2: float, most: int) -> Searched:
         """The `most` most visited nodes of a Monte-Carlo tree search from two tokens on; see drafters/aded.py."""
 
@@ -37,13 +41,17 @@ class Trigrams(Protocol):
 class Native:
     """The compiled table."""
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int, like: Native | None = None):
         lib = library()
         assert lib is not None
-        self._lib, self._table = lib, Table()
+        self._lib, self._table, self._rows = lib, Table(), rows
         sets = 1 << max((rows // WAYS - 1).bit_length(), 0)
-        if not lib.truedraft_table(byref(self._table), sets):
+        here = byref(self._table)
+        if not (lib.truedraft_table_copy(here, byref(like._table)) if like else lib.truedraft_table(here, sets)):
             raise MemoryError(f"no memory for {rows} rows of trigrams")
+
+    def copy(self) -> Native:
+        return Native(self._rows, self)
 
     def __del__(self) -> None:
         self._lib.truedraft_table_free(byref(self._table))
@@ -74,6 +82,9 @@ class Pure:
     def __init__(self, rows: int):
         self._room = rows
         self._rows: OrderedDict[tuple[int, int], list[list[float]]] = OrderedDict()  # [token, weight], heaviest first
+
+    def copy(self) -> Pure:
+        return deepcopy(self)
 
     def weigh(self, tokens: Sequence[int], weight: float, most: float) -> None:
         for first, second, third in zip(tokens, tokens[1:], tokens[2:], strict=False):

@@ -1,0 +1,70 @@
+"""`truedraft corpus`: corpora for drafters that look things up, built from files; and what is in one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option, Typer
+
+from truedraft.cli._text import waiting
+
+app = Typer(help="Build a corpus that drafters look things up in, or check one.", no_args_is_help=True)
+AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output.")]
+
+
+@app.command()
+def build(
+    files: Annotated[list[Path], Argument(metavar="FILES...", help="Text or code: files, .jsonl, .gz, folders.")],
+    tokenizer: Annotated[str, Option(help="Of the model that will use it: nano, a folder, or a name on the hub.")],
+    out: Annotated[Path, Option(help="The file to write.")],
+    field: Annotated[str | None, Option(help="Of .jsonl, what holds the text; by default text or content.")] = None,
+    force: Annotated[bool, Option("--force", help="Replace the file if it exists.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a corpus of texts, for drafters like `rest:corpus=FILE`. Each file is a document, each line of .jsonl too.
+
+    \f
+    Raises Refused: no text is found, the tokenizer cannot be loaded, or the file cannot be written.
+    """
+    with waiting("loading the tokenizer") as say:
+        from truedraft.cli._models import load_tokenizer
+        from truedraft.stores.building import build_corpus, check_writable
+
+        check_writable(out, force)
+        encode = load_tokenizer(tokenizer, "--tokenizer")
+        built = build_corpus(files, encode, out, name=tokenizer, field=field, force=force, progress=say)
+    if as_json:
+        print(json.dumps(asdict(built), indent=2))
+        return
+    rate = built.tokens / built.seconds
+    print(f"{built.path}: {built.tokens:,} tokens of {built.documents:,} documents")
+    print(f"{built.bytes / 1e6:,.1f} MB, {built.bytes / built.tokens:.1f} bytes a token")
+    print(
+        f"{built.seconds:.1f} s, {built.tokenising:.1f} of them in the tokenizer; {rate:,.0f} tokens a second; "
+        f"{built.peak_memory / 1e6:,.0f} MB of memory at most"
+    )
+    for why, count in built.skipped.items():
+        print(f"skipped: {count:,} {why}")
+
+
+@app.command()
+def info(file: Annotated[Path, Argument(metavar="FILE", help="A corpus.")], as_json: AsJson = False) -> None:
+    """Read a corpus, check that it is whole, and say what is in it.
+
+    \f
+    Raises Refused: there is none, or it is damaged, or of another version.
+    """
+    with waiting("reading the corpus"):
+        from truedraft.stores.corpus import Corpus
+
+        corpus = Corpus.open(file)
+    said = {"path": str(file), **asdict(corpus.about), "bytes": file.stat().st_size, "whole": True}
+    if as_json:
+        print(json.dumps(said, indent=2))
+        return
+    print(f"{file}: whole; {said['tokens']:,} tokens of {said['documents']:,} documents")
+    print(f"tokenizer {said['tokenizer'] or 'unknown'} (fingerprint {said['fingerprint'] or 'none'})")
+    print(f"{said['bytes'] / 1e6:,.1f} MB, {said['bytes'] / max(said['tokens'], 1):.1f} bytes a token")

@@ -1,0 +1,38 @@
+"""Drafters that look things up in corpora: opened, and held to the model that they draft for, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from truedraft.drafters._base import PerRow, State
+from truedraft.stores._native import Cursor
+from truedraft.stores.automaton import Automaton
+from truedraft.stores.corpus import Corpus, corpora
+from truedraft.stores.memory import Places
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Row
+
+
+class WithCorpora(PerRow[State]):
+    """A drafter with the knob `corpus`: none, one or several (`stores.corpus.corpora`); all of them are searched."""
+
+    corpus: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.corpora: Sequence[Corpus] = corpora(self.corpus)
+
+    def ready(self, target: DecoderTarget) -> None:
+        for corpus in self.corpora:
+            corpus.check_vocabulary(target.vocabulary)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        for corpus in self.corpora:
+            corpus.check(tokenizer)
+
+    def found(self, places: Places, row: Row, ahead: Sequence[int]) -> list[tuple[Automaton, Cursor]]:
+        """Where the row's last tokens, and then `ahead`, stand in each corpus: cursors of the caller's own."""
+        return places.ahead([corpus.automaton for corpus in self.corpora], row.tokens, ahead)

@@ -1,0 +1,463 @@
+"""Corpora: built from files, written whole, refused where damaged or of another tokenizer, shared, and bounded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+import truedraft
+from corpus_readers import drafts_of, found_in
+from models import V, ragged, tiny
+from truedraft import Corpus, Refused, build_corpus, registry
+from truedraft.cli import main
+from truedraft.stores import _file, texts
+from truedraft.stores import corpus as corpora
+from truedraft.stores._native import Cursor, library
+from truedraft.stores.automaton import SEPARATOR, Mapped
+from truedraft.stores.memory import SHARES, Memory, Places
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz \n.{}\":,'éß()=_+-*#0123456789"
+compiled = pytest.mark.skipif(library() is None, reason="the structures were not compiled")
+
+
+def spelling(letters: str = LETTERS, name: str = "spelling") -> PreTrainedTokenizerFast:
+    """A tokenizer of letters, so that pieces are tokenised as the whole would be."""
+    model = WordLevel({"?": 0, **{letter: i for i, letter in enumerate(letters, 1)}}, unk_token="?")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
+    made.name_or_path = name
+    return made
+
+
+def babble(seed: int, count: int, words: int = 40) -> str:
+    pick = random.Random(seed)
+    known = ["".join(pick.choices("abcde", k=pick.randint(1, 5))) for _ in range(words)]
+    return "".join(pick.choice(known) + pick.choice("  \n") for _ in range(count))
+
+
+def ids_of(corpus: Corpus) -> list[list[int]]:
+    """The documents of a corpus."""
+    found: list[list[int]] = [[]]
+    for token in corpus.automaton.text:
+        if token == SEPARATOR:
+            found.append([])
+        else:
+            found[-1].append(token)
+    assert found.pop() == []
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A small corpus."""
+    pick = random.Random(0)
+    corpus = Corpus.built([[pick.randrange(12) for _ in range(400)] for _ in range(5)], "letters", "c0ffee")
+    corpus.save(tmp_path / "small.tdc")
+    return tmp_path / "small.tdc"
+
+
+def test_files_become_documents_and_are_found_again_as_by_brute_force(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(texts, "PIECE", 100)
+    folder = tmp_path / "texts"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    said = {"a.txt": babble(1, 300), "deep/er/b.py": babble(2, 200), "deep/one line": "ab" * 900, "empty.txt": ""}
+    for name, text in said.items():
+        (folder / name).write_text(text)
+    (folder / "z.txt.gz").write_bytes(gzip.compress(babble(3, 50).encode()))
+    lines: list[Any] = [{"text": "line one é"}, {"content": "line two"}, {"other": "none"}, ["no object"]]
+    (folder / "y.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\nno json\n")
+    for name, content in {"x.bin": b"a\0b", "latin.txt": "é".encode("latin-1"), ".hidden/c.txt": b"hidden"}.items():
+        (folder / name).write_bytes(content)
+    (folder / "broken.gz").write_bytes(gzip.compress(b"a" * 99)[:-9])
+    tokenizer = spelling()
+
+    built = build_corpus([folder, folder / "a.txt"], tokenizer, tmp_path / "all.tdc")
+    corpus = Corpus.open(tmp_path / "all.tdc")
+    expected = [
+        said["a.txt"], said["deep/er/b.py"], said["deep/one line"], "line one é", "line two", babble(3, 50)
+    ]  # fmt: skip
+    encoded = tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert sorted(ids_of(corpus)) == sorted(encoded)
+    assert built.documents == corpus.about.documents == len(expected)
+    assert built.tokens == corpus.about.tokens == sum(map(len, encoded)) == built.characters
+    assert built.bytes == (tmp_path / "all.tdc").stat().st_size
+    assert built.seconds > built.tokenising > 0 and built.peak_memory > 1e6
+    assert built.skipped == {
+        "binary files": 1, "files that are not UTF-8": 1, "files that cannot be read": 1,
+        "lines of .jsonl without text": 3,
+    }  # fmt: skip
+    assert corpus.about.tokenizer == "spelling" and len(list(tmp_path.iterdir())) == 2
+
+    text = list(corpus.automaton.text)
+    pick = random.Random(4)
+    for _ in range(60):
+        start = pick.randrange(len(text) - 9)
+        string = [token for token in text[start : start + pick.randint(1, 8)] if token != SEPARATOR]
+        ends = [i for i in range(len(string), len(text)) if string and text[i - len(string) : i] == string]
+        behind = [text[end : end + 4] for end in ends]
+        cursor = Cursor()
+        corpus.automaton.follow(cursor, string)
+        grown = corpus.automaton.grow(cursor, 6)
+        for i, (token, count) in enumerate(zip(grown.tokens, grown.counts, strict=True)):
+            if grown.parents[i] < 0:
+                assert count == sum(after[:1] == [token] for after in behind)
+
+
+def test_a_named_field_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "not this", "code": "this"}\n')
+    build_corpus([tmp_path / "a.jsonl"], spelling(), tmp_path / "a.tdc", field="code")
+    assert ids_of(Corpus.open(tmp_path / "a.tdc")) == spelling()(["this"])["input_ids"]
+
+
+def test_a_huge_file_is_read_in_pieces(tmp_path: Path, monkeypatch: Any) -> None:
+    """No piece is longer than a piece and a line; lines that have no end are cut."""
+    monkeypatch.setattr(texts, "PIECE", 1000)
+    (tmp_path / "a").write_text(text := babble(1, 5000) + "x" * 7000)
+    (document,) = (list(pieces) for pieces in texts.Texts([tmp_path / "a"]))
+    assert "".join(document) == text and max(map(len, document)) <= 2000
+    assert sum(piece.endswith("\n") for piece in document) >= len(document) - 5
+
+
+@pytest.mark.parametrize("where", ["header", "metadata", "token", "state", "edge", "top", "slot", "end"])
+def test_a_flipped_byte_is_noticed(file: Path, where: str) -> None:
+    content = bytearray(file.read_bytes())
+    start = 8 + struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8:start])
+    spans = {
+        name: (start + a["data_offsets"][0], start + a["data_offsets"][1])
+        for name, a in header.items()
+        if a.get("data_offsets")
+    }
+    spans |= {"header": (0, start), "metadata": (8, 8 + content.index(b"checksums") + 60)}
+    spans["end"] = (len(content) - 1, len(content))
+    if where not in spans and library() is None:
+        pytest.skip("this form has no such array")
+    pick = random.Random(where)
+    places = {spans[where][0], spans[where][1] - 1, *(pick.randrange(*spans[where]) for _ in range(40))}
+    for place in places:
+        for flip in (0x01, 0x80, 0xFF):
+            damaged = bytearray(content)
+            damaged[place] ^= flip
+            if damaged[8:start].split() == content[8:start].split():
+                continue  # white space behind the header
+            file.write_bytes(damaged)
+            with pytest.raises(Refused, match=r"small.tdc.*(damaged|no corpus|version)") as refused:
+                Corpus.open(file)
+            assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_whole_corpus_is_refused(file: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    content = file.read_bytes()
+    for size in (0, 1, 8, 100, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:size])
+        with pytest.raises(Refused, match="damaged"):
+            Corpus.open(file)
+    file.write_text("these are not the tokens that you are looking for")
+    assert main(["corpus", "info", str(file)]) == 2
+    assert "is damaged, or none" in capsys.readouterr().err
+    save_file({"token": np.zeros(3, np.int32)}, str(file), {"format": "pt"})
+    with pytest.raises(Refused, match="is no corpus"):
+        Corpus.open(file)
+    with pytest.raises(Refused, match="no such file"):
+        Corpus.open(tmp_path)
+    monkeypatch.setattr(corpora, "VERSION", 2)
+    Corpus.built([[1, 2]]).save(file)
+    monkeypatch.undo()
+    with pytest.raises(Refused, match="has version 2, not 1"):
+        Corpus.open(file)
+
+
+def lying(file: Path, changes: dict[str, Any]) -> None:
+    """The corpus with other arrays, whose checksums are right."""
+    with safe_open(str(file), framework="np") as given:
+        arrays = {name: given.get_tensor(name).copy() for name in given.keys()} | changes  # noqa: SIM118
+        said = given.metadata()
+    said["checksums"] = json.dumps(_file._checksums(arrays, said["about"]))
+    save_file(arrays, str(file), said)
+
+
+@compiled
+def test_arrays_that_lie_are_refused(file: Path) -> None:
+    whole = Corpus.open(file)
+    assert isinstance(whole.automaton, Mapped)
+    arrays = {name: array.copy() for name, array in whole.automaton.arrays().items()}
+    content = file.read_bytes()
+
+    def refused(changes: dict[str, Any]) -> None:
+        file.write_bytes(content)
+        lying(file, changes)
+        with pytest.raises(Refused, match="damaged"):
+            Corpus.open(file)
+
+    for name in arrays:
+        if len(arrays[name]) and name != "token":
+            refused({name: arrays[name][: -1 if name != "slot" else -3]})
+        refused({name: arrays[name].astype(np.int16)})
+        refused({name: arrays[name].reshape(1, -1)})
+    for name, at in {"state": [0, 2, 3, 5, 6, 7], "edge": [1, 2, 3], "top": [0, 1], "slot": [0]}.items():
+        for place in at:
+            for value in (-(2**31), 2**31 - 1):
+                if (name, place, value) in (("state", 5, -(2**31)), ("edge", 1, -(2**31))):
+                    continue  # a token below zero is a separator
+                changed = arrays[name].copy()
+                changed[place] = value
+                refused({name: changed})
+    refused({"state": arrays["state"][:0]})
+    refused({"token": arrays["token"][:5]})
+    full = np.where(arrays["slot"] == 0, 1, arrays["slot"]).astype(np.int32)
+    refused({"slot": full})
+
+
+def test_a_corpus_from_a_file_does_not_grow(file: Path) -> None:
+    corpus = Corpus.open(file)
+    if isinstance(corpus.automaton, Mapped):
+        with pytest.raises(TypeError, match="cannot grow"):
+            corpus.automaton.extend([1])
+        with pytest.raises(TypeError, match="cannot grow"):
+            corpus.automaton.read(Cursor(), [1])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of a process")
+def test_a_write_that_fails_leaves_what_was_there(file: Path, monkeypatch: Any) -> None:
+    content = file.read_bytes()
+    code = (
+        "import resource, sys; from truedraft import Corpus\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "try: Corpus.built([list(range(2000))]).save(sys.argv[1])\n"
+        "except OSError: sys.exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(file)], timeout=100).returncode == 7
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Corpus.built([[1]]).save(file)
+    assert file.read_bytes() == content and [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+def test_a_corpus_may_be_read_by_whom_files_usually_may(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    Corpus.built([[1]]).save(tmp_path / "a.tdc")
+    assert (tmp_path / "a.tdc").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_processes_and_threads_share_a_corpus(file: Path) -> None:
+    alone = drafts_of(file)
+    assert all(len(tokens) > 5 for tokens, _ in alone)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from corpus_readers import drafts_of\n"
+        "print([drafts_of(sys.argv[1]) for _ in range(20)])"
+    )
+    command = [sys.executable, "-c", code, str(file), str(Path(__file__).parent)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=100)[0] for process in both] == [f"{[alone] * 20}\n"] * 2
+
+    corpus, begun = Corpus.open(file), threading.Barrier(2)
+
+    def work(_: int) -> list[Any]:
+        begun.wait()
+        return [drafts_of(corpus) for _ in range(50)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [[alone] * 50] * 2
+
+
+@compiled
+def test_each_form_reads_what_the_other_wrote(file: Path, tmp_path: Path) -> None:
+    expected = found_in(Corpus.open(file))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[3]); from corpus_readers import Corpus, found_in\n"
+        "corpus = Corpus.open(sys.argv[1]); assert type(corpus.automaton).__name__ == 'Pure'\n"
+        "corpus.save(sys.argv[2]); print(found_in(corpus))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file), str(tmp_path / "pure.tdc"), str(Path(__file__).parent)],
+        env={**os.environ, "TRUEDRAFT_NATIVE": "0"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout == f"{expected}\n", done.stderr
+    again = Corpus.open(tmp_path / "pure.tdc")
+    assert found_in(again) == expected and again.about == Corpus.open(file).about
+    assert drafts_of(again) == drafts_of(file)
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(babble(1, 100))
+    ours, theirs = spelling(LETTERS[:V]), spelling(LETTERS[:V][::-1], "backwards")
+    path = tmp_path / "a.tdc"
+    build_corpus([tmp_path / "a.txt"], ours, path)
+    for name in ("rest", "sam", "aded", "codeswift", "sam?aded"):
+        draft = f"{name}:corpus={path}"
+        with pytest.raises(Refused, match=r"'spelling'.*build it anew with the model's own"):
+            truedraft.accelerate(tiny(), theirs, draft=draft)
+        truedraft.accelerate(tiny(), ours, draft=draft)
+        truedraft.accelerate(tiny(), draft=draft)
+        with pytest.raises(Refused, match=r"holds token .*, and the model has 4"):
+            truedraft.accelerate(tiny(vocabulary=4), draft=draft)
+    ours.add_special_tokens({"pad_token": "<pad>"})
+    truedraft.accelerate(tiny(vocabulary=V + 3), ours, draft=f"rest:corpus={path}")
+    build_corpus([tmp_path / "a.txt"], ours, path, force=True)
+    Corpus.open(path).check(spelling(LETTERS[:V]))
+
+
+def test_a_corpus_of_ids_is_held_to_the_vocabulary(tmp_path: Path) -> None:
+    truedraft.accelerate(
+        tiny(), spelling(LETTERS), draft=registry.load("drafters", "rest", corpus=Corpus.built([[V - 1]]))
+    )
+    with pytest.raises(Refused, match=f"'in memory' holds token {V}, and the model has {V}"):
+        truedraft.accelerate(tiny(), draft=registry.load("drafters", "sam", corpus=Corpus.built([[1, V]])))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", ["rest", "sam", "codeswift", "aded"])
+def test_text_drafted_from_corpora_is_that_of_the_model(name: str, sampled: bool, tmp_path: Path) -> None:
+    model = tiny()
+    inputs = {key: value[:2] for key, value in ragged(model, 2).items()}
+    settings = dict(max_new_tokens=40, do_sample=sampled, top_k=0)
+    torch.manual_seed(3)
+    expected = model.generate(**inputs, **settings)
+    for b, row in enumerate(expected):
+        Corpus.built([row[inputs["attention_mask"].argmax(-1)[b] :].tolist()]).save(tmp_path / f"{b}.tdc")
+    fast = truedraft.accelerate(
+        model, draft=f"{name}:corpus={tmp_path / '0.tdc'};{tmp_path / '1.tdc'}", control="fixed"
+    )
+    torch.manual_seed(3)
+    assert torch.equal(fast.generate(**inputs, **settings), expected)
+    if name == "rest":  # both rows know their answers, each from another corpus
+        assert fast.report().mean_acceptance_length > 6
+
+
+def test_corpora_are_named_in_many_ways(file: Path, tmp_path: Path) -> None:
+    other = Corpus.built([[1, 2, 3]])
+    for given, count in ((None, 0), (file, 1), (str(file), 1), (f"{file}; {file}", 2), ([file, other], 2), (other, 1)):
+        assert len(corpora.corpora(given)) == count
+    with pytest.raises(Refused, match=r"nowhere.*no such file"):
+        registry.load("drafters", f"rest:corpus={file};nowhere")
+
+
+def said(memory: Memory, namespace: str, string: Sequence[int]) -> bool:
+    """Whether a string is found in what a namespace may read."""
+    places = Places().follow(memory.of(namespace), string)
+    return any(cursor.length == len(string) for _, cursor in places)
+
+
+def test_what_rows_said_is_offered_to_their_namespace_alone() -> None:
+    memory, pick = Memory(1000), random.Random(5)
+    told: dict[str, list[list[int]]] = {name: [] for name in "abc"}
+    for i in range(90):
+        name = pick.choice("abc")
+        text = [1000 + i, *(pick.randrange(9) for _ in range(20)), 2000 + i]
+        memory.add(name, text)
+        told[name].append(text)
+        assert len(memory) <= memory.limit
+    for name in told:
+        assert said(memory, name, told[name][-1]) and not said(memory, name, told[name][0])
+        for other in set(told) - {name}:
+            assert not any(said(memory, name, text[:1]) for text in told[other])
+    assert not memory.of("d")
+
+
+def test_the_oldest_is_forgotten_first_and_the_bound_holds() -> None:
+    memory = Memory(400)
+    for i in range(50):
+        memory.add("", [i, i, i])
+        known = [said(memory, "", [k, k, k]) for k in range(i + 1)]
+        assert known == sorted(known) and known[-1] and len(memory) <= 400
+        assert all(known) or len(memory) > 400 * (SHARES - 1) // SHARES - 5
+    memory.add("", list(range(1000, 9000)))
+    assert len(memory) <= 400 and said(memory, "", [8998, 8999]) and not said(memory, "", [1000])
+    for i in range(3000):
+        memory.add(f"user {i}", [i])
+    assert len(memory) <= 400 and not memory.of("user 0") and len(memory.of("user 2999")) == 1
+
+
+def test_the_command_builds_and_describes(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.txt").write_text("one day a cat saw a red ball. " * 20)
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    out = str(tmp_path / "a.tdc")
+    command = ["corpus", "build", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--tokenizer", "nano", "--out", out]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert "1 documents" in said.out and "bytes a token" in said.out and "1 files that are not UTF-8" in said.out
+    assert said.err == ""
+    assert main(["corpus", "info", out, "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["whole"] and about["documents"] == 1 and about["tokenizer"] == "nano" and about["fingerprint"]
+    assert main([*command, "--force", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == about["tokens"]
+    assert main(["corpus", "info", out]) == 0
+    assert "whole" in capsys.readouterr().out
+    assert main(["generate", "nano", "one day a", "--max-new-tokens", "5", "--draft", f"rest:corpus={out}"]) == 0
+
+
+@pytest.mark.parametrize(
+    "args, named",
+    [
+        (["{0}/a.txt", "--tokenizer", "nano", "--out", "{0}/none/a.tdc"], "is no folder that can be written"),
+        (["{0}/a.txt", "--tokenizer", "nano", "--out", "{0}"], "is a folder: name a file"),
+        (["{0}/a.txt", "--tokenizer", "nano", "--out", "{0}/old.tdc"], "--force"),
+        (["{0}/a.txt", "--tokenizer", "nanos", "--out", "{0}/a.tdc"], "'nano'"),
+        (["{0}/a.txt", "--tokenizer", "{0}", "--out", "{0}/a.tdc"], "--tokenizer"),
+        (["{0}/a.txt", "{0}/nowhere", "--tokenizer", "nano", "--out", "{0}/a.tdc"], "nowhere' is no file or folder"),
+        (["{0}/bad.txt", "--tokenizer", "nano", "--out", "{0}/a.tdc"], "1 files that are not UTF-8"),
+        (["{0}/empty", "--tokenizer", "nano", "--out", "{0}/a.tdc"], "no text was found"),
+        (["--tokenizer", "nano", "--out", "{0}/a.tdc"], "FILES"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_a_sentence(
+    args: list[str], named: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "old.tdc").write_text("old")
+    before = sorted(tmp_path.iterdir())
+    assert main(["corpus", "build", *(arg.format(tmp_path) for arg in args)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and named in err
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "old.tdc").read_text() == "old"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(babble(1, 4_000_000))
+    command = ["corpus", "build", str(tmp_path / "a.txt"), "--tokenizer", "nano", "--out", str(tmp_path / "a.tdc")]
+    code = (
+        "import sys; from truedraft.cli import main; from truedraft.stores import building\n"
+        "check = building.check_writable\n"
+        "building.check_writable = lambda *a: (print('begun', flush=True), check(*a))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert [process.stdout.readline(), process.stdout.readline()] == [b"begun\n", b"begun\n"]
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and b"Traceback" not in err, err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
