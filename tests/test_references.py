@@ -91,6 +91,18 @@ def test_what_is_learnt_of_a_row_stays_in_its_namespace(name: str) -> None:
     assert yours == len(fresh.report().passes) >= mine
 
 
+@pytest.mark.parametrize("name", ["suffix", "lookahead-pia", "token-recycling", "aded", "codeswift", "suffix+aded"])
+def test_what_was_learnt_is_forgotten_when_asked(name: str) -> None:
+    fast = truedraft.accelerate(tiny(), draft=name, control="fixed")
+    passes = []
+    for _ in range(3):
+        if len(passes) == 2:
+            fast.forget()
+        fast.generate(**ragged(tiny(), 1), max_new_tokens=40, do_sample=False)
+        passes.append(len(fast.report().passes))
+    assert passes[1] < passes[0] == passes[2]
+
+
 @pytest.mark.parametrize(("namespace", "message"), [(5, "give a text"), (["a"], "has 1 entries"), ([1, 2], "give a")])
 def test_a_namespace_is_a_text(namespace: object, message: str) -> None:
     fast = truedraft.accelerate(tiny())

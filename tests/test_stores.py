@@ -23,7 +23,7 @@ if (lib := library()) is not None:
 def texts() -> list[list[int]]:
     """Of few and of many tokens, of runs, of periods, with separators."""
     pick = random.Random(0)
-    few = [[pick.randrange(k) for _ in range(300)] for k in (1, 2, 3, 40)]
+    few = [[pick.randrange(k) for _ in range(200)] for k in (1, 2, 3, 40)]
     hub = [t for i in range(150) for t in (0, 1 + pick.randrange(1, 2 + i % 30), 31 + i % 3)]  # one token, many next
     period = [1, 2, 3, 1, 2, 4] * 30
     parted = [SEPARATOR if pick.random() < 0.05 else pick.randrange(4) for _ in range(300)]

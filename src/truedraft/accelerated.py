@@ -97,6 +97,10 @@ class Accelerated:
             raise Refused("there is nothing to report: call generate() first")
         return self._report
 
+    def forget(self) -> None:
+        """Drafters forget what they learnt of earlier calls: their texts, and how often which drafts were right."""
+        self.drafter.forget()
+
     def generate(
         self,
         inputs: Tensor | None = None,

@@ -59,10 +59,12 @@ class Side:
     """A way of generating.
 
     run: (inputs, settings, items, clock) -> output ids and, from truedraft, the report.
+    fresh: called before every round: nothing is remembered of the one before, which had the same prompts.
     """
 
     name: str
     run: Run
+    fresh: Callable[[], None] = lambda: None
 
 
 def transformers_side(name: str, model: Any, **extra: Any) -> Side:
@@ -86,7 +88,7 @@ def truedraft_side(name: str, fast: Accelerated) -> Side:
         out = fast.generate(**inputs, **settings, **given, on_pass=clock.saw)
         return out, fast.report()
 
-    return Side(name, run)
+    return Side(name, run, fast.forget)
 
 
 @dataclass
@@ -181,6 +183,7 @@ def compare(
     differs: list[str | None] = [None] * len(sides)
     for k, side in enumerate(sides):  # the first time warms up, and settles equality
         progress(f"{workload.name}: {side.name}, compared")
+        side.fresh()
         for number, (items, inputs, at) in enumerate(calls):
             out, _, _, _ = _once(side, inputs, settings, items, seed)
             if k == 0:
@@ -191,6 +194,7 @@ def compare(
     for turn in range(rounds):
         for k in _rotated(len(sides), turn):
             progress(f"{workload.name}: {sides[k].name}, round {turn + 1} of {rounds}")
+            sides[k].fresh()
             for items, inputs, _ in calls:
                 out, report, clock, seconds = _once(sides[k], inputs, settings, items, seed)
                 emitted = _emitted(out, inputs["input_ids"].shape[1], tokenizer.pad_token_id)

@@ -90,6 +90,9 @@ class Drafter(ABC):
     def end(self, row: Row) -> None:
         """The row is finished; forget it."""
 
+    def forget(self) -> None:
+        """Forget what was learnt of rows that ended; none may be under way."""
+
 
 class Plain(Drafter):
     """Drafts nothing: plain decoding through the same engine."""
@@ -112,6 +115,9 @@ class PerRow(Drafter, Generic[State]):
     """
 
     def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
         self._states: dict[int, State] = {}
         self._trust = Trust()
 

@@ -60,6 +60,11 @@ class Many(Drafter):
         self._trusts: dict[int, Trust] = {}  # of parts that do not say what they hope
         self._trust = Trust()
 
+    def forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+        self._trusts, self._trust = {}, Trust()
+
     @property
     def name(self) -> str:
         return self.sign.join(map(name_of, self.parts))

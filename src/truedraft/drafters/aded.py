@@ -43,8 +43,8 @@ class Aded(WithCorpora[Trigrams]):
     rows: int = 262_144  # pairs of tokens that a namespace keeps, the longest unused forgotten; unpublished
     corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc); published: UltraChat, code
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def forget(self) -> None:
+        super().forget()
         self._tables: dict[str, Trigrams] = {}
 
     @property

@@ -54,8 +54,8 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
     entries: int = 200_000  # keys of the cache, the longest unused forgotten; unpublished
     corpus: Any = None  # a Corpus of code or its file, or several (a.tdc;b.tdc); published: public code
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def forget(self) -> None:
+        super().forget()
         self._habits: dict[str, Habits] = defaultdict(Habits)
         self._texts: dict[int, bool] = {}  # token -> whether it is white space
         self._tokenizer: PreTrainedTokenizerBase | None = None

@@ -37,8 +37,8 @@ class LookaheadPia(PerRow[tuple[Told, Places]]):
     outputs: float = 1e-4  # weight of what earlier rows said, against the row's own text; published 1e-4
     memory: int = 4_000_000  # tokens of earlier outputs that are kept; published 65,536 nodes a trie
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def forget(self) -> None:
+        super().forget()
         self._said = Memory(self.memory)
 
     @property

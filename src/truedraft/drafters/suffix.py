@@ -41,8 +41,8 @@ class Suffix(PerRow[tuple[Told, Places]]):
     branches: int = 8  # children of a node at most: 1 drafts chains; published both, chains and trees
     memory: int = 4_000_000  # tokens of earlier outputs that are kept; published 100,000 outputs, oldest forgotten
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def forget(self) -> None:
+        super().forget()
         self._said = Memory(self.memory)
 
     @property

@@ -39,8 +39,8 @@ class TokenRecycling(PerRow[Successors]):
     depth: int = 6  # of the tree; published 6
     successors: int = 8  # kept for each token; published 8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def forget(self) -> None:
+        super().forget()
         self._seen: dict[str, Successors] = defaultdict(dict)
 
     @property
