@@ -143,29 +143,29 @@ class DraftTree:
         """The first `nodes` nodes: closed under parents, since parents come first."""
         if nodes >= len(self):
             return self
-        return self._kept(range(nodes))
+        return self.kept(range(nodes))
 
     def bare(self) -> DraftTree:
         """The nodes that stand for verification alone."""
-        return self._kept([i for i in range(len(self)) if i not in self.probes]) if self.probes else self
+        return self.kept([i for i in range(len(self)) if i not in self.probes]) if self.probes else self
 
     def drafting(self, nodes: int) -> DraftTree:
         """The first `nodes` nodes that stand for verification, and the probes below them and the root."""
-        kept = [0]
+        chosen = [0]
         for i in range(1, len(self)):
-            if self.parent[i] in kept and (i in self.probes or nodes > 0):
-                kept.append(i)
+            if self.parent[i] in chosen and (i in self.probes or nodes > 0):
+                chosen.append(i)
                 nodes -= i not in self.probes
-        return self if len(kept) == len(self) else self._kept(kept)
+        return self if len(chosen) == len(self) else self.kept(chosen)
 
     def shallow(self, depth: int) -> DraftTree:
         """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
         if max(self.shape.depth) <= depth:
             return self
-        return self._kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
+        return self.kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
 
-    def _kept(self, nodes: Sequence[int]) -> DraftTree:
-        """Some of the nodes, closed under parents."""
+    def kept(self, nodes: Sequence[int]) -> DraftTree:
+        """Some of the nodes; a node whose parent is left out must be left out too."""
         new = {old: i for i, old in enumerate(nodes)}
         return DraftTree(
             tuple(self.tokens[i] for i in nodes),

@@ -26,7 +26,7 @@ from truedraft.tree import Accepted, DraftTree, Row
 
 CHEAP = 0.05  # of a plain pass, for a level of a draft
 FAVOUR = 0.25  # plain passes that drafts are taken to save, before anything is known
-ROOM = 8  # nodes drafted beyond twice as many as were worth verifying
+ROOM = 8  # nodes drafted beyond half as many more as were worth verifying
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
 
@@ -228,7 +228,7 @@ class Cost(Control):
         self._exploring = size == 0 and worth_a_try
         if self._exploring:
             size = longest
-        self._reach = 2 * size + ROOM
+        self._reach = size + size // 2 + ROOM
         return [tree.cut(1 + size) for tree in trees]
 
     def _probed(self, trees: Sequence[DraftTree], sized: Sequence[DraftTree]) -> list[DraftTree]:

@@ -21,13 +21,14 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.card import Card
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter, PerRow, Plain
-from truedraft.drafters._trees import grafted, placed, union, values_of
+from truedraft.drafters._trees import grafted, likelier, placed, union, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
 
+BELOW = 0.25  # of the chance of the least likely node lately verified: less likely ones are not merged
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
 AGAIN = 32  # passes after which a dear part is asked again, whatever it gave before
@@ -136,10 +137,22 @@ class Merge(Many):
     """One tree of all drafts."""
 
     sign = "+"
+    _least = 0.0  # the chance of the least likely node that was lately verified
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         drafts = zip(*(self.asked(k, rows, budget) for k in range(len(self.parts))), strict=True)
-        return [union(trees, most) for trees, most in zip(drafts, budget, strict=True)]
+        return [
+            union([likelier(tree, BELOW * self._least) for tree in trees], most)
+            for trees, most in zip(drafts, budget, strict=True)
+        ]
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        verified = [values_of(tree.bare()) for tree in trees if tree.drafted and tree.hopes is not None]
+        if verified:
+            self._least = min(map(min, verified))
+        super().observe(rows, trees, scores, accepted)
 
 
 class Switch(Many):

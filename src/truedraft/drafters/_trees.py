@@ -44,6 +44,14 @@ def placed(tree: DraftTree, hope: float) -> DraftTree:
     return DraftTree(tree.tokens, tree.parent, probes=tree.probes, hopes=(1.0, *guesses[1:]))
 
 
+def likelier(tree: DraftTree, least: float) -> DraftTree:
+    """The nodes whose paths are right with at least this chance, and the probes."""
+    values = values_of(tree)
+    if min(values) >= least:
+        return tree
+    return tree.kept([i for i, value in enumerate(values) if value >= least or i in tree.probes])
+
+
 def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | None = None) -> DraftTree:
     """One tree of several with the same root: its `budget` likeliest nodes, in that order, and all probes.
 

@@ -41,6 +41,9 @@ class Followed:
     ahead: Sequence[int]
     node: int = 0
 
+    def children(self) -> list[int]:
+        return [i for i, parent in enumerate(self.tree.parent) if parent == self.node]
+
 
 @dataclass
 class _Known:
@@ -85,15 +88,14 @@ class Trust:
 
     def _goes_on(self, tally: Tally, draft: Followed, said: Sequence[int]) -> bool:
         """Follow what was said; false where the draft has gone wrong or is at its end."""
-        tree, node, waits = draft.tree, draft.node, len(draft.ahead)
+        tree, waits = draft.tree, len(draft.ahead)
         assert tree.hopes is not None
         if any(a != b for a, b in zip(draft.ahead, said, strict=False)):
             return False
         draft.ahead, said = draft.ahead[len(said) :], said[waits:]
-        children = tree.shape.children
         for token in said:
             reached = -1
-            for child in children[node]:
+            for child in draft.children():
                 if child in tree.probes:
                     continue
                 right = tree.tokens[child] == token and reached < 0
@@ -104,9 +106,8 @@ class Trust:
                     reached = child
             if reached < 0:
                 return False
-            node = reached
-        draft.node = node
-        return bool(children[node])
+            draft.node = reached
+        return bool(draft.children())
 
     def _known(self, row: Row) -> _Known:
         if id(row) not in self._rows:
