@@ -142,6 +142,8 @@ class Cost(Control):
     def budget(self, rows: Sequence[Row]) -> list[int]:
         if not self._width:
             return [0] * len(rows)
+        assert self._drafter is not None
+        self._drafter.pass_seconds = self._curve(len(rows))
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
         now, drafting = self._seconds["draft"] + self._seconds["control"], self._seconds["draft"]

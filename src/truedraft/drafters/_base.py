@@ -28,6 +28,7 @@ class Drafter(ABC):
     takes_references: whether it copies from documents that the caller gives.
     tokenizer: of a drafter that has one of its own; it must be the target's.
     hope: how often the first token of its drafts is right, before anything is known of the text.
+    pass_seconds: of a pass without drafts, where drafts have to pay for their own time; None where they need not.
     """
 
     card: ClassVar[Card]
@@ -35,6 +36,7 @@ class Drafter(ABC):
     takes_references: ClassVar[bool] = False
     tokenizer: PreTrainedTokenizerBase | None = None
     hope: ClassVar[float] = 0.15
+    pass_seconds: float | None = None
 
     @property
     def knows(self) -> int | None:

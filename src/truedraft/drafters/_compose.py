@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.card import Card
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter, PerRow, Plain
-from truedraft.drafters._trees import grafted, likelier, placed, union, values_of
+from truedraft.drafters._trees import grafted, likelier, placed, reach, union, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
@@ -31,7 +31,9 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
 BELOW = 0.25  # of the chance of the least likely node lately verified: less likely ones are not merged
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
-AGAIN = 32  # passes after which a dear part is asked again, whatever it gave before
+AGAIN = 32  # passes after which a part that was not worth its time is asked again
+JUDGED = 8  # passes after one part was sent to rest before another is
+KEPT = 0.9  # weight that what a part contributed keeps at each later pass
 
 
 class Many(Drafter):
@@ -60,6 +62,7 @@ class Many(Drafter):
         )
         self._trusts: dict[int, Trust] = {}  # of parts that do not say what they hope
         self._trust = Trust()
+        self.seconds = [0.0] * len(parts)  # that a draft lately took
 
     def forget(self) -> None:
         for part in self.parts:
@@ -107,7 +110,14 @@ class Many(Drafter):
         """One draft a row, from those of the parts."""
 
     def asked(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        """The drafts of part k, with hopes."""
+        """The drafts of part k, with hopes; how long they took is noted."""
+        self.parts[k].pass_seconds = self.pass_seconds
+        began = time.perf_counter()
+        trees = self._hoped(k, rows, budget)
+        self.seconds[k] = _lately(self.seconds[k], time.perf_counter() - began)
+        return trees
+
+    def _hoped(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]
         if all(tree.hopes is not None for tree in trees):
             return trees
@@ -137,14 +147,29 @@ class Merge(Many):
     """One tree of all drafts."""
 
     sign = "+"
-    _least = 0.0  # the chance of the least likely node that was lately verified
+
+    def __init__(self, parts: Sequence[Drafter]):
+        super().__init__(parts)
+        self._least = 0.0  # the chance of the least likely node that was lately verified
+        self._credit = [1.0] * len(parts)  # tokens a pass that lately none but this part drafted
+        self._resting = [0] * len(parts)  # passes for which a part is not asked
+        self._judged = 0  # passes since one was sent to rest
+        self._drafts: dict[int, tuple[int, list[DraftTree]]] = {}  # row -> its length, the parts' drafts
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        drafts = zip(*(self.asked(k, rows, budget) for k in range(len(self.parts))), strict=True)
-        return [
-            union([likelier(tree, BELOW * self._least) for tree in trees], most)
-            for trees, most in zip(drafts, budget, strict=True)
-        ]
+        drafts = []
+        for k in range(len(self.parts)):
+            if self._resting[k]:
+                self._resting[k] -= 1
+                drafts.append([DraftTree.chain(row.tokens[-1], (), ()) for row in rows])
+            else:
+                drafts.append(self.asked(k, rows, budget))
+        merged = []
+        for row, trees, most in zip(rows, zip(*drafts, strict=True), budget, strict=True):
+            likely = [likelier(tree, BELOW * self._least) for tree in trees]
+            self._drafts[id(row)] = len(row.tokens), likely
+            merged.append(union(likely, most))
+        return merged
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
@@ -152,7 +177,29 @@ class Merge(Many):
         verified = [values_of(tree.bare()) for tree in trees if tree.drafted and tree.hopes is not None]
         if verified:
             self._least = min(map(min, verified))
+        if self.pass_seconds is not None:
+            self._judge(rows)
+        self._drafts.clear()
         super().observe(rows, trees, scores, accepted)
+
+    def _judge(self, rows: Sequence[Row]) -> None:
+        """A part whose own contribution saves less time than it takes rests a while; one at a time."""
+        drafted = [(row, *self._drafts[id(row)]) for row in rows if id(row) in self._drafts]
+        if not drafted:
+            return
+        reached = [[reach(tree, row.tokens[start:]) for tree in trees] for row, start, trees in drafted]
+        for k, resting in enumerate(self._resting):
+            if not resting:
+                others = [max((r for j, r in enumerate(each) if j != k), default=0) for each in reached]
+                alone = sum(max(each[k] - other, 0) for each, other in zip(reached, others, strict=True))
+                self._credit[k] = KEPT * self._credit[k] + (1 - KEPT) * alone
+        self._judged += 1
+        awake = [k for k, resting in enumerate(self._resting) if not resting]
+        assert self.pass_seconds is not None
+        gains = {k: self._credit[k] / len(rows) * self.pass_seconds - self.seconds[k] for k in awake}
+        worst = min(gains, key=gains.__getitem__)
+        if gains[worst] < 0 and len(awake) > 1 and self._judged >= JUDGED:
+            self._judged, self._resting[worst], self._credit[worst] = 0, AGAIN, 1.0
 
 
 class Switch(Many):
@@ -182,16 +229,13 @@ class Route(Many):
 
     def __init__(self, parts: Sequence[Drafter]):
         super().__init__(parts)
-        self.seconds = [0.0] * len(parts)  # that a draft lately took
         self.gains = [float("inf")] * len(parts)  # that a draft lately promised
-        self.pass_seconds = 0.0
         self.history: list[tuple[int, int, int]] = []  # (row, tokens said before, part)
-        self._proposed_at: float | None = None
         self._idle = [0] * len(parts)
 
     def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
         super().open(laws, chance, wanted)
-        self.history, self._proposed_at = [], None
+        self.history = []
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         best: list[DraftTree] = []
@@ -199,13 +243,11 @@ class Route(Many):
         which: list[int] = []
         for k in sorted(range(len(self.parts)), key=self.seconds.__getitem__):
             self._idle[k] += 1
-            dear = self.seconds[k] > DEAR * self.pass_seconds
+            dear = self.pass_seconds is not None and self.seconds[k] > DEAR * self.pass_seconds
             if best and dear and self._rate(k, self.gains[k]) < sum(rates) / len(rates) and self._idle[k] < AGAIN:
                 continue
             self._idle[k] = 0
-            began = time.perf_counter()
             trees = self.asked(k, rows, budget)
-            self.seconds[k] = _lately(self.seconds[k], time.perf_counter() - began)
             promised = [sum(values_of(tree)[1:]) for tree in trees]
             self.gains[k] = _lately(self.gains[k], sum(promised) / len(promised))
             found = [self._rate(k if dear else None, gain) for gain in promised]
@@ -216,21 +258,13 @@ class Route(Many):
                 if rate > rates[b]:
                     best[b], rates[b], which[b] = trees[b], rate, k
         self.history += [(row.index, row.step, k) for row, k in zip(rows, which, strict=True)]
-        self._proposed_at = time.perf_counter()
         return best
 
     def _rate(self, k: int | None, gain: float) -> float:
-        """Tokens per second, with the time of drafting where it is not spent already; per pass before any was timed."""
-        seconds = self.pass_seconds + (self.seconds[k] if k is not None else 0.0)
-        return (1 + gain) / seconds if self.pass_seconds else gain
-
-    def observe(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
-    ) -> None:
-        if self._proposed_at is not None:
-            self.pass_seconds = _lately(self.pass_seconds, time.perf_counter() - self._proposed_at)
-            self._proposed_at = None
-        super().observe(rows, trees, scores, accepted)
+        """Tokens per second, with the time of drafting where it is not spent already; per pass where time is free."""
+        if self.pass_seconds is None:
+            return gain
+        return (1 + gain) / (self.pass_seconds + (self.seconds[k] if k is not None else 0.0))
 
 
 class Cascade(Many):

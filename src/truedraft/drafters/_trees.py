@@ -44,6 +44,17 @@ def placed(tree: DraftTree, hope: float) -> DraftTree:
     return DraftTree(tree.tokens, tree.parent, probes=tree.probes, hopes=(1.0, *guesses[1:]))
 
 
+def reach(tree: DraftTree, said: Sequence[int]) -> int:
+    """How many of the tokens that were said a draft had right, from the first on."""
+    node, depth = 0, 0
+    for token in said:
+        node = next((i for i in range(node + 1, len(tree)) if tree.parent[i] == node and tree.tokens[i] == token), 0)
+        if not node:
+            break
+        depth += 1
+    return depth
+
+
 def likelier(tree: DraftTree, least: float) -> DraftTree:
     """The nodes whose paths are right with at least this chance, and the probes."""
     values = values_of(tree)

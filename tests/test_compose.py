@@ -1,0 +1,139 @@
+"""Several drafters as one: what is merged, chosen, and gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import truedraft
+from models import ragged, tiny
+from truedraft import Card, Drafter, DraftTree, Refused, registry
+from truedraft.drafters._base import PerRow
+from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
+from truedraft.drafters._trees import union
+from truedraft.tree import Accepted, Row, Scores
+
+
+@dataclass
+class Told(PerRow[None]):
+    """Drafts a chain that it is told, with hopes."""
+
+    card = Card(paper="none", idea="For tests.", family="test")
+    chain: Sequence[int] = ()  # drafted
+    hope: float = 0.5  # of each node
+    seen: list[int] = field(default_factory=list)  # passes observed, by their accepted tokens
+
+    @property
+    def width(self) -> int:
+        return 8
+
+    def begin(self, row: Row) -> None:
+        return None
+
+    def draft(self, row: Row, state: None, ahead: Sequence[int], budget: int) -> DraftTree:
+        root = ahead[-1] if ahead else row.tokens[-1]
+        tokens = self.chain[:budget]
+        return DraftTree.chain(root, tokens, [self.hope] * len(tokens))
+
+    def learn(self, row: Row, state: None, tree: DraftTree, logits: torch.Tensor, accepted: Accepted) -> None:
+        self.seen.append(len(accepted.path))
+
+
+def drafted(drafter: Drafter, budget: int = 8) -> tuple[Row, DraftTree]:
+    row = Row(0, [1, 2], 2, 99)
+    drafter.start([row])
+    (tree,) = drafter.propose([row], [budget])
+    tree.check()
+    return row, tree
+
+
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[i] for i in tree.path(n)[1:]) for n in range(1, len(tree))}
+
+
+def test_a_merge_folds_what_both_draft_and_keeps_the_likeliest() -> None:
+    _, tree = drafted(Merge([Told([5, 6, 7], 0.9), Told([5, 8], 0.4)]))
+    assert paths(tree) == {(5,), (5, 6), (5, 6, 7), (5, 8)}
+    _, tree = drafted(Merge([Told([5, 6, 7], 0.9), Told([5, 8], 0.4)]), budget=3)
+    assert paths(tree) == {(5,), (5, 6), (5, 6, 7)}
+
+
+def test_a_union_keeps_probes_whose_parents_are_kept() -> None:
+    one = DraftTree((1, 5, 9, 9), (-1, 0, 0, 1), probes=frozenset({2, 3}), hopes=(1.0, 0.1, 0.0, 0.0))
+    tree = union([one, DraftTree.chain(1, [6], [0.9])], 1)
+    tree.check()
+    assert tree.tokens == (1, 6, 9) and tree.probes == {2} and tree.parent == (-1, 0, 0)
+
+
+def test_a_switch_takes_the_first_that_drafts() -> None:
+    assert paths(drafted(Switch([Told(), Told([4]), Told([5])]))[1]) == {(4,)}
+
+
+def test_a_route_takes_what_promises_most_and_says_which() -> None:
+    router = Route([Told([5], 0.9), Told([6, 7], 0.9), Told([8, 9, 3], 0.1)])
+    row, tree = drafted(router)
+    assert paths(tree) == {(6,), (6, 7)}
+    assert router.history == [(row.index, 0, 1)]
+
+
+def test_a_cascade_goes_on_where_a_draft_ends() -> None:
+    assert paths(drafted(Cascade([Told([4, 5]), Told([6])]))[1]) == {(4,), (4, 5), (4, 5, 6)}
+    assert paths(drafted(Cascade([Told(), Told([6])]))[1]) == {(6,)}
+    assert len(drafted(Cascade([Told([4, 5]), Told([6] * 8)]), budget=3)[1]) == 4
+
+
+def test_parts_that_were_not_chosen_see_every_pass() -> None:
+    parts = [Told([5], 0.9), Told([6], 0.1)]
+    drafter = Route(parts)
+    row, tree = drafted(drafter)
+    row.tokens += [5, 3]
+    drafter.observe([row], [tree], Scores(torch.zeros(1, 2, 9), {}, [0]), [Accepted((0, 1), 3, False)])
+    assert [part.seen for part in parts] == [[2], [2]]
+
+
+def test_a_merge_lets_a_part_rest_that_takes_more_than_it_gives() -> None:
+    """The second part drafts what the first does, and costs half a pass."""
+    parts = [Told([5], 0.9), Told([5], 0.9)]
+    drafter = Merge(parts)
+    drafter.pass_seconds = 1.0
+    row, _ = drafted(drafter)
+    asked = 0
+    for _ in range(60):
+        asked += not drafter._resting[1]
+        (tree,) = drafter.propose([row], [8])
+        drafter.seconds = [0.0, 0.5]
+        row.tokens += [5, 3]
+        drafter.observe([row], [tree], Scores(torch.zeros(1, 2, 9), {}, [0]), [Accepted((0, 1), 3, False)])
+    assert 8 <= asked <= 40
+    drafter.pass_seconds = None
+    assert not drafter._resting[0]
+
+
+def test_the_string_form_binds_as_it_says() -> None:
+    made = compose("a>b+c|d?e", lambda name: Told([ord(name)]))
+    assert isinstance(made, Route) and isinstance(made.parts[0], Merge) and isinstance(made.parts[1], Switch)
+    assert isinstance(made.parts[0].parts[0], Cascade)
+    loaded = registry.load("drafters", "suffix:alpha=2.0+token-recycling:nodes=24")
+    assert isinstance(loaded, Merge) and loaded.parts[0].alpha == 2.0 and loaded.parts[1].nodes == 24
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("suffix+", "no drafter on one side"),
+        ("suffix+suffiks", "did you mean 'suffix'"),
+        ("suffix>draft-model", "cannot go on from another's draft"),
+    ],
+)
+def test_a_wrong_composition_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        truedraft.accelerate(tiny(), draft=spec)
+
+
+def test_a_report_names_the_parts() -> None:
+    fast = truedraft.accelerate(tiny(), draft="copyspec?anpd")
+    fast.generate(**ragged(tiny(), 1), max_new_tokens=4)
+    assert fast.report().drafter == "copyspec?anpd"
