@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from truedraft.card import Card
-from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._copying import Remembering
+from truedraft.drafters._texts import Told, root_of
 from truedraft.drafters._trees import counted, union
 from truedraft.stores.automaton import Grown
-from truedraft.stores.memory import Memory, Places
+from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class LookaheadPia(PerRow[tuple[Told, Places]]):
+class LookaheadPia(Remembering):
     card = Card(
         paper="arXiv 2312.12728 (2023)",
         idea="Draft all branches that followed the last tokens, here first, then in earlier outputs.",
@@ -31,25 +30,14 @@ class LookaheadPia(PerRow[tuple[Told, Places]]):
         presets={"lookahead-pia-12": {"branch": 12}},
         published="2.66x to 6.26x; Llama 2 7B 2.0x to 2.8x on Dolly and GSM8K, up to 5.36x in production (A100).",
     )
-    takes_references: ClassVar[bool] = True
     branch: int = 8  # tokens of a branch; published 8 in the code, 12 to 32 in runs
     nodes: int = 64  # of the tree, the paper's decoding length; published 64
     outputs: float = 1e-4  # weight of what earlier rows said, against the row's own text; published 1e-4
     memory: int = 4_000_000  # tokens of earlier outputs that are kept; published 65,536 nodes a trie
 
-    def forget(self) -> None:
-        super().forget()
-        self._said = Memory(self.memory)
-
     @property
     def width(self) -> int:
         return self.nodes
-
-    def begin(self, row: Row) -> tuple[Told, Places]:
-        return told(row), Places()
-
-    def finish(self, row: Row, state: tuple[Told, Places]) -> None:
-        self._said.add(row.namespace, row.tokens[row.prompt : row.end])
 
     def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state

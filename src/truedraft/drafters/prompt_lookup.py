@@ -8,19 +8,14 @@ of a draft than pays, longer drafts than the published ones are worth offering: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from truedraft.card import Card
-from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, root_of, told
-from truedraft.drafters._trees import copied
-from truedraft.tree import DraftTree, Row
+from truedraft.drafters._copying import Copying
 
 
 @dataclass
-class PromptLookup(PerRow[Told]):
+class PromptLookup(Copying):
     card = Card(
         paper="github.com/apoorvumang/prompt-lookup-decoding (2023)",
         idea="Copy what followed the last few tokens when they stood in the text before.",
@@ -28,18 +23,9 @@ class PromptLookup(PerRow[Told]):
         presets={"prompt-lookup-hf": {"n": 2}, "prompt-lookup-long": {"n": 5, "length": 40}},
         published="Spec-Bench, Vicuna 7B, A100, greedy: 1.66x overall, 2.66x summarising, 1.06x translation.",
     )
-    takes_references: ClassVar[bool] = True
     n: int = 3  # longest n-gram looked for; published default 3, transformers' own default is 2
     length: int = 10  # tokens copied; published default 10
 
     @property
-    def width(self) -> int:
-        return self.length
-
-    def begin(self, row: Row) -> Told:
-        return told(row)
-
-    def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
-        state.follow(row)
-        place = state.place(ahead, self.n)
-        return copied(root_of(row, ahead), state.automaton.copy(place, 1, min(self.length, budget)), place.length)
+    def span(self) -> tuple[int, int]:
+        return 1, self.n

@@ -3,7 +3,7 @@
 Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton", 2024 (arXiv 2411.10666). The match may be of any
 length. From the running text a chain is copied; from the corpus, which must match longer by `bias`, a tree is grown,
 the larger the longer the match. Below `threshold` nothing is drafted: another drafter may then do better, as in
-`sam|token-recycling`, the paper's own combination.
+`sam?token-recycling`, the paper's own combination.
 """
 
 from __future__ import annotations

@@ -1,0 +1,62 @@
+"""Furniture of drafters that copy: from where the last tokens stood before, and from what earlier rows said."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from truedraft.drafters._base import PerRow
+from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._trees import copied
+from truedraft.stores.memory import Memory, Places
+from truedraft.tree import DraftTree, Row
+
+
+class Copying(PerRow[Told]):
+    """Copies a chain from references, prompt and output.
+
+    Fields that every subclass has: length, tokens copied.
+    """
+
+    takes_references: ClassVar[bool] = True
+    length: int
+
+    @property
+    @abstractmethod
+    def span(self) -> tuple[int, int]:
+        """Tokens of the shortest and the longest suffix that is looked for; what first followed it is copied."""
+
+    @property
+    def width(self) -> int:
+        return self.length
+
+    def begin(self, row: Row) -> Told:
+        return told(row)
+
+    def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
+        state.follow(row)
+        shortest, longest = self.span
+        place = state.place(ahead, longest)
+        tokens = state.automaton.copy(place, shortest, min(self.length, budget))
+        return copied(root_of(row, ahead), tokens, place.length)
+
+
+class Remembering(PerRow[tuple[Told, Places]]):
+    """Looks in the row's own text and in what earlier rows of its namespace said.
+
+    Fields that every subclass has: memory, tokens of earlier outputs that are kept.
+    """
+
+    takes_references: ClassVar[bool] = True
+    memory: int
+
+    def forget(self) -> None:
+        super().forget()
+        self._said = Memory(self.memory)
+
+    def begin(self, row: Row) -> tuple[Told, Places]:
+        return told(row), Places()
+
+    def finish(self, row: Row, state: tuple[Told, Places]) -> None:
+        self._said.add(row.namespace, row.tokens[row.prompt : row.end])
