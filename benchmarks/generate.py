@@ -66,6 +66,7 @@ def compare(
     expected, _, got = (side(**inputs, **settings) for side in sides)
     plain, alone, quick, engine, nodes = [], [], [], [], []
     for _ in range(rounds):
+        fast.forget()  # every round has the same prompt
         for side, times in zip(sides, (plain, alone, quick), strict=True):
             times.append(seconds(lambda: side(**inputs, **settings))[0])
         report = fast.report()
@@ -98,6 +99,7 @@ def main() -> None:
     sides = [
         ("plain", None, "cost"),
         ("hopeless", Hopeless(len(tokenizer)), "cost"),
+        ("auto", "auto", "cost"),
         ("prompt-lookup-long", "prompt-lookup-long", "cost"),
         ("prompt-lookup", "prompt-lookup", "cost"),
         ("prompt-lookup", "prompt-lookup", "fixed"),

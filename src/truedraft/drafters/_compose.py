@@ -6,7 +6,7 @@
     a>b   cascade: b goes on from the ends of a's draft, and drafts alone where a has nothing
 
 The later in this list, the closer it binds, but for `|`, the loosest: `a>b+c|d` is `((a>b)+c)|d`. Whatever is drafted,
-all parts see every pass.
+all parts see every pass, but for one that rests because it takes more time than it saves.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ BELOW = 0.25  # of the chance of the least likely node lately verified: less lik
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
 AGAIN = 32  # passes after which a part that was not worth its time is asked again
+IDLE = 0.01  # of a pass, for seeing one: what costs more is spared while a part rests
 JUDGED = 8  # passes after one part was sent to rest before another is
 KEPT = 0.9  # weight that what a part contributed keeps at each later pass
 
@@ -63,6 +64,7 @@ class Many(Drafter):
         self._trusts: dict[int, Trust] = {}  # of parts that do not say what they hope
         self._trust = Trust()
         self.seconds = [0.0] * len(parts)  # that a draft lately took
+        self.watching = [0.0] * len(parts)  # and seeing a pass
 
     def forget(self) -> None:
         for part in self.parts:
@@ -133,8 +135,15 @@ class Many(Drafter):
         for row in rows:
             for trust in (self._trust, *self._trusts.values()):
                 trust.heard(row)
-        for part in self.parts:
-            part.observe(rows, trees, scores, accepted)
+        for k, part in enumerate(self.parts):
+            if not self.asleep(k):
+                began = time.perf_counter()
+                part.observe(rows, trees, scores, accepted)
+                self.watching[k] = _lately(self.watching[k], time.perf_counter() - began)
+
+    def asleep(self, k: int) -> bool:
+        """Whether a part is not even shown the passes."""
+        return False
 
     def end(self, row: Row) -> None:
         for trust in (self._trust, *self._trusts.values()):
@@ -182,6 +191,9 @@ class Merge(Many):
         self._drafts.clear()
         super().observe(rows, trees, scores, accepted)
 
+    def asleep(self, k: int) -> bool:
+        return self.pass_seconds is not None and self._resting[k] > 0 and self.watching[k] > IDLE * self.pass_seconds
+
     def _judge(self, rows: Sequence[Row]) -> None:
         """A part whose own contribution saves less time than it takes rests a while; one at a time."""
         drafted = [(row, *self._drafts[id(row)]) for row in rows if id(row) in self._drafts]
@@ -196,7 +208,7 @@ class Merge(Many):
         self._judged += 1
         awake = [k for k, resting in enumerate(self._resting) if not resting]
         assert self.pass_seconds is not None
-        gains = {k: self._credit[k] / len(rows) * self.pass_seconds - self.seconds[k] for k in awake}
+        gains = {k: self._credit[k] / len(rows) * self.pass_seconds - self.seconds[k] - self.watching[k] for k in awake}
         worst = min(gains, key=gains.__getitem__)
         if gains[worst] < 0 and len(awake) > 1 and self._judged >= JUDGED:
             self._judged, self._resting[worst], self._credit[worst] = 0, AGAIN, 1.0
