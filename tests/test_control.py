@@ -191,7 +191,7 @@ def test_measuring_leaves_torch_and_the_target_alone() -> None:
 class Dear:
     """A drafter whose every token costs as much as a plain pass would."""
 
-    width, hope = 8, 0.7
+    width, hope, by_level = 8, 0.7, True
 
 
 @pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])

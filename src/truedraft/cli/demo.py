@@ -146,7 +146,8 @@ def _run_plain(fast: Accelerated, outcome: Outcome) -> None:
 
 
 def _run_fast(fast: Accelerated, outcome: Outcome, show: Callable[[Pass], None] | None) -> None:
-    """The accelerated half of a round, compared with the plain one."""
+    """The accelerated half of a round, compared with the plain one; nothing is kept of the round before."""
+    fast.forget()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="generation was interrupted")
         outcome.fast, seconds = _timed(fast.generate, fast, outcome.case, on_pass=show)

@@ -12,9 +12,11 @@ objective, accepted tokens over the measured time of the pass, is that of Sequoi
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from statistics import median
 
 from truedraft.card import Card
 from truedraft.control._base import Control
@@ -25,7 +27,9 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row
 
 CHEAP = 0.05  # of a plain pass, for a level of a draft
-FAVOUR = 0.25  # plain passes that drafts are taken to save, before anything is known
+FAVOUR = 0.5  # plain passes that drafts are taken to save, before anything is known
+RECENT = 9  # drafts whose time counts
+HICCUP = 4.0  # times the usual time of a draft, of which no more is held against it
 ROOM = 8  # nodes drafted beyond half as many more as were worth verifying
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
@@ -128,7 +132,7 @@ class Cost(Control):
         self._drawn = False
         self._levels = 0  # of the drafts at hand
         self._drafted = 0.0  # seconds of drafting when they were asked for
-        self._begun = 0.0  # seconds of the first drafts, which read the prompt once and for all
+        self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, the first left out
         self._spent = self._since = 0.0  # seconds of later drafting and deciding that was not expected to pay
         self._explored = 0.0  # seconds that trying against the curve has cost
         self._exploring = False
@@ -147,10 +151,9 @@ class Cost(Control):
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
         now, drafting = self._seconds["draft"] + self._seconds["control"], self._seconds["draft"]
-        if self._asked and self._proposed == 1:
-            self._begun = drafting
-        elif self._asked and self._proposed > 1:
-            self._spent += 0.0 if self._trusted else now - self._since
+        if self._asked and self._proposed > 1:
+            self._took.append(drafting - self._drafted)
+            self._spent += 0.0 if self._trusted else min(now - self._since, HICCUP * self._drafting())
             seconds, levels = self._each
             if self._levels:
                 self._each = seconds * self.memory + drafting - self._drafted, levels * self.memory + self._levels
@@ -187,7 +190,8 @@ class Cost(Control):
 
     def _dear(self) -> bool:
         """Whether drafting costs a share of a plain pass that must be weighed before it is done."""
-        return self._level() > 0 and self._level() > CHEAP * self._curve(1)
+        assert self._drafter is not None
+        return self._drafter.by_level and self._level() > CHEAP * self._curve(1)
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         if not self._asked:
@@ -226,6 +230,10 @@ class Cost(Control):
         spent = self._curve(len(rows) * (1 + size)) + self._drafting()
         saved = (len(rows) + gains[size]) / plain - spent
         self._worth = self.memory * self._worth + (1 - self.memory) * saved
+        if saved > 0:  # quick to take up again what was given up
+            self._worth = max(self._worth, saved / 2)
+        elif saved < -self._curve(len(rows)):  # and to give up what costs more than a pass
+            self._worth = min(self._worth, 0.0)
         worth_a_try = gains[longest] > len(rows) and self._explored < self.slack * self._seconds["target"]
         self._exploring = size == 0 and worth_a_try
         if self._exploring:
@@ -242,9 +250,8 @@ class Cost(Control):
         return whole if self._probing.decide(more, self.slack * self._seconds["target"]) else list(sized)
 
     def _drafting(self) -> float:
-        """Seconds that drafting takes a pass, after the first."""
-        later = self._proposed - 1
-        return (self._seconds["draft"] - self._begun) / later if later else 0.0
+        """Seconds that drafting takes a pass, after the first; the median, since now and then one waits for others."""
+        return median(self._took) if self._took else 0.0
 
     def _gains(self, rows: Sequence[Row], trees: Sequence[DraftTree], longest: int) -> list[float]:
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft."""

@@ -28,6 +28,7 @@ class Drafter(ABC):
     takes_references: whether it copies from documents that the caller gives.
     tokenizer: of a drafter that has one of its own; it must be the target's.
     hope: how often the first token of its drafts is right, before anything is known of the text.
+    by_level: whether every level of a draft costs a pass of a model.
     pass_seconds: of a pass without drafts, where drafts have to pay for their own time; None where they need not.
     """
 
@@ -36,6 +37,7 @@ class Drafter(ABC):
     takes_references: ClassVar[bool] = False
     tokenizer: PreTrainedTokenizerBase | None = None
     hope: ClassVar[float] = 0.15
+    by_level: bool = False
     pass_seconds: float | None = None
 
     @property

@@ -33,6 +33,7 @@ LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
 AGAIN = 32  # passes after which a part that was not worth its time is asked again
 IDLE = 0.01  # of a pass, for seeing one: what costs more is spared while a part rests
+HICCUP = 4.0  # times the usual time of a part, of which no more is held against it
 JUDGED = 8  # passes after one part was sent to rest before another is
 KEPT = 0.9  # weight that what a part contributed keeps at each later pass
 
@@ -57,6 +58,7 @@ class Many(Drafter):
         self.needs = Taps()
         for part in parts:
             self.needs |= part.needs
+        self.by_level = any(part.by_level for part in parts)
         self.takes_references = any(part.takes_references for part in parts)  # type: ignore[misc]
         self.tokenizer: PreTrainedTokenizerBase | None = next(
             (part.tokenizer for part in parts if part.tokenizer is not None), None
@@ -116,7 +118,7 @@ class Many(Drafter):
         self.parts[k].pass_seconds = self.pass_seconds
         began = time.perf_counter()
         trees = self._hoped(k, rows, budget)
-        self.seconds[k] = _lately(self.seconds[k], time.perf_counter() - began)
+        self.seconds[k] = _timed(self.seconds[k], time.perf_counter() - began)
         return trees
 
     def _hoped(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
@@ -139,7 +141,7 @@ class Many(Drafter):
             if not self.asleep(k):
                 began = time.perf_counter()
                 part.observe(rows, trees, scores, accepted)
-                self.watching[k] = _lately(self.watching[k], time.perf_counter() - began)
+                self.watching[k] = _timed(self.watching[k], time.perf_counter() - began)
 
     def asleep(self, k: int) -> bool:
         """Whether a part is not even shown the passes."""
@@ -159,17 +161,23 @@ class Merge(Many):
 
     def __init__(self, parts: Sequence[Drafter]):
         super().__init__(parts)
+        self._begin()
+
+    def _begin(self) -> None:
         self._least = 0.0  # the chance of the least likely node that was lately verified
-        self._credit = [1.0] * len(parts)  # tokens a pass that lately none but this part drafted
-        self._resting = [0] * len(parts)  # passes for which a part is not asked
+        self._credit = [1.0] * len(self.parts)  # tokens a pass that lately none but this part drafted
+        self._resting = [0] * len(self.parts)  # passes for which a part is not asked
         self._judged = 0  # passes since one was sent to rest
         self._drafts: dict[int, tuple[int, list[DraftTree]]] = {}  # row -> its length, the parts' drafts
+
+    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
+        super().open(laws, chance, wanted)
+        self._begin()
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         drafts = []
         for k in range(len(self.parts)):
             if self._resting[k]:
-                self._resting[k] -= 1
                 drafts.append([DraftTree.chain(row.tokens[-1], (), ()) for row in rows])
             else:
                 drafts.append(self.asked(k, rows, budget))
@@ -190,6 +198,7 @@ class Merge(Many):
             self._judge(rows)
         self._drafts.clear()
         super().observe(rows, trees, scores, accepted)
+        self._resting = [max(left - 1, 0) for left in self._resting]
 
     def asleep(self, k: int) -> bool:
         return self.pass_seconds is not None and self._resting[k] > 0 and self.watching[k] > IDLE * self.pass_seconds
@@ -335,6 +344,11 @@ def name_of(part: object) -> str:
     if isinstance(part, Plain):
         return "plain"
     return type(part).__module__.rpartition(".")[2].replace("_", "-")
+
+
+def _timed(before: float, now: float) -> float:
+    """Seconds that something lately took; what waited for something else counts little."""
+    return _lately(before, min(now, HICCUP * before) if before else now)
 
 
 def _lately(before: float, now: float) -> float:

@@ -121,6 +121,7 @@ class ModelDrafter(Drafter):
     """
 
     hope = 0.7
+    by_level = True
     model: Any
 
     def __post_init__(self) -> None:
