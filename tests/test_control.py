@@ -82,7 +82,7 @@ def test_drafts_that_cost_more_than_they_save_are_not_asked_for(control: Cost) -
         control.prune([row], [DraftTree.chain(row.tokens[-1], [2] if budget else [])])
         row.tokens += [2, 2] if budget else [2]
         control.observe([row], [], [])
-    assert sum(asked) <= 3
+    assert sum(asked) <= 4  # the first is not counted, the second not timed yet
 
 
 def test_a_flat_curve_verifies_everything(control: Cost) -> None:
