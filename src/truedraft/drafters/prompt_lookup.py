@@ -3,7 +3,7 @@
 Saxena, "Prompt Lookup Decoding", 2023 (github.com/apoorvumang/prompt-lookup-decoding).
 No model and no training; strong where the output repeats its input (editing, summaries, chat over a text), idle
 elsewhere: where nothing matches nothing is drafted, and nothing is lost. Under the cost control, which verifies no more
-of a draft than pays, longer drafts than the published ones are worth offering: `prompt-lookup-long`, the default.
+of a draft than pays, longer drafts than the published ones are worth offering: `prompt-lookup-long`.
 """
 
 from __future__ import annotations
