@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models import tiny
+from truedraft.control._probing import Probing
 from truedraft.control.cost import Cost, Odds, Shadow
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.runtime import curve
@@ -229,3 +230,15 @@ def test_drawn_drafts_are_sized_beforehand_and_never_cut(control: Cost) -> None:
         seconds["target"] += STEEP(1 + size)  # type: ignore[index]
         control.observe([row], [tree], [])
     assert sizes[0] == 10 and sizes.count(0) > 180
+
+
+@pytest.mark.parametrize(("tokens", "most", "least"), [(2.0, 1.0, 0.9), (1.0, 0.2, 0.01)])
+def test_probes_are_read_where_they_pay_and_tried_where_they_may(tokens: float, most: float, least: float) -> None:
+    """Probes cost a tenth of a pass; passes with them give two tokens, or one as those without."""
+    probing, spent, read = Probing(), 0.0, 0
+    for _ in range(2000):
+        on = probing.decide(0.1, 0.015 * spent)
+        read += on
+        spent += 1.1 if on else 1.0
+        probing.saw(tokens if on else 1.0, 1.1 if on else 1.0)
+    assert least <= read / 2000 <= most
