@@ -170,9 +170,9 @@ class Cost(Control):
         Drafts that cost next to nothing are made in full, and cut afterwards. What costs a model's passes, or may not
         be cut because it is drawn, is sized before it is made, by what full drafts look like.
         """
-        level, plain = self._level(), self._curve(len(rows))
         if not self._drawn and not self._dear():
             return min(self._width, self._reach), self._worth > 0
+        level, plain = self._level(), self._curve(len(rows))
         longest = len(self._form) - 1
         gains = self._gains(rows, [self._form] * len(rows), longest)
         depth = list(accumulate(self._form.shape.depth, max))

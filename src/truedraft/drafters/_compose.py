@@ -243,7 +243,7 @@ class Route(Many):
     Parts whose drafts cost next to nothing are all asked, and judged by what they hope. One that is dear (a model) is
     asked where its drafts lately promised more per second than the best at hand.
 
-    chosen: how often each part was, in order; `history` says which it was, pass by pass, of the last call.
+    history: which part was chosen in the last call, pass by pass: (row, tokens said before, part).
     """
 
     sign = "|"
@@ -251,7 +251,7 @@ class Route(Many):
     def __init__(self, parts: Sequence[Drafter]):
         super().__init__(parts)
         self.gains = [float("inf")] * len(parts)  # that a draft lately promised
-        self.history: list[tuple[int, int, int]] = []  # (row, tokens said before, part)
+        self.history: list[tuple[int, int, int]] = []
         self._idle = [0] * len(parts)
 
     def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:

@@ -13,19 +13,14 @@ from truedraft.stores.memory import Memory, Places
 from truedraft.tree import DraftTree, Row
 
 
-class Copying(PerRow[Told]):
-    """Copies a chain from references, prompt and output.
+class InText(PerRow[Told]):
+    """Drafts chains by what stands in references, prompt and output.
 
-    Fields that every subclass has: length, tokens copied.
+    Fields that every subclass has: length, tokens drafted.
     """
 
     takes_references: ClassVar[bool] = True
     length: int
-
-    @property
-    @abstractmethod
-    def span(self) -> tuple[int, int]:
-        """Tokens of the shortest and the longest suffix that is looked for; what first followed it is copied."""
 
     @property
     def width(self) -> int:
@@ -33,6 +28,15 @@ class Copying(PerRow[Told]):
 
     def begin(self, row: Row) -> Told:
         return told(row)
+
+
+class Copying(InText):
+    """Copies from one place of the text."""
+
+    @property
+    @abstractmethod
+    def span(self) -> tuple[int, int]:
+        """Tokens of the shortest and the longest suffix that is looked for; what first followed it is copied."""
 
     def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
         state.follow(row)

@@ -10,33 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from truedraft.card import Card
-from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._copying import InText
+from truedraft.drafters._texts import Told, root_of
 from truedraft.drafters._trees import KEEPS
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class Anpd(PerRow[Told]):
+class Anpd(InText):
     card = Card(
         paper="arXiv 2404.08698 (2024)",
         idea="Draft token by token what followed the last few tokens the last time they stood in the text.",
         family="retrieval",
         published="Up to 3.67x (LLaMA family, code); most on code and summaries.",
     )
-    takes_references: ClassVar[bool] = True
     n: int = 5  # longest n-gram, its successor counted; published about 5 (unverified)
     length: int = 6  # tokens drafted; published about 6 (unverified)
-
-    @property
-    def width(self) -> int:
-        return self.length
-
-    def begin(self, row: Row) -> Told:
-        return told(row)
 
     def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
         state.follow(row)
