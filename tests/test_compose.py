@@ -11,7 +11,7 @@ import torch
 import truedraft
 from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
-from truedraft.drafters._base import PerRow
+from truedraft.drafters._base import PerRow, Prices
 from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
 from truedraft.drafters._trees import union
 from truedraft.tree import Accepted, Row, Scores
@@ -63,7 +63,7 @@ def test_a_merge_folds_what_both_draft_and_keeps_the_likeliest() -> None:
 
 def test_a_union_keeps_probes_whose_parents_are_kept() -> None:
     one = DraftTree((1, 5, 9, 9), (-1, 0, 0, 1), probes=frozenset({2, 3}), hopes=(1.0, 0.1, 0.0, 0.0))
-    tree = union([one, DraftTree.chain(1, [6], [0.9])], 1)
+    tree = union([one, DraftTree.chain(1, [6], [0.9])], 1).tree
     tree.check()
     assert tree.tokens == (1, 6, 9) and tree.probes == {2} and tree.parent == (-1, 0, 0)
 
@@ -98,7 +98,7 @@ def test_a_merge_lets_a_part_rest_that_takes_more_than_it_gives() -> None:
     """The second part drafts what the first does, and costs half a pass."""
     parts = [Told([5], 0.9), Told([5], 0.9)]
     drafter = Merge(parts)
-    drafter.pass_seconds = 1.0
+    drafter.prices = Prices(1.0, 0.0)
     row, _ = drafted(drafter)
     asked = 0
     for _ in range(60):
@@ -108,7 +108,6 @@ def test_a_merge_lets_a_part_rest_that_takes_more_than_it_gives() -> None:
         row.tokens += [5, 3]
         drafter.observe([row], [tree], Scores(torch.zeros(1, 2, 9), {}, [0]), [Accepted((0, 1), 3, False)])
     assert 8 <= asked <= 40
-    drafter.pass_seconds = None
     assert not drafter._resting[0]
 
 

@@ -143,7 +143,14 @@ class DraftTree:
         """The first `nodes` nodes: closed under parents, since parents come first."""
         if nodes >= len(self):
             return self
-        return self.kept(range(nodes))
+        return DraftTree(
+            self.tokens[:nodes],
+            self.parent[:nodes],
+            None if self.dist is None else self.dist[:nodes],
+            frozenset(i for i in self.probes if i < nodes) if self.probes else self.probes,
+            self.draws,
+            None if self.hopes is None else self.hopes[:nodes],
+        )
 
     def bare(self) -> DraftTree:
         """The nodes that stand for verification alone."""
@@ -160,7 +167,7 @@ class DraftTree:
 
     def shallow(self, depth: int) -> DraftTree:
         """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
-        if max(self.shape.depth) <= depth:
+        if len(self) <= depth or max(self.shape.depth) <= depth:
             return self
         return self.kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
 

@@ -134,6 +134,8 @@ def walk(
 
     said: the rule's token at every node, where it is known already.
     """
+    if said is not None and not stops.in_step:
+        return [_followed(row, tree, tokens, stops) for row, tree, tokens in zip(rows, trees, said, strict=True)]
     paths: list[list[int]] = [[0] for _ in rows]
     alive = list(range(len(rows)))
     while alive:
@@ -144,8 +146,7 @@ def walk(
         else:
             offers = [_offer(trees[i], node) for i, node in zip(alive, nodes, strict=True)]
             tokens = rule.choose(laws(standing, scores.logits[alive, nodes]), offers, standing, chance)
-        if min(tokens) < 0:
-            raise Refused("the target's logits are NaN: check its weights and dtype (float16 overflows)")
+        _check(min(tokens))
         for row, token in zip(standing, tokens, strict=True):
             row.tokens.append(pad if row.ended and stops.pads else token)
         stops(standing)
@@ -163,6 +164,30 @@ def walk(
         Accepted(tuple(path), row.tokens[-1], over if stops.in_step else row.ended)
         for path, row in zip(paths, rows, strict=True)
     ]
+
+
+def _followed(row: Row, tree: DraftTree, said: Sequence[int], stops: Stops) -> Accepted:
+    """The same for one row by itself, where the token at every node is known."""
+    path, children = [0], tree.shape.children
+    below: int | None = 0
+    while below is not None:
+        token = said[below]
+        _check(token)
+        row.tokens.append(token)
+        stops((row,))
+        below = None
+        if row.end is None:
+            for child in children[path[-1]]:
+                if tree.tokens[child] == token and child not in tree.probes:
+                    below = child
+                    path.append(child)
+                    break
+    return Accepted(tuple(path), row.tokens[-1], row.ended)
+
+
+def _check(token: int) -> None:
+    if token < 0:
+        raise Refused("the target's logits are NaN: check its weights and dtype (float16 overflows)")
 
 
 def first_children(tree: DraftTree) -> list[int]:

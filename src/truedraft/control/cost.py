@@ -15,13 +15,13 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice, zip_longest
 from statistics import median
 
 from truedraft.card import Card
 from truedraft.control._base import Control
 from truedraft.control._probing import Probing
-from truedraft.drafters._base import Drafter
+from truedraft.drafters._base import Drafter, Prices
 from truedraft.runtime import curve
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row
@@ -30,6 +30,7 @@ CHEAP = 0.05  # of a plain pass, for a level of a draft
 FAVOUR = 0.5  # plain passes that drafts are taken to save, before anything is known
 RECENT = 9  # drafts whose time counts
 HICCUP = 4.0  # times the usual time of a draft, of which no more is held against it
+FEW = 8  # nodes by which the price of one is measured
 ROOM = 8  # nodes drafted beyond half as many more as were worth verifying
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
@@ -69,8 +70,8 @@ class Odds:
             shape = tree.shape
             hopes = [self.chance(d, o) for d, o in zip(shape.depth, shape.order, strict=True)]
         values = [1.0]
-        for i in range(1, len(tree)):
-            values.append(0.0 if i in tree.probes else values[tree.parent[i]] * hopes[i])
+        for i, parent in enumerate(tree.parent[1:], 1):
+            values.append(0.0 if i in tree.probes else values[parent] * hopes[i])
         return values
 
 
@@ -147,7 +148,8 @@ class Cost(Control):
         if not self._width:
             return [0] * len(rows)
         assert self._drafter is not None
-        self._drafter.pass_seconds = self._curve(len(rows))
+        plain = self._curve(len(rows))
+        self._drafter.prices = Prices(plain, (self._curve(len(rows) * (1 + FEW)) - plain) / (len(rows) * FEW))
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
         now, drafting = self._seconds["draft"] + self._seconds["control"], self._seconds["draft"]
@@ -197,7 +199,8 @@ class Cost(Control):
         if not self._asked:
             self._pass = None
             return list(trees)
-        self._levels = max(max(tree.shape.depth) for tree in trees)
+        if self._drafter is not None and self._drafter.by_level:
+            self._levels = max(max(tree.shape.depth) for tree in trees)
         self._drawn = any(tree.dist is not None for tree in trees)
         largest = max(trees, key=len)
         if len(largest) > 1 and (not self._formed or len(largest) >= len(self._form)):
@@ -256,11 +259,9 @@ class Cost(Control):
     def _gains(self, rows: Sequence[Row], trees: Sequence[DraftTree], longest: int) -> list[float]:
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft."""
         values = [self._rows[id(row)].values(tree) for row, tree in zip(rows, trees, strict=True)]
-        gains = [0.0]
-        for i in range(1, longest + 1):
-            each = [v[i] if i < len(v) else 0.0 for v in values]
-            gains.append(gains[-1] + (len(rows) * math.prod(each) if self._in_step else sum(each)))
-        return gains
+        nodes = islice(zip_longest(*values, fillvalue=0.0), 1, longest + 1)
+        each = (len(rows) * math.prod(chances) if self._in_step else sum(chances) for chances in nodes)
+        return list(accumulate(each, initial=0.0))
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         if self._pass is not None and self._width:

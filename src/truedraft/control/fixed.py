@@ -21,7 +21,7 @@ class Fixed(Control):
     nodes: int = 0  # nodes drafted per row and pass; 0 stands for the drafter's own size
 
     def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
-        self._size = self.nodes or drafter.width
+        self._size, drafter.prices = self.nodes or drafter.width, None
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
         return [self._size] * len(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,13 @@ from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
 State = TypeVar("State")
 
 
+class Prices(NamedTuple):
+    """Seconds of a pass without drafts, and those that one drafted node adds to it."""
+
+    plain: float
+    node: float
+
+
 class Drafter(ABC):
     """Guesses what the target will say next. Right guesses save passes; wrong ones change nothing.
 
@@ -29,7 +36,7 @@ class Drafter(ABC):
     tokenizer: of a drafter that has one of its own; it must be the target's.
     hope: how often the first token of its drafts is right, before anything is known of the text.
     by_level: whether every level of a draft costs a pass of a model.
-    pass_seconds: of a pass without drafts, where drafts have to pay for their own time; None where they need not.
+    prices: what passes take, where drafts have to pay for their own time; None where they need not.
     """
 
     card: ClassVar[Card]
@@ -38,7 +45,7 @@ class Drafter(ABC):
     tokenizer: PreTrainedTokenizerBase | None = None
     hope: ClassVar[float] = 0.15
     by_level: bool = False
-    pass_seconds: float | None = None
+    prices: Prices | None = None
 
     @property
     def knows(self) -> int | None:
@@ -163,9 +170,11 @@ class PerRow(Drafter, Generic[State]):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+        for row in rows:
             self._trust.heard(row)
-            self.learn(row, self._states[id(row)], tree, scores.logits[b, : len(tree)], accepted[b])
+        if type(self).learn is not PerRow.learn:
+            for row, tree, logits, reached in zip(rows, trees, scores.logits, accepted, strict=True):
+                self.learn(row, self._states[id(row)], tree, logits[: len(tree)], reached)
 
     def end(self, row: Row) -> None:
         self._trust.end(row)

@@ -20,21 +20,21 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
 from truedraft.chance import Chance
-from truedraft.drafters._base import Drafter, PerRow, Plain
-from truedraft.drafters._trees import grafted, likelier, placed, reach, union, values_of
+from truedraft.drafters._base import Drafter, PerRow, Plain, Prices
+from truedraft.drafters._trees import Union, grafted, placed, union, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
 
-BELOW = 0.25  # of the chance of the least likely node lately verified: less likely ones are not merged
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
-AGAIN = 32  # passes after which a part that was not worth its time is asked again
+CREDIT = 0.15  # tokens a pass that a part is taken to contribute, before anything is known
+AGAIN = 16  # passes after which a part that was not worth its time is asked again,
+TRIED = 2  # for so many, if it gives nothing
 IDLE = 0.01  # of a pass, for seeing one: what costs more is spared while a part rests
 HICCUP = 4.0  # times the usual time of a part, of which no more is held against it
-JUDGED = 8  # passes after one part was sent to rest before another is
 KEPT = 0.9  # weight that what a part contributed keeps at each later pass
 
 
@@ -64,14 +64,13 @@ class Many(Drafter):
             (part.tokenizer for part in parts if part.tokenizer is not None), None
         )
         self._trusts: dict[int, Trust] = {}  # of parts that do not say what they hope
-        self._trust = Trust()
         self.seconds = [0.0] * len(parts)  # that a draft lately took
         self.watching = [0.0] * len(parts)  # and seeing a pass
 
     def forget(self) -> None:
         for part in self.parts:
             part.forget()
-        self._trusts, self._trust = {}, Trust()
+        self._trusts = {}
 
     @property
     def name(self) -> str:
@@ -107,7 +106,7 @@ class Many(Drafter):
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
-        return [self._trust.proposed(row, tree) for row, tree in zip(rows, self.joined(rows, budget), strict=True)]
+        return self.joined(rows, budget)
 
     @abstractmethod
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
@@ -115,7 +114,7 @@ class Many(Drafter):
 
     def asked(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         """The drafts of part k, with hopes; how long they took is noted."""
-        self.parts[k].pass_seconds = self.pass_seconds
+        self.parts[k].prices = self.prices
         began = time.perf_counter()
         trees = self._hoped(k, rows, budget)
         self.seconds[k] = _timed(self.seconds[k], time.perf_counter() - began)
@@ -135,7 +134,7 @@ class Many(Drafter):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         for row in rows:
-            for trust in (self._trust, *self._trusts.values()):
+            for trust in self._trusts.values():
                 trust.heard(row)
         for k, part in enumerate(self.parts):
             if not self.asleep(k):
@@ -148,7 +147,7 @@ class Many(Drafter):
         return False
 
     def end(self, row: Row) -> None:
-        for trust in (self._trust, *self._trusts.values()):
+        for trust in self._trusts.values():
             trust.end(row)
         for part in self.parts:
             part.end(row)
@@ -163,16 +162,18 @@ class Merge(Many):
         super().__init__(parts)
         self._begin()
 
+    def forget(self) -> None:
+        super().forget()
+        self._begin()
+
     def _begin(self) -> None:
-        self._least = 0.0  # the chance of the least likely node that was lately verified
-        self._credit = [1.0] * len(self.parts)  # tokens a pass that lately none but this part drafted
+        self._credit = [0.0] * len(self.parts)  # seconds a pass that lately none but this part saved
         self._resting = [0] * len(self.parts)  # passes for which a part is not asked
-        self._judged = 0  # passes since one was sent to rest
-        self._drafts: dict[int, tuple[int, list[DraftTree]]] = {}  # row -> its length, the parts' drafts
+        self._drafts: dict[int, tuple[int, Union]] = {}  # row -> its length, the parts' drafts as one
 
     def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
         super().open(laws, chance, wanted)
-        self._begin()
+        self._drafts.clear()
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         drafts = []
@@ -181,46 +182,39 @@ class Merge(Many):
                 drafts.append([DraftTree.chain(row.tokens[-1], (), ()) for row in rows])
             else:
                 drafts.append(self.asked(k, rows, budget))
-        merged = []
-        for row, trees, most in zip(rows, zip(*drafts, strict=True), budget, strict=True):
-            likely = [likelier(tree, BELOW * self._least) for tree in trees]
-            self._drafts[id(row)] = len(row.tokens), likely
-            merged.append(union(likely, most))
-        return merged
+        for row, most, *trees in zip(rows, budget, *drafts, strict=True):
+            self._drafts[id(row)] = len(row.tokens), union(trees, most)
+        return [self._drafts[id(row)][1].tree for row in rows]
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        verified = [values_of(tree.bare()) for tree in trees if tree.drafted and tree.hopes is not None]
-        if verified:
-            self._least = min(map(min, verified))
-        if self.pass_seconds is not None:
-            self._judge(rows)
+        if self.prices is not None and self._drafts:
+            self._judge(self.prices, rows, trees)
         self._drafts.clear()
         super().observe(rows, trees, scores, accepted)
         self._resting = [max(left - 1, 0) for left in self._resting]
 
     def asleep(self, k: int) -> bool:
-        return self.pass_seconds is not None and self._resting[k] > 0 and self.watching[k] > IDLE * self.pass_seconds
+        return self.prices is not None and self._resting[k] > 0 and self.watching[k] > IDLE * self.prices.plain
 
-    def _judge(self, rows: Sequence[Row]) -> None:
-        """A part whose own contribution saves less time than it takes rests a while; one at a time."""
-        drafted = [(row, *self._drafts[id(row)]) for row in rows if id(row) in self._drafts]
-        if not drafted:
-            return
-        reached = [[reach(tree, row.tokens[start:]) for tree in trees] for row, start, trees in drafted]
-        for k, resting in enumerate(self._resting):
-            if not resting:
-                others = [max((r for j, r in enumerate(each) if j != k), default=0) for each in reached]
-                alone = sum(max(each[k] - other, 0) for each, other in zip(reached, others, strict=True))
-                self._credit[k] = KEPT * self._credit[k] + (1 - KEPT) * alone
-        self._judged += 1
+    def _judge(self, prices: Prices, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
+        """A part whose own contribution saves less time than it takes rests a while, and then is tried again."""
         awake = [k for k, resting in enumerate(self._resting) if not resting]
-        assert self.pass_seconds is not None
-        gains = {k: self._credit[k] / len(rows) * self.pass_seconds - self.seconds[k] - self.watching[k] for k in awake}
-        worst = min(gains, key=gains.__getitem__)
-        if gains[worst] < 0 and len(awake) > 1 and self._judged >= JUDGED:
-            self._judged, self._resting[worst], self._credit[worst] = 0, AGAIN, 1.0
+        saved = [0.0] * len(self.parts)
+        for row, tree in zip(rows, trees, strict=True):
+            if id(row) in self._drafts:
+                said, draft = self._drafts[id(row)]
+                for k, (right, made) in enumerate(zip(*draft.alone(row.tokens[said:], tree.drafted), strict=True)):
+                    saved[k] += right * prices.plain / len(rows) - made * prices.node
+        if not any(self._credit):
+            self._credit = [CREDIT * prices.plain] * len(self.parts)
+        for k in awake:
+            self._credit[k] = KEPT * self._credit[k] + (1 - KEPT) * saved[k]
+        took = [drafting + watching for drafting, watching in zip(self.seconds, self.watching, strict=True)]
+        worst = min(awake, key=lambda k: self._credit[k] - took[k])
+        if self._credit[worst] < took[worst] and len(awake) > 1:
+            self._resting[worst], self._credit[worst] = AGAIN, took[worst] / KEPT**TRIED
 
 
 class Switch(Many):
@@ -264,7 +258,7 @@ class Route(Many):
         which: list[int] = []
         for k in sorted(range(len(self.parts)), key=self.seconds.__getitem__):
             self._idle[k] += 1
-            dear = self.pass_seconds is not None and self.seconds[k] > DEAR * self.pass_seconds
+            dear = self.prices is not None and self.seconds[k] > DEAR * self.prices.plain
             if best and dear and self._rate(k, self.gains[k]) < sum(rates) / len(rates) and self._idle[k] < AGAIN:
                 continue
             self._idle[k] = 0
@@ -283,9 +277,9 @@ class Route(Many):
 
     def _rate(self, k: int | None, gain: float) -> float:
         """Tokens per second, with the time of drafting where it is not spent already; per pass where time is free."""
-        if self.pass_seconds is None:
+        if self.prices is None:
             return gain
-        return (1 + gain) / (self.pass_seconds + (self.seconds[k] if k is not None else 0.0))
+        return (1 + gain) / (self.prices.plain + (self.seconds[k] if k is not None else 0.0))
 
 
 class Cascade(Many):

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from truedraft.stores.automaton import Grown
 from truedraft.tree import DraftTree
 
 LATER = 0.85  # chance given to a deeper node where its drafter does not say
-KEEPS = [(n + 0.5) / (n + 3) for n in range(65)]  # a match of n tokens goes on: a first guess, set right by `Trust`
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 16, 23, 32, 45, 64)  # of matches that are told apart
+# A match of n tokens goes on, as often as in recorded answers of Llama-3 70B: a first guess, set right by `Trust`.
+SURE = [max(n**1.5 / (n**1.5 + 4.5), 0.05) for n in LENGTHS]
+KEEPS = [SURE[bisect(LENGTHS, n) - 1] for n in range(64)] + SURE[-1:] * 1024
+
+
+def keeps(found: int, count: int) -> list[float]:
+    """The chances of `count` tokens that follow a match of `found`: the longer, the likelier the next is right too."""
+    found = min(found, LENGTHS[-1])
+    return KEEPS[found : found + count]
 
 
 def copied(root: int, tokens: Sequence[int], found: int) -> DraftTree:
-    """A chain copied from where the last `found` tokens stood: the longer the match, the likelier it goes on."""
-    return DraftTree.chain(root, tokens, [KEEPS[min(found + i, len(KEEPS) - 1)] for i in range(len(tokens))])
+    """A chain copied from where the last `found` tokens stood."""
+    return DraftTree.chain(root, tokens, keeps(found, len(tokens)))
 
 
 def counted(root: int, grown: Grown, count: int, found: int) -> DraftTree:
     """A tree of what followed the last `found` tokens, which stood there `count` times, as often as each did."""
     depth, hopes = [0], [1.0]
     counts = (count, *grown.counts)
-    keeps = [*KEEPS[min(found, len(KEEPS) - 1) :], *[KEEPS[-1]] * len(counts)]
+    sure = keeps(found, len(counts))
     for parent, times in zip(grown.parents, grown.counts, strict=True):
         level, of = depth[parent + 1], counts[parent + 1]
         depth.append(level + 1)
-        hopes.append(times / of * keeps[level] if times < of else keeps[level])
+        hopes.append(times / of * sure[level] if times < of else sure[level])
     return DraftTree((root, *grown.tokens), (-1, *[p + 1 for p in grown.parents]), hopes=tuple(hopes))
 
 
@@ -44,70 +55,99 @@ def placed(tree: DraftTree, hope: float) -> DraftTree:
     return DraftTree(tree.tokens, tree.parent, probes=tree.probes, hopes=(1.0, *guesses[1:]))
 
 
-def reach(tree: DraftTree, said: Sequence[int]) -> int:
-    """How many of the tokens that were said a draft had right, from the first on."""
-    node, depth = 0, 0
+class Union(NamedTuple):
+    """Several trees as one.
+
+    owners: the trees that have each node, a bit for each.
+    """
+
+    tree: DraftTree
+    owners: list[int]
+
+    def alone(self, said: Sequence[int], verified: int) -> tuple[list[int], list[int]]:
+        """Of the first `verified` nodes, those that only the first, second, ... tree had: right ones, and all."""
+        trees = self.owners[0].bit_length()
+        right, made = [0] * trees, [0] * trees
+        for owner in self.owners[1 : 1 + verified]:
+            if not owner & (owner - 1):
+                made[owner.bit_length() - 1] += 1
+        for node in followed(self.tree, said):
+            owner = self.owners[node]
+            if node <= verified and not owner & (owner - 1):
+                right[owner.bit_length() - 1] += 1
+        return right, made
+
+
+def followed(tree: DraftTree, said: Sequence[int]) -> list[int]:
+    """The nodes of a tree that are reached by what was said, from the first below the root on."""
+    reached: list[int] = []
+    node = 0
     for token in said:
-        node = next((i for i in range(node + 1, len(tree)) if tree.parent[i] == node and tree.tokens[i] == token), 0)
-        if not node:
+        child = node
+        for _ in range(tree.parent.count(node)):
+            child = tree.parent.index(node, child + 1)
+            if tree.tokens[child] == token and child not in tree.probes:
+                reached.append(child)
+                break
+        else:
             break
-        depth += 1
-    return depth
+        node = child
+    return reached
 
 
-def likelier(tree: DraftTree, least: float) -> DraftTree:
-    """The nodes whose paths are right with at least this chance, and the probes."""
-    values = values_of(tree)
-    if min(values) >= least:
-        return tree
-    return tree.kept([i for i, value in enumerate(values) if value >= least or i in tree.probes])
-
-
-def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | None = None) -> DraftTree:
+def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | None = None) -> Union:
     """One tree of several with the same root: its `budget` likeliest nodes, in that order, and all probes.
 
     weights: of each tree's nodes in that order; all the same by default.
     """
-    tokens, parents, hopes, weight = [trees[0].tokens[0]], [-1], [1.0], [1.0]
+    tokens, parents, hopes = [trees[0].tokens[0]], [-1], [1.0]
+    weight, owners = [1.0], [(1 << len(trees)) - 1]
     probes: set[int] = set()
     known: dict[tuple[int, int], int] = {}
-    for tree, heavy in zip(trees, weights or [1.0] * len(trees), strict=True):
+    for k, tree in enumerate(trees):
+        if len(tree) == 1:
+            continue
         assert tree.hopes is not None
-        at = [0]
-        for i, (token, parent, hope) in enumerate(
-            zip(tree.tokens[1:], tree.parent[1:], tree.hopes[1:], strict=True), 1
-        ):
-            new = len(tokens)
+        owner, heavy, at = 1 << k, 1.0 if weights is None else weights[k], [0]
+        for i, token in enumerate(tree.tokens[1:], 1):
+            parent, hope, new = at[tree.parent[i]], tree.hopes[i], len(tokens)
             if i in tree.probes:
                 node = new
                 probes.add(node)
             else:
-                node = known.setdefault((at[parent], token), new)
+                node = known.setdefault((parent, token), new)
             if node == new:
                 tokens.append(token)
-                parents.append(at[parent])
+                parents.append(parent)
                 hopes.append(hope)
                 weight.append(heavy)
+                owners.append(owner)
             else:
-                hopes[node] = hope if hope > hopes[node] else hopes[node]
-                weight[node] = heavy if heavy > weight[node] else weight[node]
+                owners[node] |= owner
+                if hope > hopes[node]:
+                    hopes[node] = hope
+                if heavy > weight[node]:
+                    weight[node] = heavy
             at.append(node)
     values = [1.0]
-    for parent, hope in zip(parents[1:], hopes[1:], strict=True):
-        values.append(values[parent] * hope)
-    ranks = [-value * heavy for value, heavy in zip(values, weight, strict=True)]
-    kept = sorted((i for i in range(1, len(tokens)) if i not in probes), key=ranks.__getitem__)[:budget]
-    place = {node: i for i, node in enumerate([0, *kept])}
+    for i in range(1, len(tokens)):
+        values.append(values[parents[i]] * hopes[i])
+    ranks = values if weights is None else [value * heavy for value, heavy in zip(values, weight, strict=True)]
+    kept = [i for i in range(1, len(tokens)) if i not in probes]
+    kept.sort(key=ranks.__getitem__, reverse=True)
+    nodes = [0, *kept[:budget]]
+    place = {node: i for i, node in enumerate(nodes)}
     for probe in sorted(probes):
         if parents[probe] in place:
-            place[probe] = len(place)
-    nodes = list(place)
-    return DraftTree(
+            place[probe] = len(nodes)
+            nodes.append(probe)
+    tree = DraftTree(
         tuple([tokens[i] for i in nodes]),
         (-1, *[place[parents[i]] for i in nodes[1:]]),
-        probes=frozenset(place[i] for i in probes if i in place),
+        probes=frozenset([place[i] for i in probes if i in place]),
         hopes=tuple([hopes[i] for i in nodes]),
     )
+    return Union(tree, [owners[i] for i in nodes])
 
 
 def grafted(tree: DraftTree, node: int, branch: DraftTree) -> DraftTree:

@@ -17,20 +17,15 @@ LONG, SHORT = 0.995, 0.9  # weight that an observation keeps at each later one: 
 FOLLOWED = 3  # drafts of a row that are compared with what is said, at a time
 
 
-@dataclass
 class Tally:
-    """Observations by bin of the estimate, the recent ones counting most."""
+    """Observations by bin of the estimate: how many, and of these how often it was right."""
 
-    memory: float
-    right: list[float] = field(default_factory=lambda: [0.0] * (len(EDGES) + 1))
-    tried: list[float] = field(default_factory=lambda: [0.0] * (len(EDGES) + 1))
-
-    def add(self, at: int, right: bool) -> None:
-        self.right[at] = self.right[at] * self.memory + right
-        self.tried[at] = self.tried[at] * self.memory + 1
+    def __init__(self) -> None:
+        self.right = [0.0] * (len(EDGES) + 1)
+        self.tried = [0.0] * (len(EDGES) + 1)
 
 
-@dataclass
+@dataclass(slots=True)
 class Followed:
     """A draft, with its estimates as they came, that is still compared with what is said.
 
@@ -41,16 +36,13 @@ class Followed:
     ahead: Sequence[int]
     node: int = 0
 
-    def children(self) -> list[int]:
-        return [i for i, parent in enumerate(self.tree.parent) if parent == self.node]
 
-
-@dataclass
+@dataclass(slots=True)
 class _Known:
     """Of one row: its tally, the drafts still compared with what is said, and how much of it was."""
 
-    tally: Tally
     heard: int
+    tally: Tally = field(default_factory=Tally)
     drafts: list[Followed] = field(default_factory=list)
 
 
@@ -58,7 +50,7 @@ class Trust:
     """Sets estimates right. A node's estimate is the chance that it is right if its parent is."""
 
     def __init__(self) -> None:
-        self._all = Tally(LONG)
+        self._all = Tally()
         self._rows: dict[int, _Known] = {}
 
     def proposed(self, row: Row, tree: DraftTree, ahead: Sequence[int] = ()) -> DraftTree:
@@ -73,7 +65,7 @@ class Trust:
             known.drafts.append(Followed(tree, ahead))
         ours, mine = self._all, known.tally
         found: dict[float, float] = {}
-        for raw in set(tree.hopes[1:]):
+        for raw in set(tree.hopes):
             at = bisect(EDGES, raw)
             here = (ours.right[at] + PRIOR * raw) / (ours.tried[at] + PRIOR)
             found[raw] = (mine.right[at] + OTHERS * here) / (mine.tried[at] + OTHERS)
@@ -83,36 +75,45 @@ class Trust:
     def heard(self, row: Row) -> None:
         """The row went on."""
         known = self._known(row)
-        said, known.heard = row.tokens[known.heard :], len(row.tokens)
-        known.drafts = [draft for draft in known.drafts if self._goes_on(known.tally, draft, said)]
+        if known.drafts:
+            said = row.tokens[known.heard :]
+            known.drafts = [draft for draft in known.drafts if self._goes_on(known.tally, draft, said)]
+        known.heard = len(row.tokens)
 
-    def _goes_on(self, tally: Tally, draft: Followed, said: Sequence[int]) -> bool:
+    def _goes_on(self, mine: Tally, draft: Followed, said: Sequence[int]) -> bool:
         """Follow what was said; false where the draft has gone wrong or is at its end."""
-        tree, waits = draft.tree, len(draft.ahead)
-        assert tree.hopes is not None
-        if any(a != b for a, b in zip(draft.ahead, said, strict=False)):
-            return False
-        draft.ahead, said = draft.ahead[len(said) :], said[waits:]
+        if draft.ahead:
+            waits = len(draft.ahead)
+            if any(a != b for a, b in zip(draft.ahead, said, strict=False)):
+                return False
+            draft.ahead, said = draft.ahead[len(said) :], said[waits:]
+        ours, tree = self._all, draft.tree
+        tokens, parent, hopes, probes = tree.tokens, tree.parent, tree.hopes, tree.probes
+        assert hopes is not None
         for token in said:
-            reached = -1
-            for child in draft.children():
-                if child in tree.probes:
+            child, reached = draft.node, -1
+            for _ in range(parent.count(draft.node)):
+                child = parent.index(draft.node, child + 1)
+                if child in probes:
                     continue
-                right = tree.tokens[child] == token and reached < 0
-                at = bisect(EDGES, tree.hopes[child])
-                self._all.add(at, right)
-                tally.add(at, right)
+                right = tokens[child] == token and reached < 0
+                at = bisect(EDGES, hopes[child])
+                ours.right[at] = ours.right[at] * LONG + right
+                ours.tried[at] = ours.tried[at] * LONG + 1
+                mine.right[at] = mine.right[at] * SHORT + right
+                mine.tried[at] = mine.tried[at] * SHORT + 1
                 if right:
                     reached = child
             if reached < 0:
                 return False
             draft.node = reached
-        return bool(draft.children())
+        return draft.node in parent
 
     def _known(self, row: Row) -> _Known:
-        if id(row) not in self._rows:
-            self._rows[id(row)] = _Known(Tally(SHORT), len(row.tokens))
-        return self._rows[id(row)]
+        known = self._rows.get(id(row))
+        if known is None:
+            known = self._rows[id(row)] = _Known(len(row.tokens))
+        return known
 
     def end(self, row: Row) -> None:
         self._rows.pop(id(row), None)

@@ -91,7 +91,7 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
                     weights.append(weight)
             if not any(cursor.length > 1 for _, cursor, _ in sources):
                 missing[last[-2:]] = None
-        return union(trees, nodes, weights)
+        return union(trees, nodes, weights).tree
 
     def _cached(self, namespace: str, last: Sequence[int], nodes: int) -> DraftTree:
         """The alternatives behind the last tokens, and behind each of these in turn."""

@@ -19,14 +19,14 @@ from typing import ClassVar
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import Told, root_of, told
-from truedraft.drafters._trees import KEEPS
+from truedraft.drafters._trees import keeps
 from truedraft.stores.automaton import SEPARATOR
 from truedraft.tree import DraftTree, Row
 
 AFAR = 5  # tokens that must agree far from a place that was only just lost
 CONTEXT = 8  # last tokens that two places are compared by
 REPLACED = 0.5  # what the guess that one token was replaced is worth, where a place is worth 2 a token less its way
-ASTRAY = 0.35  # chance of the first token behind a change, halved for each that was wrong since: a first guess
+ASTRAY = 0.3  # to the power of the tokens wrong since: chance of the first token behind a change, a first guess
 
 
 @dataclass
@@ -77,9 +77,10 @@ class InputGuided(PerRow[Place]):
         at += len(ahead)
         tokens = state.source[at : at + min(self.length, budget)]
         tokens = tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
-        sure = ASTRAY * 0.5**state.wrong if state.wrong else KEEPS[min(state.run, len(KEEPS) - 1)]
-        later = [KEEPS[min(state.run + i, len(KEEPS) - 1)] for i in range(1, len(tokens))]
-        return DraftTree.chain(root, tokens, [sure, *later] if tokens else ())
+        hopes = keeps(state.run, len(tokens))
+        if state.wrong:
+            hopes[:1] = [ASTRAY**state.wrong]
+        return DraftTree.chain(root, tokens, hopes[: len(tokens)])
 
     def _follow(self, row: Row, state: Place) -> None:
         state.text.follow(row)

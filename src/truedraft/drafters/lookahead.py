@@ -75,7 +75,7 @@ class Lookahead(PerRow[Window]):
         root, nodes = root_of(row, ahead), min(self.guesses * (self.n - 1), budget)
         hopes = [FIRST, *[LATER] * (self.n - 2)]
         known = [DraftTree.chain(root, ngram, hopes) for ngram in reversed(state.pool.get(root, ()))]
-        drafts = union(known, nodes) if known else DraftTree.chain(root, (), ())
+        drafts = union(known, nodes).tree if known else DraftTree.chain(root, (), ())
         if ahead or budget < len(drafts) - 1 + self.window * (self.n - 1):
             return drafts
         tokens, parents = list(drafts.tokens), list(drafts.parent)

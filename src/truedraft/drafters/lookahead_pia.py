@@ -61,7 +61,7 @@ class LookaheadPia(Remembering):
                 here = automaton.grow(cursor, nodes, deep=self.branch) if cursor.length == length else Grown([], [], [])
                 grown.append((here, count))
             if sum(len(here.tokens) for here, _ in grown) > enough or length == lengths[-1]:
-                tree = union([counted(root, here, count, length) for here, count in grown], nodes, weights)
+                tree = union([counted(root, here, count, length) for here, count in grown], nodes, weights).tree
             if len(tree) > enough:
                 break
         return tree
