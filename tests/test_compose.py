@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +15,8 @@ from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PerRow, Prices
 from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
-from truedraft.drafters._trees import union
+from truedraft.stores import union as union_module
+from truedraft.stores.union import union
 from truedraft.tree import Accepted, Row, Scores
 
 
@@ -66,6 +69,52 @@ def test_a_union_keeps_probes_whose_parents_are_kept() -> None:
     tree = union([one, DraftTree.chain(1, [6], [0.9])], 1).tree
     tree.check()
     assert tree.tokens == (1, 6, 9) and tree.probes == {2} and tree.parent == (-1, 0, 0)
+
+
+def random_tree(rng: random.Random) -> DraftTree:
+    n = rng.randint(1, 12)
+    parents = [-1, *(rng.randrange(i) for i in range(1, n))]
+    probes: set[int] = set()
+    for i in range(1, n):
+        if parents[i] in probes or rng.random() < 0.1:
+            probes.add(i)
+    tokens = [7, *(rng.randrange(4) for _ in range(1, n))]
+    return DraftTree(
+        tuple(tokens), tuple(parents), probes=frozenset(probes), hopes=(1.0, *(rng.random() for _ in range(n - 1)))
+    )
+
+
+@pytest.mark.parametrize("native", ["", "0"], ids=["compiled", "python"])
+def test_a_union_holds_the_likeliest_paths_of_all(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against paths kept in a dictionary; each form by itself."""
+    monkeypatch.setenv("TRUEDRAFT_NATIVE", native)
+    union_module._compiled.cache_clear()
+    rng = random.Random(0)
+    for _ in range(300):
+        trees = [random_tree(rng) for _ in range(rng.randint(1, 5))]
+        budget = rng.randint(0, 30)
+        joined = union(trees, budget)
+        joined.tree.check()
+        hopes: dict[tuple[int, ...], float] = {}
+        owners: dict[tuple[int, ...], int] = {}
+        for k, tree in enumerate(trees):
+            for node in set(range(1, len(tree))) - tree.probes:
+                path = tuple(tree.tokens[i] for i in tree.path(node)[1:])
+                hopes[path] = max(hopes.get(path, 0.0), tree.hopes[node])
+                owners[path] = owners.get(path, 0) | 1 << k
+        values = {path: math.prod(hopes[path[:i]] for i in range(1, len(path) + 1)) for path in hopes}
+        best = sorted(values, key=values.__getitem__, reverse=True)[:budget]
+        drafted = [n for n in range(1, len(joined.tree)) if n not in joined.tree.probes]
+        found = [tuple(joined.tree.tokens[i] for i in joined.tree.path(n)[1:]) for n in drafted]
+        assert found == best
+        assert [joined.owners[n] for n in drafted] == [owners[path] for path in best]
+    union_module._compiled.cache_clear()
+
+
+def test_a_union_says_what_only_one_had() -> None:
+    joined = union([DraftTree.chain(1, [5, 6, 7], [0.9] * 3), DraftTree.chain(1, [5, 8], [0.9, 0.1])], 4)
+    assert joined.alone([5, 6, 7, 9], 4) == ([2, 0], [2, 1])
+    assert joined.alone([5, 6, 7, 9], 2) == ([1, 0], [1, 0])
 
 
 def test_a_switch_takes_the_first_that_drafts() -> None:

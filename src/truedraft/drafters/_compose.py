@@ -21,10 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.card import Card
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter, PerRow, Plain, Prices
-from truedraft.drafters._trees import Union, grafted, placed, union, values_of
+from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
+from truedraft.stores.union import Union, union
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
 

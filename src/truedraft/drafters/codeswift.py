@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.card import Card
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import Told, root_of, told
-from truedraft.drafters._trees import counted, union
+from truedraft.drafters._trees import counted
 from truedraft.stores.likeliest import likeliest
 from truedraft.stores.memory import Places
+from truedraft.stores.union import union
 from truedraft.tree import Accepted, DraftTree, Row
 
 Key = tuple[int, ...]
@@ -97,15 +98,15 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
         """The alternatives behind the last tokens, and behind each of these in turn."""
         likely = self._habits[namespace].likely
         tokens, parents, hopes = [last[-1]], [-1], [1.0]
-        paths = [tuple(last)]
+        keys = [tuple(last[-self.context :])]
         at = 0
         while at < len(tokens) and len(tokens) <= nodes:
-            for rank, token in enumerate(likely.get(paths[at][-self.context :], ())):
-                if len(tokens) <= nodes and (rank == 0 or at == 0):
-                    tokens.append(token)
-                    parents.append(at)
-                    hopes.append(RANKS[min(rank, len(RANKS) - 1)])
-                    paths.append((*paths[at], token))
+            known = likely.get(keys[at], ())
+            for rank, token in enumerate(known if at == 0 else known[:1]):
+                tokens.append(token)
+                parents.append(at)
+                hopes.append(RANKS[min(rank, len(RANKS) - 1)])
+                keys.append((*keys[at], token)[-self.context :])
             at += 1
         return DraftTree(tuple(tokens), tuple(parents), hopes=tuple(hopes))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
-from truedraft.drafters._trees import union
+from truedraft.stores.union import union
 from truedraft.tree import Accepted, DraftTree, Row
 
 FIRST, LATER = 0.2, 0.6  # how often an n-gram's first and later tokens are right: first guesses, set right by `Trust`

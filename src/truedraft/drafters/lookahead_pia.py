@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from truedraft.card import Card
 from truedraft.drafters._copying import Remembering
 from truedraft.drafters._texts import Told, root_of
-from truedraft.drafters._trees import counted, union
-from truedraft.stores.automaton import Grown
+from truedraft.drafters._trees import counted
 from truedraft.stores.memory import Places
+from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row
 
 
@@ -49,19 +49,26 @@ class LookaheadPia(Remembering):
         nodes = min(self.nodes, budget)
         enough = min(self.branch, nodes)
         weights = [1 - self.outputs, *[self.outputs] * (len(sources) - 1)]
-        known = [dict(automaton.suffixes(cursor)) for automaton, cursor in sources]
+        known = [automaton.suffixes(cursor) for automaton, cursor in sources]
         root = root_of(row, ahead)
-        tree = DraftTree.chain(root, (), ())
-        lengths = sorted({n for some in known for n in some}, reverse=True)
+        lengths = sorted({length for suffixes in known for length, _ in suffixes}, reverse=True)
         for length in lengths:
-            grown = []
-            for (automaton, cursor), counts in zip(sources, known, strict=True):
-                automaton.shorten(cursor, length)
-                count = counts.get(cursor.length) or (automaton.suffixes(cursor) or [(0, 0)])[0][1]
-                here = automaton.grow(cursor, nodes, deep=self.branch) if cursor.length == length else Grown([], [], [])
-                grown.append((here, count))
-            if sum(len(here.tokens) for here, _ in grown) > enough or length == lengths[-1]:
-                tree = union([counted(root, here, count, length) for here, count in grown], nodes, weights).tree
-            if len(tree) > enough:
-                break
-        return tree
+            counts = [_times(suffixes, length) for suffixes in known]
+            last = length == lengths[-1]
+            if not last and sum(counts) * self.branch <= enough:
+                continue
+            trees = [DraftTree.chain(root, (), ()) for _ in sources]
+            for k, ((automaton, cursor), count) in enumerate(zip(sources, counts, strict=True)):
+                if count:
+                    automaton.shorten(cursor, length)
+                    trees[k] = counted(root, automaton.grow(cursor, nodes, deep=self.branch), count, length)
+            if last or sum(tree.drafted for tree in trees) > enough:
+                tree = union(trees, nodes, weights).tree
+                if last or tree.drafted >= enough:
+                    return tree
+        return DraftTree.chain(root, (), ())
+
+
+def _times(suffixes: Sequence[tuple[int, int]], length: int) -> int:
+    """How often the last `length` tokens stood in a text, of which the suffixes' lengths and counts are known."""
+    return next((count for found, count in reversed(suffixes) if found >= length), 0)

@@ -1,0 +1,139 @@
+/* One draft tree of several: what several draft is folded, the likeliest nodes stay. See union.py. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+enum { TREES = 31 }; /* `owner` has a bit for each */
+
+typedef struct {
+    int32_t token, parent, below, next, owner, place; /* below, next: the first child and the next sibling, 0 for none */
+    int8_t probe;
+    double hope, weight, value;
+} Node;
+
+typedef struct {
+    double rank;
+    int32_t node;
+} Ranked;
+
+static int likelier(const void *a, const void *b) {
+    const Ranked *x = a, *y = b;
+    if (x->rank != y->rank) return x->rank < y->rank ? 1 : -1;
+    return x->node - y->node; /* of nodes as likely as each other the first: parents come before their children */
+}
+
+/* Adds a tree given as (tokens, parents, hopes, probes) to the `n` nodes so far, of which there is room for `most`;
+   returns how many there are then, -1 on an error. `at`: room for the place of every node of the tree. */
+static int32_t added(Node *node, int32_t n, int32_t most, int32_t *at, PyObject *tree, int32_t k, double weight) {
+    PyObject *tokens, *parents, *hopes, *probes;
+    if (!PyArg_ParseTuple(tree, "O!O!O!O", &PyTuple_Type, &tokens, &PyTuple_Type, &parents, &PyTuple_Type, &hopes, &probes))
+        return -1;
+    Py_ssize_t size = PyTuple_GET_SIZE(tokens);
+    int any = PyObject_IsTrue(probes);
+    if (PyTuple_GET_SIZE(parents) != size || PyTuple_GET_SIZE(hopes) != size || n + size > most) {
+        PyErr_SetString(PyExc_ValueError, "trees need a parent and a hope for each token");
+        return -1;
+    }
+    at[0] = 0;
+    for (Py_ssize_t i = 1; i < size; i++) {
+        int32_t token = (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(tokens, i));
+        long parent = PyLong_AsLong(PyTuple_GET_ITEM(parents, i));
+        double hope = PyFloat_AsDouble(PyTuple_GET_ITEM(hopes, i));
+        int probe = 0;
+        if (any) {
+            PyObject *here = PyLong_FromSsize_t(i);
+            probe = here ? PySequence_Contains(probes, here) : -1;
+            Py_XDECREF(here);
+        }
+        if (PyErr_Occurred() || probe < 0) return -1;
+        if (parent < 0 || parent >= i) {
+            PyErr_SetString(PyExc_ValueError, "parents must point backwards");
+            return -1;
+        }
+        int32_t up = at[parent], found = 0;
+        if (!probe)
+            for (found = node[up].below; found && (node[found].probe || node[found].token != token);)
+                found = node[found].next;
+        if (!found) {
+            found = n++;
+            node[found] = (Node){token, up, 0, node[up].below, 0, -1, (int8_t)probe, hope, weight, 0};
+            node[up].below = found;
+        } else {
+            if (hope > node[found].hope) node[found].hope = hope;
+            if (weight > node[found].weight) node[found].weight = weight;
+        }
+        node[found].owner |= (int32_t)(1u << k);
+        at[i] = found;
+    }
+    return n;
+}
+
+static PyObject *union_of(PyObject *self, PyObject *args) {
+    PyObject *trees, *weights;
+    Py_ssize_t budget;
+    if (!PyArg_ParseTuple(args, "O!nO!", &PyList_Type, &trees, &budget, &PyList_Type, &weights)) return NULL;
+    int32_t count = (int32_t)PyList_GET_SIZE(trees), n = 1, kept = 0, out = 1;
+    if (!count || count > TREES || PyList_GET_SIZE(weights) != count) {
+        PyErr_SetString(PyExc_ValueError, "one to 31 trees, and a weight for each");
+        return NULL;
+    }
+    Py_ssize_t most = 1;
+    for (int32_t k = 0; k < count; k++) {
+        PyObject *tree = PyList_GET_ITEM(trees, k);
+        if (PyTuple_Check(tree) && PyTuple_GET_SIZE(tree) && PyTuple_Check(PyTuple_GET_ITEM(tree, 0)))
+            most += PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 0));
+    }
+    Node *node = most < INT32_MAX ? PyMem_Malloc(most * (sizeof(Node) + sizeof(Ranked) + 2 * sizeof(int32_t))) : NULL;
+    if (!node) return PyErr_NoMemory();
+    Ranked *order = (Ranked *)(node + most);
+    int32_t *at = (int32_t *)(order + most), *from = at + most;
+    node[0] = (Node){0, -1, 0, 0, (int32_t)((1u << count) - 1), 0, 0, 1, 1, 1};
+    for (int32_t k = 0; k < count && n > 0; k++) {
+        PyObject *tree = PyList_GET_ITEM(trees, k);
+        double weight = PyFloat_AsDouble(PyList_GET_ITEM(weights, k));
+        n = PyErr_Occurred() ? -1 : added(node, n, (int32_t)most, at, tree, k, weight);
+    }
+    PyObject *result = NULL;
+    if (n < 0) goto end;
+    for (int32_t i = 1; i < n; i++) {
+        node[i].value = node[node[i].parent].value * node[i].hope;
+        if (!node[i].probe) order[kept++] = (Ranked){node[i].value * node[i].weight, i};
+    }
+    qsort(order, (size_t)kept, sizeof(Ranked), likelier);
+    from[0] = 0;
+    for (int32_t i = 0; i < kept && i < budget; i++) from[out] = order[i].node, node[order[i].node].place = out, out++;
+    int32_t drafted = out;
+    for (int32_t i = 1; i < n; i++)
+        if (node[i].probe && node[node[i].parent].place >= 0) from[out] = i, node[i].place = out, out++;
+    PyObject *tokens = PyTuple_New(out), *parents = PyTuple_New(out), *hopes = PyTuple_New(out), *owners = PyList_New(out);
+    if (tokens && parents && hopes && owners) {
+        PyObject *first = PyTuple_GET_ITEM(PyList_GET_ITEM(trees, 0), 0);
+        node[0].token = PyTuple_GET_SIZE(first) ? (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(first, 0)) : 0;
+        for (int32_t i = 0; i < out; i++) {
+            const Node *one = &node[from[i]];
+            PyTuple_SET_ITEM(tokens, i, PyLong_FromLong(one->token));
+            PyTuple_SET_ITEM(parents, i, PyLong_FromLong(i ? node[one->parent].place : -1));
+            PyTuple_SET_ITEM(hopes, i, PyFloat_FromDouble(one->hope));
+            PyList_SET_ITEM(owners, i, PyLong_FromLong(one->owner));
+        }
+        if (!PyErr_Occurred()) result = Py_BuildValue("OOOOi", tokens, parents, hopes, owners, drafted);
+    }
+    Py_XDECREF(tokens);
+    Py_XDECREF(parents);
+    Py_XDECREF(hopes);
+    Py_XDECREF(owners);
+end:
+    PyMem_Free(node);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"union", union_of, METH_VARARGS,
+     "union(trees, budget, weights) -> tokens, parents, hopes, owners, and the first probe's place."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_union", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__union(void) { return PyModule_Create(&module); }

@@ -1,0 +1,126 @@
+"""One draft tree of several: compiled (`_union.c`), or here in Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import NamedTuple
+
+from truedraft.tree import DraftTree
+
+TREES = 31  # that the compiled form joins, at most
+Tree = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]]  # tokens, parents, hopes, probes
+Joined = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], list[int], int]  # ..., owners, the first probe
+Joining = Callable[[list[Tree], int, list[float]], Joined]
+
+
+class Union(NamedTuple):
+    """Several trees as one.
+
+    owners: the trees that have each node, a bit for each.
+    """
+
+    tree: DraftTree
+    owners: list[int]
+
+    def alone(self, said: Sequence[int], verified: int) -> tuple[list[int], list[int]]:
+        """Of the first `verified` nodes, those that only the first, second, ... tree had: right ones, and all."""
+        trees = self.owners[0].bit_length()
+        right, made = [0] * trees, [0] * trees
+        for owner in self.owners[1 : 1 + verified]:
+            if not owner & (owner - 1):
+                made[owner.bit_length() - 1] += 1
+        for node in followed(self.tree, said):
+            owner = self.owners[node]
+            if node <= verified and not owner & (owner - 1):
+                right[owner.bit_length() - 1] += 1
+        return right, made
+
+
+def followed(tree: DraftTree, said: Sequence[int]) -> list[int]:
+    """The nodes of a tree that are reached by what was said, from the first below the root on."""
+    reached: list[int] = []
+    node = 0
+    for token in said:
+        child = node
+        for _ in range(tree.parent.count(node)):
+            child = tree.parent.index(node, child + 1)
+            if tree.tokens[child] == token and child not in tree.probes:
+                reached.append(child)
+                break
+        else:
+            break
+        node = child
+    return reached
+
+
+def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | None = None) -> Union:
+    """One tree of several with the same root: its `budget` likeliest nodes, in that order, and all probes below them.
+
+    trees: with hopes.
+    weights: of each tree's nodes in that order; all the same by default.
+    """
+    given: list[Tree] = []
+    for tree in trees:
+        assert tree.hopes is not None
+        given.append((tree.tokens, tree.parent, tree.hopes, tree.probes))
+    join = (_compiled() if len(trees) <= TREES else None) or _joined
+    tokens, parent, hopes, owners, drafted = join(given, budget, list(weights or [1.0] * len(trees)))
+    return Union(DraftTree(tokens, parent, probes=frozenset(range(drafted, len(tokens))), hopes=hopes), owners)
+
+
+@cache
+def _compiled() -> Joining | None:
+    """The compiled form, where it was built; TRUEDRAFT_NATIVE=0 in the environment hides it."""
+    if os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+        return None
+    try:
+        found: Joining = import_module("truedraft.stores._union").union
+    except ImportError:
+        return None
+    return found
+
+
+def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:
+    tokens, parents, hopes = [trees[0][0][0]], [-1], [1.0]
+    weight, owners = [1.0], [(1 << len(trees)) - 1]
+    read: set[int] = set()
+    known: dict[tuple[int, int], int] = {}
+    for k, ((token_of, parent_of, hope_of, probes), heavy) in enumerate(zip(trees, weights, strict=True)):
+        at = [0]
+        for i in range(1, len(token_of)):
+            parent, token, new = at[parent_of[i]], token_of[i], len(tokens)
+            node = new if i in probes else known.setdefault((parent, token), new)
+            if i in probes:
+                read.add(node)
+            if node == new:
+                tokens.append(token)
+                parents.append(parent)
+                hopes.append(hope_of[i])
+                weight.append(heavy)
+                owners.append(0)
+            hopes[node] = max(hopes[node], hope_of[i])
+            weight[node] = max(weight[node], heavy)
+            owners[node] |= 1 << k
+            at.append(node)
+    values = [1.0]
+    for parent, hope in zip(parents[1:], hopes[1:], strict=True):
+        values.append(values[parent] * hope)
+    ranks = [value * heavy for value, heavy in zip(values, weight, strict=True)]
+    kept = [i for i in range(1, len(tokens)) if i not in read]
+    kept.sort(key=ranks.__getitem__, reverse=True)
+    nodes = [0, *kept[:budget]]
+    drafted, place = len(nodes), {node: i for i, node in enumerate(nodes)}
+    for probe in sorted(read):
+        if parents[probe] in place:
+            place[probe] = len(nodes)
+            nodes.append(probe)
+    return (
+        tuple([tokens[i] for i in nodes]),
+        (-1, *[place[parents[i]] for i in nodes[1:]]),
+        tuple([hopes[i] for i in nodes]),
+        [owners[i] for i in nodes],
+        drafted,
+    )
