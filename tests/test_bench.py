@@ -172,8 +172,28 @@ def test_a_file_without_prompts_is_refused_by_line(tmp_path: Path, name: str, co
 
 
 def test_the_embedded_set_ships() -> None:
-    story, edit = embedded()
-    assert len(story.items) > 2 and len(edit.items) > 2 and all(item.references for item in edit.items)
+    story, edit, shorten, chat = embedded()
+    assert len(story.items) > 2 and len(edit.items) > 2 and len(shorten.items) == 2
+    assert all(item.references for workload in (edit, shorten, chat) for item in workload.items)
+    assert [len(item.references) for item in chat.items] == [2, 3, 2]
+    assert "amount" in chat.items[0].text and "total" in chat.items[0].references[0]
+
+
+def test_of_prompts_that_are_too_long_the_end_is_read_and_this_is_said() -> None:
+    model, tokenizer = load("nano")
+    long = Workload("long", (Item("tom and his mom went home. " * 30 + "one day, a little girl"), Item("tom")), 8)
+    fast = truedraft.accelerate(model, tokenizer, draft="prompt-lookup")
+    sides = [transformers_side("plain", model), truedraft_side("lookup", fast)]
+    figures = compare(sides, long, tokenizer, model.device, rounds=1, room=32)
+    assert [f.cut for f in figures] == [1, 1] and figures[1].differs is None
+    tokenizer.truncation_side = "left"
+    read = tokenizer(long.items[0].text, truncation=True, max_length=32)["input_ids"]
+    assert len(read) == 32 and tokenizer.decode(read).endswith("one day, a little girl")
+
+
+def test_references_of_prompts_are_read_from_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "one day", "references": ["tom", "ben"]}))
+    assert from_file(tmp_path / "a.jsonl", 1)[0].items == (Item("one day", ("tom", "ben")),)
 
 
 def test_the_page_is_whole_and_needs_nothing_else() -> None:
@@ -195,7 +215,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     options = ["--limit", "1", "--rounds", "1", "--max-new-tokens", "6", "--draft", "prompt-lookup"]
     assert main(["bench", "nano", *options, "--json", "--html", str(html)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {f["workload"] for f in found["figures"]} == {"story", "edit"}
+    assert {f["workload"] for f in found["figures"]} == {"story", "edit", "shorten", "chat"}
     assert all(f["differs"] is None and f["speed_up"] for f in found["figures"])
     assert found["roofline"][0]["width"] == 1 and html.read_text().startswith("<!doctype html>")
     assert main(["bench", "nano", *options]) == 0
@@ -210,6 +230,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--batch", "-1"], "--batch -1"),
         (["--temperature", "-1"], "must not be negative"),
         (["--draft", "promt-lookup"], "prompt-lookup"),
+        (["--max-new-tokens", "2048"], "story: 2048 new tokens leave no room"),
         (["--prompts", "/nowhere.txt"], "/nowhere.txt cannot be read"),
         (["--dtype", "int3"], "--dtype int3"),
         (["--quantize", "int3"], "--quantize int3: choose one of int8, int4"),

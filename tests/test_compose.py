@@ -185,3 +185,11 @@ def test_a_report_names_the_parts() -> None:
     fast = truedraft.accelerate(tiny(), draft="copyspec?anpd")
     fast.generate(**ragged(tiny(), 1), max_new_tokens=4)
     assert fast.report().drafter == "copyspec?anpd"
+
+
+def test_lookahead_without_a_window_drafts_from_its_pool() -> None:
+    model = tiny()
+    inputs = ragged(model, 1)
+    fast = truedraft.accelerate(model, draft="lookahead:window=0", control="fixed")
+    out = fast.generate(**inputs, max_new_tokens=24, do_sample=False)
+    assert torch.equal(out, model.generate(**inputs, max_new_tokens=24, do_sample=False))

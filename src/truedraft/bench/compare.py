@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import mean, median, quantiles
 from typing import Any
 
@@ -126,6 +127,7 @@ class Figures:
     high hold the median with 95 % confidence (order statistics), against plain transformers in the same round.
 
     differs: where the output first differed from plain transformers; None where all tokens were equal.
+    cut: prompts of which only the end was read, because they were too long.
     bound: the most that drafts can give over the same engine without: mean acceptance length x cost of a plain pass
         over cost of a pass.
     """
@@ -151,6 +153,7 @@ class Figures:
     against_no_drafts: float | None = None
     bound: float | None = None
     runtime: str | None = None
+    cut: int = 0
 
 
 def compare(
@@ -162,11 +165,13 @@ def compare(
     rounds: int = 5,
     temperature: float = 0.0,
     seed: int = 0,
+    room: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Figures]:
     """Run the sides, the first of them plain transformers, in turns over a workload.
 
     Args:
+        room: tokens of a prompt at most; of longer ones the end is read.
         temperature: 0 for greedy decoding; otherwise sampled under `seed`, the same for every side.
         progress: told what is about to run.
     """
@@ -174,11 +179,16 @@ def compare(
     if temperature > 0:
         settings["temperature"] = temperature
     calls = []
+    cut, reader = 0, tokenizer
+    if room is not None:
+        tokenizer.truncation_side = "left"
+        reader = partial(tokenizer, truncation=True, max_length=room)
     for at in range(0, len(workload.items), batch):
         items = workload.items[at : at + batch]
         text = [item.text for item in items]
-        inputs = tokenizer(text, return_tensors="pt", padding=len(text) > 1, return_token_type_ids=False).to(device)
-        calls.append((items, dict(inputs), at))
+        cut += sum(room is not None and len(tokenizer(one)["input_ids"]) > room for one in text)
+        inputs = reader(text, return_tensors="pt", padding=len(text) > 1, return_token_type_ids=False)
+        calls.append((items, dict(inputs.to(device)), at))
     expected: list[Tensor] = []
     differs: list[str | None] = [None] * len(sides)
     for k, side in enumerate(sides):  # the first time warms up, and settles equality
@@ -199,7 +209,7 @@ def compare(
                 out, report, clock, seconds = _once(sides[k], inputs, settings, items, seed)
                 emitted = _emitted(out, inputs["input_ids"].shape[1], tokenizer.pad_token_id)
                 kept[k][turn].take(clock, seconds, emitted, len(items), report)
-    return _figures(sides, kept, differs, workload, batch, temperature)
+    return [replace(f, cut=cut) for f in _figures(sides, kept, differs, workload, batch, temperature)]
 
 
 def _once(

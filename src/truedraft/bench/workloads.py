@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,22 +36,43 @@ class Workload:
 
 
 def embedded() -> list[Workload]:
-    """Story openings and edits of a Python class, as the embedded model has learnt to read them."""
+    """What the embedded model has learnt: stories, edits, files to be shortened, and changes to earlier answers."""
     stories = assets.prompt("stories.txt").strip().split("\n\n")
     code = assets.prompt("edit.py.txt")
-    edits = [
-        Item(assets.edit_prompt(code, instruction), (code,))
-        for instruction in assets.prompt("edit_instructions.txt").strip().split("\n")
+    edits = [_edit(code, rename) for rename in assets.prompt("edit_instructions.txt").strip().split("\n")]
+    shortened = [_edit(part, "Remove the comments.") for part in assets.prompt("shorten.py.txt").split("\n\n\n")]
+    return [
+        Workload("story", tuple(Item(story) for story in stories)),
+        Workload("edit", tuple(edits), 300),
+        Workload("shorten", tuple(shortened), 300),
+        Workload("chat", tuple(_chat()), 300),
     ]
-    return [Workload("story", tuple(Item(s) for s in stories)), Workload("edit", tuple(edits), 300)]
+
+
+def _edit(text: str, instruction: str, *before: str) -> Item:
+    return Item(assets.edit_prompt(text, instruction), (*before, text))
+
+
+def _chat() -> Iterator[Item]:
+    """Conversations in which each turn asks for a change to the answer before; later turns alone."""
+    for text, renames in (
+        (assets.prompt("edit.py.txt"), (("total", "amount"), ("value", "change"), ("note", "reason"))),
+        (assets.prompt("chat_story.txt"), (("lily", "sara"), ("spot", "max"))),
+    ):
+        said: list[str] = []
+        for old, new in renames:
+            if said:
+                yield _edit(text, f"Rename {old} to {new}.", *said)
+            said.append(text)
+            text = re.sub(rf"\b{old}\b", new, text)
 
 
 def from_file(path: Path, limit: int, tokens: int = 128) -> list[Workload]:
     """Prompts from a file, by kind where the file tells kinds apart, at most `limit` of each.
 
     Read are: Spec-Bench and MT-Bench questions (`turns`, `category`; the first turn), HumanEval (`prompt`), files to
-    edit (`text`, `instruction`), recorded conversations (`messages`), any other JSON lines with a `prompt` or `text`,
-    gzipped or not; and plain text, prompts parted by empty lines.
+    edit (`text`, `instruction`), recorded conversations (`messages`), any other JSON lines with a `prompt` or `text`
+    (and `references`, a list of texts), gzipped or not; and plain text, prompts parted by empty lines.
 
     Raises:
         Refused: the file cannot be read, or a line of it has no prompt.
@@ -110,7 +132,7 @@ def _item(name: str, where: str, row: Mapping[str, Any]) -> tuple[str, Item]:
         return name, Item(_conversation(said), tuple(str(m.get("content", "")) for m in said))
     for key in ("prompt", "text"):
         if isinstance(row.get(key), str) and row[key].strip():
-            return name, Item(row[key])
+            return name, Item(row[key], tuple(map(str, row.get("references") or ())))
     raise Refused(f"{where}: no prompt, text, turns or messages in it")
 
 

@@ -85,11 +85,11 @@ def _all(model: str) -> list[str]:
 
 
 def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
-    """The embedded prompts that fit into the model's context."""
+    """The embedded stories and edits that fit into the model's context."""
     from truedraft.bench.workloads import embedded
 
     room = getattr(model.config, "max_position_embeddings", None) or 10**9
-    found = [item.text for workload in embedded() for item in workload.items]
+    found = [item.text for workload in embedded() if workload.name in ("story", "edit") for item in workload.items]
     return [text for text in found if len(tokenizer(text)["input_ids"]) + tokens <= room]
 
 

@@ -103,7 +103,8 @@ def bench(
                 alone = size == 1 and temp == 0  # the only place where transformers promises the same tokens
                 sides = _sides(loaded, reader, draft or DRAFTS, control, theirs if alone else [])
                 for workload in todo:
-                    figures += compare(sides, workload, reader, loaded.device, size, rounds, temp, seed, progress=say)
+                    room = _room(loaded, workload)
+                    figures += compare(sides, workload, reader, loaded.device, size, rounds, temp, seed, room, say)
     if html is not None:
         about = [f"{model}, {quantize or loaded.dtype}, {measured_on()}"]
         about.append(f"{rounds} rounds, medians with 95 % intervals.")
@@ -130,6 +131,23 @@ def _workloads(prompts: Sequence[Path] | None, limit: int, tokens: int | None) -
 
     found = [w for path in prompts for w in from_file(path, limit)] if prompts else embedded()
     return [Workload(w.name, w.items[:limit], tokens or w.tokens) for w in found]
+
+
+def _room(model: Any, workload: Workload) -> int | None:
+    """Tokens that a prompt may have, so that the model can read it and what it writes.
+
+    Raises:
+        Refused: none.
+    """
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is None:
+        return None
+    if workload.tokens >= context:
+        raise Refused(
+            f"{workload.name}: {workload.tokens} new tokens leave no room for a prompt in the model's context of "
+            f"{context}: give a smaller --max-new-tokens"
+        )
+    return int(context - workload.tokens)
 
 
 def _refuse_unused(context: Context, modes: Sequence[str]) -> None:
@@ -231,6 +249,8 @@ def _print(
         for f in figures:
             if f.differs is not None:
                 out.print(f"{f.workload}, {f.side}: {f.differs}", markup=False)
+        for name, cut in {f.workload: f.cut for f in figures if f.cut}.items():
+            out.print(f"{name}: {cut} prompts are longer than the model's context allows; their ends were read.")
     if attained:
         table = Table(title="Known answers, each drafted token right with the given probability")
         for head in ("workload", "rate", "drafted", "accepted", "theory", "attained", "share"):

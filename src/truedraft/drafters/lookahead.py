@@ -112,6 +112,8 @@ class Lookahead(PerRow[Window]):
             children = tree.shape.children[parent]
             return next((c for c in children if c in tree.probes and tree.tokens[c] == token), -1)
 
+        if not tree.probes:
+            return []
         columns: list[int] = []
         for token in state.rows[0]:
             columns.append(probe(columns[-1] if columns else 0, token))
