@@ -36,7 +36,7 @@ from truedraft.stores import _file, texts
 from truedraft.stores import corpus as corpora
 from truedraft.stores._native import Cursor, library
 from truedraft.stores.automaton import SEPARATOR, Mapped
-from truedraft.stores.memory import SHARES, Memory, Places
+from truedraft.stores.memory import SHARES, Memory, Places, Tenants
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz \n.{}\":,'éß()=_+-*#0123456789"
 compiled = pytest.mark.skipif(library() is None, reason="the structures were not compiled")
@@ -390,6 +390,15 @@ def test_the_oldest_is_forgotten_first_and_the_bound_holds() -> None:
     for i in range(3000):
         memory.add(f"user {i}", [i])
     assert len(memory) <= 400 and not memory.of("user 0") and len(memory.of("user 2999")) == 1
+
+
+def test_of_namespaces_the_one_longest_unused_is_forgotten() -> None:
+    tables: Tenants[list[int]] = Tenants(2, list)
+    tables.of("a").append(1)
+    tables.of("b").append(2)
+    assert tables.of("a") == [1]
+    tables.of("c").append(3)
+    assert len(tables) == 2 and tables.of("a") == [1] and tables.of("b") == []
 
 
 def test_the_command_builds_and_describes(tmp_path: Path, capsys: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from truedraft.card import Card
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import root_of
+from truedraft.stores.memory import Tenants
 from truedraft.stores.trigrams import Trigrams, trigrams
 from truedraft.tree import DraftTree, Row
 
@@ -41,20 +42,19 @@ class Aded(WithCorpora[Trigrams]):
     gain: float = 0.04  # weight gained; published 0.04
     most: float = 3.0  # weight of a trigram; published 3.0
     rows: int = 262_144  # pairs of tokens that a namespace keeps, the longest unused forgotten; unpublished
+    namespaces: int = 16  # that are kept, the longest unused forgotten; unpublished
     corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc); published: UltraChat, code
 
     def forget(self) -> None:
         super().forget()
-        self._tables: dict[str, Trigrams] = {}
+        self._tables: Tenants[Trigrams] = Tenants(self.namespaces, lambda: self._first.copy())
 
     @property
     def width(self) -> int:
         return self.nodes
 
     def begin(self, row: Row) -> Trigrams:
-        if row.namespace not in self._tables:
-            self._tables[row.namespace] = self._first.copy()
-        table = self._tables[row.namespace]
+        table = self._tables.of(row.namespace)
         passed = self.gain * (self.window - 2)  # as if decoded one token at a time
         for text in (*row.references, row.tokens):
             table.weigh(text, passed, self.most)

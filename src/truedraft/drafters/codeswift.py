@@ -8,7 +8,7 @@ continuations come first. Nothing is searched for behind white space, nor for a 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import Told, root_of, told
 from truedraft.drafters._trees import counted
 from truedraft.stores.likeliest import likeliest
-from truedraft.stores.memory import Places
+from truedraft.stores.memory import Places, Tenants
 from truedraft.stores.union import union
 from truedraft.tree import Accepted, DraftTree, Row
 
@@ -52,12 +52,13 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
     deep: int = 10  # tokens of a continuation; unpublished
     context: int = 3  # tokens that the cache is keyed by; unpublished
     kept: int = 4  # alternatives for each key; unpublished
-    entries: int = 200_000  # keys of the cache, the longest unused forgotten; unpublished
+    entries: int = 200_000  # keys of a namespace's cache, the longest unused forgotten; unpublished
+    namespaces: int = 64  # that are kept, the longest unused forgotten; unpublished
     corpus: Any = None  # a Corpus of code or its file, or several (a.tdc;b.tdc); published: public code
 
     def forget(self) -> None:
         super().forget()
-        self._habits: dict[str, Habits] = defaultdict(Habits)
+        self._habits: Tenants[Habits] = Tenants(self.namespaces, Habits)
         self._texts: dict[int, bool] = {}  # token -> whether it is white space
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -78,7 +79,7 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
         text.follow(row)
         nodes, last = min(self.nodes, budget), (*row.tokens[-self.longest :], *ahead)[-self.longest :]
         trees, weights = [self._cached(row.namespace, last, nodes)], [1.0]
-        missing = self._habits[row.namespace].missing
+        missing = self._habits.of(row.namespace).missing
         searched = self.found(places, row, ahead)
         if not self._blank(last[-1]) and last[-2:] not in missing:
             sources = [(text.automaton, text.place(ahead, self.longest), 1.0)]
@@ -96,7 +97,7 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
 
     def _cached(self, namespace: str, last: Sequence[int], nodes: int) -> DraftTree:
         """The alternatives behind the last tokens, and behind each of these in turn."""
-        likely = self._habits[namespace].likely
+        likely = self._habits.of(namespace).likely
         tokens, parents, hopes = [last[-1]], [-1], [1.0]
         keys = [tuple(last[-self.context :])]
         at = 0
@@ -111,7 +112,7 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
         return DraftTree(tuple(tokens), tuple(parents), hopes=tuple(hopes))
 
     def learn(self, row: Row, state: tuple[Told, Places], tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        habits = self._habits[row.namespace]
+        habits = self._habits.of(row.namespace)
         end = len(row.tokens) - len(accepted.path)
         before = row.tokens[max(end - self.longest, 0) : end]
         path = list(accepted.path)

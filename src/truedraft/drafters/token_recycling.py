@@ -9,7 +9,6 @@ little everywhere; where text repeats, copying goes further.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +19,7 @@ from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
 from truedraft.stores.likeliest import likeliest
+from truedraft.stores.memory import Tenants
 from truedraft.tree import Accepted, DraftTree, Row
 
 Successors = dict[int, list[int]]
@@ -38,17 +38,18 @@ class TokenRecycling(PerRow[Successors]):
     nodes: int = 80  # of the tree; published 80
     depth: int = 6  # of the tree; published 6
     successors: int = 8  # kept for each token; published 8
+    namespaces: int = 64  # that are kept, the longest unused forgotten; published: one for all
 
     def forget(self) -> None:
         super().forget()
-        self._seen: dict[str, Successors] = defaultdict(dict)
+        self._seen: Tenants[Successors] = Tenants(self.namespaces, dict)
 
     @property
     def width(self) -> int:
         return self.nodes
 
     def begin(self, row: Row) -> Successors:
-        return self._seen[row.namespace]
+        return self._seen.of(row.namespace)
 
     def draft(self, row: Row, state: Successors, ahead: Sequence[int], budget: int) -> DraftTree:
         tokens, parents, hopes = [root_of(row, ahead)], [-1], [1.0]

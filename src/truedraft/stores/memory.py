@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from truedraft.stores._native import Cursor
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton
 
+T = TypeVar("T")
 SHARES = 4  # parts that the bound is divided in; the oldest is forgotten as a whole
 LEAST = 64  # tokens that a part counts as, at least: it takes as much memory
 RECENT = 64  # tokens that a new cursor looks back
@@ -58,6 +60,25 @@ class Memory:
 
 def _count(part: Automaton) -> int:
     return max(len(part), LEAST)
+
+
+class Tenants(Generic[T]):
+    """What is learnt by namespace, of the `limit` namespaces last used; the one longest unused is forgotten."""
+
+    def __init__(self, limit: int, make: Callable[[], T]):
+        self.limit, self._make = limit, make
+        self._known: OrderedDict[str, T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, namespace: str) -> T:
+        if namespace not in self._known:
+            self._known[namespace] = self._make()
+        self._known.move_to_end(namespace)
+        while len(self._known) > self.limit:
+            self._known.popitem(last=False)
+        return self._known[namespace]
 
 
 class Places:
