@@ -392,6 +392,45 @@ def test_the_oldest_is_forgotten_first_and_the_bound_holds() -> None:
     assert len(memory) <= 400 and not memory.of("user 0") and len(memory.of("user 2999")) == 1
 
 
+def test_what_was_said_is_saved_and_taken_up_by_namespace(tmp_path: Path) -> None:
+    memory, path = Memory(1000), tmp_path / "said.tdm"
+    for name, text in (("a", [1, 2, 3]), ("b", [4, 5]), ("a", [6, 7])):
+        memory.add(name, text)
+    memory.save(path)
+    again = Memory(1000)
+    again.load(path, None, vocabulary=8)
+    assert said(again, "a", [1, 2, 3]) and said(again, "a", [6, 7]) and said(again, "b", [4, 5])
+    assert not said(again, "a", [4]) and not said(again, "b", [1]) and not said(again, "a", [3, 6])
+    with pytest.raises(Refused, match="holds token 7, and the model has 7"):
+        again.load(path, None, vocabulary=7)
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\1")
+    with pytest.raises(Refused, match="damaged"):
+        Memory(1000).load(path, None, vocabulary=8)
+    with pytest.raises(Refused, match="no such file"):
+        again.load(tmp_path / "nowhere", None, vocabulary=8)
+    Memory(10).save(tmp_path / "empty.tdm")
+    again.load(tmp_path / "empty.tdm", None, vocabulary=8)
+
+
+def test_an_accelerated_model_remembers_across_processes(tmp_path: Path) -> None:
+    model, path = tiny(), tmp_path / "said.tdm"
+    prompt = torch.tensor([[3, 9, 4, 1, 5]])
+
+    def passes(fast: truedraft.Accelerated, namespace: str) -> int:
+        fast.generate(prompt, max_new_tokens=40, do_sample=False, namespace=namespace)
+        return len(fast.report().passes)
+
+    first = truedraft.accelerate(model, draft="input-guided+suffix", control="fixed")
+    alone = passes(first, "a")
+    first.save_memory(path)
+    later = truedraft.accelerate(model, draft="suffix+lookahead-pia", control="fixed")
+    later.load_memory(path)
+    stranger = passes(later, "b")
+    assert passes(later, "a") < min(alone, stranger)
+    with pytest.raises(Refused, match="prompt-lookup keeps no outputs"):
+        truedraft.accelerate(model, draft="prompt-lookup").save_memory(path)
+
+
 def test_of_namespaces_the_one_longest_unused_is_forgotten() -> None:
     tables: Tenants[list[int]] = Tenants(2, list)
     tables.of("a").append(1)

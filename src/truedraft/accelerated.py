@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +38,7 @@ from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops, ends_of
 from truedraft.stopping import longest as longest_of
+from truedraft.stores.memory import Memory
 from truedraft.targets.decoder import check_hosted, hosted
 from truedraft.tree import Row
 
@@ -100,6 +102,29 @@ class Accelerated:
     def forget(self) -> None:
         """Drafters forget what they learnt of earlier calls: their texts, and how often which drafts were right."""
         self.drafter.forget()
+
+    def save_memory(self, path: str | PathLike[str]) -> None:
+        """Write what drafters keep of earlier outputs, with their namespaces, to a file; whole or not at all.
+
+        Raises:
+            Refused: the drafter keeps no outputs.
+            OSError: the file cannot be written; what stood there still does.
+        """
+        max(self._memories(), key=lambda memory: memory.limit).save(path, self.tokenizer)
+
+    def load_memory(self, path: str | PathLike[str]) -> None:
+        """Add what `save_memory` wrote to what drafters keep.
+
+        Raises:
+            Refused: the drafter keeps no outputs; or the file is damaged, or of a model with other tokens.
+        """
+        for memory in self._memories():
+            memory.load(path, self.tokenizer, self.target.vocabulary)
+
+    def _memories(self) -> Sequence[Memory]:
+        if not (found := self.drafter.memories()):
+            raise Refused(f"{name_of(self.drafter)} keeps no outputs: accelerate with draft='auto' or 'suffix'")
+        return found
 
     def generate(
         self,

@@ -13,6 +13,7 @@ from truedraft.card import Card
 from truedraft.chance import Chance
 from truedraft.drafters._trust import Trust
 from truedraft.sampling import Laws
+from truedraft.stores.memory import Memory
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
 
@@ -103,6 +104,10 @@ class Drafter(ABC):
 
     def forget(self) -> None:
         """Forget what was learnt of rows that ended; none may be under way."""
+
+    def memories(self) -> Sequence[Memory]:
+        """What it keeps of what rows said, each of them all that fits."""
+        return ()
 
 
 class Plain(Drafter):

@@ -25,6 +25,7 @@ from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
+from truedraft.stores.memory import Memory
 from truedraft.stores.union import Union, union
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
@@ -72,6 +73,9 @@ class Many(Drafter):
         for part in self.parts:
             part.forget()
         self._trusts = {}
+
+    def memories(self) -> Sequence[Memory]:
+        return [memory for part in self.parts for memory in part.memories()]
 
     @property
     def name(self) -> str:

@@ -59,6 +59,9 @@ class Remembering(PerRow[tuple[Told, Places]]):
         super().forget()
         self._said = Memory(self.memory)
 
+    def memories(self) -> Sequence[Memory]:
+        return (self._said,)
+
     def begin(self, row: Row) -> tuple[Told, Places]:
         return told(row), Places()
 

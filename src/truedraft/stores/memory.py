@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from os import PathLike
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from truedraft.errors import Refused
+from truedraft.stores import _file
 from truedraft.stores._native import Cursor
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton
+from truedraft.stores.corpus import fingerprint
 
 T = TypeVar("T")
+KIND, VERSION = "memory", 1
 SHARES = 4  # parts that the bound is divided in; the oldest is forgotten as a whole
 LEAST = 64  # tokens that a part counts as, at least: it takes as much memory
 RECENT = 64  # tokens that a new cursor looks back
@@ -56,6 +63,41 @@ class Memory:
     def of(self, namespace: str) -> Sequence[Automaton]:
         """The parts that a row of this namespace may read."""
         return self._of.get(namespace, ())
+
+    def save(self, path: str | PathLike[str], tokenizer: Any = None) -> None:
+        """Write all texts with their namespaces, whole or not at all.
+
+        tokenizer: whose tokens they are, so that another's model does not take them for its own.
+
+        Raises:
+            OSError: it cannot be written; what stood there still does.
+        """
+        texts = [np.array(part.text, np.int32) for _, part in self._parts]
+        about = {
+            "namespaces": [name for name, _ in self._parts],
+            "lengths": [len(text) for text in texts],
+            "fingerprint": "" if tokenizer is None else fingerprint(tokenizer),
+        }
+        _file.write(path, KIND, VERSION, about, {"token": np.concatenate([np.zeros(0, np.int32), *texts])})
+
+    def load(self, path: str | PathLike[str], tokenizer: Any, vocabulary: int) -> None:
+        """Add the texts of a file to their namespaces, as if they had been said now.
+
+        Raises:
+            Refused: there is none, or it is damaged, of another version or another tokenizer's; nothing was added.
+        """
+        about, arrays = _file.read(path, KIND, VERSION, "save_memory")
+        if about["fingerprint"] and tokenizer is not None and about["fingerprint"] != fingerprint(tokenizer):
+            raise Refused(f"memory {str(path)!r} was saved with another tokenizer: save one with this model's")
+        tokens = arrays["token"]
+        if len(tokens) and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
+            raise Refused(f"memory {str(path)!r} holds token {tokens.max()}, and the model has {vocabulary}")
+        at = 0
+        for name, length in zip(about["namespaces"], about["lengths"], strict=True):
+            text, at = tokens[at : at + length], at + length
+            for said in np.split(text, np.flatnonzero(text == SEPARATOR) + 1):
+                if len(said) > 1:
+                    self.add(name, said[said != SEPARATOR].tolist())
 
 
 def _count(part: Automaton) -> int:
