@@ -20,7 +20,7 @@ DRAWN = {
 }
 
 
-BY_ITSELF = "input-guided+suffix+token-recycling"  # "auto": what drafts where nothing was chosen
+BY_ITSELF = "input-guided+suffix-wide+token-recycling"  # "auto": what drafts where nothing was chosen
 
 
 def part(given: Any, kind: str, base: type) -> Any:

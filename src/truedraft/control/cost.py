@@ -30,6 +30,8 @@ CHEAP = 0.05  # of a plain pass, for a level of a draft
 FAVOUR = 0.5  # plain passes that drafts are taken to save, before anything is known
 RECENT = 9  # drafts whose time counts
 HICCUP = 4.0  # times the usual time of a draft, of which no more is held against it
+DOUBT = 10.0  # nodes hoped for, before it counts how many of such nodes were right: the best drafts seem better
+KEPT = 0.97  # weight that these keep at each later pass
 FEW = 8  # nodes by which the price of one is measured
 ROOM = 8  # nodes drafted beyond half as many more as were worth verifying
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
@@ -124,6 +126,7 @@ class Cost(Control):
             self._reach = drafter.width  # nodes worth drafting, of which the best are chosen
             self._drafter = drafter
             self._hope, self._survival = drafter.hope, self.survival
+            self._right = self._hoped = 0.0  # nodes verified lately: that were right, and that were hoped to be
             self._each = (0.0, 0.0)  # seconds of recent drafting after the first, and levels that it gave
             self._form = DraftTree.chain(0, range(drafter.width))  # of a full draft, as far as one was seen
             self._formed = False
@@ -131,6 +134,7 @@ class Cost(Control):
         self._asked = self._trusted = True
         self._worth = FAVOUR * self._curve(1) if drafter.width else 0.0  # seconds that a draft lately saved
         self._drawn = False
+        self._promised = 0.0  # nodes of the pass under way that are hoped to be right
         self._levels = 0  # of the drafts at hand
         self._drafted = 0.0  # seconds of drafting when they were asked for
         self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, the first left out
@@ -215,12 +219,14 @@ class Cost(Control):
 
     def _sized(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         longest = max(tree.drafted for tree in trees)
-        self._exploring = False
+        self._exploring, self._promised = False, 0.0
         if any(tree.probes for tree in trees):
             return self._probed(trees, self._sized(rows, [tree.bare() for tree in trees]))
         if longest == 0 or self._drawn:
             return list(trees)
-        gains = self._gains(rows, trees, longest)
+        hoped = self._gains(rows, trees, longest)
+        sober = (self._right + DOUBT) / (self._hoped + DOUBT)
+        gains = [sober * gain for gain in hoped]
         plain = best = len(rows) / self._curve(len(rows))
         size = 0
         for k in SIZES[1:]:
@@ -242,6 +248,7 @@ class Cost(Control):
         if self._exploring:
             size = longest
         self._reach = size + size // 2 + ROOM
+        self._promised = hoped[size]
         return [tree.cut(1 + size) for tree in trees]
 
     def _probed(self, trees: Sequence[DraftTree], sized: Sequence[DraftTree]) -> list[DraftTree]:
@@ -269,6 +276,9 @@ class Cost(Control):
             spent = self._seconds["target"] - before
             if spent > 0 and self._target is not None and not self._target.cold:
                 emitted = sum(len(row.tokens) - self._emitted.get(id(row), len(row.tokens)) for row in rows)
+                if self._promised:
+                    self._right = KEPT * self._right + emitted - len(rows)
+                    self._hoped = KEPT * self._hoped + self._promised
                 if self._exploring:  # what it cost beyond the plain passes that it saved
                     self._explored = max(self._explored + spent - emitted / len(rows) * self._curve(len(rows)), 0.0)
                 if self._offered_probes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Generic, NamedTuple, TypeVar
@@ -18,6 +19,8 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
 
 State = TypeVar("State")
+IDLE = 0.01  # of a pass, for learning from it: what costs more is spared while no draft is wanted,
+SPARED = 8  # but for one pass in so many
 
 
 class Prices(NamedTuple):
@@ -136,6 +139,9 @@ class PerRow(Drafter, Generic[State]):
     def forget(self) -> None:
         self._states: dict[int, State] = {}
         self._trust = Trust()
+        self._asked = False  # for a draft, since the last pass
+        self._learning = 0.0  # seconds that learning from a pass lately took
+        self._spared = 0  # passes that it did not learn from
 
     @abstractmethod
     def begin(self, row: Row) -> State: ...
@@ -161,6 +167,7 @@ class PerRow(Drafter, Generic[State]):
             self._states[id(row)] = self.begin(row)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        self._asked = any(budget)
         return [
             self._trust.proposed(row, self.draft(row, self._states[id(row)], (), most))
             if most > 0
@@ -170,6 +177,7 @@ class PerRow(Drafter, Generic[State]):
 
     def extend(self, row: Row, ahead: Sequence[int], budget: int) -> DraftTree:
         """A draft for where the row would stand after `ahead`; see `draft`."""
+        self._asked = True
         return self._trust.proposed(row, self.draft(row, self._states[id(row)], ahead, budget), ahead)
 
     def observe(
@@ -177,10 +185,25 @@ class PerRow(Drafter, Generic[State]):
     ) -> None:
         for row in rows:
             self._trust.heard(row)
-        if type(self).learn is not PerRow.learn:
+        if type(self).learn is not PerRow.learn and self._learns():
+            began = time.perf_counter()
             for row, tree, logits, reached in zip(rows, trees, scores.logits, accepted, strict=True):
                 self.learn(row, self._states[id(row)], tree, logits[: len(tree)], reached)
+            self._learning = lately(self._learning, time.perf_counter() - began)
+        self._asked = False
+
+    def _learns(self) -> bool:
+        """Whether it learns from this pass; of those for which no draft was wanted, from a few only if that is dear."""
+        if self._asked or self.prices is None or self._learning <= IDLE * self.prices.plain:
+            return True
+        self._spared = (self._spared + 1) % SPARED
+        return self._spared == 0
 
     def end(self, row: Row) -> None:
         self._trust.end(row)
         self.finish(row, self._states.pop(id(row)))
+
+
+def lately(before: float, now: float) -> float:
+    """An average of which each later value makes a fifth; the first stands for itself."""
+    return 0.8 * before + 0.2 * now if before else now

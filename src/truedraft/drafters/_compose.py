@@ -6,11 +6,12 @@
     a>b   cascade: b goes on from the ends of a's draft, and drafts alone where a has nothing
 
 The later in this list, the closer it binds, but for `|`, the loosest: `a>b+c|d` is `((a>b)+c)|d`. Whatever is drafted,
-all parts see every pass, but for one that rests because it takes more time than it saves.
+all parts see every pass.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
 from truedraft.chance import Chance
-from truedraft.drafters._base import Drafter, PerRow, Plain, Prices
+from truedraft.drafters._base import Drafter, PerRow, Plain, Prices, lately
 from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
@@ -35,7 +36,6 @@ DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it i
 CREDIT = 0.15  # tokens a pass that a part is taken to contribute, before anything is known
 AGAIN = 16  # passes after which a part that was not worth its time is asked again,
 TRIED = 2  # for so many, if it gives nothing
-IDLE = 0.01  # of a pass, for seeing one: what costs more is spared while a part rests
 HICCUP = 4.0  # times the usual time of a part, of which no more is held against it
 KEPT = 0.9  # weight that what a part contributed keeps at each later pass
 
@@ -67,7 +67,8 @@ class Many(Drafter):
         )
         self._trusts: dict[int, Trust] = {}  # of parts that do not say what they hope
         self.seconds = [0.0] * len(parts)  # that a draft lately took
-        self.watching = [0.0] * len(parts)  # and seeing a pass
+        self.watching = [0.0] * len(parts)  # and seeing a pass that it had drafted for
+        self._called: set[int] = set()  # parts that were asked for a draft since the last pass
 
     def forget(self) -> None:
         for part in self.parts:
@@ -109,6 +110,8 @@ class Many(Drafter):
         return max(part.width for part in self.parts)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        for part in self.parts:
+            part.prices = self.prices
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
         return self.joined(rows, budget)
@@ -119,7 +122,7 @@ class Many(Drafter):
 
     def asked(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         """The drafts of part k, with hopes; how long they took is noted."""
-        self.parts[k].prices = self.prices
+        self._called.add(k)
         began = time.perf_counter()
         trees = self._hoped(k, rows, budget)
         self.seconds[k] = _timed(self.seconds[k], time.perf_counter() - began)
@@ -142,14 +145,11 @@ class Many(Drafter):
             for trust in self._trusts.values():
                 trust.heard(row)
         for k, part in enumerate(self.parts):
-            if not self.asleep(k):
-                began = time.perf_counter()
-                part.observe(rows, trees, scores, accepted)
+            began = time.perf_counter()
+            part.observe(rows, trees, scores, accepted)
+            if k in self._called:
                 self.watching[k] = _timed(self.watching[k], time.perf_counter() - began)
-
-    def asleep(self, k: int) -> bool:
-        """Whether a part is not even shown the passes."""
-        return False
+        self._called.clear()
 
     def end(self, row: Row) -> None:
         for trust in self._trusts.values():
@@ -200,9 +200,6 @@ class Merge(Many):
         super().observe(rows, trees, scores, accepted)
         self._resting = [max(left - 1, 0) for left in self._resting]
 
-    def asleep(self, k: int) -> bool:
-        return self.prices is not None and self._resting[k] > 0 and self.watching[k] > IDLE * self.prices.plain
-
     def _judge(self, prices: Prices, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """A part whose own contribution saves less time than it takes rests a while, and then is tried again."""
         awake = [k for k, resting in enumerate(self._resting) if not resting]
@@ -249,7 +246,7 @@ class Route(Many):
 
     def __init__(self, parts: Sequence[Drafter]):
         super().__init__(parts)
-        self.gains = [float("inf")] * len(parts)  # that a draft lately promised
+        self.gains = [math.inf] * len(parts)  # that a draft lately promised
         self.history: list[tuple[int, int, int]] = []
         self._idle = [0] * len(parts)
 
@@ -269,7 +266,7 @@ class Route(Many):
             self._idle[k] = 0
             trees = self.asked(k, rows, budget)
             promised = [sum(values_of(tree)[1:]) for tree in trees]
-            self.gains[k] = _lately(self.gains[k], sum(promised) / len(promised))
+            self.gains[k] = lately(self.gains[k] if self.gains[k] < math.inf else 0.0, sum(promised) / len(promised))
             found = [self._rate(k if dear else None, gain) for gain in promised]
             if not best:
                 best, rates, which = trees, found, [k] * len(rows)
@@ -347,8 +344,4 @@ def name_of(part: object) -> str:
 
 def _timed(before: float, now: float) -> float:
     """Seconds that something lately took; what waited for something else counts little."""
-    return _lately(before, min(now, HICCUP * before) if before else now)
-
-
-def _lately(before: float, now: float) -> float:
-    return now if before in (0.0, float("inf")) else 0.8 * before + 0.2 * now
+    return lately(before, min(now, HICCUP * before) if before else now)
