@@ -168,20 +168,15 @@ def walk(
 
 def _followed(row: Row, tree: DraftTree, said: Sequence[int], stops: Stops) -> Accepted:
     """The same for one row by itself, where the token at every node is known."""
-    path, children = [0], tree.shape.children
+    path: list[int] = []
     below: int | None = 0
     while below is not None:
+        path.append(below)
         token = said[below]
         _check(token)
         row.tokens.append(token)
         stops((row,))
-        below = None
-        if row.end is None:
-            for child in children[path[-1]]:
-                if tree.tokens[child] == token and child not in tree.probes:
-                    below = child
-                    path.append(child)
-                    break
+        below = None if row.ended else tree.child(path[-1], token)
     return Accepted(tuple(path), row.tokens[-1], row.ended)
 
 
