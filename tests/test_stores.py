@@ -13,7 +13,7 @@ from truedraft.stores import trigrams
 from truedraft.stores._native import Cursor, library
 from truedraft.stores._pure import Pure
 from truedraft.stores.automaton import SEPARATOR, Automaton, Native, automaton
-from truedraft.stores.likeliest import likeliest
+from truedraft.stores.likeliest import largest, likeliest
 
 FORMS: dict[str, Callable[[int], Automaton]] = {"pure": Pure}
 if (lib := library()) is not None:
@@ -176,3 +176,20 @@ def test_trigrams_stay_within_their_rows(form: str) -> None:
     assert other.search(7, 8, 5, 1, 32.0, 8.0, 4).tokens == [9] and not table.search(7, 8, 5, 1, 32.0, 8.0, 4).tokens
     known = [i for i in range(4998) if table.search(i, i + 1, 5, 1, 32.0, 8.0, 4).tokens]
     assert 0 < len(known) <= 64 and max(known) == 4997
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 700), (2, 3, 64), (2, 4, 1000)])
+def test_the_largest_is_the_first_of_them_and_nan_is_told(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for _ in range(20):
+        scores = torch.randn(*shape).mul(2).round()  # with ties
+        assert largest(scores) == scores.argmax(-1).tolist()
+        wide = torch.nn.functional.pad(scores, (0, 9), value=99.0)[..., : shape[-1]]
+        assert largest(wide) == scores.argmax(-1).tolist()
+    scores[(0,) * (scores.dim() - 1)] = -torch.inf
+    assert largest(scores) == scores.argmax(-1).tolist()
+    at = int(torch.randint(shape[-1], ()))
+    scores[(0,) * (scores.dim() - 1) + (at,)] = torch.nan
+    expected = scores.nan_to_num(0).argmax(-1)
+    expected[(0,) * expected.dim()] = -1
+    assert largest(scores) == expected.tolist() and largest(scores.double()) == expected.tolist()

@@ -16,6 +16,7 @@ from truedraft.accept._base import Offer, Rule
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
+from truedraft.stores.likeliest import largest
 from truedraft.tree import DraftTree, Row, Wanted
 
 
@@ -31,14 +32,9 @@ class Greedy(Rule):
     wants: ClassVar[Wanted] = "likeliest"
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        return _argmax(scores)
+        return largest(scores)
 
     def ahead(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
-        return _argmax(logits) if laws.raw else None
-
-
-def _argmax(scores: Tensor) -> list:
-    best, tokens = scores.max(-1)
-    return tokens.masked_fill_(best.isnan(), -1).tolist()
+        return largest(logits) if laws.raw else None

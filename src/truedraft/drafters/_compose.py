@@ -33,9 +33,9 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
 
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
-CREDIT = 0.15  # tokens a pass that a part is taken to contribute, before anything is known
-AGAIN = 16  # passes after which a part that was not worth its time is asked again,
-TRIED = 2  # for so many, if it gives nothing
+CREDIT = 0.3  # tokens a pass that a part is taken to contribute, before anything is known
+AGAIN = 8  # passes after which a part that was not worth its time is asked again,
+TRIED = 3  # for so many, if it gives nothing
 HICCUP = 4.0  # times the usual time of a part, of which no more is held against it
 KEPT = 0.9  # weight that what a part contributed keeps at each later pass
 
@@ -213,10 +213,10 @@ class Merge(Many):
             self._credit = [CREDIT * prices.plain] * len(self.parts)
         for k in awake:
             self._credit[k] = KEPT * self._credit[k] + (1 - KEPT) * saved[k]
-        took = [drafting + watching for drafting, watching in zip(self.seconds, self.watching, strict=True)]
-        worst = min(awake, key=lambda k: self._credit[k] - took[k])
-        if self._credit[worst] < took[worst] and len(awake) > 1:
-            self._resting[worst], self._credit[worst] = AGAIN, took[worst] / KEPT**TRIED
+        for k in awake:
+            took = self.seconds[k] + self.watching[k]
+            if self._credit[k] < took:
+                self._resting[k], self._credit[k] = AGAIN + k, took / KEPT**TRIED
 
 
 class Switch(Many):

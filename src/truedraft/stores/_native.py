@@ -68,6 +68,7 @@ def library() -> ctypes.PyDLL | None:
         ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
         ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
         ("sound", c_int, [one]),
+        ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
         ("table", c_int, [POINTER(Table), c_int64]),
         ("table_copy", c_int, [POINTER(Table), POINTER(Table)]),

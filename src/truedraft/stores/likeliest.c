@@ -1,4 +1,4 @@
-/* The largest scores of each row, in one reading. */
+/* The largest score of each row, or the few largest, in one reading. */
 
 #include <math.h>
 #include <stdint.h>
@@ -25,6 +25,29 @@ void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_
                 int32_t at = n < count ? n++ : count - 1;
                 for (; at && best[at - 1] < x; at--) best[at] = best[at - 1], out[at] = out[at - 1];
                 best[at] = x, out[at] = (int32_t)i;
+            }
+        }
+    }
+}
+
+/* out: the place of the first largest of each row, -1 where one is NaN. */
+void truedraft_largest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t *out) {
+    for (int64_t r = 0; r < rows; r++, score += stride) {
+        float best = -INFINITY;
+        out[r] = 0;
+        for (int64_t from = 0; from < width && out[r] >= 0; from += BLOCK) {
+            int64_t to = from + BLOCK < width ? from + BLOCK : width;
+            if (to - from == BLOCK) { /* most blocks hold neither a larger one nor NaN */
+                int32_t hit = 0;
+                for (int i = 0; i < BLOCK; i++) hit |= !(score[from + i] <= best);
+                if (!hit) continue;
+            }
+            for (int64_t i = from; i < to; i++) {
+                if (score[i] > best) best = score[i], out[r] = (int32_t)i;
+                if (score[i] != score[i]) {
+                    out[r] = -1;
+                    break;
+                }
             }
         }
     }

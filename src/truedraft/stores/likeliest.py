@@ -1,4 +1,4 @@
-"""The few largest scores of every row."""
+"""The largest scores of every row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from torch import Tensor
 from truedraft.stores._native import library
 
 MOST = 16  # that the compiled form keeps
+
+
+def largest(scores: Tensor) -> list:
+    """The place of the first largest of the scores (..., width), -1 where any of them is NaN; nested as they are."""
+    lib = library()
+    if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu" or scores.stride(-1) != 1:
+        best, places = scores.max(-1)
+        return places.masked_fill_(best.isnan(), -1).tolist()
+    flat = scores.flatten(0, -2)
+    rows, width = flat.shape
+    out = (c_int32 * rows)()
+    lib.truedraft_largest(flat.data_ptr(), rows, width, flat.stride(0), out)
+    if scores.dim() == 2:
+        return out[:]
+    each = scores.shape[1]
+    return [out[at : at + each] for at in range(0, rows, each)]
 
 
 def likeliest(scores: Tensor, count: int) -> list[list[int]]:
