@@ -14,13 +14,13 @@ stores = Extension(
     extra_compile_args=["-O3"],
     optional=True,
 )
-union = Extension(
-    "truedraft.stores._union", sources=["src/truedraft/stores/_union.c"], extra_compile_args=["-O3"], optional=True
+trees = Extension(
+    "truedraft.stores._trees", sources=["src/truedraft/stores/_trees.c"], extra_compile_args=["-O3"], optional=True
 )
 setup(
     ext_modules=[
         stores,
-        union,
+        trees,
         Extension(
             "truedraft.runtime.native._pass",
             sources=[f"{native}/pass.c"],
@@ -33,5 +33,5 @@ setup(
         ),
     ]
     if x86
-    else [stores, union]
+    else [stores, trees]
 )

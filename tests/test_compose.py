@@ -15,7 +15,9 @@ from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PerRow, Prices
 from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
+from truedraft.drafters._trust import EDGES, Tally, Trust, follow, settled
 from truedraft.stores import union as union_module
+from truedraft.stores._native import trees as compiled
 from truedraft.stores.union import union
 from truedraft.tree import Accepted, Row, Scores
 
@@ -88,7 +90,7 @@ def random_tree(rng: random.Random) -> DraftTree:
 def test_a_union_holds_the_likeliest_paths_of_all(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against paths kept in a dictionary; each form by itself."""
     monkeypatch.setenv("TRUEDRAFT_NATIVE", native)
-    union_module._compiled.cache_clear()
+    union_module.compiled.cache_clear()
     rng = random.Random(0)
     for _ in range(300):
         trees = [random_tree(rng) for _ in range(rng.randint(1, 5))]
@@ -108,7 +110,37 @@ def test_a_union_holds_the_likeliest_paths_of_all(native: str, monkeypatch: pyte
         found = [tuple(joined.tree.tokens[i] for i in joined.tree.path(n)[1:]) for n in drafted]
         assert found == best
         assert [joined.owners[n] for n in drafted] == [owners[path] for path in best]
-    union_module._compiled.cache_clear()
+    union_module.compiled.cache_clear()
+
+
+@pytest.mark.skipif(compiled() is None, reason="it was not compiled")
+def test_estimates_are_set_right_alike_in_c_and_in_python() -> None:
+    rng = random.Random(1)
+    forms = [(follow, settled), (compiled().follow, compiled().settled)]
+    tallies = [(Tally(), Tally()) for _ in forms]
+    for _ in range(300):
+        tree = random_tree(rng)
+        assert tree.hopes is not None
+        parts, said = (tree.tokens, tree.parent, tree.hopes, tree.probes), [rng.randrange(4) for _ in range(5)]
+        node = rng.randrange(len(tree))
+        found = []
+        for (go, settle), (ours, mine) in zip(forms, tallies, strict=True):
+            sums = (EDGES, ours.right, ours.tried, mine.right, mine.tried)
+            found.append((go(parts, node, said, *sums, 0.99, 0.9), settle(tree.hopes, *sums, 4.0, 3.0)))
+        assert found[0] == found[1]
+    assert sum(tallies[0][0].tried) > 50
+    for mine, theirs in zip(*tallies, strict=True):
+        assert mine.right == theirs.right and mine.tried == theirs.tried
+
+
+def test_what_is_right_half_as_often_as_hoped_is_hoped_for_half_as_much() -> None:
+    trust, row = Trust(), Row(0, [1], 1, 10**6)
+    for i in range(400):
+        trust.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8]))
+        row.tokens.append(5 if i % 5 < 2 else 6)
+        trust.heard(row)
+    (_, hope) = trust.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8])).hopes or ()
+    assert 0.25 < hope < 0.55
 
 
 def test_a_union_says_what_only_one_had() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from truedraft.stores._native import trees
 from truedraft.tree import DraftTree, Row
 
+Floats = array  # of doubles
 STEP = 0.5  # of the log-odds, between one bin of estimates and the next
-EDGES = [1 / (1 + math.exp(-STEP * k)) for k in range(-10, 11)]
+EDGES = array("d", [1 / (1 + math.exp(-STEP * k)) for k in range(-10, 11)])
 PRIOR = 4.0  # observations that an estimate itself counts for
 OTHERS = 3.0  # observations that what is known of other rows counts for
 LONG, SHORT = 0.995, 0.9  # weight that an observation keeps at each later one: over all rows, and within one
@@ -21,8 +24,8 @@ class Tally:
     """Observations by bin of the estimate: how many, and of these how often it was right."""
 
     def __init__(self) -> None:
-        self.right = [0.0] * (len(EDGES) + 1)
-        self.tried = [0.0] * (len(EDGES) + 1)
+        self.right = array("d", [0.0] * (len(EDGES) + 1))
+        self.tried = array("d", [0.0] * (len(EDGES) + 1))
 
 
 @dataclass(slots=True)
@@ -63,13 +66,9 @@ class Trust:
         known = self._known(row)
         if len(known.drafts) < FOLLOWED:
             known.drafts.append(Followed(tree, ahead))
-        ours, mine = self._all, known.tally
-        found: dict[float, float] = {}
-        for raw in set(tree.hopes):
-            at = bisect(EDGES, raw)
-            here = (ours.right[at] + PRIOR * raw) / (ours.tried[at] + PRIOR)
-            found[raw] = (mine.right[at] + OTHERS * here) / (mine.tried[at] + OTHERS)
-        hopes = (1.0, *[found[raw] for raw in tree.hopes[1:]])
+        ours, mine, native = self._all, known.tally, trees()
+        settle = settled if native is None else native.settled
+        hopes = settle(tree.hopes, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
         return DraftTree(tree.tokens, tree.parent, tree.dist, tree.probes, tree.draws, hopes)
 
     def heard(self, row: Row) -> None:
@@ -87,27 +86,14 @@ class Trust:
             if any(a != b for a, b in zip(draft.ahead, said, strict=False)):
                 return False
             draft.ahead, said = draft.ahead[len(said) :], said[waits:]
-        ours, tree = self._all, draft.tree
-        tokens, parent, hopes, probes = tree.tokens, tree.parent, tree.hopes, tree.probes
-        assert hopes is not None
-        for token in said:
-            child, reached = draft.node, -1
-            for _ in range(parent.count(draft.node)):
-                child = parent.index(draft.node, child + 1)
-                if child in probes:
-                    continue
-                right = tokens[child] == token and reached < 0
-                at = bisect(EDGES, hopes[child])
-                ours.right[at] = ours.right[at] * LONG + right
-                ours.tried[at] = ours.tried[at] * LONG + 1
-                mine.right[at] = mine.right[at] * SHORT + right
-                mine.tried[at] = mine.tried[at] * SHORT + 1
-                if right:
-                    reached = child
-            if reached < 0:
-                return False
-            draft.node = reached
-        return draft.node in parent
+        ours, tree, native = self._all, draft.tree, trees()
+        assert tree.hopes is not None
+        go = follow if native is None else native.follow
+        draft.node = go(
+            (tree.tokens, tree.parent, tree.hopes, tree.probes), draft.node, list(said),
+            EDGES, ours.right, ours.tried, mine.right, mine.tried, LONG, SHORT,
+        )  # fmt: skip
+        return draft.node >= 0
 
     def _known(self, row: Row) -> _Known:
         known = self._rows.get(id(row))
@@ -117,3 +103,41 @@ class Trust:
 
     def end(self, row: Row) -> None:
         self._rows.pop(id(row), None)
+
+
+def settled(
+    hopes: tuple[float, ...], edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats,
+    prior: float, others: float,
+) -> tuple[float, ...]:  # fmt: skip
+    """Estimates set right by what became of such ones, of all rows and of one; the root's is 1. As in `_trees.c`."""
+    found: dict[float, float] = {}
+    for raw in set(hopes):
+        at = bisect(edges, raw)
+        here = (right[at] + prior * raw) / (tried[at] + prior)
+        found[raw] = (mine_right[at] + others * here) / (mine_tried[at] + others)
+    return (1.0, *[found[raw] for raw in hopes[1:]])
+
+
+def follow(
+    tree: tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]], node: int, said: list[int],
+    edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats, long: float, short: float,
+) -> int:  # fmt: skip
+    """The node reached by what was said, -1 where the tree went wrong or ends; nodes are counted. As in `_trees.c`."""
+    tokens, parent, hopes, probes = tree
+    for token in said:
+        child, reached = node, -1
+        for _ in range(parent.count(node)):
+            child = parent.index(node, child + 1)
+            if child in probes:
+                continue
+            good = tokens[child] == token and reached < 0
+            at = bisect(edges, hopes[child])
+            for kept, was, of in ((long, right, tried), (short, mine_right, mine_tried)):
+                was[at] = was[at] * kept + good
+                of[at] = of[at] * kept + 1
+            if good:
+                reached = child
+        if reached < 0:
+            return -1
+        node = reached
+    return node if node in parent else -1

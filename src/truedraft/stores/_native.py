@@ -9,7 +9,9 @@ import ctypes
 import os
 from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 
 class Cursor(ctypes.Structure):
@@ -80,3 +82,14 @@ def library() -> ctypes.PyDLL | None:
         function = getattr(lib, f"truedraft_{name}")
         function.restype, function.argtypes = result, arguments
     return lib if lib.truedraft_store_layout() == ctypes.sizeof(Layout) * 4096 + ctypes.sizeof(Cursor) else None
+
+
+@cache
+def trees() -> Any:
+    """The module of `_trees.c`, or None where it was not built; TRUEDRAFT_NATIVE=0 in the environment hides it."""
+    if os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+        return None
+    try:
+        return import_module("truedraft.stores._trees")
+    except ImportError:
+        return None

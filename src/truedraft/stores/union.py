@@ -1,13 +1,11 @@
-"""One draft tree of several: compiled (`_union.c`), or here in Python."""
+"""One draft tree of several: compiled (`_trees.c`), or here in Python."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
 from typing import NamedTuple
 
+from truedraft.stores._native import trees as compiled
 from truedraft.tree import DraftTree
 
 TREES = 31  # that the compiled form joins, at most
@@ -66,21 +64,10 @@ def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | No
     for tree in trees:
         assert tree.hopes is not None
         given.append((tree.tokens, tree.parent, tree.hopes, tree.probes))
-    join = (_compiled() if len(trees) <= TREES else None) or _joined
+    native = compiled() if len(trees) <= TREES else None
+    join: Joining = native.union if native is not None else _joined
     tokens, parent, hopes, owners, drafted = join(given, budget, list(weights or [1.0] * len(trees)))
     return Union(DraftTree(tokens, parent, probes=frozenset(range(drafted, len(tokens))), hopes=hopes), owners)
-
-
-@cache
-def _compiled() -> Joining | None:
-    """The compiled form, where it was built; TRUEDRAFT_NATIVE=0 in the environment hides it."""
-    if os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
-        return None
-    try:
-        found: Joining = import_module("truedraft.stores._union").union
-    except ImportError:
-        return None
-    return found
 
 
 def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:

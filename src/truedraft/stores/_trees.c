@@ -1,4 +1,5 @@
-/* One draft tree of several: what several draft is folded, the likeliest nodes stay. See union.py. */
+/* What is done with draft trees node by node: several joined (union.py), what became of their nodes counted, and
+   estimates of the chance of each set right (drafters/_trust.py). Trees come as (tokens, parents, hopes, probes). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -128,12 +129,122 @@ end:
     return result;
 }
 
+/* Observations by bin of the estimate, of all rows and of one: how many, and how many of these were right. */
+typedef struct {
+    Py_buffer edges, right, tried, mine_right, mine_tried;
+} Tallies;
+
+static int bins(const Tallies *t) { return (int)(t->edges.len / sizeof(double)) + 1; }
+
+static int sound(const Tallies *t) {
+    Py_ssize_t size = bins(t) * (Py_ssize_t)sizeof(double);
+    if (t->right.len == size && t->tried.len == size && t->mine_right.len == size && t->mine_tried.len == size) return 1;
+    PyErr_SetString(PyExc_ValueError, "tallies need one bin more than there are edges");
+    return 0;
+}
+
+static void released(Tallies *t) {
+    PyBuffer_Release(&t->edges);
+    PyBuffer_Release(&t->right);
+    PyBuffer_Release(&t->tried);
+    PyBuffer_Release(&t->mine_right);
+    PyBuffer_Release(&t->mine_tried);
+}
+
+static int bin_of(const Tallies *t, double hope) {
+    const double *edge = t->edges.buf;
+    int low = 0, high = bins(t) - 1;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (hope < edge[middle]) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+static void seen(Py_buffer *right, Py_buffer *tried, int at, int was_right, double keeps) {
+    double *r = right->buf, *n = tried->buf;
+    r[at] = r[at] * keeps + was_right;
+    n[at] = n[at] * keeps + 1;
+}
+
+/* follow(tree, node, said, edges, right, tried, mine_right, mine_tried, long, short): the node reached from `node` by
+   what was said, -1 where the tree went wrong or is at its end; its nodes on the way are counted. */
+static PyObject *follow(PyObject *self, PyObject *args) {
+    PyObject *tokens, *parents, *hopes, *probes, *said;
+    Tallies t;
+    int node;
+    double all, one;
+    if (!PyArg_ParseTuple(args, "(O!O!O!O)iO!y*w*w*w*w*dd", &PyTuple_Type, &tokens, &PyTuple_Type, &parents,
+                          &PyTuple_Type, &hopes, &probes, &node, &PyList_Type, &said, &t.edges, &t.right, &t.tried,
+                          &t.mine_right, &t.mine_tried, &all, &one))
+        return NULL;
+    Py_ssize_t n = PyTuple_GET_SIZE(tokens);
+    int any = PyObject_IsTrue(probes), ok = sound(&t) && PyTuple_GET_SIZE(parents) == n && PyTuple_GET_SIZE(hopes) == n;
+    for (Py_ssize_t k = 0; ok && node >= 0 && k < PyList_GET_SIZE(said); k++) {
+        long token = PyLong_AsLong(PyList_GET_ITEM(said, k));
+        int reached = -1;
+        for (Py_ssize_t i = node + 1; i < n; i++) {
+            if (PyLong_AsLong(PyTuple_GET_ITEM(parents, i)) != node) continue;
+            if (any) {
+                PyObject *here = PyLong_FromSsize_t(i);
+                int probe = here ? PySequence_Contains(probes, here) : -1;
+                Py_XDECREF(here);
+                if (probe) continue;
+            }
+            int right = reached < 0 && PyLong_AsLong(PyTuple_GET_ITEM(tokens, i)) == token;
+            int at = bin_of(&t, PyFloat_AsDouble(PyTuple_GET_ITEM(hopes, i)));
+            seen(&t.right, &t.tried, at, right, all);
+            seen(&t.mine_right, &t.mine_tried, at, right, one);
+            if (right) reached = (int)i;
+        }
+        node = reached;
+    }
+    released(&t);
+    if (!ok && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "trees need a parent and a hope for each token");
+    if (PyErr_Occurred()) return NULL;
+    int more = 0;
+    for (Py_ssize_t i = node + 1; node >= 0 && i < n && !more; i++)
+        more = PyLong_AsLong(PyTuple_GET_ITEM(parents, i)) == node;
+    return PyLong_FromLong(more ? node : -1);
+}
+
+/* settled(hopes, edges, right, tried, mine_right, mine_tried, prior, others): the estimates set right, the root's 1. */
+static PyObject *settled(PyObject *self, PyObject *args) {
+    PyObject *hopes;
+    Tallies t;
+    double prior, others;
+    if (!PyArg_ParseTuple(args, "O!y*y*y*y*y*dd", &PyTuple_Type, &hopes, &t.edges, &t.right, &t.tried, &t.mine_right,
+                          &t.mine_tried, &prior, &others))
+        return NULL;
+    Py_ssize_t n = PyTuple_GET_SIZE(hopes);
+    PyObject *found = sound(&t) ? PyTuple_New(n) : NULL;
+    const double *right = t.right.buf, *tried = t.tried.buf, *mine_right = t.mine_right.buf, *mine_tried = t.mine_tried.buf;
+    for (Py_ssize_t i = 0; found && i < n; i++) {
+        double raw = PyFloat_AsDouble(PyTuple_GET_ITEM(hopes, i));
+        int at = bin_of(&t, raw);
+        double here = (right[at] + prior * raw) / (tried[at] + prior);
+        double hope = i ? (mine_right[at] + others * here) / (mine_tried[at] + others) : 1.0;
+        PyObject *made = PyFloat_FromDouble(hope);
+        if (!made || PyErr_Occurred()) {
+            Py_XDECREF(made);
+            Py_CLEAR(found);
+        } else {
+            PyTuple_SET_ITEM(found, i, made);
+        }
+    }
+    released(&t);
+    return found;
+}
+
 static PyMethodDef methods[] = {
     {"union", union_of, METH_VARARGS,
      "union(trees, budget, weights) -> tokens, parents, hopes, owners, and the first probe's place."},
+    {"follow", follow, METH_VARARGS, "follow(tree, node, said, tallies...) -> the node reached, or -1."},
+    {"settled", settled, METH_VARARGS, "settled(hopes, tallies..., prior, others) -> the hopes, set right."},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_union", NULL, -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_trees", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__union(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__trees(void) { return PyModule_Create(&module); }
