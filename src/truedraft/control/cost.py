@@ -136,7 +136,7 @@ class Cost(Control):
         self._drawn = False
         self._promised = 0.0  # nodes of the pass under way that are hoped to be right
         self._levels = 0  # of the drafts at hand
-        self._drafted = 0.0  # seconds of drafting when they were asked for
+        self._drafted = self._watched = 0.0  # seconds of drafting, and of seeing passes, when they were asked for
         self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, the first left out
         self._spent = self._since = 0.0  # seconds of later drafting and deciding that was not expected to pay
         self._explored = 0.0  # seconds that trying against the curve has cost
@@ -157,13 +157,14 @@ class Cost(Control):
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
         now, drafting = self._seconds["draft"] + self._seconds["control"], self._seconds["draft"]
+        watching = self._seconds.get("observe", 0.0)
         if self._asked and self._proposed > 1:
-            self._took.append(drafting - self._drafted)
+            self._took.append(drafting - self._drafted + watching - self._watched)
             self._spent += 0.0 if self._trusted else min(now - self._since, HICCUP * self._drafting())
             seconds, levels = self._each
             if self._levels:
                 self._each = seconds * self.memory + drafting - self._drafted, levels * self.memory + self._levels
-        self._since, self._drafted = now, drafting
+        self._since, self._drafted, self._watched = now, drafting, watching
         size, self._trusted = self._plan(rows)
         allowed = self.slack * (self._seconds["target"] + self._seconds["prefill"])
         self._asked = self._trusted or self._spent <= allowed
@@ -260,7 +261,7 @@ class Cost(Control):
         return whole if self._probing.decide(more, self.slack * self._seconds["target"]) else list(sized)
 
     def _drafting(self) -> float:
-        """Seconds that drafting takes a pass, after the first; the median, since now and then one waits for others."""
+        """Seconds that drafting and learning take a pass; the median, since now and then one waits for others."""
         return median(self._took) if self._took else 0.0
 
     def _gains(self, rows: Sequence[Row], trees: Sequence[DraftTree], longest: int) -> list[float]:
