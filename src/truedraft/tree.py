@@ -127,9 +127,11 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one to verify."""
-        for c in self.shape.children[node]:
-            if self.tokens[c] == token and c not in self.probes:
-                return c
+        child = node
+        for _ in range(self.parent.count(node)):
+            child = self.parent.index(node, child + 1)
+            if self.tokens[child] == token and child not in self.probes:
+                return child
         return None
 
     def path(self, node: int) -> tuple[int, ...]:
@@ -154,7 +156,7 @@ class DraftTree:
 
     def bare(self) -> DraftTree:
         """The nodes that stand for verification alone."""
-        return self.kept([i for i in range(len(self)) if i not in self.probes]) if self.probes else self
+        return self._kept([i for i in range(len(self)) if i not in self.probes]) if self.probes else self
 
     def drafting(self, nodes: int) -> DraftTree:
         """The first `nodes` nodes that stand for verification, and the probes below them and the root."""
@@ -163,15 +165,15 @@ class DraftTree:
             if self.parent[i] in chosen and (i in self.probes or nodes > 0):
                 chosen.append(i)
                 nodes -= i not in self.probes
-        return self if len(chosen) == len(self) else self.kept(chosen)
+        return self if len(chosen) == len(self) else self._kept(chosen)
 
     def shallow(self, depth: int) -> DraftTree:
         """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
         if len(self) <= depth or max(self.shape.depth) <= depth:
             return self
-        return self.kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
+        return self._kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
 
-    def kept(self, nodes: Sequence[int]) -> DraftTree:
+    def _kept(self, nodes: Sequence[int]) -> DraftTree:
         """Some of the nodes; a node whose parent is left out must be left out too."""
         new = {old: i for i, old in enumerate(nodes)}
         return DraftTree(

@@ -137,7 +137,7 @@ def _room(model: Any, workload: Workload) -> int | None:
     """Tokens that a prompt may have, so that the model can read it and what it writes.
 
     Raises:
-        Refused: none.
+        Refused: there is no room for a prompt.
     """
     context = getattr(model.config, "max_position_embeddings", None)
     if context is None:

@@ -42,14 +42,9 @@ def followed(tree: DraftTree, said: Sequence[int]) -> list[int]:
     reached: list[int] = []
     node = 0
     for token in said:
-        child = node
-        for _ in range(tree.parent.count(node)):
-            child = tree.parent.index(node, child + 1)
-            if tree.tokens[child] == token and child not in tree.probes:
-                reached.append(child)
-                break
-        else:
+        if (child := tree.child(node, token)) is None:
             break
+        reached.append(child)
         node = child
     return reached
 
