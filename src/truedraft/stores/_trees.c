@@ -70,6 +70,30 @@ static int32_t added(Node *node, int32_t n, int32_t most, int32_t *at, PyObject 
     return n;
 }
 
+/* One child of a node is right at most: what a tree hopes of one, the likelier ones of other trees leave less of. Trees
+   are taken to err independently of each other; what one hopes of its own nodes adds up already. `family`, `before`:
+   room for all nodes. */
+static void shared(Node *node, int32_t n, Ranked *family, double *before) {
+    for (int32_t up = 0; up < n; up++) {
+        int32_t size = 0;
+        for (int32_t i = node[up].below; i; i = node[i].next)
+            if (!node[i].probe) family[size++] = (Ranked){node[i].hope, i};
+        if (size < 2) continue;
+        qsort(family, (size_t)size, sizeof(Ranked), likelier);
+        double left = 1;
+        for (int32_t k = 0; k < size; k++) {
+            Node *one = &node[family[k].node];
+            double own = 0;
+            for (int32_t j = 0; j < k; j++)
+                if (node[family[j].node].owner & one->owner) own += before[j];
+            before[k] = one->hope;
+            double share = left > 0 ? one->hope * left / (1 - own > left ? 1 - own : left) : 0;
+            one->hope = share < left ? share : left;
+            left -= one->hope;
+        }
+    }
+}
+
 static PyObject *union_of(PyObject *self, PyObject *args) {
     PyObject *trees, *weights;
     Py_ssize_t budget;
@@ -85,10 +109,11 @@ static PyObject *union_of(PyObject *self, PyObject *args) {
         if (PyTuple_Check(tree) && PyTuple_GET_SIZE(tree) && PyTuple_Check(PyTuple_GET_ITEM(tree, 0)))
             most += PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 0));
     }
-    Node *node = most < INT32_MAX ? PyMem_Malloc(most * (sizeof(Node) + sizeof(Ranked) + 2 * sizeof(int32_t))) : NULL;
+    Node *node = most < INT32_MAX ? PyMem_Malloc(most * (sizeof(Node) + sizeof(Ranked) + sizeof(double) + 2 * sizeof(int32_t))) : NULL;
     if (!node) return PyErr_NoMemory();
     Ranked *order = (Ranked *)(node + most);
-    int32_t *at = (int32_t *)(order + most), *from = at + most;
+    double *room = (double *)(order + most);
+    int32_t *at = (int32_t *)(room + most), *from = at + most;
     node[0] = (Node){0, -1, 0, 0, (int32_t)((1u << count) - 1), 0, 0, 1, 1, 1};
     for (int32_t k = 0; k < count && n > 0; k++) {
         PyObject *tree = PyList_GET_ITEM(trees, k);
@@ -97,6 +122,7 @@ static PyObject *union_of(PyObject *self, PyObject *args) {
     }
     PyObject *result = NULL;
     if (n < 0) goto end;
+    shared(node, n, order, room);
     for (int32_t i = 1; i < n; i++) {
         node[i].value = node[node[i].parent].value * node[i].hope;
         if (!node[i].probe) order[kept++] = (Ranked){node[i].value * node[i].weight, i};

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from truedraft.stores._native import trees as compiled
@@ -52,6 +52,8 @@ def followed(tree: DraftTree, said: Sequence[int]) -> list[int]:
 def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | None = None) -> Union:
     """One tree of several with the same root: its `budget` likeliest nodes, in that order, and all probes below them.
 
+    Hopes of nodes that exclude each other are made to agree.
+
     trees: with hopes.
     weights: of each tree's nodes in that order; all the same by default.
     """
@@ -87,6 +89,7 @@ def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:
             weight[node] = max(weight[node], heavy)
             owners[node] |= 1 << k
             at.append(node)
+    _shared(parents, hopes, owners, read)
     values = [1.0]
     for parent, hope in zip(parents[1:], hopes[1:], strict=True):
         values.append(values[parent] * hope)
@@ -106,3 +109,21 @@ def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:
         [owners[i] for i in nodes],
         drafted,
     )
+
+
+def _shared(parents: Sequence[int], hopes: list[float], owners: Sequence[int], probes: Collection[int]) -> None:
+    """One child of a node is right at most: what a tree hopes of one, the likelier ones of other trees leave less of.
+
+    Trees are taken to err independently of each other; what one hopes of its own nodes adds up already.
+    """
+    children: dict[int, list[int]] = {}
+    for i in range(1, len(parents)):
+        if i not in probes:
+            children.setdefault(parents[i], []).append(i)
+    for family in children.values():
+        family.sort(key=lambda i: (-hopes[i], i))
+        before, left = [hopes[i] for i in family], 1.0
+        for k, i in enumerate(family):
+            own = sum(before[j] for j in range(k) if owners[family[j]] & owners[i])
+            hopes[i] = min(hopes[i] * left / max(1 - own, left), left) if left else 0.0
+            left -= hopes[i]
