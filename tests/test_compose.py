@@ -193,21 +193,33 @@ def test_parts_that_were_not_chosen_see_every_pass() -> None:
     assert [part.seen for part in parts] == [[2], [2]]
 
 
-def test_a_merge_lets_a_part_rest_that_takes_more_than_it_gives() -> None:
-    """The second part drafts what the first does, and costs half a pass."""
-    parts = [Told([5], 0.9), Told([5], 0.9)]
-    drafter = Merge(parts)
+def asked_of_60(drafter: Merge, seconds: float, said: int) -> list[int]:
+    """Passes of 60, a second each, in which each part was asked; the second takes `seconds`, the row says `said`."""
     drafter.prices = Prices(1.0, 0.0)
     row, _ = drafted(drafter)
-    asked = 0
+    asked = [0] * len(drafter.parts)
     for _ in range(60):
-        asked += not drafter._resting[1]
         (tree,) = drafter.propose([row], [8])
-        drafter.seconds = [0.0, 0.5]
-        row.tokens += [5, 3]
-        drafter.observe([row], [tree], Scores(torch.zeros(1, 2, 9), {}, [0]), [Accepted((0, 1), 3, False)])
-    assert 8 <= asked <= 40
-    assert not drafter._resting[0]
+        for k in drafter._called:
+            asked[k] += 1
+        drafter.seconds = [0.0, seconds]
+        row.tokens += [said, 3]
+        path = (0, tree.tokens.index(said)) if said in tree.tokens else (0,)
+        drafter.observe([row], [tree], Scores(torch.zeros(1, len(tree), 9), {}, [0]), [Accepted(path, 3, False)])
+    return asked
+
+
+def test_a_merge_lets_a_part_rest_that_takes_more_than_it_gives() -> None:
+    """Both draft the same, and are right half of the time; the second costs half a pass."""
+    first, second = asked_of_60(Merge([Told([5], 0.5), Told([5], 0.5)]), 0.5, said=6)
+    assert first == 60 and 8 <= second <= 40
+
+
+def test_a_merge_asks_no_other_where_one_is_sure() -> None:
+    sure, other = asked_of_60(Merge([Told([5], 0.99), Told([6], 0.5)]), 0.1, said=5)
+    assert sure == 60 and other <= 12
+    _, other = asked_of_60(Merge([Told([5], 0.99), Told([6], 0.5)]), 0.1, said=6)
+    assert other >= 50
 
 
 def test_the_string_form_binds_as_it_says() -> None:

@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from truedraft.stores import trigrams
+from truedraft.drafters.token_recycling import template
+from truedraft.stores import _native, trigrams
 from truedraft.stores._native import Cursor, library
 from truedraft.stores._pure import Pure
 from truedraft.stores.automaton import SEPARATOR, Automaton, Native, automaton
 from truedraft.stores.likeliest import largest, likeliest
+from truedraft.stores.successors import Successors
+from truedraft.tree import DraftTree
 
 FORMS: dict[str, Callable[[int], Automaton]] = {"pure": Pure}
 if (lib := library()) is not None:
@@ -144,6 +147,46 @@ def test_the_likeliest_are_those_of_topk() -> None:
     assert likeliest(scores[3:, :2], 5) == scores[3:, :2].topk(2).indices.tolist()
     scores[1, 1:] = -torch.inf
     assert likeliest(scores[1:2], 3) == likeliest(scores[1:2].double(), 3) == [[0]]
+
+
+@pytest.mark.parametrize("width", [3, 90, 300, 5000, 40_000])
+def test_the_likeliest_of_rows_with_ties_are_the_first(width: int) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(9, width).mul(20).round()
+    count = min(8, width)
+    assert likeliest(scores, 8) == scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].tolist()
+
+
+@pytest.mark.parametrize("native", ["", "0"], ids=["compiled", "python"])
+def test_successors_are_those_last_seen_and_grow_after_a_template(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEDRAFT_NATIVE", native)
+    for cached in (_native.library, _native.trees):
+        cached.cache_clear()
+    torch.manual_seed(0)
+    pick, known, table = random.Random(0), {}, Successors(3)
+    for _ in range(200):
+        tokens = [pick.randrange(40) for _ in range(pick.randrange(1, 6))]
+        scores = torch.randn(len(tokens), 40)
+        scores[0, pick.randrange(40) :] = -torch.inf
+        table.learn(tokens, scores)
+        for token, row in zip(tokens, scores, strict=True):
+            if best := [i for i in row.topk(3).indices.tolist() if row[i] > -torch.inf]:
+                known[token] = best
+    assert {token: table.of(token) for token in range(50) if table.of(token)} == known
+    shape = template(40, 4, 5)
+    for budget in (0, 7, 40):
+        tokens, parents, hopes = table.tree(9, budget, shape)
+        tree = DraftTree(tokens, parents, hopes=hopes)
+        tree.check()
+        paths = {(0,): [9]}  # of ranks, as far as there are successors
+        for i, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True), 1):
+            above = paths.get((parent,))
+            if above and rank < len(known.get(above[-1], ())):
+                paths[i,] = [*above, known[above[-1]][rank]]
+        assert [[tokens[n] for n in tree.path(i)] for i in range(len(tree))] == list(paths.values())[: 1 + budget]
+    assert table.tree(10**6, 9, shape) == ((10**6,), (-1,), (1.0,))
+    for cached in (_native.library, _native.trees):
+        cached.cache_clear()
 
 
 @pytest.mark.skipif(library() is None, reason="the structures were not compiled")

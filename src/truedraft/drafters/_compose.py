@@ -33,9 +33,11 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
 
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
-CREDIT = 0.3  # tokens a pass that a part is taken to contribute, before anything is known
+CREDIT = 0.15  # tokens a pass that a part is taken to contribute, before anything is known
 AGAIN = 8  # passes after which a part that was not worth its time is asked again,
 TRIED = 3  # for so many, if it gives nothing
+MORE = 1.5  # tokens that a part brings where those asked before it are wrong, if it is right
+SKIPPED = 32  # passes for which no part is left out because others are sure
 HICCUP = 4.0  # times the usual time of a part, of which no more is held against it
 KEPT = 0.9  # weight that what a part contributed keeps at each later pass
 
@@ -174,6 +176,7 @@ class Merge(Many):
     def _begin(self) -> None:
         self._credit = [0.0] * len(self.parts)  # seconds a pass that lately none but this part saved
         self._resting = [0] * len(self.parts)  # passes for which a part is not asked
+        self._unasked = [0] * len(self.parts)  # passes since it was
         self._drafts: dict[int, tuple[int, Union]] = {}  # row -> its length, the parts' drafts as one
 
     def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
@@ -181,15 +184,24 @@ class Merge(Many):
         self._drafts.clear()
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        drafts = []
-        for k in range(len(self.parts)):
-            if self._resting[k]:
-                drafts.append([DraftTree.chain(row.tokens[-1], (), ()) for row in rows])
-            else:
-                drafts.append(self.asked(k, rows, budget))
+        nothing = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
+        drafts, doubt = [nothing] * len(self.parts), 1.0
+        for k in sorted(range(len(self.parts)), key=self.seconds.__getitem__):
+            self._unasked[k] += 1
+            if self._asks(k, doubt):
+                self._unasked[k] = 0
+                drafts[k] = self.asked(k, rows, budget)
+                doubt = min(doubt, sum(map(_doubt, drafts[k])) / len(rows))
         for row, most, *trees in zip(rows, budget, *drafts, strict=True):
             self._drafts[id(row)] = len(row.tokens), union(trees, most)
         return [self._drafts[id(row)][1].tree for row in rows]
+
+    def _asks(self, k: int, doubt: float) -> bool:
+        """Whether part k is asked, where those asked before it leave so much doubt about the first token."""
+        if self.prices is None:
+            return True
+        promising = doubt * MORE * self.prices.plain > self.seconds[k] or self._unasked[k] > SKIPPED
+        return promising and not self._resting[k]
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
@@ -202,7 +214,7 @@ class Merge(Many):
 
     def _judge(self, prices: Prices, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """A part whose own contribution saves less time than it takes rests a while, and then is tried again."""
-        awake = [k for k, resting in enumerate(self._resting) if not resting]
+        awake = self._called
         saved = [0.0] * len(self.parts)
         for row, tree in zip(rows, trees, strict=True):
             if id(row) in self._drafts:
@@ -340,6 +352,12 @@ def name_of(part: object) -> str:
     if isinstance(part, Plain):
         return "plain"
     return type(part).__module__.rpartition(".")[2].replace("_", "-")
+
+
+def _doubt(tree: DraftTree) -> float:
+    """The chance that the first token is none of those drafted."""
+    assert tree.hopes is not None
+    return 1 - max((hope for hope, parent in zip(tree.hopes, tree.parent, strict=True) if parent == 0), default=0.0)
 
 
 def _timed(before: float, now: float) -> float:

@@ -9,6 +9,7 @@ little everywhere; where text repeats, copying goes further.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,11 +19,10 @@ from torch import Tensor
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
-from truedraft.stores.likeliest import likeliest
 from truedraft.stores.memory import Tenants
+from truedraft.stores.successors import Successors, Template
 from truedraft.tree import Accepted, DraftTree, Row
 
-Successors = dict[int, list[int]]
 # how often the first, second, ... successor is the right one: a first guess, by which the tree is shaped
 RANKS = (0.45, 0.14, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)
 
@@ -48,7 +48,7 @@ class TokenRecycling(PerRow[Successors]):
 
     def forget(self) -> None:
         super().forget()
-        self._seen: Tenants[Successors] = Tenants(self.namespaces, dict)
+        self._seen = Tenants(self.namespaces, lambda: Successors(self.successors))
 
     @property
     def width(self) -> int:
@@ -58,30 +58,17 @@ class TokenRecycling(PerRow[Successors]):
         return self._seen.of(row.namespace)
 
     def draft(self, row: Row, state: Successors, ahead: Sequence[int], budget: int) -> DraftTree:
-        tokens, parents, hopes = [root_of(row, ahead)], [-1], [1.0]
-        places: list[int] = [0]  # of the template's nodes in the tree, -1 where there is no such successor
-        for parent, rank in template(self.nodes, self.depth, min(self.successors, len(RANKS))):
-            if len(tokens) > budget:
-                break
-            below = places[parent]
-            known = state.get(tokens[below], ()) if below >= 0 else ()
-            if rank < len(known):
-                places.append(len(tokens))
-                tokens.append(known[rank])
-                parents.append(below)
-                hopes.append(RANKS[rank])
-            else:
-                places.append(-1)
-        return DraftTree(tuple(tokens), tuple(parents), hopes=tuple(hopes))
+        shape = template(self.nodes, self.depth, min(self.successors, len(RANKS)))
+        tokens, parents, hopes = state.tree(root_of(row, ahead), budget, shape)
+        return DraftTree(tokens, parents, hopes=hopes)
 
     def learn(self, row: Row, state: Successors, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        found = zip(tree.tokens, likeliest(logits, self.successors), strict=True)
-        state.update((token, best) for token, best in found if best)
+        state.learn(tree.tokens, logits)
 
 
 @lru_cache(maxsize=64)
-def template(nodes: int, depth: int, successors: int) -> tuple[tuple[int, int], ...]:
-    """The published shape: (parent, rank) of each node, the likeliest paths first."""
+def template(nodes: int, depth: int, successors: int) -> Template:
+    """The published shape, the likeliest paths first."""
     heap = [(-RANKS[rank], 1, 0, rank) for rank in range(successors)]
     heapq.heapify(heap)
     made: list[tuple[int, int]] = []
@@ -91,4 +78,5 @@ def template(nodes: int, depth: int, successors: int) -> tuple[tuple[int, int], 
         if level < depth:
             for below in range(successors):
                 heapq.heappush(heap, (value * RANKS[below], level + 1, len(made), below))
-    return tuple(made)
+    parents, ranks = zip(*made, strict=True)
+    return Template(array("i", parents), array("i", ranks), array("d", [RANKS[rank] for rank in ranks]))

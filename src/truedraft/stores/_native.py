@@ -72,6 +72,7 @@ def library() -> ctypes.PyDLL | None:
         ("sound", c_int, [one]),
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
+        ("succeed", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, ints]),
         ("table", c_int, [POINTER(Table), c_int64]),
         ("table_copy", c_int, [POINTER(Table), POINTER(Table)]),
         ("table_free", None, [POINTER(Table)]),

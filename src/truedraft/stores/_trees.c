@@ -263,7 +263,53 @@ static PyObject *settled(PyObject *self, PyObject *args) {
     return found;
 }
 
+/* grown(table, count, root, budget, parents, ranks, hopes): a tree after a template, from a table of successors; see
+   successors.py. Template: int32, int32 and double, as many of each. */
+static PyObject *grown(PyObject *self, PyObject *args) {
+    Py_buffer table, parents, ranks, hopes;
+    int count, root;
+    Py_ssize_t budget;
+    if (!PyArg_ParseTuple(args, "y*iiny*y*y*", &table, &count, &root, &budget, &parents, &ranks, &hopes)) return NULL;
+    Py_ssize_t nodes = ranks.len / (Py_ssize_t)sizeof(int32_t), n = 1;
+    const int32_t *line = table.buf, *parent = parents.buf, *rank = ranks.buf;
+    int64_t known = count > 0 ? table.len / (int64_t)sizeof(int32_t) / count : 0;
+    int32_t *room = PyMem_Malloc((size_t)(4 * nodes + 4) * sizeof(int32_t));
+    int32_t *token = room, *above = token + nodes + 1, *from = above + nodes + 1, *place = from + nodes + 1;
+    PyObject *result = NULL;
+    int sound = parents.len == ranks.len && hopes.len == nodes * (Py_ssize_t)sizeof(double);
+    for (Py_ssize_t i = 0; i < nodes && sound; i++) sound = 0 <= parent[i] && parent[i] <= i && 0 <= rank[i];
+    if (!sound) PyErr_SetString(PyExc_ValueError, "a template needs parents that point backwards, ranks and hopes");
+    if (!room) PyErr_NoMemory();
+    if (sound && room) {
+        token[0] = root, above[0] = -1, place[0] = 0;
+        for (Py_ssize_t i = 0; i < nodes && n <= budget; i++) {
+            int32_t below = place[parent[i]], next = 0;
+            if (below >= 0 && token[below] >= 0 && token[below] < known && rank[i] < count)
+                next = line[(int64_t)token[below] * count + rank[i]];
+            place[i + 1] = -1;
+            if (next) token[n] = next - 1, above[n] = below, from[n] = (int32_t)i, place[i + 1] = (int32_t)n, n++;
+        }
+        PyObject *tokens = PyTuple_New(n), *ups = PyTuple_New(n), *chances = PyTuple_New(n);
+        for (Py_ssize_t i = 0; i < n && tokens && ups && chances; i++) {
+            PyTuple_SET_ITEM(tokens, i, PyLong_FromLong(token[i]));
+            PyTuple_SET_ITEM(ups, i, PyLong_FromLong(above[i]));
+            PyTuple_SET_ITEM(chances, i, PyFloat_FromDouble(i ? ((const double *)hopes.buf)[from[i]] : 1.0));
+        }
+        if (!PyErr_Occurred()) result = PyTuple_Pack(3, tokens, ups, chances);
+        Py_XDECREF(tokens);
+        Py_XDECREF(ups);
+        Py_XDECREF(chances);
+    }
+    PyMem_Free(room);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&parents);
+    PyBuffer_Release(&ranks);
+    PyBuffer_Release(&hopes);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"grown", grown, METH_VARARGS, "grown(table, count, root, budget, template...) -> tokens, parents, hopes."},
     {"union", union_of, METH_VARARGS,
      "union(trees, budget, weights) -> tokens, parents, hopes, owners, and the first probe's place."},
     {"follow", follow, METH_VARARGS, "follow(tree, node, said, tallies...) -> the node reached, or -1."},

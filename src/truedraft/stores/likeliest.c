@@ -3,30 +3,49 @@
 #include <math.h>
 #include <stdint.h>
 
-enum { BLOCK = 64 };
+enum { BLOCK = 64, MOST = 16, WIDE = 16384, FEW = 128, COLUMNS = 512 };
+
+/* Keeps the `count` largest that were offered, the largest first and of equal ones the first; returns how many. */
+static int32_t kept(float *best, int32_t *at, int32_t n, int32_t count, float x, int32_t i) {
+    if (x != x || x == -INFINITY) return n;
+    if (n == count && (x < best[n - 1] || (x == best[n - 1] && i > at[n - 1]))) return n;
+    int32_t place = n < count ? n++ : count - 1;
+    for (; place && (best[place - 1] < x || (best[place - 1] == x && at[place - 1] > i)); place--)
+        best[place] = best[place - 1], at[place] = at[place - 1];
+    best[place] = x, at[place] = i;
+    return n;
+}
 
 /* score: rows of `width` floats, `stride` apart; out: `count` <= 16 places for each, the largest first, -1 where there is
-   none (neither NaN nor the impossible, -inf, is one). */
+   none (neither NaN nor the impossible, -inf, is one). A row is read once, for the largest of each of its columns, as if
+   it were written in lines; only columns whose largest is among the `count` largest of these have to be searched. */
 void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, int32_t *out) {
+    int32_t columns = width < WIDE ? FEW : COLUMNS, at[MOST];
+    float top[COLUMNS], best[MOST];
     for (int64_t r = 0; r < rows; r++, score += stride, out += count) {
-        float best[16];
+        for (int j = 0; j < columns; j++) top[j] = -INFINITY;
+        int64_t from = 0;
+        for (; from + columns <= width; from += columns)
+            for (int j = 0; j < columns; j++) top[j] = score[from + j] > top[j] ? score[from + j] : top[j];
+        for (int j = 0; from + j < width; j++) top[j] = score[from + j] > top[j] ? score[from + j] : top[j];
         int32_t n = 0;
-        for (int32_t i = 0; i < count; i++) out[i] = -1, best[i] = 0;
-        for (int64_t from = 0; from < width; from += BLOCK) {
-            int64_t to = from + BLOCK < width ? from + BLOCK : width;
-            if (n == count && to - from == BLOCK) { /* most blocks hold nothing that is large enough */
-                int32_t hit = 0;
-                for (int i = 0; i < BLOCK; i++) hit |= score[from + i] > best[count - 1];
-                if (!hit) continue;
-            }
-            for (int64_t i = from; i < to; i++) {
-                float x = score[i];
-                if (x != x || x == -INFINITY || (n == count && x <= best[count - 1])) continue;
-                int32_t at = n < count ? n++ : count - 1;
-                for (; at && best[at - 1] < x; at--) best[at] = best[at - 1], out[at] = out[at - 1];
-                best[at] = x, out[at] = (int32_t)i;
-            }
-        }
+        for (int32_t j = 0; j < columns; j++) n = kept(best, at, n, count, top[j], j);
+        float least = n == count ? best[n - 1] : -INFINITY;
+        n = 0;
+        for (int j = 0; j < columns; j++)
+            for (int64_t i = j; top[j] >= least && i < width; i += columns)
+                if (score[i] >= least) n = kept(best, at, n, count, score[i], (int32_t)i);
+        for (int32_t i = 0; i < count; i++) out[i] = i < n ? at[i] : -1;
+    }
+}
+
+/* Keeps the likeliest successors of tokens: those of `token[r]`, one more than each, in line `token[r]` of a table whose
+   lines have `count` places, 0 where there are fewer. A row of scores without a possible one changes nothing. */
+void truedraft_succeed(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, const int32_t *token, int32_t *table) {
+    for (int64_t r = 0; r < rows; r++) {
+        int32_t best[MOST], *line = table + (int64_t)token[r] * count;
+        truedraft_likeliest(score + r * stride, 1, width, stride, count, best);
+        for (int32_t i = 0; best[0] >= 0 && i < count; i++) line[i] = best[i] + 1;
     }
 }
 

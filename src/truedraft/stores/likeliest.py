@@ -42,4 +42,7 @@ def likeliest(scores: Tensor, count: int) -> list[list[int]]:
     rows, width = scores.shape
     out = (c_int32 * (rows * count))()
     lib.truedraft_likeliest(scores.data_ptr(), rows, width, scores.stride(0), count, out)
-    return [[i for i in out[at : at + count] if i >= 0] for at in range(0, rows * count, count)]
+    found = out[:]
+    if -1 in found:
+        return [[i for i in found[at : at + count] if i >= 0] for at in range(0, rows * count, count)]
+    return [found[at : at + count] for at in range(0, rows * count, count)]
