@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ import truedraft
 from models import ragged, tiny
 from truedraft import Chat, Drafter, Refused, registry
 from truedraft.cli._models import load
+from truedraft.drafters._base import Prices
+from truedraft.drafters._texts import told
+from truedraft.stores.automaton import SEPARATOR
+from truedraft.stores.references import PIECE, References, Text
 from truedraft.tree import Row
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -55,6 +61,66 @@ def test_a_place_in_the_input_survives_edits() -> None:
         passes += 1
     assert row.tokens[1:] == truth
     assert passes <= len(truth) / 41 + 3 * 2 + 1
+
+
+def test_a_text_is_read_in_pieces_that_end_at_line_ends() -> None:
+    _, tokenizer = load("nano")
+    text = "".join(f"It was day {i}, and the dog ran.\n" for i in range(400)) + "x" * 5000
+    pieces = list(Text(text, tokenizer, 4096).pieces())
+    assert len(pieces) > 5 and all(len(tokenizer.decode(piece)) <= PIECE for piece in pieces)
+    assert "".join(map(tokenizer.decode, pieces)) == text
+    assert all(tokenizer.decode(piece).endswith("\n") for piece in pieces[:5])
+    limit = max(pieces[0])
+    known = list(Text(text, tokenizer, limit).pieces())
+    assert {*known[0]} == {*pieces[0], SEPARATOR} - {limit}, "the model does not know it"
+
+
+def test_references_are_read_for_as_long_as_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece takes a second; what it takes beyond what was granted is missing next time."""
+    documents = [tuple(range(1, 3000)), (7, 8), ()]
+    given, size, clock = References(documents), PIECE // 4, [0.0]
+    extend = given.automaton.extend
+
+    def slowly(tokens: Sequence[int]) -> None:
+        clock[0] += 1.0
+        extend(tokens)
+
+    monkeypatch.setattr(given.automaton, "extend", slowly)
+    monkeypatch.setattr("truedraft.stores.references.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for seconds, pieces in ((2.0, 2), (0.5, 3), (0.25, 3), (0.25, 3), (0.5, 4)):
+        given.read(seconds)
+        assert len(given.tokens) == pieces * size
+    given.read(99.0)
+    everything = [*documents[0], SEPARATOR, 7, 8, SEPARATOR, SEPARATOR]
+    assert given.tokens == everything == list(given.automaton.text)
+    assert list(given) == list(References(documents)) == documents
+
+
+def test_what_is_read_late_is_copied_from_then_on() -> None:
+    """Reading a document of 40,000 tokens may take a twentieth of passes that are as short as reading a piece."""
+    pick = random.Random(0)
+    document = tuple(pick.randrange(500) for _ in range(40_000))
+    given = References([document])
+    row = Row(0, [1], 1, 10, given)
+    text = told(row, Prices(1e-3, 1e-4))
+    assert len(given.tokens) < len(document)
+    passes = 0
+    while len(given.tokens) <= len(document):
+        row.tokens.append(1000 + passes)
+        text.follow(row)
+        passes += 1
+        assert passes < 100_000
+    assert passes > 10
+    row.tokens += document[-30:-20]
+    text.follow(row)
+    automaton, place = text.place()
+    assert automaton.copy(place, 1, 20) == list(document[-20:])
+
+
+def test_references_in_full_where_drafts_need_not_pay() -> None:
+    row = Row(0, [1], 1, 1, References([tuple(range(40_000))]))
+    told(row, None)
+    assert len(row.references.tokens) == 40_001
 
 
 def ended(drafter: Drafter, namespace: str, text: list[int]) -> None:

@@ -12,6 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from truedraft.chance import Chance, PositionNoise, StreamNoise
 from truedraft.errors import Refused
+from truedraft.stores.references import References, Text
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Prompt
 
@@ -151,8 +152,8 @@ def namespaces_of(given: Any, batch: int) -> list[str]:
 
 def references_of(
     references: Any, batch: int, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Token ids of each row's documents.
+) -> list[References | tuple[()]]:
+    """Each row's documents; text is tokenized as it is read.
 
     Raises:
         Refused: not documents, text without a tokenizer, ids outside the vocabulary, or lists for another batch.
@@ -162,12 +163,12 @@ def references_of(
     if isinstance(references, str) or not isinstance(references, Sequence):
         raise Refused(f"references={type(references).__name__}: give a list of documents, each text or token ids")
     if not (references and all(_is_list_of_documents(r) for r in references)):
-        shared = tuple(_document(d, f"references[{i}]", tokenizer, vocabulary) for i, d in enumerate(references))
-        return [shared] * batch
+        shared = [_document(d, f"references[{i}]", tokenizer, vocabulary) for i, d in enumerate(references)]
+        return [References(shared)] * batch
     if len(references) != batch:
         raise Refused(f"references has lists for {len(references)} rows, the batch has {batch}")
     return [
-        tuple(_document(d, f"references[{b}][{i}]", tokenizer, vocabulary) for i, d in enumerate(row))
+        References([_document(d, f"references[{b}][{i}]", tokenizer, vocabulary) for i, d in enumerate(row)])
         for b, row in enumerate(references)
     ]
 
@@ -176,11 +177,13 @@ def _is_list_of_documents(value: Any) -> bool:
     return isinstance(value, list | tuple) and not any(isinstance(t, Integral) for t in value)
 
 
-def _document(document: Any, where: str, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[int, ...]:
+def _document(
+    document: Any, where: str, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
+) -> Text | tuple[int, ...]:
     if isinstance(document, str):
         if tokenizer is None:
             raise Refused(f"{where} is text, and there is no tokenizer: give one to accelerate(), or token ids")
-        return tuple(tokenizer(document, add_special_tokens=False)["input_ids"])
+        return Text(document, tokenizer, vocabulary)
     ids = document.tolist() if isinstance(document, Tensor) else document
     if not isinstance(ids, list | tuple) or not all(isinstance(t, Integral) for t in ids):
         kind = type(document).__name__

@@ -251,7 +251,7 @@ class Row:
     tokens: prompt and emitted tokens, without padding; the last one is the pending token.
     prompt: how many of them are prompt.
     room: how many more tokens may be emitted, at most.
-    references: token ids of documents that the output may copy from.
+    references: token ids of documents that the output may copy from; `stores/references.py` reads them bit by bit.
     ends: tokens that end the row.
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
@@ -261,7 +261,7 @@ class Row:
     tokens: list[int]
     prompt: int
     room: int
-    references: tuple[tuple[int, ...], ...] = ()
+    references: Sequence[tuple[int, ...]] = ()
     ends: frozenset[int] = frozenset()
     end: int | None = None
     namespace: str = ""

@@ -130,6 +130,8 @@ class Cost(Control):
             self._each = (0.0, 0.0)  # seconds of recent drafting after the first, and levels that it gave
             self._form = DraftTree.chain(0, range(drafter.width))  # of a full draft, as far as one was seen
             self._formed = False
+        if drafter.width:
+            drafter.prices = self._prices(1)
         self._proposed = 0
         self._asked = self._trusted = True
         self._worth = FAVOUR * self._curve(1) if drafter.width else 0.0  # seconds that a draft lately saved
@@ -152,8 +154,7 @@ class Cost(Control):
         if not self._width:
             return [0] * len(rows)
         assert self._drafter is not None
-        plain = self._curve(len(rows))
-        self._drafter.prices = Prices(plain, (self._curve(len(rows) * (1 + FEW)) - plain) / (len(rows) * FEW))
+        self._drafter.prices = self._prices(len(rows))
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
         now, drafting = self._seconds["draft"] + self._seconds["control"], self._seconds["draft"]
@@ -170,6 +171,10 @@ class Cost(Control):
         self._asked = self._trusted or self._spent <= allowed
         self._proposed += self._asked
         return [size if self._asked else 0] * len(rows)
+
+    def _prices(self, rows: int) -> Prices:
+        plain = self._curve(rows)
+        return Prices(plain, (self._curve(rows * (1 + FEW)) - plain) / (rows * FEW))
 
     def _plan(self, rows: Sequence[Row]) -> tuple[int, bool]:
         """Nodes to draft per row, and whether they are expected to pay.

@@ -105,6 +105,7 @@ class Many(Drafter):
 
     def start(self, rows: Sequence[Row]) -> None:
         for part in self.parts:
+            part.prices = self.prices
             part.start(rows)
 
     @property

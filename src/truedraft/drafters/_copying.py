@@ -27,7 +27,7 @@ class InText(PerRow[Told]):
         return self.length
 
     def begin(self, row: Row) -> Told:
-        return told(row)
+        return told(row, self.prices)
 
 
 class Copying(InText):
@@ -41,8 +41,8 @@ class Copying(InText):
     def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
         state.follow(row)
         shortest, longest = self.span
-        place = state.place(ahead, longest)
-        tokens = state.automaton.copy(place, shortest, min(self.length, budget))
+        text, place = state.place(ahead, longest)
+        tokens = text.copy(place, shortest, min(self.length, budget))
         return copied(root_of(row, ahead), tokens, place.length)
 
 
@@ -63,7 +63,7 @@ class Remembering(PerRow[tuple[Told, Places]]):
         return (self._said,)
 
     def begin(self, row: Row) -> tuple[Told, Places]:
-        return told(row), Places()
+        return told(row, self.prices), Places()
 
     def finish(self, row: Row, state: tuple[Told, Places]) -> None:
         self._said.add(row.namespace, row.tokens[row.prompt : row.end])

@@ -38,13 +38,13 @@ class Anpd(InText):
         state.follow(row)
         tokens: list[int] = []
         hopes: list[float] = []
-        key = state.place(ahead, self.n - 1)
+        text, key = max(reversed(state.places(ahead, self.n - 1)), key=lambda place: place[1].length)
         for _ in range(min(self.length, budget)):
             found = key.copy()
-            if not (token := state.automaton.copy(found, 1, 1, latest=True)):
+            if not (token := text.copy(found, 1, 1, latest=True)):
                 break
             tokens += token
             hopes.append(KEEPS[found.length])
-            state.automaton.follow(key, token)
-            state.automaton.shorten(key, self.n - 1)
+            text.follow(key, token)
+            text.shorten(key, self.n - 1)
         return DraftTree.chain(root_of(row, ahead), tokens, hopes)

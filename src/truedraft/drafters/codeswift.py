@@ -77,7 +77,7 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
             self._tokenizer, self._texts = tokenizer, {}
 
     def begin(self, row: Row) -> tuple[Told, Places]:
-        return told(row), Places()
+        return told(row, self.prices), Places()
 
     def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
@@ -87,7 +87,7 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
         missing = self._habits.of(row.namespace).missing
         searched = self.found(places, row, ahead)
         if not self._blank(last[-1]) and last[-2:] not in missing:
-            sources = [(text.automaton, text.place(ahead, self.longest), 1.0)]
+            sources = [(*place, 1.0) for place in text.places(ahead, self.longest)]
             for automaton, cursor in searched:
                 automaton.shorten(cursor, self.longest)
                 sources.append((automaton, cursor, GENERAL))

@@ -33,7 +33,8 @@ ASTRAY = 0.3  # to the power of the tokens wrong since: chance of the first toke
 class Place:
     """Where a row stands in its input.
 
-    source: the input's tokens. at: the next token's place, None where it never stood anywhere.
+    source: the input's tokens, of references those read so far.
+    at: the next token's place, None where it never stood anywhere.
     run: tokens in a row that were as in the input. wrong: tokens since then that were not.
     heard: tokens of the row that were followed.
     """
@@ -70,8 +71,9 @@ class InputGuided(PerRow[Place]):
         return self.length
 
     def begin(self, row: Row) -> Place:
-        source = [token for document in row.references for token in (*document, SEPARATOR)]
-        return Place(source or list(row.tokens[: row.prompt]), told(row), len(row.tokens))
+        text = told(row, self.prices)
+        source = text.given.tokens if text.given is not None else list(row.tokens[: row.prompt])
+        return Place(source, text, len(row.tokens))
 
     def draft(self, row: Row, state: Place, ahead: Sequence[int], budget: int) -> DraftTree:
         if not ahead:
@@ -122,12 +124,12 @@ class InputGuided(PerRow[Place]):
 
     def _found_anew(self, state: Place) -> None:
         """Where the last tokens first stood in the input, however far from the old place."""
-        cursor = state.text.place(longest=CONTEXT)
-        for length, _ in state.text.automaton.suffixes(cursor):
+        automaton, cursor = state.text.places(longest=CONTEXT)[0]
+        for length, _ in automaton.suffixes(cursor):
             if length < (self.shortest if state.at is None else AFAR):
                 return
-            state.text.automaton.shorten(cursor, length)
-            end = state.text.automaton.first(cursor)
+            automaton.shorten(cursor, length)
+            end = automaton.first(cursor)
             if end + 1 < len(state.source):
                 state.at, state.run, state.wrong = end + 1, length, 0
                 return

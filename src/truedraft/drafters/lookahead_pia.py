@@ -47,13 +47,14 @@ class LookaheadPia(Remembering):
     def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
         text.follow(row)
-        sources = [(text.automaton, text.place(ahead, self.branch))]
+        sources = text.places(ahead, self.branch)
+        weights = [1 - self.outputs] * len(sources)
         for automaton, cursor in places.ahead(self._said.of(row.namespace), row.tokens, ahead):
             automaton.shorten(cursor, self.branch)
             sources.append((automaton, cursor))
+            weights.append(self.outputs)
         nodes = min(self.nodes, budget)
         enough = min(self.branch, nodes)
-        weights = [1 - self.outputs, *[self.outputs] * (len(sources) - 1)]
         known = [automaton.suffixes(cursor) for automaton, cursor in sources]
         root = root_of(row, ahead)
         lengths = sorted({length for suffixes in known for length, _ in suffixes}, reverse=True)

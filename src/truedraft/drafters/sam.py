@@ -46,12 +46,13 @@ class Sam(WithCorpora[tuple[Told, Places]]):
         return max(self.length, self.nodes) if self.corpora else self.length
 
     def begin(self, row: Row) -> tuple[Told, Places]:
-        return told(row), Places()
+        return told(row, self.prices), Places()
 
     def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
         text.follow(row)
-        place, root = text.place(ahead), root_of(row, ahead)
+        here, place = text.place(ahead)
+        root = root_of(row, ahead)
         if found := self.found(places, row, ahead):
             automaton, there = max(found, key=lambda at: at[1].length)
             if there.length - self.bias >= max(place.length + 1, self.threshold):
@@ -59,8 +60,8 @@ class Sam(WithCorpora[tuple[Told, Places]]):
                 automaton.shorten(there, LONGEST)
                 return counted(root, automaton.grow(there, nodes), automaton.suffixes(there)[0][1], there.length)
         count = min(self.length, budget)
-        tokens = text.automaton.copy(place.copy(), self.threshold, count, enough=count)
-        return copied(root, tokens or text.automaton.copy(place, self.threshold, count), place.length)
+        tokens = here.copy(place.copy(), self.threshold, count, enough=count)
+        return copied(root, tokens or here.copy(place, self.threshold, count), place.length)
 
 
 LONGEST = 64  # tokens of a match whose continuations are counted

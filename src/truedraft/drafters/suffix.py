@@ -53,7 +53,7 @@ class Suffix(Remembering):
         text, places = state
         text.follow(row)
         said = places.ahead(self._said.of(row.namespace), row.tokens, ahead)
-        sources = [(text.automaton, text.place(ahead)), *said]
+        sources = [*text.places(ahead), *said]
         best, score = DraftTree.chain(root_of(row, ahead)), 0.0
         for automaton, cursor in sources:
             automaton.shorten(cursor, max(int(self.depth / (1 + self.alpha)), 1))  # beyond, drafts grow no further
