@@ -15,6 +15,7 @@ from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PerRow, Prices
 from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
+from truedraft.drafters._trees import counted_in_python
 from truedraft.drafters._trust import EDGES, Tally, Trust, follow, settled
 from truedraft.stores import union as union_module
 from truedraft.stores._native import trees as compiled
@@ -149,6 +150,20 @@ def test_estimates_are_set_right_alike_in_c_and_in_python() -> None:
     assert sum(tallies[0][0].tried) > 50
     for mine, theirs in zip(*tallies, strict=True):
         assert mine.right == theirs.right and mine.tried == theirs.tried
+
+
+@pytest.mark.skipif(compiled() is None, reason="it was not compiled")
+def test_counts_become_hopes_alike_in_c_and_in_python() -> None:
+    rng = random.Random(1)
+    for n in range(40):
+        tree = random_tree(rng)
+        parents, counts = [p - 1 for p in tree.parent[1:]], [rng.randrange(1, 9) for _ in tree.parent[1:]]
+        given = (7, 9, list(tree.tokens[1:]), parents, counts, [0.9**i for i in range(1 + n % 3 + len(counts))])
+        assert compiled().counted(*given) == counted_in_python(*given)
+    with pytest.raises(ValueError, match="point backwards"):
+        compiled().counted(7, 9, [1], [1], [1], [0.5])
+    with pytest.raises(ValueError, match="a parent and a count"):
+        compiled().counted(7, 9, [1], [], [1], [0.5])
 
 
 def test_what_is_right_half_as_often_as_hoped_is_hoped_for_half_as_much() -> None:

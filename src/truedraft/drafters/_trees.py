@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 
+from truedraft.stores._native import trees
 from truedraft.stores.automaton import Grown
 from truedraft.tree import DraftTree
 
@@ -28,14 +29,24 @@ def copied(root: int, tokens: Sequence[int], found: int) -> DraftTree:
 
 def counted(root: int, grown: Grown, count: int, found: int) -> DraftTree:
     """A tree of what followed the last `found` tokens, which stood there `count` times, as often as each did."""
-    parents, counts = [p + 1 for p in grown.parents], (count, *grown.counts)
-    sure = keeps(found, len(counts))
-    depth, hopes = [0], [1.0]
-    for parent, times in zip(parents, grown.counts, strict=True):
-        level, of = depth[parent], counts[parent]
+    tree = counted_in_python if (native := trees()) is None else native.counted
+    tokens, parents, hopes = tree(root, count, *grown, keeps(found, 1 + len(grown.tokens)))
+    return DraftTree(tokens, parents, hopes=hopes)
+
+
+def counted_in_python(
+    root: int, count: int, tokens: list[int], parents: list[int], counts: list[int], sure: list[float]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """As in `_trees.c`.
+
+    sure: how sure the nodes of each level are that the text goes on as one of the places did.
+    """
+    depth, times, hopes = [0], [count, *counts], [1.0]
+    for parent, here in zip(parents, counts, strict=True):
+        level, of = depth[parent + 1], times[parent + 1]
         depth.append(level + 1)
-        hopes.append(sure[level] if times >= of else times / of * sure[level])
-    return DraftTree((root, *grown.tokens), (-1, *parents), hopes=tuple(hopes))
+        hopes.append(sure[level] if here >= of else here / of * sure[level])
+    return (root, *tokens), (-1, *(parent + 1 for parent in parents)), tuple(hopes)
 
 
 def values_of(tree: DraftTree) -> list[float]:

@@ -308,7 +308,52 @@ static PyObject *grown(PyObject *self, PyObject *args) {
     return result;
 }
 
+/* counted(root, count, tokens, parents, counts, sure): a tree of what followed `count` occurrences, with hopes; see
+   drafters/_trees.py. */
+static PyObject *counted(PyObject *self, PyObject *args) {
+    PyObject *root, *tokens, *parents, *counts, *sure;
+    double count;
+    if (!PyArg_ParseTuple(args, "OdO!O!O!O!", &root, &count, &PyList_Type, &tokens, &PyList_Type, &parents, &PyList_Type,
+                          &counts, &PyList_Type, &sure))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(tokens), deepest = PyList_GET_SIZE(sure) - 1;
+    if (PyList_GET_SIZE(parents) != n || PyList_GET_SIZE(counts) != n || deepest < 0) {
+        PyErr_SetString(PyExc_ValueError, "nodes need a parent and a count each, and levels how sure they are");
+        return NULL;
+    }
+    double *times = PyMem_Malloc((size_t)(n + 1) * (sizeof(double) + sizeof(Py_ssize_t)));
+    if (!times) return PyErr_NoMemory();
+    Py_ssize_t *level = (Py_ssize_t *)(times + n + 1);
+    PyObject *all = PyTuple_New(n + 1), *ups = PyTuple_New(n + 1), *hopes = PyTuple_New(n + 1), *result = NULL;
+    if (all && ups && hopes) {
+        times[0] = count, level[0] = 0;
+        PyTuple_SET_ITEM(all, 0, Py_NewRef(root));
+        PyTuple_SET_ITEM(ups, 0, PyLong_FromLong(-1));
+        PyTuple_SET_ITEM(hopes, 0, PyFloat_FromDouble(1.0));
+        for (Py_ssize_t i = 0; i < n; i++) {
+            Py_ssize_t up = PyLong_AsSsize_t(PyList_GET_ITEM(parents, i)) + 1;
+            if (up < 0 || up > i) {
+                PyErr_SetString(PyExc_ValueError, "parents must point backwards");
+                break;
+            }
+            double of = times[up], here = PyFloat_AsDouble(PyList_GET_ITEM(counts, i));
+            double keeps = PyFloat_AsDouble(PyList_GET_ITEM(sure, level[up] < deepest ? level[up] : deepest));
+            times[i + 1] = here, level[i + 1] = level[up] + 1;
+            PyTuple_SET_ITEM(all, i + 1, Py_NewRef(PyList_GET_ITEM(tokens, i)));
+            PyTuple_SET_ITEM(ups, i + 1, PyLong_FromSsize_t(up));
+            PyTuple_SET_ITEM(hopes, i + 1, PyFloat_FromDouble(here >= of ? keeps : here / of * keeps));
+        }
+        if (!PyErr_Occurred()) result = PyTuple_Pack(3, all, ups, hopes);
+    }
+    PyMem_Free(times);
+    Py_XDECREF(all);
+    Py_XDECREF(ups);
+    Py_XDECREF(hopes);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"counted", counted, METH_VARARGS, "counted(root, count, tokens, parents, counts, sure) -> tokens, parents, hopes."},
     {"grown", grown, METH_VARARGS, "grown(table, count, root, budget, template...) -> tokens, parents, hopes."},
     {"union", union_of, METH_VARARGS,
      "union(trees, budget, weights) -> tokens, parents, hopes, owners, and the first probe's place."},
