@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import mean, median, quantiles
 from typing import Any
 
@@ -156,6 +155,18 @@ class Figures:
     cut: int = 0
 
 
+def _inputs(tokenizer: Any, texts: Sequence[str], room: int | None) -> Any:
+    """Texts as a batch, their last `room` tokens each."""
+    side, tokenizer.truncation_side = tokenizer.truncation_side, "left"
+    try:
+        return tokenizer(
+            texts, return_tensors="pt", padding=len(texts) > 1, return_token_type_ids=False,
+            truncation=room is not None, max_length=room,
+        )  # fmt: skip
+    finally:
+        tokenizer.truncation_side = side
+
+
 def compare(
     sides: Sequence[Side],
     workload: Workload,
@@ -178,17 +189,12 @@ def compare(
     settings: dict[str, Any] = dict(max_new_tokens=workload.tokens, do_sample=temperature > 0)
     if temperature > 0:
         settings["temperature"] = temperature
-    calls = []
-    cut, reader = 0, tokenizer
-    if room is not None:
-        tokenizer.truncation_side = "left"
-        reader = partial(tokenizer, truncation=True, max_length=room)
+    calls, cut = [], 0
     for at in range(0, len(workload.items), batch):
         items = workload.items[at : at + batch]
         text = [item.text for item in items]
         cut += sum(room is not None and len(tokenizer(one)["input_ids"]) > room for one in text)
-        inputs = reader(text, return_tensors="pt", padding=len(text) > 1, return_token_type_ids=False)
-        calls.append((items, dict(inputs.to(device)), at))
+        calls.append((items, _inputs(tokenizer, text, room).to(device), at))
     expected: list[Tensor] = []
     differs: list[str | None] = [None] * len(sides)
     for k, side in enumerate(sides):  # the first time warms up, and settles equality
