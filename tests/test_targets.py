@@ -20,7 +20,8 @@ import truedraft
 from models import V, tiny
 from truedraft import DraftTree, Refused
 from truedraft.caches.rows import RowCache
-from truedraft.targets.decoder import DecoderTarget, Prompt, check_exact
+from truedraft.targets.decoder import DecoderTarget, Prompt
+from truedraft.targets.hosting import check_exact
 
 _SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
 
