@@ -150,6 +150,7 @@ class Accelerated:
 
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
+                Of an encoder-decoder the sources, the first documents that drafts are copied from.
             generation_config: as in `model.generate`.
             references: documents that the output may copy from, for drafters and rules that use them: texts or token
                 ids, for every row; or one such list per row.
@@ -162,8 +163,8 @@ class Accelerated:
             **kwargs: whatever `model.generate` takes.
 
         Returns:
-            (batch, length) token ids, or with `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` without
-            `past_key_values`.
+            (batch, length) token ids, or with `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` (or
+            `GenerateEncoderDecoderOutput`, of sequences, scores and logits) without `past_key_values`.
 
         Raises:
             Refused: a setting that cannot be honoured exactly, named before anything is computed.
@@ -329,7 +330,8 @@ def accelerate(
     """A model whose `generate` drafts and verifies, and says what the model alone would have said.
 
     Args:
-        model: a decoder language model of `transformers`, in eval mode; it is not changed, unless `quantize` is given.
+        model: a decoder language model or an encoder-decoder of `transformers`, in eval mode; it is not changed, unless
+            `quantize` is given.
         tokenizer: needed only where text is (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
             model with the same tokenizer, or None for plain decoding; "auto" needs no training and uses references
