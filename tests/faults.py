@@ -27,7 +27,7 @@ def unchecked(fault: Fault) -> Fault:
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         fault(patch)
-        patch.setattr("truedraft.targets.decoder.check_exact", lambda target: None)
+        patch.setattr("truedraft.targets.hosting.check_exact", lambda target: None)
 
     return plant
 

@@ -22,7 +22,8 @@ from nets import drafter, padding_of
 from truedraft import DraftTree, Refused
 from truedraft.runtime import curve, graphs
 from truedraft.runtime.graphs import CudaGraphs, GraphPass, Run, bucket
-from truedraft.targets.decoder import DecoderTarget, check_exact
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.hosting import check_exact
 from truedraft.targets.padded import Padded
 from truedraft.tree import Prompt, Taps
 

@@ -7,20 +7,19 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     BertConfig,
     BloomConfig,
     LlamaConfig,
     MambaConfig,
     PreTrainedModel,
-    T5Config,
 )
 
 import truedraft
 from models import V, tiny
 from truedraft import DraftTree, Refused
 from truedraft.caches.rows import RowCache
-from truedraft.targets.decoder import DecoderTarget, Prompt, check_exact
+from truedraft.targets.decoder import DecoderTarget, Prompt
+from truedraft.targets.hosting import check_exact
 
 _SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
 
@@ -34,12 +33,6 @@ REFUSED = {
     "not generative": (
         lambda: AutoModel.from_config(BertConfig(**_SMALL, intermediate_size=32)).eval(),
         "not generative",
-    ),
-    "encoder-decoder": (
-        lambda: AutoModelForSeq2SeqLM.from_config(
-            T5Config(vocab_size=V, d_model=32, num_layers=1, num_heads=4, d_ff=32, decoder_start_token_id=0)
-        ).eval(),
-        "encoder-decoder",
     ),
     "recurrent state": (
         lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=1)).eval(),

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from truedraft import registry
 from truedraft.accept._base import Rule
 from truedraft.arguments import (
     Document,
+    behind,
     chance_of,
     check_arguments,
     check_lengths,
@@ -25,6 +26,7 @@ from truedraft.arguments import (
     namespaces_of,
     prompts_of,
     references_of,
+    sources_of,
 )
 from truedraft.chance import Chance
 from truedraft.control._base import Control
@@ -39,7 +41,8 @@ from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops, ends_of
 from truedraft.stopping import longest as longest_of
 from truedraft.stores.memory import Memory
-from truedraft.targets.decoder import check_hosted, hosted
+from truedraft.targets.decoder import check_hosted
+from truedraft.targets.hosting import hosted
 from truedraft.tree import Row
 
 
@@ -54,6 +57,7 @@ class _Call:
     namespace: str | Sequence[str]
     streamer: Any
     on_pass: Callable[[Pass], None] | None
+    sources: list[tuple[int, ...]] | None
 
 
 class Accelerated:
@@ -146,6 +150,7 @@ class Accelerated:
 
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
+                Of an encoder-decoder the sources, the first documents that drafts are copied from.
             generation_config: as in `model.generate`.
             references: documents that the output may copy from, for drafters and rules that use them: texts or token
                 ids, for every row; or one such list per row.
@@ -158,8 +163,8 @@ class Accelerated:
             **kwargs: whatever `model.generate` takes.
 
         Returns:
-            (batch, length) token ids, or with `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` without
-            `past_key_values`.
+            (batch, length) token ids, or with `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` (or
+            `GenerateEncoderDecoderOutput`, of sequences, scores and logits) without `past_key_values`.
 
         Raises:
             Refused: a setting that cannot be honoured exactly, named before anything is computed.
@@ -170,7 +175,8 @@ class Accelerated:
             raise Refused("generate() was called while it runs: use another accelerate(model) for a call inside a call")
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
-        call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass)
+        sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None
+        call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
         kwargs = self._with_stop_strings(kwargs)
         generate: Any = self.model.generate
         try:
@@ -214,6 +220,8 @@ class Accelerated:
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
+        if call.sources is not None and drafter.takes_references:
+            references = behind(call.sources, references)
         namespaces = namespaces_of(call.namespace, batch)
         chance = call.chance or chance_of(call.seed, batch)
         self.target.reserve(batch, longest + steps + drafter.width + rule.extra(drafter.width))
@@ -257,7 +265,7 @@ class Accelerated:
             report.runtime = self.target.runtime
             report.attributions = rule.attributions()
         stream.end()
-        return _output(rows, history, laws, returns)
+        return _output(model, rows, history, laws, returns)
 
     def _drafter_of(self, config: GenerationConfig, call: _Call) -> Drafter:
         references, assistant = call.references, call.assistant
@@ -322,7 +330,8 @@ def accelerate(
     """A model whose `generate` drafts and verifies, and says what the model alone would have said.
 
     Args:
-        model: a decoder language model of `transformers`, in eval mode; it is not changed, unless `quantize` is given.
+        model: a decoder language model or an encoder-decoder of `transformers`, in eval mode; it is not changed, unless
+            `quantize` is given.
         tokenizer: needed only where text is (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
             model with the same tokenizer, or None for plain decoding; "auto" needs no training and uses references
@@ -368,13 +377,14 @@ class _Stream:
             self.streamer.end()
 
 
-def _output(rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
+def _output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
     steps = max(row.step for row in rows)
     sequences: Any = history.batch(steps).clone()
     if not returns:
         return sequences
     scores, logits = (None if kept is None else tuple(kept[:steps]) for kept in (laws.scores, laws.logits))
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]
+    kind: Any = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+    return kind(sequences=sequences, scores=scores, logits=logits)
 
 
 def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:

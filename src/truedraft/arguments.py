@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
@@ -45,6 +46,8 @@ SETTINGS = {
 # What `generate` itself hands to a decode loop.
 INPUTS = {
     "attention_mask",
+    "decoder_attention_mask",
+    "encoder_outputs",
     "inputs_embeds",
     "logits_to_keep",
     "next_sequence_length",
@@ -90,6 +93,8 @@ def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int |
     foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in INPUTS)
     if foreign:
         raise Refused(f"{', '.join(foreign)}: model inputs besides input_ids or inputs_embeds are not supported")
+    if (encoded := model_kwargs.get("encoder_outputs")) is not None:
+        return _behind_sources(input_ids, encoded, model_kwargs)
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     source = input_ids if embeds is None else embeds
     if source.shape[1] == 0 or (mask is not None and not bool(mask.any(-1).all())):
@@ -104,6 +109,28 @@ def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int |
             )
         lines = [line[seen.bool()] for line, seen in zip(source, mask, strict=True)]
     return [Prompt(ids=line) if embeds is None else Prompt(embeds=line) for line in lines]
+
+
+def _behind_sources(input_ids: Tensor, encoded: Any, model_kwargs: Mapping[str, Any]) -> list[Prompt]:
+    """Prompts of an encoder-decoder: what its decoder begins with, and what its encoder made of the source."""
+    mask = model_kwargs.get("decoder_attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise Refused("decoder_attention_mask has gaps: give decoder_input_ids of one length, without padding")
+    states = encoded.last_hidden_state
+    heard = model_kwargs.get("attention_mask")
+    if heard is None:
+        heard = states.new_ones(states.shape[:2], dtype=torch.long)
+    return [Prompt(ids=ids, states=s, heard=h) for ids, s, h in zip(input_ids, states, heard, strict=True)]
+
+
+def sources_of(inputs: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, ...]] | None:
+    """Token ids of each row's source as `generate` is given them, without padding; None where it is no text."""
+    ids = next((g for g in (inputs, kwargs.get("input_ids"), kwargs.get("inputs")) if g is not None), None)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        return None
+    mask = kwargs.get("attention_mask")
+    lines = ids if mask is None else [line[seen.bool()] for line, seen in zip(ids, mask, strict=True)]
+    return [tuple(line.tolist()) for line in lines]
 
 
 def check_lengths(target: DecoderTarget, longest: int, steps: int) -> None:
@@ -170,6 +197,15 @@ def references_of(
     return [
         References([_document(d, f"references[{b}][{i}]", tokenizer, vocabulary) for i, d in enumerate(row)])
         for b, row in enumerate(references)
+    ]
+
+
+def behind(sources: Sequence[tuple[int, ...]], given: Sequence[References | tuple[()]]) -> list[References | tuple[()]]:
+    """The source of each row before the documents it was given; a source may stand for several rows in a row."""
+    rows = len(given) // len(sources)
+    return [
+        References([sources[b // rows], *(documents.documents if isinstance(documents, References) else ())])
+        for b, documents in enumerate(given)
     ]
 
 

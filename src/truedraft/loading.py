@@ -124,4 +124,7 @@ def _check_generative(model: str, config: Any) -> None:
                 "give a decoder language model"
             )
     if config.is_encoder_decoder:
-        raise Refused(f"{model} is an encoder-decoder, which is not hosted yet: give a decoder language model")
+        raise Refused(
+            f"{model} is an encoder-decoder, for which there is no command yet: give a decoder language model, or load "
+            "it in Python and accelerate() it"
+        )

@@ -193,10 +193,16 @@ def _chain_parents(n: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a row begins with: token ids, or embeddings (length, H) in their place."""
+    """What a row begins with: token ids, or embeddings (length, H) in their place.
+
+    states, heard: of an encoder-decoder, (source length, H) what the encoder made of the row's source, and (source
+        length,) 0 where that is padding.
+    """
 
     ids: Tensor | None = None
     embeds: Tensor | None = None
+    states: Tensor | None = None
+    heard: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids) if self.ids is not None else len(self.embeds)  # type: ignore[arg-type]

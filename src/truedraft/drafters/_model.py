@@ -16,7 +16,8 @@ from truedraft.drafters._base import Drafter
 from truedraft.errors import Refused
 from truedraft.loading import load
 from truedraft.sampling import Laws
-from truedraft.targets.decoder import DecoderTarget, hosted
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.hosting import hosted
 from truedraft.tree import DraftTree, Draws, Prompt, Row, Wanted
 
 CHUNK = 64  # tokens that a draft model reads in one pass, where it has fallen behind
@@ -148,6 +149,8 @@ class ModelDrafter(Drafter):
         if self.model is None:
             name = type(self).__module__.rpartition(".")[2].replace("_", "-")
             raise Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or accelerate(draft=MODEL)")
+        if self.model.config.is_encoder_decoder:
+            raise Refused(f"{type(self.model).__name__} is an encoder-decoder, which cannot be a draft model yet")
         if self._target is None or self._target.model is not self.model:
             self._target = hosted(self.model)
         if self._target.device != target.device:

@@ -17,7 +17,7 @@ import torch
 
 from truedraft.files import write_whole
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import DraftTree, Prompt
+from truedraft.tree import DraftTree
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 64  # positions read before the timed passes
@@ -62,7 +62,7 @@ def measure(target: DecoderTarget) -> Curve:
     ids = torch.arange(context, device=target.device) % target.vocabulary
     held = target.cache
     target.reserve(1, context + widths[-1])
-    target.prefill([Prompt(ids)])
+    target.prefill([target.prompt(ids)])
     trees = {w: DraftTree.chain(0, [i % target.vocabulary for i in range(w - 1)]) for w in widths}
     times: dict[int, list[float]] = {w: [] for w in widths}
     target.score([trees[1]])

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -123,6 +124,10 @@ class DecoderTarget:
         """Positions past which the model itself fails; None where it does not."""
         return learned_positions(self.config)
 
+    def prompt(self, ids: Tensor) -> Prompt:
+        """A prompt like those of a call, to measure passes with; of an encoder-decoder, behind a source of its own."""
+        return Prompt(ids)
+
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for `rows` rows of `capacity` positions each.
 
@@ -136,17 +141,9 @@ class DecoderTarget:
         self.cache = self._allocated(rows, capacity) if kept is None else kept
 
     def _allocated(self, rows: int, capacity: int) -> RowCache:
-        c = self.config
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        need = 2 * len(self.layer_types) * rows * capacity * heads * size * self.dtype.itemsize
-        free = free_memory(self.device)
-        if need > free:
-            raise Refused(
-                f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
-                "lower max_new_tokens or the batch size"
-            )
-        return RowCache(len(self.layer_types), rows, capacity)
+        layers = len(self.layer_types)
+        check_room(self.config, layers, rows, capacity, self.dtype, self.device)
+        return RowCache(layers, rows, capacity)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
@@ -186,12 +183,31 @@ class DecoderTarget:
         self.cache.release(slot)
 
 
+def check_room(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises Refused where keys and values of so many rows and positions do not fit in the memory that is free."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    need, free = 2 * layers * rows * capacity * heads * size * dtype.itemsize, free_memory(device)
+    if need > free:
+        raise Refused(
+            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
+            "lower max_new_tokens or the batch size"
+        )
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that tensors on a device can still take, those that torch holds in reserve included."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + held
+
+
+# What a forward must take, of decoders and of encoder-decoders.
+NEEDED = {
+    False: ("position_ids", "past_key_values", "attention_mask"),
+    True: ("encoder_outputs", "past_key_values", "decoder_attention_mask"),
+}
 
 
 def check_hosted(model: Any) -> None:
@@ -203,8 +219,6 @@ def check_hosted(model: Any) -> None:
         )
     if not getattr(model, "can_generate", lambda: False)():
         raise Refused(f"{name} is not generative: it has no language-model head; load it with AutoModelForCausalLM")
-    if model.config.is_encoder_decoder:
-        raise Refused(f"{name} is an encoder-decoder, which is not hosted yet: only decoder language models are")
     if model.training:
         raise Refused(f"{name} is in training mode, where dropout makes the text random: call model.eval() first")
     config = model.config.get_text_config(decoder=True)
@@ -212,7 +226,7 @@ def check_hosted(model: Any) -> None:
         if why := refusal(config):
             raise Refused(f"{name} cannot be hosted exactly: it {why}")
     parameters = inspect.signature(model.forward).parameters
-    for needed in ("position_ids", "past_key_values", "attention_mask"):
+    for needed in NEEDED[bool(model.config.is_encoder_decoder)]:
         if needed not in parameters:
             raise Refused(f"{name} cannot be hosted exactly: its forward takes no {needed}, which trees need")
     foreign = set(get_layer_types_and_kwargs(config)[0]) - HOSTED_LAYERS
@@ -226,66 +240,3 @@ def check_hosted(model: Any) -> None:
         raise Refused(
             f"attn_implementation={attention!r} takes no tree mask: load the model with attn_implementation='sdpa'"
         )
-
-
-def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTarget:
-    """A target that was compared with the model's own forward on this machine.
-
-    Args:
-        runtime: see DecoderTarget.
-        strict: only with passes whose results do not depend on their width.
-
-    Raises:
-        Refused: the model cannot be hosted exactly, or not strictly.
-    """
-    target = DecoderTarget(model, runtime)
-    try:
-        check_exact(target)
-    except Refused:
-        if type(target.runner) is StockPass:
-            raise
-        why = f"the {target.runner.name} did not reproduce the model's forward"
-        target = DecoderTarget(model, "stock")
-        target.why_stock = why
-        check_exact(target)
-    if strict and not isinstance(target.runner, LeanPass):
-        why = target.why_stock or (
-            "runtime='stock' was asked for" if runtime == "stock" else "this model is not on the CPU"
-        )
-        raise Refused(f"strict=True needs the compiled pass, whose results do not depend on its width, and {why}")
-    return target
-
-
-@torch.no_grad()
-def check_exact(target: DecoderTarget) -> None:
-    """Compare a tree pass with plain forwards of its paths, on this model and machine, before it is trusted.
-
-    Raises:
-        Refused: the model's own arithmetic does not survive trees (a mask or position that it ignores).
-    """
-    model, vocabulary = target.model, target.vocabulary
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (9,), generator=generator).tolist()
-    prompt, tree = ids[:4], DraftTree((ids[4], *ids[5:9]), (-1, 0, 0, 1, 2))
-    target.reserve(2, 16)
-    target.prefill(
-        [
-            Prompt(torch.tensor(prompt + [ids[4]], device=target.device)),
-            Prompt(torch.tensor([ids[4]], device=target.device)),
-        ]
-    )
-    scores = target.score([tree, tree]).logits.float()
-    target.cache = None
-    for row, before in enumerate((prompt, [])):
-        for leaf in (3, 4):
-            path = tree.path(leaf)
-            plain = torch.tensor([before + [tree.tokens[i] for i in path]], device=target.device)
-            expected = model(plain, use_cache=False).logits[0, -len(path) :].float()
-            spread = expected.std(-1).mean().clamp_min(1e-6)
-            error = ((scores[row, list(path)] - expected).abs().max() / spread).item()
-            tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
-            if error > tolerance:
-                raise Refused(
-                    f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain forwards by "
-                    f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions"
-                )

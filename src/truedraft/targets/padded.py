@@ -69,10 +69,13 @@ class Padded:
 
     def near(self, view: int, window: int) -> Tensor:
         """The places less than `window` positions behind each node; (rows, width, view) bool."""
+        return self.positions[:, :, None] - self.placed(view)[:, None] < window
+
+    def placed(self, view: int) -> Tensor:
+        """The position of what lies at each of the first `view` places; (rows, view)."""
         offset = self._offset(view)
         place = torch.arange(view, device=offset.device)
-        position = torch.where(offset < 0, place, self.positions.gather(1, self._node(offset)))
-        return self.positions[:, :, None] - position[:, None] < window
+        return torch.where(offset < 0, place, self.positions.gather(1, self._node(offset)))
 
     def _offset(self, view: int) -> Tensor:
         """How far each place lies behind the first that a pass may write; (rows, view)."""

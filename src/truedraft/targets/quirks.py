@@ -38,6 +38,12 @@ def _counted_keys(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _routed_encoder(config: PreTrainedConfig) -> str | None:
+    if config.model_type in ("switch_transformers", "nllb-moe"):
+        return "returns more from its encoder than states (its routing), which is not kept"
+    return None
+
+
 def _length_dependent_rope(config: PreTrainedConfig) -> str | None:
     if kind := _rope_type(config):
         return (
@@ -52,6 +58,7 @@ REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
     _alibi,
     _local_layers,
     _counted_keys,
+    _routed_encoder,
     _length_dependent_rope,
 ]
 

@@ -1,0 +1,147 @@
+"""Encoder-decoders as targets: `generate` runs the encoder, once; the decoder scores trees like any other.
+
+Keys and values of the sources are made by the first pass of a row and kept until it leaves. The decoder is the model's
+own, with explicit masks and, since it counts positions by place in the cache, with the positions of the nodes handed to
+it (`positions.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from truedraft.caches.pairs import PairCache
+from truedraft.runtime.linears import Linears
+from truedraft.targets.decoder import DecoderTarget, check_room
+from truedraft.targets.padded import Padded
+from truedraft.targets.positions import Positions
+from truedraft.targets.stock import StockPass
+from truedraft.tree import DraftTree, Prompt, Scores, Taps
+
+SOURCE = 32  # positions of a source that passes are measured with
+
+
+class Seq2SeqPass(StockPass):
+    """The forward of an encoder-decoder behind its encoder, called as it is, its linear layers by compiled code."""
+
+    cache: PairCache  # type: ignore[assignment]
+
+    def __init__(self, model: PreTrainedModel, layers: int, compiled: bool):
+        super().__init__(model, ["full_attention"] * layers, None)
+        self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
+        self._linears = Linears(model) if compiled else None
+        self.name = "transformers forward"
+        if self._linears:
+            self.name += " with compiled linear layers"
+
+    def attach(self, cache: PairCache | None) -> None:  # type: ignore[override]
+        super().attach(cache)  # type: ignore[arg-type]
+        if cache is not None:
+            limit = positions_of(self.model)
+            count = cache.cursor.capacity if limit is None else min(cache.cursor.capacity, limit)
+            self._positions.refresh(count, self.device)
+            if self._linears is not None:
+                self._linears.refresh()
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
+        cursor = self.cache.cursor
+        parts: list[Scores] = []
+        for length, group in groupby(prompts, len):
+            batch = list(group)
+            first = len(cursor.lengths)
+            states, heard, ids = (_stacked(batch, name) for name in ("states", "heard", "ids"))
+            self.cache.begin(states, heard)
+            cursor.lengths += [0] * len(batch)
+            cursor.begin(first, first + len(batch), length, self.device)
+            out = self.forward({"input_ids": ids}, None, ids, taps)
+            hidden = {layer: list(out.decoder_hidden_states[layer]) for layer in taps.hidden}
+            parts.append(Scores(out.logits[:, -1:], hidden, [length - 1] * len(batch)))
+            cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
+        return Scores(
+            torch.cat([part.logits for part in parts]),
+            {layer: [h for part in parts for h in part.hidden[layer]] for layer in taps.hidden},
+            [n for part in parts for n in part.context],
+        )
+
+    @torch.no_grad()
+    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
+        cursor = self.cache.cursor
+        cursor.begin(0, len(trees), max(map(len, trees)), self.device)
+        self.cache.show()
+        nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
+        with self._positions.at(nodes.ids, nodes.positions, nodes.placed(cursor.view)):
+            out = self.forward({"input_ids": nodes.ids}, self.mask(nodes, cursor.view), nodes.positions, taps)
+        hidden = {
+            layer: [h[: len(t)] for h, t in zip(out.decoder_hidden_states[layer], trees, strict=True)]
+            for layer in taps.hidden
+        }
+        return Scores(out.logits, hidden, [0] * len(trees))
+
+    def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
+        cursor, cache = self.cache.cursor, self.cache
+        rows = slice(cursor.first, cursor.last)
+        given: dict[str, Any] = dict(
+            encoder_outputs=BaseModelOutput(last_hidden_state=cache.states[rows]),
+            decoder_input_ids=inputs["input_ids"], decoder_attention_mask=mask, past_key_values=cache,
+            use_cache=True, output_hidden_states=bool(taps.hidden), return_dict=True,
+        )  # fmt: skip
+        if "attention_mask" in inspect.signature(self.model.forward).parameters:
+            given["attention_mask"] = cache.heard[rows]
+        if self._linears is None:
+            return self.model(**given)
+        with self._linears:
+            return self.model(**given)
+
+
+def _stacked(prompts: Sequence[Prompt], name: str) -> Tensor:
+    return torch.stack([getattr(prompt, name) for prompt in prompts])
+
+
+class Seq2SeqTarget(DecoderTarget):
+    """An encoder-decoder that scores trees with its decoder. See `DecoderTarget`."""
+
+    family = "encoder-decoder"
+
+    def _runner(self, runtime: str) -> tuple[Any, str | None]:
+        compiled = runtime == "auto" and self.device.type == "cpu"
+        return Seq2SeqPass(self.model, decoder_layers(self.model), compiled), None
+
+    @property
+    def context(self) -> int | None:
+        return positions_of(self.model)
+
+    @property
+    def hard_limit(self) -> int | None:
+        return positions_of(self.model)
+
+    def prompt(self, ids: Tensor) -> Prompt:
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(SOURCE, self.config.hidden_size, generator=generator).to(self.device, self.dtype)
+        return Prompt(ids, states=states, heard=torch.ones(SOURCE, dtype=torch.long, device=self.device))
+
+    def _allocated(self, rows: int, capacity: int) -> Any:
+        layers = decoder_layers(self.model)
+        check_room(self.config, layers, rows, capacity, self.dtype, self.device)
+        return PairCache(layers, rows, capacity)
+
+
+def decoder_layers(model: PreTrainedModel) -> int:
+    decoder: Any = model.get_decoder()
+    return len(decoder.layers if hasattr(decoder, "layers") else decoder.block)
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Positions that the decoder has a table for; None where it counts distances, or grows the table."""
+    decoder: Any = model.get_decoder()
+    table = getattr(decoder, "embed_positions", None)
+    if not isinstance(table, torch.nn.Embedding):
+        return None
+    return table.num_embeddings - getattr(table, "offset", 0)

@@ -1,0 +1,191 @@
+"""Encoder-decoders, held to `model.generate`: architectures, drafters, sources of different lengths, refusals."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
+
+import truedraft
+from truedraft import Refused, registry
+
+V = 61
+_BART: dict[str, Any] = dict(
+    vocab_size=V, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+)  # fmt: skip
+_T5: dict[str, Any] = dict(
+    vocab_size=V, d_model=32, d_kv=8, num_layers=2, num_decoder_layers=2, num_heads=4, d_ff=48, pad_token_id=0,
+    eos_token_id=1, decoder_start_token_id=0, relative_attention_num_buckets=8, relative_attention_max_distance=20,
+)  # fmt: skip
+ARCHITECTURES = {
+    **dict.fromkeys(("bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot", "plbart"), _BART),
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _T5),
+}
+FREE = [n for n in registry.names("drafters") if not set(registry.method("drafters", n).card.needs)]
+
+
+@cache
+def tiny(kind: str) -> PreTrainedModel:
+    """Sharpened, so that its text is not one token babbled on, and short of the words to end it at once."""
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**ARCHITECTURES[kind])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+    return model
+
+
+def sources() -> dict[str, torch.Tensor]:
+    """Four sources of different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, V, (4, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, missing in enumerate((0, 3, 5, 8)):
+        if missing:
+            ids[row, -missing:], mask[row, -missing:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(fast: truedraft.Accelerated, seed: int = 1, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model says, and what the engine says under the same seed; torch's stream must stand alike behind."""
+    settings = {"max_new_tokens": 30, "min_new_tokens": 20, **sources(), **settings}
+    torch.manual_seed(seed)
+    expected, after = fast.model.generate(**settings), torch.rand(3)
+    torch.manual_seed(seed)
+    found = fast.generate(**settings)
+    assert torch.equal(torch.rand(3), after)
+    return expected, found
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_architecture_says_what_it_says_alone(kind: str, sample: bool) -> None:
+    for control in ("fixed", "cost"):
+        fast = truedraft.accelerate(tiny(kind), control=control)
+        expected, found = both(fast, do_sample=sample)
+        assert torch.equal(expected, found)
+        assert fast.target.family == "encoder-decoder"
+        if control == "fixed" and not sample:
+            assert len(fast.report().passes) < 30, "nothing was accepted"
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+@pytest.mark.parametrize("draft", [*FREE, "sam?token-recycling", "suffix>token-recycling", "llma|aded"])
+def test_every_drafter_that_needs_only_tokens(draft: str, kind: str, sample: bool) -> None:
+    fast = truedraft.accelerate(tiny(kind), draft=draft, control="fixed")
+    expected, found = both(fast, do_sample=sample, num_return_sequences=2 if sample else 1)
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5", "m2m_100"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"forced_bos_token_id": 7},
+        {"forced_eos_token_id": 2, "max_new_tokens": 25},
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3},
+        {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
+        {"min_new_tokens": 1, "eos_token_id": [5, 9, 11]},
+        {"decoder_input_ids": torch.tensor([[2, 7, 8, 9]] * 4)},
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+    ],
+    ids=lambda s: next(iter(s)),
+)
+def test_settings_of_generate(kind: str, settings: dict[str, Any]) -> None:
+    fast = truedraft.accelerate(tiny(kind), control="fixed")
+    expected, found = both(fast, **settings)
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_a_row_does_not_depend_on_who_is_beside_it(kind: str) -> None:
+    fast = truedraft.accelerate(tiny(kind))
+    given = sources()
+    together = fast.generate(**given, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    for b in range(4):
+        length = int(given["attention_mask"][b].sum())
+        alone = fast.generate(given["input_ids"][b : b + 1, :length], max_new_tokens=20, min_new_tokens=20)
+        assert torch.equal(alone[0], together[b])
+
+
+@pytest.mark.parametrize("rule", ["block", "multi-round"])
+def test_other_rules_sample_too(rule: str) -> None:
+    fast = truedraft.accelerate(tiny("bart"), rule=rule, control="fixed")
+    out = fast.generate(**sources(), max_new_tokens=20, min_new_tokens=20, do_sample=True, seed=3)
+    assert out.shape == (4, 21)
+
+
+def test_a_copy_of_the_source_is_drafted_from_it() -> None:
+    """A processor has the model say its source: a pass, and a last one."""
+    fast = truedraft.accelerate(tiny("bart"), draft="input-guided", control="fixed")
+    source = torch.randint(3, V, (1, 24), generator=torch.Generator().manual_seed(5))
+    copying = [lambda ids, scores: torch.full_like(scores, -9.0).index_fill_(1, source[0, ids.shape[1] - 1], 9.0)]
+    settings = dict(max_new_tokens=24, min_new_tokens=24, do_sample=False, logits_processor=copying)
+    out = fast.generate(source, **settings)
+    assert out[0, 1:].tolist() == source[0].tolist()
+    assert len(fast.report().passes) <= 4
+    assert torch.equal(out, tiny("bart").generate(source, **settings))
+
+
+def test_the_output_is_that_of_an_encoder_decoder() -> None:
+    fast = truedraft.accelerate(tiny("t5"))
+    given = dict(**sources(), max_new_tokens=8, return_dict_in_generate=True, output_scores=True)
+    expected, found = tiny("t5").generate(**given), fast.generate(**given)
+    assert type(found) is type(expected) and torch.equal(found.sequences, expected.sequences)
+    for a, b in zip(found.scores, expected.scores, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_is_as_it_was() -> None:
+    for kind in ("bart", "t5"):
+        model = tiny(kind)
+        before = {name: set(vars(module)) for name, module in model.named_modules()}
+        truedraft.accelerate(model, control="fixed").generate(**sources(), max_new_tokens=8)
+        assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+_PROPHET = dict(
+    vocab_size=V, hidden_size=32, num_encoder_layers=1, num_decoder_layers=1, num_encoder_attention_heads=4,
+    num_decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("prophetnet", _PROPHET, "neither from a table"),
+        ("switch_transformers", {**_T5, "num_experts": 2}, "routing"),
+        ("pegasus_x", _BART, "differs from plain forwards"),
+    ],
+)
+def test_what_cannot_be_hosted_is_refused(kind: str, config: dict[str, Any], message: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**config)).eval()
+    with pytest.raises(Refused, match=message):
+        truedraft.accelerate(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 2}, "beam search"),
+        (
+            {"decoder_input_ids": torch.full((4, 2), 2), "decoder_attention_mask": torch.tensor([[0, 1]] * 4)},
+            "has gaps",
+        ),
+        ({"max_new_tokens": 500}, "positions"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], message: str) -> None:
+    fast = truedraft.accelerate(tiny("bart"))
+    with pytest.raises(Refused, match=message):
+        fast.generate(**{**sources(), "max_new_tokens": 4, **settings})
+    with pytest.raises(Refused, match="cannot be a draft model yet"):
+        truedraft.accelerate(tiny("bart"), draft=tiny("bart"))
