@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from truedraft.caches.rows import Cursor, RowCache
+from truedraft.caches.rows import Cursor, RowCache, SlotLayer
 
 
-class SourceLayer(CacheLayerMixin):
+class SourceLayer(SlotLayer):
     """One layer's keys and values of the sources, (slots, heads, source length, head size); never cropped.
 
     keys, values: of the rows that take part in the pass.
     """
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, cursor: Cursor):
-        super().__init__()
-        self.cursor = cursor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._all = tuple(s.new_zeros(self.cursor.slots, *s.shape[1:]) for s in (key_states, value_states))

@@ -51,8 +51,8 @@ class Cursor:
         self.place, self.row = place, torch.arange(len(place), device=place.device)[:, None]
 
 
-class RowLayer(CacheLayerMixin):
-    """One layer's keys and values, (slots, heads, capacity, head size), allocated at the first write."""
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values in slots, of which the cursor says what a pass reads and writes."""
 
     is_sliding = False
     is_compileable = False
@@ -63,6 +63,10 @@ class RowLayer(CacheLayerMixin):
     def __init__(self, cursor: Cursor):
         super().__init__()
         self.cursor = cursor
+
+
+class RowLayer(SlotLayer):
+    """One layer's keys and values, (slots, heads, capacity, head size), allocated at the first write."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         c = self.cursor

@@ -6,7 +6,7 @@ from bisect import bisect
 from collections.abc import Sequence
 
 from truedraft.stores._native import trees
-from truedraft.stores.automaton import Grown
+from truedraft.stores.automaton import SEPARATOR, Grown
 from truedraft.tree import DraftTree
 
 LATER = 0.85  # chance given to a deeper node where its drafter does not say
@@ -25,6 +25,19 @@ def keeps(found: int, count: int) -> list[float]:
 def copied(root: int, tokens: Sequence[int], found: int) -> DraftTree:
     """A chain copied from where the last `found` tokens stood."""
     return DraftTree.chain(root, tokens, keeps(found, len(tokens)))
+
+
+def onward(root: int, source: Sequence[int], at: int, most: int, run: int, first: float | None = None) -> DraftTree:
+    """A chain of what stands in a source from `at` on, not beyond a separator.
+
+    run: tokens before it that agreed. first: the chance of its first token, where that is another.
+    """
+    tokens = source[at : at + most]
+    tokens = tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
+    hopes = keeps(run, len(tokens))
+    if first is not None:
+        hopes[:1] = [first]
+    return DraftTree.chain(root, tokens, hopes[: len(tokens)])
 
 
 def counted(root: int, grown: Grown, count: int, found: int) -> DraftTree:

@@ -17,7 +17,7 @@ from typing import ClassVar
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
-from truedraft.drafters._trees import keeps
+from truedraft.drafters._trees import onward
 from truedraft.stores.automaton import SEPARATOR
 from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row
@@ -32,7 +32,7 @@ class Source:
 
     ends: of every string of up to three tokens, where it ends. at: the next token's place, None where that is unknown.
     run: tokens in a row that were as in the source. heard: tokens of the row that were followed. left: the place where
-    it last departed from the source, None where it follows it.
+    it last departed from the source.
     """
 
     tokens: list[int]
@@ -40,7 +40,7 @@ class Source:
     ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     at: int | None = 0
     run: int = LONGEST
-    left: int | None = None
+    left: int = 0
 
     def __post_init__(self) -> None:
         for end in range(len(self.tokens)):
@@ -97,8 +97,10 @@ class Iad(PerRow[Source]):
         if not ahead:
             self._follow(row, state)
         root = root_of(row, ahead)
+        most = min(self.length, budget)
         chains = [
-            self._chain(state, root, at + len(ahead), run, budget) for at, run in self._starts(row, state) if at >= 0
+            onward(root, state.tokens, at + len(ahead), most, run, None if run else EDITED)
+            for at, run in self._starts(row, state)
         ]
         if not chains:
             return DraftTree.chain(root, (), ())
@@ -116,19 +118,12 @@ class Iad(PerRow[Source]):
         if state.at is not None:
             return [(state.at, state.run)]
         found = state.found(row.tokens[row.prompt :])
-        near = state.left if state.left is not None else 0
         starts = (
-            [(at, 1) for at in sorted(found, key=lambda at: abs(at - near))[: self.places]] if self.places > 1 else []
+            [(at, 1) for at in sorted(found, key=lambda at: abs(at - state.left))[: self.places]]
+            if self.places > 1
+            else []
         )
-        if self.edits and state.left is not None:
+        if self.edits:
             known = {at for at, _ in starts}
             starts += [(at, 0) for at in (state.left + 1, state.left, state.left + 2) if at not in known]
         return starts
-
-    def _chain(self, state: Source, root: int, at: int, run: int, budget: int) -> DraftTree:
-        tokens = state.tokens[at : at + min(self.length, budget)]
-        tokens = tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
-        hopes = keeps(run, len(tokens))
-        if not run:
-            hopes[:1] = [EDITED]
-        return DraftTree.chain(root, tokens, hopes[: len(tokens)])

@@ -19,8 +19,7 @@ from typing import ClassVar
 from truedraft.card import Card
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import Told, root_of, told
-from truedraft.drafters._trees import keeps
-from truedraft.stores.automaton import SEPARATOR
+from truedraft.drafters._trees import onward
 from truedraft.tree import DraftTree, Row
 
 AFAR = 5  # tokens that must agree far from a place that was only just lost
@@ -81,13 +80,8 @@ class InputGuided(PerRow[Place]):
         root, at = root_of(row, ahead), state.at
         if at is None:
             return DraftTree.chain(root, (), ())
-        at += len(ahead)
-        tokens = state.source[at : at + min(self.length, budget)]
-        tokens = tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
-        hopes = keeps(state.run, len(tokens))
-        if state.wrong:
-            hopes[:1] = [ASTRAY**state.wrong]
-        return DraftTree.chain(root, tokens, hopes[: len(tokens)])
+        first = ASTRAY**state.wrong if state.wrong else None
+        return onward(root, state.source, at + len(ahead), min(self.length, budget), state.run, first)
 
     def _follow(self, row: Row, state: Place) -> None:
         state.text.follow(row)

@@ -36,6 +36,7 @@ class Seq2SeqPass(StockPass):
     def __init__(self, model: PreTrainedModel, layers: int, compiled: bool):
         super().__init__(model, ["full_attention"] * layers, None)
         self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
+        self._hears = "attention_mask" in inspect.signature(model.forward).parameters  # not of sounds
         self._linears = Linears(model) if compiled else None
         self.name = "transformers forward"
         if self._linears:
@@ -93,7 +94,7 @@ class Seq2SeqPass(StockPass):
             decoder_input_ids=inputs["input_ids"], decoder_attention_mask=mask, past_key_values=cache,
             use_cache=True, output_hidden_states=bool(taps.hidden), return_dict=True,
         )  # fmt: skip
-        if "attention_mask" in inspect.signature(self.model.forward).parameters:
+        if self._hears:
             given["attention_mask"] = cache.heard[rows]
         if self._linears is None:
             return self.model(**given)
