@@ -35,6 +35,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from truedraft.assets import edit_prompt
+from truedraft.train.loop import Muon
 
 END, EDIT, RESULT = "<|end|>", "<|edit|>", "<|result|>"
 WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{space}\p{{L}}+|\p{{N}}|_"
@@ -382,37 +383,6 @@ def build(size: str, vocabulary: int, end: int) -> LlamaForCausalLM:
             **shape,
         )
     )
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024). torch's own casts to bf16, dear on a CPU without bf16 units."""
-
-    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            alike: dict[torch.Size, list[torch.nn.Parameter]] = {}
-            for p in group["params"]:
-                alike.setdefault(p.shape, []).append(p)
-            for shape, params in alike.items():
-                updates = []
-                for p in params:
-                    memory = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    memory.lerp_(p.grad, 1 - group["momentum"])
-                    updates.append(p.grad.lerp(memory, group["momentum"]))
-                x = torch.stack(updates)  # (k, m, n)
-                if wide := shape[0] > shape[1]:
-                    x = x.mT
-                x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-                for _ in range(5):
-                    gram = x @ x.mT
-                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-                x = x.mT if wide else x
-                scale = group["lr"] * 0.2 * max(shape) ** 0.5  # as strong as an AdamW step
-                for p, update in zip(params, x, strict=True):
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=scale)
 
 
 @torch.no_grad()

@@ -1,11 +1,14 @@
-"""Writing a file whole or not at all."""
+"""Reading the lines of a file, and writing one whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import secrets
 from pathlib import Path
+
+from truedraft.errors import Refused
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -22,3 +25,32 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file holds, uncompressed where its name ends in `.gz`.
+
+    Raises:
+        Refused: there is no such file, it cannot be read, or it is not what its name says.
+    """
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise Refused(f"{path} cannot be read: {error}") from error
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text, without their ends; other breaks than newlines stay within a line.
+
+    Raises:
+        Refused: as `read_bytes`, or the text is not UTF-8.
+    """
+    data = read_bytes(path)
+    try:
+        lines = data.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise Refused(f"{path}: line {line} is not UTF-8; convert the file, for instance with iconv") from error
+    if lines[-1] == "":
+        del lines[-1]
+    return [line.removesuffix("\r") for line in lines]

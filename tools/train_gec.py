@@ -1,0 +1,358 @@
+"""Train `nano-gec`, the embedded encoder-decoder that corrects English.
+
+Text that may be shipped, given by path (stories, articles, speeches, the examples of a dictionary) and the docstrings
+of the Python that runs this script; errors are put into it anew each time it is read (`gec_errors`).
+
+    python tools/train_gec.py data      --stories FILE --chats FILE --articles FILE FILE --speeches FOLDER \\
+                                        --examples FOLDER --out RUN
+    python tools/train_gec.py tokenizer --out RUN
+    python tools/train_gec.py model     --out RUN --misspelt FILE --minutes 120 [--start FOLDER]
+    python tools/train_gec.py export    --out RUN --to src/truedraft/assets/nano-gec
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import hashlib
+import json
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
+
+from gec_errors import WORD, Errors, misspellings
+from train_nano import NAMES, library
+from truedraft.train.loop import Plan, fit
+from truedraft.train.pairs import bucketed, pad_to
+
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+VOCABULARY = 6144
+SHAPE = dict(
+    d_model=256,
+    encoder_layers=5,
+    decoder_layers=3,
+    encoder_ffn_dim=1024,
+    decoder_ffn_dim=1024,
+    encoder_attention_heads=8,
+    decoder_attention_heads=8,
+)
+CHANGED = 2.0  # weight in the loss of a token that the source does not have, and of the one on which copying goes on
+TOKENIZED = 0.15  # share of the sentences written as tokenized corpora are, with spaces around punctuation
+
+
+# ---------------------------------------------------------------- text
+
+BREAK = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
+
+
+def sentences(paragraph: str) -> Iterator[str]:
+    """Sentences of a paragraph that read like plain English."""
+    for sentence in BREAK.split(" ".join(paragraph.split())):
+        words = WORD.findall(sentence)
+        letters = sum(map(len, words))
+        if (
+            4 <= len(words) <= 45
+            and len(sentence) <= 260
+            and letters > 0.74 * len(sentence)
+            and sentence[0].isupper()
+            and sentence[-1] in ".!?\"'"
+            and sentence.isprintable()
+            and not re.search(r"[_<>{}|\\=`*@/#~^$%]|[^\x00-\x7f–—’‘“”é]", sentence)
+            and sentence.count("(") == sentence.count(")")
+        ):
+            yield sentence.translate(str.maketrans("‘’“”–—", "''\"\"--"))
+
+
+def stories(path: Path) -> Iterator[str]:
+    """Lower-cased stories with their capitals back: at the beginnings of sentences, for `I` and for names."""
+    names = re.compile(rf"\b({'|'.join(NAMES)}|god|christmas|monday|sunday|mr|mrs)\b")
+    for paragraph in path.read_text().split("\n"):
+        text = names.sub(lambda m: m.group().capitalize(), paragraph)
+        text = re.sub(r"\bi\b", "I", text)
+        text = re.sub(r"(^|[.!?]['\"]? |[\"] ?)([a-z])", lambda m: m.group(1) + m.group(2).upper(), text)
+        text = re.sub(
+            r"([,a-z]\" )([A-Z])(?=\w* (said|asked|replied|and)|e |he |hey )",
+            lambda m: m.group(1) + m.group(2).lower(),
+            text,
+        )
+        yield from sentences(text)
+
+
+def articles(path: Path) -> Iterator[str]:
+    """Articles from a tokenized corpus, as they are printed."""
+    for line in path.read_text().split("\n"):
+        if line.strip().startswith("="):
+            continue
+        line = re.sub(r" @(.)@ ", r"\1", line.strip())
+        line = re.sub(r'" (.*?) "', r'"\1"', line)
+        line = re.sub(r" ([,.;:!?)\]%]|'s\b|'\s|n't\b|'re\b|'ve\b|'ll\b|'d\b|'m\b)", r"\1", line)
+        line = re.sub(r"([(\[]) ", r"\1", line)
+        for sentence in sentences(line):
+            if "unk" not in sentence:
+                yield sentence
+
+
+def chats(path: Path) -> Iterator[str]:
+    for line in path.read_text().split("\n"):
+        yield from sentences(line.partition(": ")[2].replace("<|endoftext|>", ""))
+
+
+def speeches(folder: Path) -> Iterator[str]:
+    """State of the Union addresses since 1900."""
+    for path in sorted(folder.glob("*.txt")):
+        if int(path.name[:4]) >= 1900:
+            text = re.sub(r"\(?(Applause|Laughter)\.?\)?", "", path.read_text(errors="ignore"))
+            yield from sentences(text)
+
+
+def examples(folder: Path) -> Iterator[str]:
+    """The example sentences of WordNet, as sentences."""
+    for name in ("data.noun", "data.verb", "data.adj", "data.adv"):
+        for line in (folder / name).read_text(errors="ignore").split("\n"):
+            for example in re.findall(r'"([^"]+)"', line.partition("|")[2]):
+                example = re.sub(r"\bi\b", "I", example.strip())
+                whole = example[:1].upper() + example[1:] + ("" if example[-1:] in ".!?" else ".")
+                if len(whole.split()) >= 5:
+                    yield from sentences(whole)
+
+
+def docstrings() -> Iterator[str]:
+    for source in library():
+        try:
+            nodes = list(ast.walk(ast.parse(source)))
+        except SyntaxError:
+            continue
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
+                    yield from sentences(paragraph)
+
+
+def held_out(text: str) -> bool:
+    return int(hashlib.sha1(text.encode()).hexdigest(), 16) % 200 == 0
+
+
+def gather(args: argparse.Namespace) -> None:
+    """Sentences of every source, each once, in one file per use."""
+    sources = {
+        "stories": stories(args.stories),
+        "chats": chats(args.chats),
+        "articles": (s for path in args.articles for s in articles(path)),
+        "speeches": speeches(args.speeches),
+        "examples": examples(args.examples),
+        "docstrings": docstrings(),
+    }
+    seen: set[str] = set()
+    files: dict[bool, list[str]] = {False: [], True: []}
+    rng = random.Random(0)
+    for name, source in sources.items():
+        found = [s for s in source if s not in seen]
+        found = list(dict.fromkeys(found))
+        if name == "stories":  # they are many and alike
+            found = rng.sample(found, min(len(found), 30_000))
+        seen.update(found)
+        for sentence in found:
+            files[held_out(sentence)].append(sentence)
+        print(name, len(found), found[:2], flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for val, lines in files.items():
+        rng.shuffle(lines)
+        (args.out / ("held_out.txt" if val else "train.txt")).write_text("\n".join(lines))
+
+
+def tokenized(sentence: str) -> str:
+    """A sentence as tokenized corpora write it: `do n't`, `Tom 's`, ` ,`."""
+    sentence = re.sub(r"(?<=[a-z])n't\b", " n't", sentence)
+    sentence = re.sub(r"(?<=\w)'(s|re|ve|ll|d|m)\b", r" '\1", sentence)
+    sentence = re.sub(r"([,;:!?()\"])", r" \1 ", sentence)
+    return " ".join(re.sub(r"\.(?=[\"')\s]*$)", " .", sentence).split())
+
+
+# ---------------------------------------------------------------- tokenizer, batches
+
+
+def train_tokenizer(args: argparse.Namespace) -> None:
+    """Byte-level BPE; a line is followed by the end."""
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, END, UNKNOWN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    lines = (args.out / "train.txt").read_text().split("\n")
+    tok.train_from_iterator(lines, trainer)
+    tok.decoder = decoders.ByteLevel()
+    tok.post_processor = processors.TemplateProcessing(f"$A {END}", None, [(END, tok.token_to_id(END))])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tok,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.save_pretrained(args.out / "tokenizer")
+    for line in lines[:3]:
+        print(fast.convert_ids_to_tokens(fast(line)["input_ids"]))
+    counts = [len(ids) for ids in fast(lines[:5000])["input_ids"]]
+    print("tokens a sentence", sum(counts) / len(counts), "words", sum(len(s.split()) for s in lines[:5000]) / 5000)
+
+
+class Pairs:
+    """Endless batches of sentences with errors and without, of about `tokens` positions, longest padded."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast):
+        self.tokenizer, self.tokens, self.seed = tokenizer, args.batch, args.seed
+        self.lines = (args.out / "train.txt").read_text().split("\n")
+        self.kept = (args.out / "held_out.txt").read_text().split("\n")
+        words = Counter(w.lower() for s in self.lines for w in WORD.findall(s))
+        self.errors = Errors(misspellings(args.misspelt, {w for w, n in words.items() if n >= 3}))
+
+    def pair(self, line: str, rng: random.Random) -> tuple[str, str]:
+        right = tokenized(line) if rng.random() < TOKENIZED else line
+        return self.errors.hurt(right, rng), right
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for group in bucketed(self.endless(), self.tokens, self.seed):
+            yield self.batch([a for a, _ in group], [b for _, b in group])
+
+    def endless(self) -> Iterator[tuple[list[int], list[int]]]:
+        rng = random.Random(self.seed)
+        while True:
+            lines = [self.pair(rng.choice(self.lines), rng) for _ in range(256)]
+            sources = self.tokenizer([a for a, _ in lines])["input_ids"]
+            yield from zip(sources, self.tokenizer([b for _, b in lines])["input_ids"], strict=True)
+
+    def batch(self, sources: list[list[int]], targets: list[list[int]]) -> dict[str, torch.Tensor]:
+        """Sources, labels, and how much each label counts: more where the target departs from the source."""
+        pad = self.tokenizer.pad_token_id
+        ids = pad_to(sources, pad)
+        counts = [changes(a, b) for a, b in zip(sources, targets, strict=True)]
+        return dict(
+            input_ids=ids,
+            attention_mask=(ids != pad).long(),
+            labels=pad_to(targets, -100),
+            counts=pad_to(counts, 0.0),
+        )
+
+
+def changes(source: list[int], target: list[int]) -> list[float]:
+    """The weight of each token of the target in the loss."""
+    weights = [1.0] * len(target)
+    for kind, _, _, first, last in difflib.SequenceMatcher(None, source, target, autojunk=False).get_opcodes():
+        if kind != "equal":
+            weights[first : last + 1] = [CHANGED] * len(weights[first : last + 1])
+    return weights
+
+
+def build(tokenizer: PreTrainedTokenizerFast) -> PegasusForConditionalGeneration:
+    config = PegasusConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        scale_embedding=False,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        activation_function="gelu",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+        forced_eos_token_id=None,
+        **SHAPE,
+    )
+    return PegasusForConditionalGeneration(config)
+
+
+def train_model(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer")
+    pairs = Pairs(args, tokenizer)
+    if args.start:
+        model = PegasusForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32)
+    else:
+        model = build(tokenizer)
+    print(f"{model.num_parameters():,} parameters, {len(pairs.lines):,} sentences", flush=True)
+    rng = random.Random(5)
+    checks = [pairs.pair(line, rng) for line in pairs.kept[:400]]
+
+    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Cross-entropy of the labels, each with its weight."""
+        fed = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        inputs = dict(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], decoder_input_ids=fed)
+        logits = model(**inputs, use_cache=False).logits.float()
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return (each * batch["counts"].flatten()).sum() / batch["counts"].sum()
+
+    def validate() -> dict[str, float]:
+        """Loss on held-out sentences, and how many of those with errors, and of those without, come out right."""
+        total = right = hurt = kept = whole = 0.0
+        for i in range(0, len(checks), 50):
+            part = checks[i : i + 50]
+            batch = pairs.batch(
+                tokenizer([a for a, _ in part])["input_ids"], tokenizer([b for _, b in part])["input_ids"]
+            )
+            batch.pop("counts")
+            out = model(**batch)
+            total += out.loss.item() / len(checks) * len(part)
+            hits = ((out.logits.argmax(-1) == batch["labels"]) | (batch["labels"] == -100)).all(-1)
+            for (a, b), hit in zip(part, hits.tolist(), strict=True):
+                if a == b:
+                    whole, kept = whole + 1, kept + hit
+                else:
+                    hurt, right = hurt + 1, right + hit
+        return {"held_out": round(total, 4), "corrected": round(right / hurt, 3), "left_alone": round(kept / whole, 3)}
+
+    def save() -> None:
+        model.save_pretrained(args.out / "model")
+        tokenizer.save_pretrained(args.out / "model")
+
+    plan = Plan(minutes=args.minutes, lr=args.lr, decay=args.decay, every=args.every, bf16=args.bf16, seed=args.seed)
+    fit(model, loss, iter(pairs), plan, validate=validate, save=save, log=args.out / "log.jsonl")
+
+
+def export(args: argparse.Namespace) -> None:
+    """bf16 weights, tokenizer and card, as they ship."""
+    model = PegasusForConditionalGeneration.from_pretrained(args.out / "model", dtype=torch.bfloat16)
+    model.save_pretrained(args.to)
+    PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer").save_pretrained(args.to)
+    (args.to / "model.safetensors").chmod(0o644)
+    print(json.dumps([json.loads(line) for line in (args.out / "log.jsonl").read_text().splitlines()], indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", choices=["data", "tokenizer", "model", "export"])
+    parser.add_argument("--stories", type=Path, help="TinyStories, lower-cased")
+    parser.add_argument("--chats", type=Path, help="lines `User: ...` and `Bot: ...`")
+    parser.add_argument("--articles", type=Path, nargs="+", help="WikiText")
+    parser.add_argument("--speeches", type=Path, help="State of the Union addresses, YEAR_name.txt")
+    parser.add_argument("--examples", type=Path, help="WordNet's folder of data.noun, data.verb, ...")
+    parser.add_argument("--misspelt", type=Path, help="lines `wrong->right`: codespell's dictionary.txt")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--to", type=Path, help="where `export` writes")
+    parser.add_argument("--start", type=Path, help="continue from these weights")
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--every", type=float, default=10.0, help="minutes between validations")
+    parser.add_argument("--batch", type=int, default=3072, help="positions of a batch, on either side")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--decay", type=float, default=0.4, help="share of the time in which the learning rate falls")
+    parser.add_argument("--bf16", action="store_true", help="products in bf16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    {"data": gather, "tokenizer": train_tokenizer, "model": train_model, "export": export}[args.job](args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
