@@ -261,6 +261,7 @@ class Row:
     ends: tokens that end the row.
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
+    given: what the target reads before the first pass; of an encoder-decoder with the states of its source.
     """
 
     index: int
@@ -271,6 +272,7 @@ class Row:
     ends: frozenset[int] = frozenset()
     end: int | None = None
     namespace: str = ""
+    given: Prompt | None = None
 
     @property
     def ended(self) -> bool:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
 from truedraft.chance import Chance
+from truedraft.drafters._learned import Learner
 from truedraft.drafters._trust import Trust
 from truedraft.sampling import Laws
 from truedraft.stores.memory import Memory
@@ -41,6 +42,7 @@ class Drafter(ABC):
     hope: how often the first token of its drafts is right, before anything is known of the text.
     by_level: whether every level of a draft costs a pass of a model.
     prices: what passes take, where drafts have to pay for their own time; None where they need not.
+    learner: how it is trained, where it has to be (`truedraft train`).
     """
 
     card: ClassVar[Card]
@@ -50,6 +52,7 @@ class Drafter(ABC):
     hope: ClassVar[float] = 0.15
     by_level: bool = False
     prices: Prices | None = None
+    learner: ClassVar[type[Learner] | None] = None
 
     @property
     def knows(self) -> int | None:

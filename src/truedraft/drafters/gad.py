@@ -1,0 +1,348 @@
+"""Generalised Aggressive Decoding: a small decoder fills in the next k tokens at once, looking at the source.
+
+Xia et al., "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding", 2022 (arXiv 2205.10350), section
+3.2. Behind what was said so far stand k masks; one pass of a decoder that is not autoregressive says all of them. It
+wins where the output follows from the source but does not repeat it, as in translation, and has to be trained for its
+target (`truedraft train gad`); where the source is copied, `iad` does as well without.
+
+The published drafter is a whole encoder-decoder. Here it is a few layers: the encoder, the embeddings and the output
+head are the target's own, and the encoder is not run again. What was said is read from left to right, so that it is
+read once and kept; the masks see all of it and each other. Drafts are the likeliest tokens, whatever the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import gcd
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from truedraft.card import Card
+from truedraft.drafters._base import Drafter
+from truedraft.drafters._learned import Learner, Line, read_learnt
+from truedraft.drafters._nn import Listening, Places
+from truedraft.drafters._trust import Trust
+from truedraft.errors import Refused
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Accepted, DraftTree, Row, Scores
+
+NOTHING = -100  # a label that asks for nothing
+PART = 4_000_000  # pairs of positions that are looked at together when a drafter is judged
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a filler: its layers, the masks that it is trained with, the sizes of its states and of the source's."""
+
+    layers: int
+    masks: int
+    size: int
+    heads: int
+    heard: int
+
+
+class Filler(nn.Module):
+    """Fills masks behind a prefix, for a target whose embeddings and output head it uses as they are."""
+
+    def __init__(self, shape: Shape, model: PreTrainedModel):
+        super().__init__()
+        self.shape = shape
+        self._shared = (model.get_decoder().get_input_embeddings(), model.get_output_embeddings())  # no part of it
+        self.norm_in, self.norm_out = nn.LayerNorm(shape.size), nn.LayerNorm(shape.size)
+        self.mask_embeddings = nn.Parameter(torch.randn(shape.masks, shape.size))
+        self.layers = nn.ModuleList(
+            Listening(shape.size, shape.heads, 4 * shape.size, shape.heard) for _ in range(shape.layers)
+        )
+        with torch.no_grad():  # logits that differ by about 1
+            self.norm_out.weight /= self._shared[1].weight.float().std() * shape.size**0.5
+
+    @classmethod
+    def fresh(cls, model: PreTrainedModel, layers: int, masks: int) -> Filler:
+        """As wide as a target, with nothing learnt."""
+        size = model.get_decoder().get_input_embeddings().embedding_dim
+        heads = gcd(size // 2, model.config.get_text_config(decoder=True).num_attention_heads)
+        return cls(Shape(layers, masks, size, heads, model.config.hidden_size), model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.mask_embeddings.dtype
+
+    def places(self, positions: Tensor) -> Places:
+        return Places.of(positions, self.shape.size, self.shape.heads, self.dtype)
+
+    def tokens(self, ids: Tensor) -> Tensor:
+        """(...) ids to (..., size)."""
+        return self.norm_in(self._shared[0](ids).to(self.dtype))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., size) to (..., V)."""
+        head = self._shared[1]
+        return head(self.norm_out(x).to(head.weight.dtype)).float()
+
+
+class Kept:
+    """What a filler keeps of rows, by slot: keys and values of the tokens that it has read, and of the sources.
+
+    rows: in the order of the slots. read: how many tokens of each.
+    """
+
+    def __init__(self, filler: Filler, rows: Sequence[Row], masks: int):
+        prompts = [row.given for row in rows if row.given is not None]
+        states = pad_sequence([p.states for p in prompts], batch_first=True).to(filler.dtype)  # type: ignore[misc]
+        hears = pad_sequence([p.heard for p in prompts], batch_first=True).bool()  # type: ignore[misc]
+        self.rows, self.read = list(rows), [0] * len(rows)
+        self.filler, self.masks = filler, masks
+        self.sources = [layer.heard(states) for layer in filler.layers]  # type: ignore[operator]
+        self.hears = hears[:, None, None]
+        self.capacity = max(len(row.tokens) + row.room for row in rows) + masks + 1  # the last is for padding
+        self.places = filler.places(torch.arange(self.capacity, device=states.device))
+        heads, size = filler.shape.heads, filler.shape.size
+        self.cache = states.new_zeros(len(filler.layers), 2, len(rows), self.capacity, heads, size // heads)
+
+    def leave(self, row: Row) -> None:
+        """The row's slot is free; the last one in use takes its place."""
+        slot, last = self.rows.index(row), len(self.rows) - 1
+        self.cache[:, :, slot] = self.cache[:, :, last]
+        for kept in (self.hears, *(part for source in self.sources for part in source)):
+            kept[slot] = kept[last]
+        self.rows[slot], self.read[slot] = self.rows[last], self.read[last]
+        self.rows.pop()
+        self.read.pop()
+
+    def filled(self) -> Tensor:
+        """Read what rows said since, and fill the masks behind it: (rows, masks, V) logits."""
+        count, device = len(self.rows), self.hears.device
+        new = [row.tokens[read:] for row, read in zip(self.rows, self.read, strict=True)]
+        widest = max(map(len, new))
+        ids = torch.tensor([tokens + [0] * (widest - len(tokens)) for tokens in new], device=device)
+        spots, limits = [], []
+        for row, read, tokens in zip(self.rows, self.read, new, strict=True):
+            end, idle = len(row.tokens), widest - len(tokens)
+            spots.append([*range(read, end), *[self.capacity - 1] * idle, *range(end, end + self.masks)])
+            limits.append([*range(read, end), *[0] * idle, *[end + self.masks - 1] * self.masks])
+        view = max(map(max, limits)) + 1
+        place = torch.tensor(spots, device=device)
+        mask = torch.arange(view, device=device) <= torch.tensor(limits, device=device)[:, None, :, None]
+        masks = self.filler.mask_embeddings[: self.masks].expand(count, -1, -1)
+        places = self.places.at(place)
+        x = torch.cat([self.filler.tokens(ids), masks], 1) + places.wave
+        slots = torch.arange(count, device=device)[:, None]
+        for layer, cache, (keys, values) in zip(self.filler.layers, self.cache, self.sources, strict=True):
+            keep = partial(_kept, cache, slots, place, view)
+            x = layer(x, places, keep, mask, (keys[:count], values[:count]), self.hears[:count])
+        self.read = [len(row.tokens) for row in self.rows]
+        return self.filler.logits(x[:, widest:])
+
+
+def _kept(cache: Tensor, slots: Tensor, place: Tensor, view: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    for kept, new in zip(cache, (keys, values), strict=True):
+        kept[slots, place] = new.transpose(1, 2)
+    seen = cache[:, : len(slots), :view].transpose(2, 3)
+    return seen[0], seen[1]
+
+
+@dataclass
+class Filling(Learner):
+    """Learning to fill masks from what the target said: any place of a line may be the one where the masks begin.
+
+    Glancing (Qian et al., arXiv 2008.07905): of the tokens that the filler gets wrong a share is shown to it, and it
+    learns the rest.
+    """
+
+    name: ClassVar[str] = "gad"
+    k: int = 8  # masks; published 25, 5 in the authors' script
+    layers: int = 2  # published: as many as the target
+    places: int = 4  # of a line where masks begin, in one step
+    glance: float = 0.5  # share of the wrong tokens that is shown at the beginning; GLAT 0.5
+    glance_end: float = 0.3  # and at the end; GLAT 0.3
+
+    def begin(self, model: PreTrainedModel) -> None:
+        if not model.config.is_encoder_decoder:
+            raise Refused(f"{type(model).__name__} is not an encoder-decoder: {CANNOT['decoder']}")
+        if min(self.k, self.layers, self.places) < 1:
+            raise Refused(f"gad:k={self.k},layers={self.layers},places={self.places}: give each at least 1")
+        self.model = model.requires_grad_(False)
+        self.module: Filler = Filler.fresh(model, self.layers, self.k)
+
+    def about(self) -> dict[str, Any]:
+        return {"shape": asdict(self.module.shape)}
+
+    def resume(self, about: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        if about["shape"] != asdict(self.module.shape):
+            raise Refused(f"--resume: what was learnt has the shape {about['shape']}, not {self.about()['shape']}")
+        self.module.load_state_dict(weights)
+
+    def loss(self, lines: Sequence[Line]) -> Tensor:
+        ids, ends, heard = self._read(lines)
+        starts = 1 + (torch.rand(len(lines), self.places) * (ends[:, None] - 1)).long()
+        labels = _labels(ids, ends, starts, self.k)
+        asked, shown = labels != NOTHING, None
+        if self.glance > 0:
+            with torch.no_grad():
+                wrong = self._filled(ids, starts, heard).argmax(-1) != labels
+            share = self.glance + (self.glance_end - self.glance) * self.share
+            count = (share * (wrong & asked).sum(-1, keepdim=True)).round()
+            order = torch.rand(labels.shape).masked_fill(~asked, 2.0).argsort(-1).argsort(-1)
+            shown = torch.where(order < count, labels, NOTHING)
+            asked &= order >= count
+        logits = self._filled(ids, starts, heard, shown, asked)
+        return cross_entropy(logits, labels[asked])
+
+    def judged(self, lines: Sequence[Line]) -> dict[str, float]:
+        """Tokens a pass, drafts taken in full, by following each line as decoding would, and the hits by place."""
+        tokens = passes = 0
+        for part in self._parts(lines):
+            ids, ends, heard = self._read(part)
+            starts = torch.arange(1, ids.shape[1]).expand(len(part), -1)
+            said, labels = self._filled(ids, starts, heard).argmax(-1), _labels(ids, ends, starts, self.k)
+            right = (said == labels).long().cumprod(-1).sum(-1).tolist()
+            for (_, line), reach in zip(part, right, strict=True):
+                at, passes = 2, passes + 1  # the first pass reads the prompt and says a token
+                while at < len(line):
+                    at, passes = at + reach[at - 1] + 1, passes + 1
+                tokens += len(line) - 1
+        return {"tokens_per_pass": round(tokens / passes, 3)}
+
+    def _parts(self, lines: Sequence[Line]) -> Iterator[Sequence[Line]]:
+        left = sorted(lines, key=lambda line: len(line[1]))
+        while left:
+            count = max(PART // (len(left[-1][1]) * (1 + self.k)) ** 2, 1)
+            yield left[-count:]
+            del left[-count:]
+
+    def _read(self, lines: Sequence[Line]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Padded ids of what was said and their numbers, and what the target's encoder makes of the sources."""
+        sources, said = zip(*lines, strict=True)
+        ends = torch.tensor([len(line) for line in said])
+        ids = pad_sequence([torch.tensor(line) for line in said], batch_first=True)
+        given = pad_sequence([torch.tensor(line) for line in sources], batch_first=True)
+        heard = torch.arange(given.shape[1]) < torch.tensor([[len(line)] for line in sources])
+        with torch.no_grad():
+            states = self.model.get_encoder()(input_ids=given, attention_mask=heard.long()).last_hidden_state
+        return ids, ends, (states.float(), heard)
+
+    def _filled(
+        self, ids: Tensor, starts: Tensor, heard: tuple[Tensor, Tensor], shown: Tensor | None = None,
+        asked: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(rows, places, k, V) logits of masks behind all prefixes that end before `starts`, (rows, places).
+
+        shown: (rows, places, k) tokens in the place of masks. asked: as many, those that logits are wanted of.
+        """
+        filler, (rows, length), (states, hears) = self.module, ids.shape, heard
+        masks = filler.mask_embeddings.expand(*starts.shape, -1, -1)
+        if shown is not None:
+            masks = torch.where((shown != NOTHING)[..., None], filler.tokens(shown.clamp_min(0)), masks)
+        before, blocks = torch.arange(length), starts.shape[1] * self.k
+        at = (starts[..., None] + torch.arange(self.k)).flatten(1)
+        places = filler.places(torch.cat([before.expand(rows, -1), at], 1))
+        mask = torch.zeros(rows, length + blocks, length + blocks, dtype=torch.bool)
+        mask[:, :length, :length] = before <= before[:, None]
+        mask[:, length:, :length] = before < starts.repeat_interleave(self.k, 1)[..., None]
+        block = torch.arange(blocks) // self.k
+        mask[:, length:, length:] = block == block[:, None]
+        x = torch.cat([filler.tokens(ids), masks.flatten(1, 2)], 1) + places.wave
+        for layer in filler.layers:
+            keep = lambda keys, values: (keys, values)  # noqa: E731
+            x = layer(x, places, keep, mask[:, None], layer.heard(states), hears[:, None, None])  # type: ignore[operator]
+        x = x[:, length:].unflatten(1, (-1, self.k))
+        return filler.logits(x if asked is None else x[asked])
+
+
+def _labels(ids: Tensor, ends: Tensor, starts: Tensor, k: int) -> Tensor:
+    """(rows, places, k) what masks that begin at `starts` stand for."""
+    at = starts[..., None] + torch.arange(k)
+    found = ids[torch.arange(len(ids))[:, None, None], at.clamp_max(ids.shape[1] - 1)]
+    return found.masked_fill(at >= ends[:, None, None], NOTHING)
+
+
+CANNOT = {"decoder": "the drafter looks at what an encoder made of a source, and this model has no encoder"}
+
+
+@dataclass
+class Gad(Drafter):
+    card = Card(
+        paper="arXiv 2205.10350 (2022)",
+        idea="A small decoder, trained for the target, fills in the next tokens all at once from the source.",
+        family="block drafter",
+        needs=("training",),
+        cannot=CANNOT,
+        published="3x to 5x on translation and summarisation (encoder-decoders of 6 layers, one GPU).",
+    )
+    learner = Filling
+    model: Any = None  # folder of a checkpoint (`truedraft train gad`), or a Filler
+    length: int = 0  # tokens drafted, 0 for as many as it was trained with; published 25, 5 in the authors' script
+
+    def __post_init__(self) -> None:
+        self._filler: Filler | None = self.model if isinstance(self.model, Filler) else None
+        self._kept: Kept | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        self._trust = Trust()
+
+    def ready(self, target: DecoderTarget) -> None:
+        if why := self.card.cannot.get(target.family):
+            raise Refused(f"gad cannot draft for {type(target.model).__name__}: {why}")
+        if self.model is None:
+            raise Refused("gad needs a checkpoint: draft='gad:model=FOLDER', made by `truedraft train gad`")
+        if not isinstance(self.model, Filler):
+            about, weights = read_learnt(Path(self.model).expanduser(), "gad", target.model)
+            self._filler = Filler(Shape(**about["shape"]), target.model)
+            self._filler.load_state_dict(weights)
+        assert self._filler is not None
+        if self.length > self._filler.shape.masks:
+            raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give less")
+        self._filler.to(target.device, target.dtype).eval()
+
+    @property
+    def width(self) -> int:
+        return self.length or (self._filler.shape.masks if self._filler else 0)
+
+    @torch.no_grad()
+    def start(self, rows: Sequence[Row]) -> None:
+        assert self._filler is not None
+        self._kept = Kept(self._filler, rows, self.width)
+
+    @torch.no_grad()
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        if not any(budget):
+            return [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
+        assert self._kept is not None
+        logits = self._kept.filled()
+        best, tokens = logits.max(-1)
+        chances = (best - logits.logsumexp(-1)).exp_().nan_to_num_(0.0).clamp_(max=1.0)
+        drafts = {
+            id(row): _ended(row, said, hopes)
+            for row, said, hopes in zip(self._kept.rows, tokens.tolist(), chances.tolist(), strict=True)
+        }
+        return [
+            self._trust.proposed(row, drafts[id(row)].cut(1 + most)) for row, most in zip(rows, budget, strict=True)
+        ]
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        for row in rows:
+            self._trust.heard(row)
+
+    def end(self, row: Row) -> None:
+        self._trust.end(row)
+        if self._kept is not None:
+            self._kept.leave(row)
+            if not self._kept.rows:
+                self._kept = None
+
+
+def _ended(row: Row, tokens: list[int], hopes: list[float]) -> DraftTree:
+    """A chain as far as the first token that ends the row."""
+    reach = next((i for i, token in enumerate(tokens, 1) if token in row.ends), len(tokens))
+    return DraftTree.chain(row.tokens[-1], tokens[:reach], hopes[:reach])
