@@ -12,6 +12,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -93,7 +94,22 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
             return compose(spec, lambda part: load(kind, part))
     if kind == "accept" and spec.startswith("lossy/"):
         kind, spec = "accept.lossy", spec.removeprefix("lossy/")
+    name, given = parsed(spec)
+    knobs.update(given)
+    if name not in names(kind) and name in (known := presets(kind)):
+        name, preset = known[name]
+        knobs = {**preset, **knobs}
+    return built(method(kind, name), name, spec, knobs)
+
+
+def parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the knobs of `name:knob=value,knob=value`.
+
+    Raises:
+        Refused: it is not written so.
+    """
     name, _, given = spec.partition(":")
+    knobs: dict[str, Any] = {}
     for part in filter(None, given.split(",")):
         key, eq, value = part.partition("=")
         if not eq:
@@ -102,10 +118,15 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
             knobs[key.strip()] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             knobs[key.strip()] = value
-    if name not in names(kind) and name in (known := presets(kind)):
-        name, preset = known[name]
-        knobs = {**preset, **knobs}
-    cls = method(kind, name)
+    return name, knobs
+
+
+def built(cls: Any, name: str, spec: str, knobs: Mapping[str, Any]) -> Any:
+    """An instance of a dataclass from its knobs; `name` and `spec` are what messages call it.
+
+    Raises:
+        Refused: unknown knob, or a value that it does not take.
+    """
     allowed = list(inspect.signature(cls).parameters)
     for key in knobs:
         if key not in allowed:

@@ -85,6 +85,7 @@ def fit(
     validate: Callable[[], dict[str, float]],
     save: Callable[[], None],
     log: Path,
+    told: Callable[[float], None] | None = None,
 ) -> dict[str, float]:
     """Train until the time is over; the last validation is returned.
 
@@ -97,6 +98,7 @@ def fit(
         batches: endless.
         validate: figures of the model as it is, in evaluation mode.
         save: writes the model.
+        told: before every step, the share of the time that has passed.
 
     Raises:
         Refused: the loss is no longer a number.
@@ -127,6 +129,8 @@ def fit(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr * pace
+        if told is not None:
+            told(minutes / plan.minutes)
         mean = 0.0
         for _ in range(plan.micro):
             with torch.autocast("cpu", torch.bfloat16, enabled=plan.bf16):

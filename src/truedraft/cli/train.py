@@ -1,0 +1,89 @@
+"""`truedraft train`: a drafter that has to learn, trained for a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from truedraft.errors import Refused
+
+
+def train(
+    drafter: Annotated[str, Argument(metavar="DRAFTER", help="gad, or with knobs of its training: gad:k=8,layers=2.")],
+    target: Annotated[str, Option(help="The model that it will draft for: a local folder, or a name on the hub.")],
+    data: Annotated[Path, Option(help="Lines that the model is asked, plain or .gz; what follows a tab is ignored.")],
+    out: Annotated[Path, Option(help="Folder of the checkpoint, and of what the model says to the lines.")],
+    labels: Annotated[
+        str, Option(help="target: learn what the model says to each line; given: what follows the tab.")
+    ] = "target",
+    minutes: Annotated[float, Option(help="How long to train, once the model has said its lines.")] = 30.0,
+    every: Annotated[float, Option(help="Minutes between validations; each saves the checkpoint.")] = 5.0,
+    lr: Annotated[float, Option(help="Learning rate at its highest.")] = 3e-3,
+    batch: Annotated[int, Option(help="Tokens of a step, on the longer side of the lines, with padding.")] = 2048,
+    threads: Annotated[int | None, Option(help="Cores to use; by default as torch chooses.")] = None,
+    bf16: Annotated[bool, Option("--bf16", help="Products in bf16, on machines with units for it.")] = False,
+    seed: Annotated[int, Option(help="Of the order of the lines, and of the fresh weights.")] = 0,
+    resume: Annotated[bool, Option("--resume", help="Go on from the checkpoint in the folder.")] = False,
+) -> None:
+    """Train a drafter for a model on what the model says; use it as `--draft gad:model=FOLDER`.
+
+    \f
+    Raises Refused: a file, folder, model or drafter does not do; before any work.
+    """
+    if labels not in ("target", "given"):
+        raise Refused(f"--labels {labels}: choose target or given")
+    for option, value in (("--minutes", minutes), ("--every", every), ("--lr", lr), ("--batch", batch)):
+        if not value > 0:
+            raise Refused(f"{option} {value}: give a number above 0")
+    if threads is not None and threads < 1:
+        raise Refused(f"--threads {threads}: give at least 1")
+    sources, answers = _lines(data, labels == "given")
+    import torch
+
+    from truedraft.train.drafter import train_drafter
+    from truedraft.train.loop import Plan
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    learner = _learner(drafter)
+    model, tokenizer = _loaded(target)
+    plan = Plan(minutes=minutes, lr=lr, every=every, bf16=bf16, seed=seed)
+    train_drafter(learner, model, tokenizer, sources, out, plan, answers=answers, batch=batch, resume=resume)
+    print(f"{out}: use it as --draft {learner.name}:model={out}")
+
+
+def _learner(spec: str) -> Any:
+    """The training of a drafter, from its name and its knobs."""
+    from truedraft import registry
+
+    name, knobs = registry.parsed(spec)
+    learner = registry.method("drafters", name).learner
+    if learner is None:
+        learning = [n for n in registry.names("drafters") if registry.method("drafters", n).learner is not None]
+        raise Refused(f"{name} has nothing to learn: train one of {', '.join(learning)}")
+    return registry.built(learner, f"the training of {name}", spec, knobs)
+
+
+def _lines(path: Path, given: bool) -> tuple[list[str], list[str] | None]:
+    """Sources and, if wanted, their answers."""
+    from truedraft.files import read_lines
+
+    parts = [(i, *line.split("\t", 1)) for i, line in enumerate(read_lines(path), 1) if line.strip()]
+    if not parts:
+        raise Refused(f"--data {path}: the file has no text")
+    if not given:
+        return [source for _, source, *_ in parts], None
+    for i, *sides in parts:
+        if len(sides) < 2:
+            raise Refused(f"--data {path}: line {i} has no tab with an answer behind it, which --labels given needs")
+    return [part[1] for part in parts], [part[2] for part in parts]
+
+
+def _loaded(name: str) -> tuple[Any, Any]:
+    """A target, of either kind."""
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    return AutoModelForSeq2SeqLM.from_pretrained(name, dtype="float32").eval(), AutoTokenizer.from_pretrained(name)

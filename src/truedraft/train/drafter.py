@@ -1,0 +1,87 @@
+"""Any learned drafter, trained for a target on what the target says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from truedraft.accelerated import accelerate
+from truedraft.drafters._learned import WEIGHTS, Learner, Line, read_learnt, save_learnt
+from truedraft.errors import Refused
+from truedraft.train.loop import Plan, fit
+from truedraft.train.pairs import bucketed, shuffled
+from truedraft.train.said import said
+
+HELD_OUT = 100  # one line in so many is held out,
+MOST = 200  # but no more than this
+
+
+def train_drafter(
+    learner: Learner,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[str],
+    out: Path,
+    plan: Plan,
+    *,
+    answers: Sequence[str] | None = None,
+    batch: int = 2048,
+    resume: bool = False,
+    say: Callable[[str], None] = partial(print, flush=True),
+) -> dict[str, float]:
+    """Train a drafter for a model; the checkpoint, the log and what the model says are kept in a folder.
+
+    Args:
+        learner: what is trained, and how.
+        model: the target, in eval mode; its weights are frozen.
+        sources: what it is asked.
+        out: the folder; a checkpoint that is there is gone on from with `resume`, and else refused.
+        answers: given ones, in the place of the target's own.
+        batch: tokens of a step, on the longer side, with padding.
+        say: takes what there is to report.
+
+    Returns:
+        The last validation.
+
+    Raises:
+        Refused: the drafter cannot serve this model, or the folder holds what does not fit; before any work.
+    """
+    learner.begin(model)
+    if (out / WEIGHTS).exists() != resume:
+        raise Refused(
+            f"--resume: there is no checkpoint in {str(out)!r}" if resume
+            else f"--out: {str(out)!r} holds a checkpoint: go on from it with --resume, or give another folder"
+        )  # fmt: skip
+    if resume:
+        learner.resume(*read_learnt(out, learner.name, model))
+    out.mkdir(parents=True, exist_ok=True)
+    if answers is None:
+        lines = said(accelerate(model, tokenizer), tokenizer, sources, out, say)
+    else:
+        lines = _given(model, tokenizer, sources, answers)
+    step = max(HELD_OUT, len(lines) // MOST)
+    held = lines[::step]
+    learnt = [line for i, line in enumerate(lines) if i % step] or held
+    weights = sum(p.numel() for p in learner.module.parameters())
+    say(f"{weights:,} weights, {len(learnt):,} lines to learn from, {len(held):,} held out")
+    return fit(
+        learner.module,
+        learner.loss,
+        bucketed(shuffled(learnt, plan.seed), batch, plan.seed),
+        plan,
+        validate=lambda: learner.judged(held),
+        save=lambda: save_learnt(out, learner.name, learner.module, model, learner.about()),
+        log=out / "log.jsonl",
+        told=partial(setattr, learner, "share"),
+    )
+
+
+def _given(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], answers: Sequence[str]
+) -> list[Line]:
+    start = model.generation_config.decoder_start_token_id
+    asked, told = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(answers))["input_ids"]
+    return [(a, [start, *b]) for a, b in zip(asked, told, strict=True) if min(len(a), len(b)) > 1]
