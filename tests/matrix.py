@@ -218,9 +218,11 @@ class Forced:
 
 def methods() -> list[tuple[str, str]]:
     """(kind, name) of the matrix's rows."""
-    return [("drafters", name) for name in registry.names("drafters")] + [
-        ("accept", name) for name in registry.names("accept")
-    ]
+    return [
+        ("drafters", name)
+        for name in registry.names("drafters")
+        if "decoder" not in registry.method("drafters", name).card.cannot
+    ] + [("accept", name) for name in registry.names("accept")]
 
 
 def cells(kind: str, name: str, in_turn: bool = False) -> dict[str, str]:

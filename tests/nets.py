@@ -120,6 +120,9 @@ def drafter(
 ) -> Drafter | None:
     """A registered drafter, or one of the trial drafters made for this model and its true output.
 
+    Skips the test for a model that the drafter's card says it cannot serve. A drafter that has to be trained is one
+    that has learnt nothing.
+
     small: the model that drafts, for drafters that need one; else one much like the model.
     other: knobs of a registered drafter.
     """
@@ -141,9 +144,16 @@ def drafter(
     if name in COMPOSED:
         return compose(name, lambda part: drafter(part, model, small=small))  # type: ignore[arg-type,return-value]
     base, knobs = PRESETS.get(name, (name, {}))
-    needs = registry.method("drafters", base).card.needs
+    method = registry.method("drafters", base)
+    if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):
+        pytest.skip(f"{base}: {why}")
+    needs = method.card.needs
     if "draft model" in needs:
         other = {"model": small or sibling(model), **other}
+    if "training" in needs:
+        learner = method.learner()
+        learner.begin(model)
+        other = {"model": learner.module, **other}
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}
     return registry.load("drafters", base, **{**knobs, **other})

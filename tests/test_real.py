@@ -18,7 +18,7 @@ from truedraft import registry
 from truedraft.audit.tokens import noise_of
 
 CHECKPOINTS = ["stories260K", "bitllama_3M", "babyllama_tok105"]
-DRAFTERS = registry.names("drafters")
+DRAFTERS = [n for n in registry.names("drafters") if "decoder" not in registry.method("drafters", n).card.cannot]
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

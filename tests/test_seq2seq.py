@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import truedraft
+from nets import drafter
 from truedraft import Refused, registry
 
 V = 61
@@ -26,6 +27,7 @@ ARCHITECTURES = {
     **dict.fromkeys(("bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot", "plbart"), _BART),
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _T5),
 }
+LEARNT = [n for n in registry.names("drafters") if registry.method("drafters", n).learner is not None]
 FREE = [n for n in registry.names("drafters") if not set(registry.method("drafters", n).card.needs)]
 
 
@@ -50,6 +52,12 @@ def sources() -> dict[str, torch.Tensor]:
         if missing:
             ids[row, -missing:], mask[row, -missing:] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def said_inside(model: PreTrainedModel) -> list[int]:
+    """Tokens that rows say in the middle of their texts, early and late, to serve as ends."""
+    text = model.generate(**sources(), max_new_tokens=30, eos_token_id=V, do_sample=False)
+    return [int(text[0, 6]), int(text[1, 11]), int(text[2, 17])]
 
 
 def both(fast: truedraft.Accelerated, seed: int = 1, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,6 +89,17 @@ def test_every_architecture_says_what_it_says_alone(kind: str, sample: bool) -> 
 def test_every_drafter_that_needs_only_tokens(draft: str, kind: str, sample: bool) -> None:
     fast = truedraft.accelerate(tiny(kind), draft=draft, control="fixed")
     expected, found = both(fast, do_sample=sample, num_return_sequences=2 if sample else 1)
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("control", ["fixed", "cost"])
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("name", LEARNT)
+def test_every_drafter_that_has_to_learn(name: str, kind: str, sample: bool, control: str) -> None:
+    """With what it says before it has learnt anything; its rows leave one by one."""
+    fast = truedraft.accelerate(tiny(kind), draft=drafter(name, tiny(kind)), control=control)
+    expected, found = both(fast, do_sample=sample, min_new_tokens=1, eos_token_id=said_inside(tiny(kind)))
     assert torch.equal(expected, found)
 
 

@@ -71,19 +71,21 @@ def _lines(path: Path, given: bool) -> tuple[list[str], list[str] | None]:
     """Sources and, if wanted, their answers."""
     from truedraft.files import read_lines
 
-    parts = [(i, *line.split("\t", 1)) for i, line in enumerate(read_lines(path), 1) if line.strip()]
-    if not parts:
+    lines = [(i, line.split("\t", 1)) for i, line in enumerate(read_lines(path), 1) if line.strip()]
+    if not lines:
         raise Refused(f"--data {path}: the file has no text")
     if not given:
-        return [source for _, source, *_ in parts], None
-    for i, *sides in parts:
+        return [sides[0] for _, sides in lines], None
+    for i, sides in lines:
         if len(sides) < 2:
             raise Refused(f"--data {path}: line {i} has no tab with an answer behind it, which --labels given needs")
-    return [part[1] for part in parts], [part[2] for part in parts]
+    return [sides[0] for _, sides in lines], [sides[1] for _, sides in lines]
 
 
 def _loaded(name: str) -> tuple[Any, Any]:
     """A target, of either kind."""
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    return AutoModelForSeq2SeqLM.from_pretrained(name, dtype="float32").eval(), AutoTokenizer.from_pretrained(name)
+    sources = AutoConfig.from_pretrained(name).is_encoder_decoder
+    kind: Any = AutoModelForSeq2SeqLM if sources else AutoModelForCausalLM
+    return kind.from_pretrained(name, dtype="float32").eval(), AutoTokenizer.from_pretrained(name)

@@ -66,9 +66,8 @@ class Learner(ABC):
 def fingerprint(model: PreTrainedModel) -> str:
     """Of a model's kind, shape and weights: of those that quantising leaves alone, as they are in bf16."""
     config = model.config.get_text_config(decoder=True)
-    kept = [p for p in model.parameters() if p.ndim == 1]
-    table = model.get_input_embeddings().weight
-    kept.append(table[:: max(len(table) // SAMPLED, 1)])
+    table: Any = model.get_input_embeddings().weight
+    kept = [*(p for p in model.parameters() if p.ndim == 1), table[:: max(len(table) // SAMPLED, 1)]]
     made = hashlib.sha256(f"{type(model).__name__} {config.vocab_size} {config.hidden_size}".encode())
     for weight in kept:
         made.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())

@@ -54,7 +54,11 @@ class Listening(nn.Module):
         self.heads = heads
         self.norm_own, self.norm_source, self.norm_inner = (nn.LayerNorm(size) for _ in range(3))
         self.own, self.own_out = nn.Linear(size, 3 * size), nn.Linear(size, size)
-        self.asked, self.source, self.source_out = nn.Linear(size, size), nn.Linear(heard, 2 * size), nn.Linear(size, size)
+        self.asked, self.source, self.source_out = (
+            nn.Linear(size, size),
+            nn.Linear(heard, 2 * size),
+            nn.Linear(size, size),
+        )
         self.up, self.down = nn.Linear(size, inner), nn.Linear(inner, size)
 
     def heard(self, states: Tensor) -> tuple[Tensor, Tensor]:

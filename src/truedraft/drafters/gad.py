@@ -57,12 +57,14 @@ class Filler(nn.Module):
         self.shape = shape
         self._shared = (model.get_decoder().get_input_embeddings(), model.get_output_embeddings())  # no part of it
         self.norm_in, self.norm_out = nn.LayerNorm(shape.size), nn.LayerNorm(shape.size)
+        self.norm_heard = nn.LayerNorm(shape.heard)
         self.mask_embeddings = nn.Parameter(torch.randn(shape.masks, shape.size))
         self.layers = nn.ModuleList(
             Listening(shape.size, shape.heads, 4 * shape.size, shape.heard) for _ in range(shape.layers)
         )
         with torch.no_grad():  # logits that differ by about 1
-            self.norm_out.weight /= self._shared[1].weight.float().std() * shape.size**0.5
+            head: Any = self._shared[1]
+            self.norm_out.weight.div_(head.weight.float().std() * shape.size**0.5)
 
     @classmethod
     def fresh(cls, model: PreTrainedModel, layers: int, masks: int) -> Filler:
@@ -82,6 +84,12 @@ class Filler(nn.Module):
         """(...) ids to (..., size)."""
         return self.norm_in(self._shared[0](ids).to(self.dtype))
 
+    def heard(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What each layer looks at of sources, (rows, length, heard)."""
+        places = torch.arange(states.shape[1], device=states.device)
+        x = self.norm_heard(states.to(self.dtype)) + Places.of(places, self.shape.heard, 1, self.dtype).wave
+        return [layer.heard(x) for layer in self.layers]  # type: ignore[operator]
+
     def logits(self, x: Tensor) -> Tensor:
         """(..., size) to (..., V)."""
         head = self._shared[1]
@@ -96,16 +104,17 @@ class Kept:
 
     def __init__(self, filler: Filler, rows: Sequence[Row], masks: int):
         prompts = [row.given for row in rows if row.given is not None]
-        states = pad_sequence([p.states for p in prompts], batch_first=True).to(filler.dtype)  # type: ignore[misc]
+        states = pad_sequence([p.states for p in prompts], batch_first=True)  # type: ignore[misc]
         hears = pad_sequence([p.heard for p in prompts], batch_first=True).bool()  # type: ignore[misc]
         self.rows, self.read = list(rows), [0] * len(rows)
         self.filler, self.masks = filler, masks
-        self.sources = [layer.heard(states) for layer in filler.layers]  # type: ignore[operator]
+        self.sources = filler.heard(states)
         self.hears = hears[:, None, None]
         self.capacity = max(len(row.tokens) + row.room for row in rows) + masks + 1  # the last is for padding
         self.places = filler.places(torch.arange(self.capacity, device=states.device))
         heads, size = filler.shape.heads, filler.shape.size
-        self.cache = states.new_zeros(len(filler.layers), 2, len(rows), self.capacity, heads, size // heads)
+        shape = len(filler.layers), 2, len(rows), self.capacity, heads, size // heads
+        self.cache = torch.zeros(shape, dtype=filler.dtype, device=states.device)
 
     def leave(self, row: Row) -> None:
         """The row's slot is free; the last one in use takes its place."""
@@ -142,7 +151,9 @@ class Kept:
         return self.filler.logits(x[:, widest:])
 
 
-def _kept(cache: Tensor, slots: Tensor, place: Tensor, view: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _kept(
+    cache: Tensor, slots: Tensor, place: Tensor, view: int, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
     for kept, new in zip(cache, (keys, values), strict=True):
         kept[slots, place] = new.transpose(1, 2)
     seen = cache[:, : len(slots), :view].transpose(2, 3)
@@ -250,9 +261,8 @@ class Filling(Learner):
         block = torch.arange(blocks) // self.k
         mask[:, length:, length:] = block == block[:, None]
         x = torch.cat([filler.tokens(ids), masks.flatten(1, 2)], 1) + places.wave
-        for layer in filler.layers:
-            keep = lambda keys, values: (keys, values)  # noqa: E731
-            x = layer(x, places, keep, mask[:, None], layer.heard(states), hears[:, None, None])  # type: ignore[operator]
+        for layer, source in zip(filler.layers, filler.heard(states), strict=True):
+            x = layer(x, places, lambda *given: given, mask[:, None], source, hears[:, None, None])
         x = x[:, length:].unflatten(1, (-1, self.k))
         return filler.logits(x if asked is None else x[asked])
 

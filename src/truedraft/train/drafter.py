@@ -30,7 +30,7 @@ def train_drafter(
     answers: Sequence[str] | None = None,
     batch: int = 2048,
     resume: bool = False,
-    say: Callable[[str], None] = partial(print, flush=True),
+    say: Callable[[str], None] = print,
 ) -> dict[str, float]:
     """Train a drafter for a model; the checkpoint, the log and what the model says are kept in a folder.
 

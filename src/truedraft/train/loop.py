@@ -68,6 +68,7 @@ class Plan:
     """How long and how fast to learn."""
 
     minutes: float = 60.0  # of the clock; the learning rate follows it
+    steps: int = 0  # after which it ends too, and which the learning rate follows as well; 0 for the clock alone
     lr: float = 3e-3  # of matrices (Muon) and of the rest (AdamW)
     decay: float = 0.4  # share of the time in which the learning rate falls to zero
     warmup: int = 100  # steps in which it rises
@@ -75,6 +76,10 @@ class Plan:
     every: float = 10.0  # minutes between validations and saves
     bf16: bool = False  # products in bf16, on machines with units for it
     seed: int = 0
+
+    def gone(self, minutes: float, steps: int) -> float:
+        """The share of it that is done."""
+        return max(minutes / self.minutes, steps / self.steps if self.steps else 0.0)
 
 
 def fit(
@@ -99,7 +104,7 @@ def fit(
         batches: endless.
         validate: figures of the model as it is, in evaluation mode.
         save: writes the model.
-        told: before every step, the share of the time that has passed.
+        told: before every step, the share of the plan that is done.
 
     Raises:
         Refused: the loss is no longer a number.
@@ -125,13 +130,13 @@ def fit(
         print(row, flush=True)
         return row
 
-    while (minutes := (time.monotonic() - start) / 60) < plan.minutes:
-        pace = min(1.0, (step + 1) / plan.warmup, (1 - minutes / plan.minutes) / plan.decay)
+    while (gone := plan.gone(minutes := (time.monotonic() - start) / 60, step)) < 1:
+        pace = min(1.0, (step + 1) / plan.warmup, (1 - gone) / plan.decay)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr * pace
         if told is not None:
-            told(minutes / plan.minutes)
+            told(gone)
         mean = 0.0
         for _ in range(plan.micro):
             # the compiled attention of torch is four times as slow backwards as its parts, on a CPU

@@ -17,6 +17,7 @@ from truedraft.accept._base import Offer
 from truedraft.accept.lossy._base import LossyRule
 from truedraft.card import Card
 from truedraft.chance import Chance
+from truedraft.errors import Refused
 from truedraft.tree import Row, Wanted
 
 
@@ -32,6 +33,10 @@ class TopBeta(LossyRule):
     wants: ClassVar[Wanted] = "likeliest"
     beta: int = 3  # rank that is good enough; published 3 and 5
     gap: float = 1.0  # log-probability that a kept token may be behind the likeliest; published 1 to 6
+
+    def __post_init__(self) -> None:
+        if self.beta < 1:
+            raise Refused(f"top-beta:beta={self.beta}: give a rank of at least 1 (1 is greedy)")
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         best, tokens = scores.topk(min(self.beta, scores.shape[-1]))

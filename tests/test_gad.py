@@ -1,0 +1,263 @@
+"""gad: what it keeps of rows, what it learns, its checkpoints, the command that trains it, and its lossy rule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
+
+import models as decoders
+import truedraft
+from test_seq2seq import both, said_inside, sources, tiny
+from truedraft import Refused, registry
+from truedraft.cli import main
+from truedraft.drafters._learned import WEIGHTS
+from truedraft.train.drafter import train_drafter
+from truedraft.train.loop import Plan, fit
+from truedraft.train.pairs import Pair, pad_to
+
+WORDS, END = 30, 2
+KNOBS = dict(k=6, layers=1)
+
+
+def learner(**knobs: Any) -> Any:
+    return registry.method("drafters", "gad").learner(**{**KNOBS, **knobs})
+
+
+def untrained(model: PreTrainedModel, **knobs: Any) -> Any:
+    made = learner(**knobs)
+    made.begin(model)
+    return made.module
+
+
+def translated(words: list[int]) -> list[int]:
+    """The toy language: every word is another, in the same order."""
+    return [3 + (word - 3 + 7) % WORDS for word in words]
+
+
+def sentences(seed: int) -> Iterator[list[int]]:
+    rng = random.Random(seed)
+    while True:
+        yield [rng.randrange(3, 3 + WORDS) for _ in range(rng.randrange(4, 11))]
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A model that translates the toy language, trained in seconds, and its tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(
+        CONFIG_MAPPING["pegasus"](
+            vocab_size=3 + WORDS, d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64,
+            pad_token_id=0, eos_token_id=END, decoder_start_token_id=0, forced_eos_token_id=None, dropout=0.0,
+        )
+    )  # fmt: skip
+    said = sentences(0)
+
+    def groups() -> Iterator[list[Pair]]:
+        while True:
+            group = [next(said) for _ in range(32)]
+            yield [([*words, END], [*translated(words), END]) for words in group]
+
+    def loss(group: list[Pair]) -> torch.Tensor:
+        ids, labels = pad_to([a for a, _ in group], 0), pad_to([b for _, b in group], -100)
+        return model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
+
+    plan, log = Plan(steps=200, lr=1e-2, warmup=20), tmp_path_factory.mktemp("toy") / "log"
+    fit(model, loss, groups(), plan, validate=dict, save=lambda: None, log=log)
+    words = {word: i for i, word in enumerate(["<pad>", "<unk>", "</s>", *(f"w{i}" for i in range(WORDS))])}
+    made = Tokenizer(models.WordLevel(words, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing("$A </s>", None, [("</s>", END)])
+    marks = dict(pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    return model.eval(), PreTrainedTokenizerFast(tokenizer_object=made, **marks)
+
+
+def lines(count: int, seed: int = 1) -> list[str]:
+    said = sentences(seed)
+    return [" ".join(f"w{word - 3}" for word in next(said)) for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What seconds of training on the toy make."""
+    out = tmp_path_factory.mktemp("gad") / "run"
+    plan = Plan(steps=100, lr=1e-2, warmup=20)
+    figures = train_drafter(learner(), *toy, lines(400), out, plan, batch=512)
+    assert figures["tokens_per_pass"] > 2
+    return out
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+def test_what_it_learnt_saves_passes_and_changes_no_token(toy: Any, checkpoint: Path, sample: bool) -> None:
+    model, tokenizer = toy
+    inputs = tokenizer(lines(12, seed=5), return_tensors="pt", padding=True, return_token_type_ids=False)
+    reached = []
+    for draft in (f"gad:model={checkpoint}", registry.load("drafters", "gad", model=untrained(model))):
+        fast = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
+        torch.manual_seed(3)
+        expected = model.generate(**inputs, max_new_tokens=20, do_sample=sample)
+        torch.manual_seed(3)
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=sample), expected)
+        reached.append(fast.report().mean_acceptance_length)
+    trained, chance = reached
+    assert chance < 1.3 and trained > 2
+
+
+def test_the_figure_of_training_is_that_of_decoding(toy: Any, checkpoint: Path) -> None:
+    """Following a line in its own answer says how many passes decoding takes: on the tokens, one line at a time."""
+    model, tokenizer = toy
+    fast = truedraft.accelerate(model, tokenizer, draft=f"gad:model={checkpoint}", control="fixed")
+    again, held, passes, tokens = learner(), [], 0, 0
+    again.begin(model)
+    again.module = fast.drafter._filler
+    for line in lines(9, seed=8):
+        ids = tokenizer(line)["input_ids"]
+        out = fast.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)
+        held.append((ids, out[0].tolist()))
+        passes, tokens = passes + len(fast.report().passes), tokens + fast.report().tokens
+    assert again.judged(held)["tokens_per_pass"] == pytest.approx(tokens / passes, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_what_is_kept_of_a_row_is_what_reading_it_anew_would_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft equals that of a filler which reads the row from its beginning, alone, whoever left before."""
+    model = tiny(kind)
+    made = learner(layers=2)
+    made.begin(model)
+    draft = registry.load("drafters", "gad", model=made.module)
+    given, compared = sources(), 0
+    propose = draft.propose
+
+    def checked(rows: Any, budget: Any) -> Any:
+        nonlocal compared
+        trees = propose(rows, budget if compared % 3 else [0] * len(rows))  # it falls behind now and then
+        for row, tree in zip(rows, trees, strict=True):
+            length = int(given["attention_mask"][row.index].sum())
+            source = given["input_ids"][row.index, :length].tolist()
+            ids, _, heard = made._read([(source, row.tokens)])
+            with torch.no_grad():
+                said = made._filled(ids, torch.tensor([[len(row.tokens)]]), heard).argmax(-1).flatten().tolist()
+            assert list(tree.tokens[1:]) == said[: len(tree) - 1]
+            assert len(tree) in (1, 7) or tree.tokens[-1] in row.ends
+        compared += 1
+        return trees
+
+    monkeypatch.setattr(draft, "propose", checked)
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    expected, found = both(fast, min_new_tokens=1, eos_token_id=said_inside(model))
+    assert torch.equal(expected, found) and compared > 5
+    assert len({len(row[row != 0]) for row in found}) > 1, "rows leave at different times"
+
+
+def test_training_goes_on_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
+    for name in (WEIGHTS, "said.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    with pytest.raises(Refused, match="go on from it with --resume"):
+        train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=1))
+    before = (tmp_path / WEIGHTS).read_bytes()
+    figures = train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)
+    assert figures["tokens_per_pass"] > 2 and (tmp_path / WEIGHTS).read_bytes() != before
+    with pytest.raises(Refused, match=r"not .*'layers': 3"):
+        train_drafter(learner(layers=3), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)
+    with pytest.raises(Refused, match=r"said.safetensors' holds what was said to other lines"):
+        train_drafter(learner(), *toy, lines(9), tmp_path, Plan(steps=1), resume=True)
+    with pytest.raises(Refused, match="there is no checkpoint"):
+        train_drafter(learner(), *toy, lines(9), tmp_path / "new", Plan(steps=1), resume=True)
+
+
+def test_the_answers_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
+    from truedraft.train.said import said
+
+    model, tokenizer = toy
+
+    def nobody(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was asked again")
+
+    fast = truedraft.accelerate(model, tokenizer)
+    fast.generate = nobody  # type: ignore[method-assign, assignment]
+    kept = said(fast, tokenizer, lines(400), checkpoint, print)
+    assert len(kept) == 400
+    for source, answer in kept[::40]:
+        assert torch.equal(model.generate(torch.tensor([source]), max_new_tokens=20), torch.tensor([answer]))
+
+
+def test_what_gad_cannot_do_is_refused(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
+    model, _ = toy
+    with pytest.raises(Refused, match="needs a checkpoint"):
+        truedraft.accelerate(model, draft="gad")
+    with pytest.raises(Refused, match="this model has no encoder"):
+        truedraft.accelerate(decoders.tiny(), draft=f"gad:model={checkpoint}")
+    with pytest.raises(Refused, match="there is no folder '/no/such'"):
+        truedraft.accelerate(model, draft="gad:model=/no/such")
+    with pytest.raises(Refused, match="there is no such file"):
+        truedraft.accelerate(model, draft=f"gad:model={tmp_path}")
+    with pytest.raises(Refused, match="was trained for another model"):
+        truedraft.accelerate(tiny("bart"), draft=f"gad:model={checkpoint}")
+    with pytest.raises(Refused, match="trained with 6 masks"):
+        truedraft.accelerate(model, draft=f"gad:model={checkpoint},length=7")
+    whole = (checkpoint / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(whole[:-9] + bytes(9))
+    with pytest.raises(Refused, match="is damaged"):
+        truedraft.accelerate(model, draft=f"gad:model={tmp_path}")
+    other = CONFIG_MAPPING["pegasus"](**{**model.config.to_dict(), "pad_token_id": 0})
+    torch.manual_seed(4)
+    with pytest.raises(Refused, match="was trained for another model"):
+        stranger = AutoModelForSeq2SeqLM.from_config(other).eval()
+        truedraft.accelerate(stranger, draft=f"gad:model={checkpoint}")
+
+
+def test_the_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = toy
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    data, out = tmp_path / "lines.txt", tmp_path / "out"
+    data.write_text("\n".join([*lines(50), "", "w1 w2\tw8 w9"]))
+    base = ["train", "gad:k=4,layers=1", "--target", str(tmp_path / "model"), "--out", str(out), "--minutes", "0.01"]
+    assert main([*base, "--data", str(data), "--batch", "256"]) == 0
+    assert f"--draft gad:model={out}" in capsys.readouterr().out
+    truedraft.accelerate(model, tokenizer, draft=f"gad:model={out}").generate(torch.tensor([[4, 5, END]]))
+    (tmp_path / "empty.txt").write_text("\n\n")
+    decoder = decoders.tiny("llama", torch.float32)
+    for part in (decoder, tokenizer):
+        part.save_pretrained(tmp_path / "decoder")
+    for args, message in (
+        ([*base, "--data", str(data)], "go on from it with --resume"),
+        ([*base, "--data", str(tmp_path / "none.txt")], "none.txt cannot be read"),
+        ([*base, "--data", str(tmp_path / "empty.txt")], "the file has no text"),
+        ([*base, "--data", str(data), "--labels", "given"], "line 1 has no tab"),
+        ([*base, "--data", str(data), "--labels", "mine"], "choose target or given"),
+        ([*base, "--data", str(data), "--minutes", "0"], "--minutes 0.0: give a number above 0"),
+        ([*base, "--data", str(data), "--threads", "0"], "give at least 1"),
+        (["train", "llma", *base[2:], "--data", str(data)], "llma has nothing to learn: train one of gad"),
+        (["train", "gad:j=4", *base[2:], "--data", str(data)], "the training of gad has no knob 'j'"),
+        (["train", "gad:k=0", *base[2:], "--data", str(data)], "give each at least 1"),
+        ([*base, "--target", str(tmp_path / "decoder"), "--data", str(data)], "is not an encoder-decoder"),
+    ):
+        assert main(args) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_gad_plus_plus_is_greedy_where_it_forgives_nothing(kind: str) -> None:
+    """The lossy rule of the paper: at beta 1, or tau 0, the text of `model.generate`; always labelled."""
+    model = tiny(kind)
+    noisy = registry.load("drafters", "gad", model=untrained(model))
+    for knobs in ("beta=1", "gap=0.0"):
+        fast = truedraft.accelerate(model, draft=noisy, rule=f"lossy/top-beta:{knobs}", control="fixed")
+        expected, found = both(fast, do_sample=False)
+        assert torch.equal(expected, found)
+        noisy_rate = fast.report().acceptance_rate
+        assert fast.report().guarantee == "none" and "is lossy" in str(fast.report())
+    with pytest.raises(Refused, match="beta=0"):
+        registry.load("accept", "lossy/top-beta:beta=0")
+    lax = truedraft.accelerate(model, draft=noisy, rule="lossy/top-beta:beta=61,gap=1e9", control="fixed")
+    lax.generate(**sources(), max_new_tokens=21, min_new_tokens=20, do_sample=False)
+    assert lax.report().acceptance_rate > 0.9 > 0.5 > noisy_rate
