@@ -58,7 +58,7 @@ class Filler(nn.Module):
         self._shared = (model.get_decoder().get_input_embeddings(), model.get_output_embeddings())  # no part of it
         self.norm_in, self.norm_out = nn.LayerNorm(shape.size), nn.LayerNorm(shape.size)
         self.norm_heard = nn.LayerNorm(shape.heard)
-        self.mask_embeddings = nn.Parameter(torch.randn(shape.masks, shape.size))
+        self.mask_embeddings = nn.Parameter(torch.randn(shape.masks, shape.size) * 0.1)
         self.layers = nn.ModuleList(
             Listening(shape.size, shape.heads, 4 * shape.size, shape.heard) for _ in range(shape.layers)
         )
