@@ -67,18 +67,27 @@ class Listening(nn.Module):
         return keys, values
 
     def forward(
-        self, x: Tensor, places: Places, keep: Keeping, mask: Tensor, source: tuple[Tensor, Tensor], hears: Tensor
+        self,
+        x: Tensor,
+        places: Places,
+        keep: Keeping,
+        mask: Tensor,
+        source: tuple[Tensor, Tensor],
+        hears: Tensor,
+        first: int = 0,
     ) -> Tensor:
-        """(rows, width, size) to as much.
+        """(rows, width, size) to (rows, width - first, size).
 
         keep: takes the keys and values of x, (rows, heads, width, head size).
         mask: (rows, 1, width, keys) where x looks at them.
         source, hears: see `heard`; (rows, 1, 1, length), false for its padding.
+        first: so many at the front are looked at and go no further.
         """
         query, key, value = self.own(self.norm_own(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         query, key = turned(query, places).transpose(1, 2), turned(key, places).transpose(1, 2)
-        seen = scaled_dot_product_attention(query, *keep(key, value.transpose(1, 2)), attn_mask=mask)
-        x = x + self.own_out(_joined(seen))
+        kept = keep(key, value.transpose(1, 2))
+        seen = scaled_dot_product_attention(query[:, :, first:], *kept, attn_mask=mask[:, :, first:])
+        x = x[:, first:] + self.own_out(_joined(seen))
         found = scaled_dot_product_attention(self._split(self.asked(self.norm_source(x))), *source, attn_mask=hears)
         x = x + self.source_out(_joined(found))
         return x + self.down(gelu(self.up(self.norm_inner(x))))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,9 +28,10 @@ from transformers import PreTrainedModel
 from truedraft.card import Card
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._learned import Learner, Line, read_learnt
-from truedraft.drafters._nn import Listening, Places
+from truedraft.drafters._nn import Keeping, Listening, Places
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
+from truedraft.runtime.linears import Linears
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
@@ -73,6 +74,11 @@ class Filler(nn.Module):
         heads = gcd(size // 2, model.config.get_text_config(decoder=True).num_attention_heads)
         return cls(Shape(layers, masks, size, heads, model.config.hidden_size), model)
 
+    @cached_property
+    def linears(self) -> Linears:
+        """Its linear layers and the head by compiled code, where there is any, once it has learnt."""
+        return Linears(nn.ModuleList([self, self._shared[1]]))
+
     @property
     def dtype(self) -> torch.dtype:
         return self.mask_embeddings.dtype
@@ -89,6 +95,17 @@ class Filler(nn.Module):
         places = torch.arange(states.shape[1], device=states.device)
         x = self.norm_heard(states.to(self.dtype)) + Places.of(places, self.shape.heard, 1, self.dtype).wave
         return [layer.heard(x) for layer in self.layers]  # type: ignore[operator]
+
+    def forward(
+        self, x: Tensor, places: Places, keeps: Sequence[Keeping], mask: Tensor,
+        sources: Sequence[tuple[Tensor, Tensor]], hears: Tensor, first: int,
+    ) -> Tensor:  # fmt: skip
+        """What becomes of masks in all layers; they stand behind `first` tokens. See `Listening`."""
+        *inner, last = self.layers
+        *parts, (keep, source) = zip(keeps, sources, strict=True)
+        for layer, (kept, heard) in zip(inner, parts, strict=True):
+            x = layer(x, places, kept, mask, heard, hears)
+        return last(x, places, keep, mask, source, hears, first)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., size) to (..., V)."""
@@ -144,11 +161,11 @@ class Kept:
         places = self.places.at(place)
         x = torch.cat([self.filler.tokens(ids), masks], 1) + places.wave
         slots = torch.arange(count, device=device)[:, None]
-        for layer, cache, (keys, values) in zip(self.filler.layers, self.cache, self.sources, strict=True):
-            keep = partial(_kept, cache, slots, place, view)
-            x = layer(x, places, keep, mask, (keys[:count], values[:count]), self.hears[:count])
+        keeps = [partial(_kept, cache, slots, place, view) for cache in self.cache]
+        sources = [(keys[:count], values[:count]) for keys, values in self.sources]
         self.read = [len(row.tokens) for row in self.rows]
-        return self.filler.logits(x[:, widest:])
+        with self.filler.linears:
+            return self.filler.logits(self.filler(x, places, keeps, mask, sources, self.hears[:count], widest))
 
 
 def _kept(
@@ -261,9 +278,9 @@ class Filling(Learner):
         block = torch.arange(blocks) // self.k
         mask[:, length:, length:] = block == block[:, None]
         x = torch.cat([filler.tokens(ids), masks.flatten(1, 2)], 1) + places.wave
-        for layer, source in zip(filler.layers, filler.heard(states), strict=True):
-            x = layer(x, places, lambda *given: given, mask[:, None], source, hears[:, None, None])
-        x = x[:, length:].unflatten(1, (-1, self.k))
+        keeps = [lambda *given: given] * len(filler.layers)
+        x = filler(x, places, keeps, mask[:, None], filler.heard(states), hears[:, None, None], length)
+        x = x.unflatten(1, (-1, self.k))
         return filler.logits(x if asked is None else x[asked])
 
 
@@ -312,6 +329,7 @@ class Gad(Drafter):
         if self.length > self._filler.shape.masks:
             raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give less")
         self._filler.to(target.device, target.dtype).eval()
+        self._filler.linears.refresh()
 
     @property
     def width(self) -> int:
