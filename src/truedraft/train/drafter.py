@@ -59,7 +59,7 @@ def train_drafter(
         learner.resume(*read_learnt(out, learner.name, model))
     out.mkdir(parents=True, exist_ok=True)
     if answers is None:
-        lines = said(accelerate(model, tokenizer), tokenizer, sources, out, say)
+        lines = said(accelerate(model, tokenizer, draft=None), tokenizer, sources, out, say)
     else:
         lines = _given(model, tokenizer, sources, answers)
     step = max(HELD_OUT, len(lines) // MOST)

@@ -20,7 +20,7 @@ from truedraft.stores import _file as file
 VERSION = 1
 KIND, NAME = "target's answers", "said.safetensors"
 LONGEST = 120  # tokens of a source, and of what is said to it
-ROWS = 64  # sources that are answered together
+ROWS = 128  # sources that are answered together, where drafts no longer pay
 SAYS = 20.0  # seconds between reports
 
 
