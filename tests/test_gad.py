@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import Pair, pad_to
 
 WORDS, END = 30, 2
+likeliest_paths = sys.modules[registry.method("drafters", "gad").__module__].likeliest_paths
 KNOBS = dict(k=6, layers=1)
 
 
@@ -154,6 +156,23 @@ def test_what_is_kept_of_a_row_is_what_reading_it_anew_would_give(kind: str, mon
     expected, found = both(fast, **early(model))
     assert torch.equal(expected, found) and compared > 5
     assert len({len(row[row != 0]) for row in found}) > 1, "rows leave at different times"
+
+
+def test_a_tree_holds_the_likeliest_paths() -> None:
+    """Against all paths, tried out; in order, and none below an end."""
+    generator = torch.Generator().manual_seed(2)
+    chances = torch.rand(4, 3, generator=generator).softmax(-1).sort(-1, descending=True).values.tolist()
+    tokens = [[10 * place + rank for rank in range(3)] for place in range(4)]
+    worth = {(): 1.0}
+    for place in range(4):
+        for path, value in list(worth.items()):
+            if len(path) == place and 11 not in path:
+                worth |= {(*path, token): value * chances[place][rank] for rank, token in enumerate(tokens[place])}
+    expected = sorted(worth, key=worth.__getitem__, reverse=True)[:21]
+    tree = likeliest_paths(7, tokens, chances, 20, frozenset({11}))
+    found = [tuple(tree.tokens[node] for node in tree.path(i)[1:]) for i in range(len(tree))]
+    assert found == expected
+    assert likeliest_paths(7, [[3], [4], [5]], [[0.5], [0.4], [0.3]], 9, frozenset({4})).tokens == (7, 3, 4)
 
 
 def test_training_goes_on_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path: Path) -> None:

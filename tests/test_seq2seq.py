@@ -28,6 +28,7 @@ ARCHITECTURES = {
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _T5),
 }
 LEARNT = [n for n in registry.names("drafters") if registry.method("drafters", n).learner is not None]
+LEARNT += [preset for preset, (name, _) in registry.presets("drafters").items() if name in LEARNT]
 FREE = [n for n in registry.names("drafters") if not set(registry.method("drafters", n).card.needs)]
 
 

@@ -110,11 +110,7 @@ def fit(
         Refused: the loss is no longer a number.
     """
     torch.manual_seed(plan.seed)
-    learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in learning if p.ndim == 2 and "embed" not in n and "shared" not in n]
-    chosen = set(map(id, matrices))
-    others = [p for _, p in learning if id(p) not in chosen]
-    optimizers = [Muon(matrices, plan.lr), torch.optim.AdamW(others, plan.lr, betas=(0.9, 0.98), weight_decay=0.0)]
+    learning, optimizers = _optimizers(model, plan.lr)
     log.parent.mkdir(parents=True, exist_ok=True)
     start, step, smooth, last = time.monotonic(), 0, 0.0, 0.0
     model.train()
@@ -146,7 +142,7 @@ def fit(
             mean += value.item()
         if mean != mean:
             raise Refused(f"the loss is not a number after {step} steps; lower the learning rate (lr={plan.lr})")
-        torch.nn.utils.clip_grad_norm_([p for _, p in learning], 1.0)
+        torch.nn.utils.clip_grad_norm_(learning, 1.0)
         for optimizer in optimizers:
             with torch.autocast("cpu", torch.bfloat16, enabled=plan.bf16):
                 optimizer.step()
@@ -159,3 +155,15 @@ def fit(
             last = minutes
             report()
     return report()
+
+
+def _optimizers(model: torch.nn.Module, lr: float) -> tuple[list[torch.nn.Parameter], list[torch.optim.Optimizer]]:
+    """What learns, and what moves it."""
+    learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for n, p in learning.items() if p.ndim == 2 and "embed" not in n and "shared" not in n]
+    chosen = set(map(id, matrices))
+    others = [p for p in learning.values() if id(p) not in chosen]
+    return [*learning.values()], [
+        Muon(matrices, lr),
+        torch.optim.AdamW(others, lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
