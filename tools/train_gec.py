@@ -259,7 +259,8 @@ def build(tokenizer: PreTrainedTokenizerFast) -> PegasusForConditionalGeneration
     config = PegasusConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=512,
-        scale_embedding=False,
+        scale_embedding=True,
+        init_std=0.06,
         dropout=0.0,
         attention_dropout=0.0,
         activation_dropout=0.0,

@@ -67,7 +67,8 @@ class Plan:
     """How long and how fast to learn."""
 
     minutes: float = 60.0  # of the clock; the learning rate follows it
-    lr: float = 3e-3  # of matrices (Muon) and of the rest (AdamW)
+    lr: float = 4e-3  # of matrices (Muon)
+    rest: float = 0.25  # of that, for embeddings, norms and biases (AdamW)
     decay: float = 0.4  # share of the time in which the learning rate falls to zero
     warmup: int = 100  # steps in which it rises
     micro: int = 1  # batches whose gradients make one step
@@ -106,7 +107,8 @@ def fit(
     matrices = [p for n, p in learning if p.ndim == 2 and "embed" not in n and "shared" not in n]
     chosen = set(map(id, matrices))
     others = [p for _, p in learning if id(p) not in chosen]
-    optimizers = [Muon(matrices, plan.lr), torch.optim.AdamW(others, plan.lr, betas=(0.9, 0.98), weight_decay=0.0)]
+    slower = plan.lr * plan.rest
+    optimizers = [Muon(matrices, plan.lr), torch.optim.AdamW(others, slower, betas=(0.9, 0.98), weight_decay=0.0)]
     log.parent.mkdir(parents=True, exist_ok=True)
     start, step, smooth, last = time.monotonic(), 0, 0.0, 0.0
     model.train()
@@ -124,9 +126,9 @@ def fit(
 
     while (minutes := (time.monotonic() - start) / 60) < plan.minutes:
         pace = min(1.0, (step + 1) / plan.warmup, (1 - minutes / plan.minutes) / plan.decay)
-        for optimizer in optimizers:
+        for optimizer, most in zip(optimizers, (plan.lr, slower), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = plan.lr * pace
+                group["lr"] = most * pace
         mean = 0.0
         for _ in range(plan.micro):
             with torch.autocast("cpu", torch.bfloat16, enabled=plan.bf16):
@@ -140,7 +142,7 @@ def fit(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         step += 1
-        smooth = mean if step == 1 else 0.98 * smooth + 0.02 * mean
+        smooth = mean if step == 1 else 0.95 * smooth + 0.05 * mean
         if step % 50 == 0:
             print(f"{minutes:6.1f} min  step {step}  loss {smooth:.4f}", flush=True)
         if minutes - last >= plan.every:
