@@ -332,8 +332,8 @@ language: en
 An encoder-decoder of {parameters:,} parameters (Pegasus architecture, {encoder} + {decoder} layers x {hidden}, bf16,
 byte-level BPE of {vocabulary} entries) that corrects English sentences, embedded in truedraft so that `truedraft
 correct`, tests and benchmarks run with no download. It corrects common slips in spelling, agreement, articles,
-prepositions, verb forms and punctuation, one sentence at a time, and is small: it misses more than it finds, and now and
-then it changes what was right, names and rare words above all. Read what it changed.
+prepositions, verb forms and punctuation, one sentence at a time, and is small: it misses more than it finds, and
+now and then it changes what was right, names and rare words above all. Read what it changed.
 
 ## Data
 
@@ -362,7 +362,8 @@ come out without a wrong token, and of those without errors that are left alone,
 
 ## Train it again
 
-    python tools/train_gec.py data --stories FILE --chats FILE --articles FILE FILE --speeches FOLDER --examples FOLDER --out RUN
+    python tools/train_gec.py data --stories FILE --chats FILE --articles FILE FILE --speeches FOLDER \\
+                                   --examples FOLDER --out RUN
     python tools/train_gec.py tokenizer --out RUN
     python tools/train_gec.py model --out RUN --misspelt FILE --minutes 120
     python tools/train_gec.py export --out RUN --to src/truedraft/assets/nano-gec
@@ -370,7 +371,7 @@ come out without a wrong token, and of those without errors that are left alone,
 
 
 def export(args: argparse.Namespace) -> None:
-    """bf16 weights, tokenizer and card, as they ship; the log stays beside them, so that a later run can continue it."""
+    """bf16 weights, tokenizer and card, as they ship."""
     model = PegasusForConditionalGeneration.from_pretrained(args.out / "model", dtype=torch.bfloat16)
     model.save_pretrained(args.to)
     PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer").save_pretrained(args.to)
