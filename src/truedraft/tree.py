@@ -197,12 +197,14 @@ class Prompt:
 
     states, heard: of an encoder-decoder, (source length, H) what the encoder made of the row's source, and (source
         length,) 0 where that is padding.
+    source: the token ids of that source, without padding; empty where there is none, or it is no text.
     """
 
     ids: Tensor | None = None
     embeds: Tensor | None = None
     states: Tensor | None = None
     heard: Tensor | None = None
+    source: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids) if self.ids is not None else len(self.embeds)  # type: ignore[arg-type]
@@ -258,6 +260,7 @@ class Row:
     prompt: how many of them are prompt.
     room: how many more tokens may be emitted, at most.
     references: token ids of documents that the output may copy from; `stores/references.py` reads them bit by bit.
+    source: as in its prompt.
     ends: tokens that end the row.
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
@@ -271,6 +274,7 @@ class Row:
     ends: frozenset[int] = frozenset()
     end: int | None = None
     namespace: str = ""
+    source: tuple[int, ...] = ()
 
     @property
     def ended(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +24,7 @@ from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
 from truedraft.targets.positions import Positions
 from truedraft.targets.stock import StockPass
-from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
 
 SOURCE = 32  # positions of a source that passes are measured with
 
@@ -123,6 +124,22 @@ class Seq2SeqTarget(DecoderTarget):
     def hard_limit(self) -> int | None:
         return positions_of(self.model)
 
+    @property
+    def longest_source(self) -> int | None:
+        return table_of(self.model.get_encoder())
+
+    @torch.no_grad()
+    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
+        ids = torch.full((len(rows), width), self.model.config.pad_token_id or 0, device=self.device)
+        heard = torch.zeros_like(ids)
+        for b, row in enumerate(rows):
+            ids[b, : len(row.source)] = torch.tensor(row.source, device=self.device)
+            heard[b, : len(row.source)] = 1
+        encoder: Any = self.model.get_encoder()
+        states = encoder(input_ids=ids, attention_mask=heard, return_dict=True).last_hidden_state
+        begun = super().prompts(rows, width)
+        return [replace(p, states=s, heard=h) for p, s, h in zip(begun, states, heard, strict=True)]
+
     def prompt(self, ids: Tensor) -> Prompt:
         generator = torch.Generator().manual_seed(0)
         states = torch.randn(SOURCE, self.config.hidden_size, generator=generator).to(self.device, self.dtype)
@@ -141,8 +158,12 @@ def decoder_layers(model: PreTrainedModel) -> int:
 
 def positions_of(model: PreTrainedModel) -> int | None:
     """Positions that the decoder has a table for; None where it counts distances, or grows the table."""
-    decoder: Any = model.get_decoder()
-    table = getattr(decoder, "embed_positions", None)
+    return table_of(model.get_decoder())
+
+
+def table_of(stack: Any) -> int | None:
+    """The same of either stack."""
+    table = getattr(stack, "embed_positions", None)
     if not isinstance(table, torch.nn.Embedding):
         return None
     return table.num_embeddings - getattr(table, "offset", 0)
