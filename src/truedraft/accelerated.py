@@ -230,7 +230,7 @@ class Accelerated:
         told = [[] if p.ids is None else p.ids.tolist() for p in prompts]
         ends = ends_of(stopping_criteria)
         rows = [
-            Row(i, ids, len(ids), steps, references[i], ends, namespace=namespaces[i], source=prompts[i].source)
+            Row(i, ids, len(ids), steps, references[i], ends, namespace=namespaces[i], given=prompts[i])
             for i, ids in enumerate(told)
         ]
         history = History(input_ids, steps, pad, rows)

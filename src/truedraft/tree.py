@@ -260,10 +260,10 @@ class Row:
     prompt: how many of them are prompt.
     room: how many more tokens may be emitted, at most.
     references: token ids of documents that the output may copy from; `stores/references.py` reads them bit by bit.
-    source: as in its prompt.
     ends: tokens that end the row.
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
+    given: what the target reads before the first pass; of an encoder-decoder with the states of its source.
     """
 
     index: int
@@ -274,7 +274,7 @@ class Row:
     ends: frozenset[int] = frozenset()
     end: int | None = None
     namespace: str = ""
-    source: tuple[int, ...] = ()
+    given: Prompt | None = None
 
     @property
     def ended(self) -> bool:
@@ -284,3 +284,8 @@ class Row:
     def step(self) -> int:
         """Tokens emitted so far: the step of `transformers` generate that samples the next one."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """Token ids of the source of an encoder-decoder; empty where there is none, or it is no text."""
+        return () if self.given is None else self.given.source

@@ -86,16 +86,18 @@ class Reader:
                         f"the draft model reads the sources itself, and row {row.index} has none in token ids: give "
                         "generate() input_ids, each row with a token or more, or another drafter"
                     )
-        self._going, self._width = len(rows), max(len(row.source) for row in rows)
+        self._going = len(rows)
+        self._width = max((len(row.source) for row in rows if self.fits(row, 0)), default=0)
         self.target.reserve(len(rows), max(len(row.tokens) + row.room for row in rows) + more + CHUNK)
 
     def end(self, row: Row) -> None:
         if row in self.standing:
             slot = self.standing.index(row)
             self.target.release(slot)
-            for kept in (self.standing, self.written, self._sure):
-                kept[slot] = kept[-1]  # type: ignore[index]
-                kept.pop()  # type: ignore[attr-defined]
+            slots: tuple[list[Any], ...] = (self.standing, self.written, self._sure)
+            for kept in slots:
+                kept[slot] = kept[-1]
+                kept.pop()
         self._going -= 1
         if not self._going:
             self.target.cache = None
