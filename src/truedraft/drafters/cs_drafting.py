@@ -84,7 +84,7 @@ class CsDrafting(Drafter):
         self._readers = [Reader(model) for model, _ in known]
         self._tokenizers = [tokenizer for _, tokenizer in known if tokenizer is not None]
         self.tokenizer = self._tokenizers[0] if self._tokenizers else None
-        self._table = table_of(self.lengths)
+        self._table = table_of(str(self.lengths))
         if self.lenience < 1:
             raise Refused(f"lenience={self.lenience}: give 1.0 (what the draft model itself would say) or more")
         below = registry.load("drafters", self.bottom) if isinstance(self.bottom, str) else self.bottom
