@@ -6,10 +6,11 @@ drafted for it, it reviews in one pass, as the target will. Horizontal cascade: 
 the likeliest to count, come from the largest draft model, the last from the smallest and the bottom. Inner reviews
 may be lenient; the review by the target is the rule's own, so the text is exact.
 
-It wins where passes of the draft model are dear beside the target's and the text repeats, so that one of them reads
-several tokens; where the bottom is rarely right it costs what `draft-model` costs, and the last tokens of its drafts
-are worth less. Drafts are point masses, which every rule may judge: under rules that judge drawn drafts by their law
-`draft-model` is accepted more often. `draft-model>max-gram` is the horizontal cascade alone.
+It wins over `draft-model` where the text repeats, so that a pass of the draft model reads several tokens; where the
+bottom is rarely right it costs what `draft-model` costs. A draft model that knows less of the text than the bottom does
+(a small one where all is copied) stands in the bottom's way: there the bottom alone is better. Drafts are point masses,
+which every rule may judge but `k-seq`; under rules that judge drawn drafts by their law `draft-model` is accepted more
+often. `draft-model>max-gram` is the horizontal cascade alone.
 """
 
 from __future__ import annotations
@@ -68,6 +69,13 @@ class CsDrafting(Drafter):
         needs=("draft model",),
         presets={"cs-drafting-llama": {"lengths": "13x10;10"}, "cs-drafting-t5": {"lengths": "5x14x10;1x10;10"}},
         published="Up to 72% (in the later version 81%) more speed than speculative decoding with the same models.",
+        measured=(
+            "nano by nano-draft, greedy, drafts in full; tokens a pass and, in brackets, passes of the draft model a "
+            "token (`benchmarks/cascade.py`): story 2.98 (0.89), edit 3.54 (0.63), shorten 5.56 (0.30), chat 3.77 "
+            "(0.61); draft-model 2.40 (2.73), 2.43 (2.73), 3.37 (1.95), 2.45 (2.73); strict inside 2.43 (1.39), 2.47 "
+            "(1.05), 3.66 (0.64), 2.56 (1.11). Its bottom alone gives 2.30, 6.16, 8.33, 5.60 for nothing, and a pass "
+            "of nano-draft costs half of one of nano: it does not pay there, and least where text is copied."
+        ),
     )
     model: Any = None  # draft models, the largest first: a list of models, or names with ';' between; published 1 or 2
     lengths: str = "5x10;10"  # row i: tokens of each drafter for reviewer i, 0 the target; published: see the presets

@@ -3,8 +3,8 @@
 The statistical bottom of Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference", NeurIPS 2024 (arXiv
 2312.11462), section 3.3: it drafts for the smallest of several draft models, so that none speaks token by token. The
 paper's table of pairs is counted in Wikipedia; here it is what the target last thought likeliest after each token, in
-this row and in earlier ones of its namespace, so nothing need be given. Alone it is weaker than `prompt-lookup`, which
-keeps silent rather than guess.
+this row and in earlier ones of its namespace, so nothing need be given. Alone it is
+`prompt-lookup` for any length of match that does not keep silent where nothing matches.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class MaxGram(PerRow[tuple[Told, Successors]]):
         idea="Copy what followed the longest suffix that stood before, or else the likeliest token after each token.",
         family="retrieval",
         published="Given only inside the cascade: see cs-drafting.",
+        measured="Tokens a pass, nano, greedy, drafts in full: story 2.3, edit 6.2, shorten 8.3, chat 5.6.",
     )
     length: int = 10  # tokens drafted; published 10
     shortest: int = 1  # tokens that must match for a copy; published 1 (unverified)
