@@ -3,8 +3,8 @@
 The statistical bottom of Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference", NeurIPS 2024 (arXiv
 2312.11462), section 3.3: it drafts for the smallest of several draft models, so that none speaks token by token. The
 paper's table of pairs is counted in Wikipedia; here it is what the target last thought likeliest after each token, in
-this row and in earlier ones of its namespace, so nothing need be given. Alone it is
-`prompt-lookup` for any length of match that does not keep silent where nothing matches.
+this row and in earlier ones of its namespace, so nothing need be given. Alone it is a `prompt-lookup` that takes the
+longest match of any length, and does not keep silent where nothing matches.
 """
 
 from __future__ import annotations
