@@ -143,7 +143,8 @@ def drafter(
     base, knobs = PRESETS.get(name, (name, {}))
     needs = registry.method("drafters", base).card.needs
     if "draft model" in needs:
-        other = {"model": small or sibling(model), **other}
+        small, count = small or sibling(model), str(knobs.get("lengths", "")).count(";")
+        other = {"model": [small] * count if count > 1 else small, **other}
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}
     return registry.load("drafters", base, **{**knobs, **other})

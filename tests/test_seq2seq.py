@@ -187,5 +187,3 @@ def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], message: s
     fast = truedraft.accelerate(tiny("bart"))
     with pytest.raises(Refused, match=message):
         fast.generate(**{**sources(), "max_new_tokens": 4, **settings})
-    with pytest.raises(Refused, match="cannot be a draft model yet"):
-        truedraft.accelerate(tiny("bart"), draft=tiny("bart"))

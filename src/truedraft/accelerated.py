@@ -57,7 +57,7 @@ class _Call:
     namespace: str | Sequence[str]
     streamer: Any
     on_pass: Callable[[Pass], None] | None
-    sources: list[tuple[int, ...]] | None
+    sources: Tensor | None
 
 
 class Accelerated:
@@ -215,13 +215,13 @@ class Accelerated:
         rule.fit(model)
         rule.read(self.tokenizer)
         drafter.read(self.tokenizer)
-        prompts = prompts_of(input_ids, model_kwargs, self.target.window)
+        prompts = prompts_of(input_ids, model_kwargs, self.target.window, call.sources)
         batch, longest = len(prompts), max(map(len, prompts))
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
-        if call.sources is not None and drafter.takes_references:
-            references = behind(call.sources, references)
+        if drafter.takes_references:
+            references = behind(prompts, references)
         namespaces = namespaces_of(call.namespace, batch)
         chance = call.chance or chance_of(call.seed, batch)
         self.target.reserve(batch, longest + steps + drafter.width + rule.extra(drafter.width))
@@ -230,7 +230,8 @@ class Accelerated:
         told = [[] if p.ids is None else p.ids.tolist() for p in prompts]
         ends = ends_of(stopping_criteria)
         rows = [
-            Row(i, ids, len(ids), steps, references[i], ends, namespace=namespaces[i]) for i, ids in enumerate(told)
+            Row(i, ids, len(ids), steps, references[i], ends, namespace=namespaces[i], given=prompts[i])
+            for i, ids in enumerate(told)
         ]
         history = History(input_ids, steps, pad, rows)
         returns = bool(config.return_dict_in_generate)

@@ -197,12 +197,14 @@ class Prompt:
 
     states, heard: of an encoder-decoder, (source length, H) what the encoder made of the row's source, and (source
         length,) 0 where that is padding.
+    source: the token ids of that source, without padding; empty where there is none, or it is no text.
     """
 
     ids: Tensor | None = None
     embeds: Tensor | None = None
     states: Tensor | None = None
     heard: Tensor | None = None
+    source: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids) if self.ids is not None else len(self.embeds)  # type: ignore[arg-type]
@@ -261,6 +263,7 @@ class Row:
     ends: tokens that end the row.
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
+    given: what the target reads before the first pass; of an encoder-decoder with the states of its source.
     """
 
     index: int
@@ -271,6 +274,7 @@ class Row:
     ends: frozenset[int] = frozenset()
     end: int | None = None
     namespace: str = ""
+    given: Prompt | None = None
 
     @property
     def ended(self) -> bool:
@@ -280,3 +284,8 @@ class Row:
     def step(self) -> int:
         """Tokens emitted so far: the step of `transformers` generate that samples the next one."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """Token ids of the source of an encoder-decoder; empty where there is none, or it is no text."""
+        return () if self.given is None else self.given.source

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +29,7 @@ from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
 from truedraft.targets.positions import Positions
 from truedraft.targets.stock import StockPass
-from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
 
 OWN = {"encoder_outputs", "inputs_embeds", "input_features", "output_attentions", "output_hidden_states"}
 SOURCE = 32  # positions of a source that passes are measured with
@@ -163,6 +164,12 @@ class Seq2SeqTarget(DecoderTarget):
             return given
         return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
+    def _said(self, ids: Tensor, heard: Tensor) -> Tensor:
+        """What the encoder says to the sources, (rows, length, H)."""
+        if self._encoder is not None:
+            return self._encoder.states(ids, heard)
+        return self.model.get_encoder()(input_ids=ids, attention_mask=heard, return_dict=True).last_hidden_state
+
     @property
     def context(self) -> int | None:
         return positions_of(self.model)
@@ -170,6 +177,21 @@ class Seq2SeqTarget(DecoderTarget):
     @property
     def hard_limit(self) -> int | None:
         return positions_of(self.model)
+
+    @property
+    def longest_source(self) -> int | None:
+        return table_of(self.model.get_encoder())
+
+    @torch.no_grad()
+    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
+        ids = torch.full((len(rows), width), self.model.config.pad_token_id or 0, device=self.device)
+        heard = torch.zeros_like(ids)
+        for b, row in enumerate(rows):
+            ids[b, : len(row.source)] = torch.tensor(row.source, device=self.device)
+            heard[b, : len(row.source)] = 1
+        states = self._said(ids, heard)
+        begun = super().prompts(rows, width)
+        return [replace(p, states=s, heard=h) for p, s, h in zip(begun, states, heard, strict=True)]
 
     def prompt(self, ids: Tensor) -> Prompt:
         generator = torch.Generator().manual_seed(0)
@@ -184,8 +206,12 @@ class Seq2SeqTarget(DecoderTarget):
 
 def positions_of(model: PreTrainedModel) -> int | None:
     """Positions that the decoder has a table for; None where it counts distances, or grows the table."""
-    decoder: Any = model.get_decoder()
-    table = getattr(decoder, "embed_positions", None)
+    return table_of(model.get_decoder())
+
+
+def table_of(stack: Any) -> int | None:
+    """The same of either stack."""
+    table = getattr(stack, "embed_positions", None)
     if not isinstance(table, torch.nn.Embedding):
         return None
     return table.num_embeddings - getattr(table, "offset", 0)
