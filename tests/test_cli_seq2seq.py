@@ -289,34 +289,34 @@ def test_nothing_is_half_written(
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("whole", [False, True], ids=["stdout", "out"])
 def test_ctrl_c_keeps_whole_lines_and_files(whole: bool, folder: str, tmp_path: Path) -> None:
-    many = [f"{text} {i}\n" for i in range(3000) for text in TEXTS]
-    (tmp_path / "text.txt").write_text("".join(many))
-    out = tmp_path / "out.txt"
+    (tmp_path / "text.txt").write_text("".join(f"{text} {i}\n" for i in range(3000) for text in TEXTS))
+    out, printed = tmp_path / "out.txt", tmp_path / "printed.txt"
     out.write_text("as it was")
     args = ["translate", str(tmp_path / "text.txt"), "--model", folder, "--batch", "2"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "truedraft", *args, *(["--out", str(out)] if whole else [])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
-    ) as process:
-        assert process.stdout is not None
-        first = b""
-        if whole:
-            deadline = time.monotonic() + 100
-            while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
-                time.sleep(0.05)
-            time.sleep(1.0)
-        else:
-            first = process.stdout.readline()
+    with (
+        printed.open("wb") as stdout,
+        subprocess.Popen(
+            [sys.executable, "-m", "truedraft", *args, *(["--out", str(out)] if whole else [])],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
+        ) as process,
+    ):
+        deadline = time.monotonic() + 100
+        while not (len(list(tmp_path.iterdir())) > 3 if whole else printed.stat().st_size):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        rest, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
-    assert b"interrupted: " in err and b"Traceback" not in err
-    assert out.read_text() == "as it was" and len(list(tmp_path.iterdir())) == 2
-    if not whole:
-        lines = (first + rest).split(b"\n")
-        assert lines[-1] == b"" and f"interrupted: {len(lines) - 1} lines" in err.decode()
+    assert b"Traceback" not in err
+    assert out.read_text() == "as it was" and len(list(tmp_path.iterdir())) == 3
+    if whole:
+        assert f"interrupted: {out} is as it was" in err.decode() and not printed.stat().st_size
+    else:
+        *lines, last = printed.read_bytes().split(b"\n")
+        assert not last and f"interrupted: {len(lines)} lines" in err.decode()
 
 
 def test_beams_of_the_models_own_settings_are_told(scripted: Scripted, text: Path, capsys: Any) -> None:
