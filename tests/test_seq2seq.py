@@ -66,8 +66,8 @@ def both(fast: truedraft.Accelerated, seed: int = 1, **settings: Any) -> tuple[t
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_every_architecture_says_what_it_says_alone(kind: str, sample: bool) -> None:
-    for control in ("fixed", "cost"):
-        fast = truedraft.accelerate(tiny(kind), control=control)
+    for control, runtime in (("fixed", "auto"), ("cost", "auto"), ("fixed", "stock")):
+        fast = truedraft.accelerate(tiny(kind), control=control, runtime=runtime)
         expected, found = both(fast, do_sample=sample)
         assert torch.equal(expected, found)
         assert fast.target.family == "encoder-decoder"

@@ -19,6 +19,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.pairs import PairCache
 from truedraft.runtime.linears import Linears
+from truedraft.runtime.pairs import LeanPairPass
+from truedraft.runtime.programs import decoder_layers
+from truedraft.runtime.weights import Unsuited
 from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
 from truedraft.targets.positions import Positions
@@ -33,8 +36,8 @@ class Seq2SeqPass(StockPass):
 
     cache: PairCache  # type: ignore[assignment]
 
-    def __init__(self, model: PreTrainedModel, layers: int, compiled: bool):
-        super().__init__(model, ["full_attention"] * layers, None)
+    def __init__(self, model: PreTrainedModel, compiled: bool):
+        super().__init__(model, ["full_attention"] * decoder_layers(model), None)
         self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
         self._hears = "attention_mask" in inspect.signature(model.forward).parameters  # not of sounds
         self._linears = Linears(model) if compiled else None
@@ -112,8 +115,15 @@ class Seq2SeqTarget(DecoderTarget):
     family = "encoder-decoder"
 
     def _runner(self, runtime: str) -> tuple[Any, str | None]:
-        compiled = runtime == "auto" and self.device.type == "cpu"
-        return Seq2SeqPass(self.model, decoder_layers(self.model), compiled), None
+        if runtime == "stock" or self.device.type != "cpu":
+            return Seq2SeqPass(self.model, compiled=False), None
+        try:
+            return LeanPairPass(self.model), None
+        except Unsuited as why:
+            return self._own_forward(), str(why)
+
+    def _own_forward(self) -> Seq2SeqPass:
+        return Seq2SeqPass(self.model, compiled=True)
 
     @property
     def context(self) -> int | None:
@@ -132,11 +142,6 @@ class Seq2SeqTarget(DecoderTarget):
         layers = decoder_layers(self.model)
         check_room(self.config, layers, rows, capacity, self.dtype, self.device)
         return PairCache(layers, rows, capacity)
-
-
-def decoder_layers(model: PreTrainedModel) -> int:
-    decoder: Any = model.get_decoder()
-    return len(decoder.layers if hasattr(decoder, "layers") else decoder.block)
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
