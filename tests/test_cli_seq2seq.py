@@ -26,7 +26,6 @@ from transformers import (
     NllbTokenizer,
 )
 
-import truedraft
 from seq2seq_models import TEXTS, Scripted, model, tokenizer
 from truedraft import Refused, accelerated, languages
 from truedraft.cli import _diff, _lines, main
@@ -447,11 +446,6 @@ def test_bench_of_an_encoder_decoder(folder: str, tmp_path: Path, capsys: Any) -
     assert "mistakes" in capsys.readouterr().out
     for measured in ("--oracle", "--roofline"):
         assert f"{measured} measures decoder language models" in refused(capsys, "bench", folder, measured)
-
-
-def test_strict_says_why_not() -> None:
-    with pytest.raises(Refused, match="only the linear layers of an encoder-decoder are compiled"):
-        truedraft.accelerate(model(), strict=True)
 
 
 def test_help_imports_neither_torch_nor_transformers() -> None:

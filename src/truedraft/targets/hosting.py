@@ -39,17 +39,11 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
         target.why_stock = why
         check_exact(target)
     if strict and not isinstance(target.runner, LeanPass):
-        why = target.why_stock or _why_stock(target, runtime)
+        why = target.why_stock or (
+            "runtime='stock' was asked for" if runtime == "stock" else "this model is not on the CPU"
+        )
         raise Refused(f"strict=True needs the compiled pass, whose results do not depend on its width, and {why}")
     return target
-
-
-def _why_stock(target: DecoderTarget, runtime: str) -> str:
-    if runtime == "stock":
-        return "runtime='stock' was asked for"
-    if target.device.type != "cpu":
-        return "this model is not on the CPU"
-    return f"only the linear layers of an {target.family} are compiled"
 
 
 @torch.no_grad()
