@@ -14,6 +14,7 @@ import truedraft
 from models import tiny
 from seq2seq_models import POSITIONS, TEXTS, Scripted, model, tokenizer
 from truedraft import Refused, sentences
+from truedraft.cli import _diff
 from truedraft.lines import Line, Rewriter
 
 ALPHABET = [*"abc ABC 12.!?\"'()", " ", "  ", ". ", "? B", "\t", "\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029",
@@ -200,6 +201,12 @@ def test_lines_are_read_as_they_are_needed() -> None:
     for line in itertools.islice(done, 3000):
         assert line.text in (f"LINE {line.number}\n", "\n")
     assert read < 3000 + 4 * 32 * 2 and seen == sorted(seen) and seen[-1] <= read
+
+
+def test_long_runs_take_time_in_proportion() -> None:
+    lines = ["a" + " " * 200_000 + "b", "\t" * 100_000, "a. " * 100_000]
+    assert texts_of(Scripted(str.upper), lines, split=True) == lines
+    assert _diff.marked([(line, line) for line in lines]) == "".join(lines)
 
 
 def test_ctrl_c_comes_after_whole_lines() -> None:

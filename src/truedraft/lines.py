@@ -25,7 +25,7 @@ from truedraft.stats import Report
 
 BREAKS = "\t\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
 FIELD = re.compile(f"([{BREAKS}]+)")
-EDGES = re.compile(r"([\s\ufeff]*)(.*?)([\s\ufeff]*)", re.DOTALL)
+SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace()) + "\ufeff"  # a byte order mark too
 SPACES = str.maketrans(dict.fromkeys(BREAKS, " "))
 ESCAPED = re.compile("[\ud800-\udfff]")  # bytes that are no text, as `surrogateescape` writes them
 FIRST, MOST = 2, 32  # batches read ahead and sorted: the first time, so that lines come soon, and at most
@@ -199,16 +199,15 @@ class Rewriter:
             return [text]
         parts: list[str | _Piece] = []
         for i, part in enumerate(FIELD.split(text)):
-            match = EDGES.fullmatch(part)
-            if i % 2 or match is None:
+            if i % 2 or not (core := part.strip(SPACE)):
                 parts.append(part)
                 continue
-            before, core, after = match.groups()
-            parts.append(before)
+            first = len(part) - len(part.lstrip(SPACE))
+            parts.append(part[:first])
             for k, piece in enumerate(sentences.split(core) if self.split else [core]):
                 words = k % 2 == 0 and any(map(str.isalpha, piece))
                 parts.append(_Piece(number, piece, piece) if words else piece)
-            parts.append(after)
+            parts.append(part[first + len(core) :])
         return [part for part in parts if part]
 
     def _rewritten(self, waiting: Sequence[tuple[int, list[str | _Piece]]]) -> Iterator[Line]:

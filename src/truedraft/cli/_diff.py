@@ -22,6 +22,9 @@ def changes(parts: Parts) -> Iterator[tuple[str, str]]:
     parts: (before, after) of each piece of the line.
     """
     for before, after in parts:
+        if before == after:
+            yield before, after
+            continue
         old, new = WORD.findall(before), WORD.findall(after)
         removed = inserted = ""
         for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
