@@ -14,7 +14,8 @@ from test_runtime import BOTH, random_tree
 from test_seq2seq import ARCHITECTURES, V, sources, tiny
 from truedraft import DraftTree, Refused
 from truedraft.runtime import native
-from truedraft.runtime.programs import PAIR_PROGRAMS
+from truedraft.runtime.pair_programs import PAIR_PROGRAMS
+from truedraft.runtime.pairs import LeanEncoderPass
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import Prompt, Taps
 
@@ -111,6 +112,41 @@ def test_padding_has_no_position_where_the_model_gives_it_none() -> None:
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     error = (found.float() - expected.float()).abs().max() / expected.float().std()
     assert error < (1e-4 if dtype == torch.float32 else 0.25)  # as is asked of a model before it is hosted
+
+
+@pytest.mark.parametrize("kind", sorted(set(PAIR_PROGRAMS) - {"longt5"}))
+@BOTH
+def test_the_encoder_says_what_the_model_s_does(kind: str, dtype: torch.dtype) -> None:
+    """Padding behind, in front, on both sides; and nothing is said for it."""
+    model = target_of(kind, dtype).model
+    ids = torch.randint(1, V, (4, 13), generator=torch.Generator().manual_seed(4))
+    heard = torch.ones_like(ids)
+    heard[1, 9:], heard[2, :4], heard[3, :2], heard[3, 11:] = 0, 0, 0, 0
+    ids = ids * heard
+    expected = model.get_encoder()(input_ids=ids, attention_mask=heard).last_hidden_state
+    found = LeanEncoderPass(model).states(ids, heard)
+    assert not found[heard == 0].any()
+    for row in range(4):
+        close(found[row][heard[row] == 1], expected[row][heard[row] == 1], dtype)
+
+
+def test_what_the_compiled_encoder_leaves_to_the_model() -> None:
+    fast = truedraft.accelerate(tiny("t5"), control="fixed")
+    target, given = fast.target, sources()
+    assert "encoder_outputs" in target.encoded(None, given)
+    gaps = {**given, "attention_mask": given["attention_mask"].index_fill(1, torch.tensor([2]), 0)}
+    embeds = tiny("t5").get_input_embeddings()(given["input_ids"])
+    for left in (
+        gaps,
+        {"input_ids": given["input_ids"]},  # some of it is padding: generate makes the mask
+        {**given, "output_hidden_states": True},
+        {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]},
+    ):
+        assert target.encoded(None, left) is left
+    settings = dict(max_new_tokens=20, min_new_tokens=20)
+    for inputs in (gaps, {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}):
+        assert torch.equal(fast.generate(**inputs, **settings), tiny("t5").generate(**inputs, **settings))
+    assert truedraft.accelerate(tiny("longt5")).target.encoded(None, given) is given
 
 
 @pytest.mark.parametrize("kind", ["pegasus", "t5"])

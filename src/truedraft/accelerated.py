@@ -177,7 +177,7 @@ class Accelerated:
         assistant = kwargs.pop("assistant_model", None)
         sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None
         call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
-        kwargs = self._with_stop_strings(kwargs)
+        kwargs = self._with_stop_strings(self.target.encoded(inputs, kwargs))
         generate: Any = self.model.generate
         try:
             return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)

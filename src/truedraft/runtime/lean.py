@@ -71,6 +71,17 @@ class Nodes:
         self.extra_from += [len(self.extra)] * n
         self._grouped(first, n, start + n)
 
+    def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """A text of which every token sees every other."""
+        first, n = len(self), len(tokens)
+        self.token += tokens
+        self.slot += [slot] * n
+        self.position += positions
+        self.place += range(n)
+        self.base += [n] * n
+        self.extra_from += [len(self.extra)] * n
+        self._grouped(first, n, n)
+
     def _grouped(self, first: int, n: int, sees: int) -> None:
         self.group_from += [min(at + TOGETHER, first + n) for at in range(first, first + n, TOGETHER)]
         self.longest = max(self.longest, sees)
@@ -95,7 +106,7 @@ class LeanPass:
         self._compile()
 
     def _compile(self) -> None:
-        self.program: Program = compile_program(self.model)
+        self.program: Program = self._compiled()
         self._made_of = self._fingerprint()
         c = self.model.config
         self._vocabulary, self._hidden = self.program.widths["logits"], c.hidden_size
@@ -103,6 +114,9 @@ class LeanPass:
         self._share = c.num_attention_heads // kv_heads(c)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def _compiled(self) -> Program:
+        return compile_program(self.model)
 
     def _fingerprint(self) -> list[object]:
         return [address(p) for p in self.model.parameters()] + [strangers(self.model)]

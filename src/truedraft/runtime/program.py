@@ -38,6 +38,7 @@ class Program:
     biased: list[tuple[Op, Any]] = field(default_factory=list)  # by distance; the attention that knows the biases
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # the module that makes cosines and sines, where there is one
+    positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # of what, the copy, what was added
 
@@ -296,8 +297,7 @@ class Program:
 
     def place(self, table: Tensor, offset: int = 0, blank: int = -1) -> None:
         """The embedding adds positions from a table, looked up `offset` behind, but to the token `blank`."""
-        self.kept.append(table)
-        embed = self.ops[0]
+        self.positions, embed = table, self.ops[0]
         embed.second, embed.shift, embed.out, embed.blank = table.data_ptr(), offset, len(table), blank
 
     def end(

@@ -6,13 +6,14 @@ norms, biases and scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from truedraft.runtime.pair_programs import PAIR_PROGRAMS, decoder_layers
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import Unsuited
 
@@ -260,80 +261,6 @@ def opt(p: Program, model: Any) -> None:
     p.end(model, lambda src, dst: p.layer_norm(src, dst, body.final_layer_norm))
 
 
-def bart(p: Program, model: Any) -> None:
-    """Decoders of BART, mBART, PLBart, Marian, Pegasus, Blenderbot, M2M100 (NLLB): norms before or behind blocks."""
-    c, body = model.config, model.get_decoder()
-    before = c.model_type in ("mbart", "pegasus", "blenderbot", "m2m_100")
-    heads = SimpleNamespace(num_attention_heads=c.decoder_attention_heads, sliding_window=None)
-
-    def enter(norm: Any) -> str:
-        if before:
-            p.layer_norm("x", "h", norm)
-        return "h" if before else "x"
-
-    def leave(src: str, layer: Any, norm: Any) -> None:
-        p.linear(src, "x", layer, add=True)
-        if not before:
-            p.layer_norm("x", "x", norm)
-
-    p.buffers(model, c.decoder_ffn_dim, c.d_model, c.d_model)
-    scaled = body if hasattr(body, "embed_scale") else body.embed_tokens
-    p.embed(body.embed_tokens, getattr(scaled, "embed_scale", 1.0))
-    if hasattr(body, "layernorm_embedding"):
-        p.layer_norm("x", "x", body.layernorm_embedding)
-        p.outputs[-1] += 1
-    for i, layer in enumerate(body.layers):
-        told, heard = layer.self_attn, layer.encoder_attn
-        p.qkv(enter(layer.self_attn_layer_norm), told, heads)
-        p.attend(i, told, heads)
-        leave("a", told.out_proj, layer.self_attn_layer_norm)
-        p.linear(enter(layer.encoder_attn_layer_norm), "q", heard.q_proj)
-        p.cross(heard, heads, heard.k_proj, heard.v_proj)
-        leave("a", heard.out_proj, layer.encoder_attn_layer_norm)
-        p.activated(enter(layer.final_layer_norm), layer.fc1, c.activation_function)
-        leave("g", layer.fc2, layer.final_layer_norm)
-        p.outputs.append(len(p.ops) - 1)
-    last = getattr(body, "layer_norm", None)
-    p.end(model, lambda src, dst: p.layer_norm(src, dst, last) if last else p.copy(src, dst))
-
-
-def t5(p: Program, model: Any) -> None:
-    """The decoders of T5, mT5, UMT5 and LongT5: attention without a scale and with biases by distance."""
-    c, body = model.config, model.get_decoder()
-    heads = SimpleNamespace(num_attention_heads=c.num_heads, sliding_window=None)
-    p.buffers(model, c.d_ff, c.num_heads * c.d_kv, c.num_heads * c.d_kv)
-    p.embed(body.embed_tokens)
-    knows: Any = None
-    for i, block in enumerate(body.block):
-        told, heard, feed = block.layer
-        own, source, dense = told.SelfAttention, heard.EncDecAttention, feed.DenseReluDense
-        p.rms_norm("x", "h", told.layer_norm)
-        for dst, layer in (("q", own.q), ("k", own.k), ("v", own.v)):
-            p.linear("h", dst, layer, wait=dst == "v")
-        p.attend(i, own, heads, scale=1.0)
-        knows = own if own.has_relative_attention_bias else knows
-        p.biased.append((p.ops[-1], knows))
-        p.linear("a", "x", own.o, add=True)
-        p.rms_norm("x", "h", heard.layer_norm)
-        p.linear("h", "q", source.q)
-        p.cross(source, heads, source.k, source.v)
-        p.linear("a", "x", source.o, add=True)
-        p.rms_norm("x", "h", feed.layer_norm)
-        if c.is_gated_act:
-            p.gated("h", SimpleNamespace(gate_proj=dense.wi_0, up_proj=dense.wi_1), c.dense_act_fn)
-        else:
-            p.activated("h", dense.wi, c.dense_act_fn)
-        p.linear("g", "x", dense.wo, add=True)
-        p.outputs.append(len(p.ops) - 1)
-
-    def last(src: str, dst: str) -> None:
-        p.rms_norm(src, dst, body.final_layer_norm)
-        if c.tie_word_embeddings if c.model_type == "umt5" else getattr(c, "scale_decoder_outputs", False):
-            p.copy(dst, dst, c.d_model**-0.5)
-
-    p.end(model, last)
-
-
 PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "llama": llama,
     "mistral": llama,
@@ -355,16 +282,25 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "qwen3_moe": mixtral,
     "olmoe": olmoe,
 }
-PAIR_PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
-    **dict.fromkeys(("bart", "mbart", "plbart", "marian", "pegasus", "blenderbot", "m2m_100"), bart),
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), t5),
-}
 
 
 def compile_program(model: Any) -> Program:
     """Raises Unsuited, with the reason, where the compiled pass cannot stand in for the model's forward."""
-    pair = model.config.is_encoder_decoder
-    make = (PAIR_PROGRAMS if pair else PROGRAMS).get(model.config.model_type)
+    if model.config.is_encoder_decoder:
+        return _compiled(model, PAIR_PROGRAMS, ["full_attention"] * decoder_layers(model))
+    return _compiled(model, PROGRAMS, get_layer_types_and_kwargs(model.config)[0])
+
+
+def compile_encoder(model: Any) -> Program:
+    """As `compile_program`, of an encoder-decoder's encoder."""
+    if model.config.model_type == "longt5":
+        raise Unsuited("its encoder sees near words only")
+    programs = {name: partial(make, encoder=True) for name, make in PAIR_PROGRAMS.items()}
+    return _compiled(model, programs, ["full_attention"] * model.config.num_hidden_layers)
+
+
+def _compiled(model: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str]) -> Program:
+    make = programs.get(model.config.model_type)
     if make is None:
         raise Unsuited(f"there is no program for {model.config.model_type} models")
     if not type(model).__module__.startswith("transformers.models."):
@@ -373,16 +309,9 @@ def compile_program(model: Any) -> Program:
         raise Unsuited(f"{model.dtype} is neither float32 nor bfloat16")
     if found := strangers(model):
         raise Unsuited(f"hooks or replaced forwards would not be run ({', '.join(found)})")
-    types = ["full_attention"] * decoder_layers(model) if pair else get_layer_types_and_kwargs(model.config)[0]
-    program = Program(model.dtype == torch.bfloat16, types)
+    program = Program(model.dtype == torch.bfloat16, layer_types)
     try:
         make(program, model)
     except (AttributeError, TypeError) as missing:
         raise Unsuited(f"its modules are not those of a {model.config.model_type} model: {missing}") from missing
     return program
-
-
-def decoder_layers(model: Any) -> int:
-    """Layers of an encoder-decoder's decoder."""
-    decoder: Any = model.get_decoder()
-    return len(decoder.layers if hasattr(decoder, "layers") else decoder.block)

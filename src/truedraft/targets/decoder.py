@@ -128,6 +128,10 @@ class DecoderTarget:
         """A prompt like those of a call, to measure passes with; of an encoder-decoder, behind a source of its own."""
         return Prompt(ids)
 
+    def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate` with more that is known already; see `Seq2SeqTarget`."""
+        return given
+
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for `rows` rows of `capacity` positions each.
 

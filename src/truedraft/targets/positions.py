@@ -52,6 +52,12 @@ class Positions:
         known, blank = self._looked_up(count, self.pad + 1, device), self._looked_up(1, self.pad, device)
         return known, None if torch.equal(blank, known[:1]) else blank  # M2M100: padding has none
 
+    def counted(self, ids: Tensor) -> Tensor:
+        """The positions of the tokens of whole texts, (rows, length): of some models padding counts for none."""
+        if self.embedding is not None and self.table(1, ids.device)[1] is not None:  # type: ignore[index]
+            return ((ids != self.pad).cumsum(1) - 1).clamp_min(0)
+        return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
     def _looked_up(self, count: int, token: int, device: torch.device) -> Tensor:
         assert self.embedding is not None
         ids = torch.full((1, count), token, device=device)
@@ -79,10 +85,10 @@ class Positions:
                 delattr(module, name)
 
 
-def by_distance(module: Any, count: int) -> Tensor:
-    """Biases of the first `count` distances back, (heads, count), fp32."""
-    back = -torch.arange(count, device=module.relative_attention_bias.weight.device)
-    return _biases(module, back).float().T.contiguous()
+def by_distance(module: Any, first: int, last: int) -> Tensor:
+    """Biases for seeing what stands `first` to `last` - 1 positions back, (heads, last - first), fp32."""
+    back = torch.arange(first, last, device=module.relative_attention_bias.weight.device)
+    return _biases(module, -back).float().T.contiguous()
 
 
 def _biases(module: Any, distance: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -18,9 +19,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.pairs import PairCache
+from truedraft.errors import Refused
 from truedraft.runtime.linears import Linears
-from truedraft.runtime.pairs import LeanPairPass
-from truedraft.runtime.programs import decoder_layers
+from truedraft.runtime.pair_programs import decoder_layers
+from truedraft.runtime.pairs import LeanEncoderPass, LeanPairPass
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
@@ -28,6 +30,7 @@ from truedraft.targets.positions import Positions
 from truedraft.targets.stock import StockPass
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
+OWN = {"encoder_outputs", "inputs_embeds", "input_features", "output_attentions", "output_hidden_states"}
 SOURCE = 32  # positions of a source that passes are measured with
 
 
@@ -115,15 +118,50 @@ class Seq2SeqTarget(DecoderTarget):
     family = "encoder-decoder"
 
     def _runner(self, runtime: str) -> tuple[Any, str | None]:
+        self._encoder: LeanEncoderPass | None = None
         if runtime == "stock" or self.device.type != "cpu":
             return Seq2SeqPass(self.model, compiled=False), None
+        with suppress(Unsuited, Refused):
+            self._encoder = self._trusted(LeanEncoderPass(self.model))
         try:
             return LeanPairPass(self.model), None
         except Unsuited as why:
             return self._own_forward(), str(why)
 
+    @torch.no_grad()
+    def _trusted(self, encoder: LeanEncoderPass) -> LeanEncoderPass | None:
+        """The compiled pass, if it says what the model's own encoder does, padding on either side."""
+        ids = torch.randint(1, self.vocabulary, (3, 9), generator=torch.Generator().manual_seed(0))
+        ids[ids == self.model.config.pad_token_id] += 1
+        heard = torch.ones_like(ids)
+        heard[1, 6:], heard[2, :2] = 0, 0
+        ids = ids.masked_fill(heard == 0, self.model.config.pad_token_id or 0)
+        expected = self.model.get_encoder()(input_ids=ids, attention_mask=heard).last_hidden_state.float()
+        error = (encoder.states(ids, heard).float() - expected)[heard.bool()].abs().max() / expected.std()
+        return encoder if error < (1e-3 if self.dtype == torch.float32 else 0.25) else None
+
     def _own_forward(self) -> Seq2SeqPass:
         return Seq2SeqPass(self.model, compiled=True)
+
+    def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate` with what the encoder says to the sources, where a compiled pass can say it."""
+        ids = given.get("input_ids") if inputs is None else inputs
+        heard = given.get("attention_mask")
+        if (
+            self._encoder is None
+            or ids is None
+            or not OWN.isdisjoint(name for name, v in given.items() if v is not None)
+        ):
+            return given
+        if heard is None:
+            if (ids == self.model.config.pad_token_id).any():
+                return given  # generate makes a mask, and may tell that it did
+            heard = torch.ones_like(ids)
+        try:
+            states = self._encoder.states(ids, heard)
+        except (Unsuited, IndexError):
+            return given
+        return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
     @property
     def context(self) -> int | None:

@@ -192,14 +192,15 @@ typedef struct {
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
-  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: bias (heads, out) by distance */
+  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head) */
   const float *cosine, *sine;           /* (positions, rotary) */
   float eps, scale, cap;
   int32_t norm_once;                    /* PREPARE: the norms round once */
   int32_t form;                         /* LINEAR, GATED: of the weights */
-  int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions */
+  int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
+                                           ATTEND: where distance 0 stands in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
 } Op;
 
@@ -524,10 +525,7 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
 /* What is added to a head's scores for the distance from the node to what it sees; n places from `low` on. */
 static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int64_t n, float *s) {
   const float *bias = op->bias + head * op->out;
-  for (int64_t j = 0; j < n; j++) {
-    const int64_t far = position - low - j;
-    s[j] += bias[far < op->out ? far : op->out - 1];
-  }
+  for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
 }
 
 /* One head of keys and values, for the nodes of one group and the query heads that share it. */
