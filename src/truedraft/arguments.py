@@ -29,7 +29,7 @@ ARGUMENTS = {
 }
 # Settings that change what is computed and that the engine does not do: the neutral value, and why not.
 SETTINGS = {
-    "num_beams": (1, "beam search is not supported"),
+    "num_beams": (1, "beam search is not supported; num_beams=1 searches greedily"),
     "num_beam_groups": (1, "group beam search is not supported"),
     "penalty_alpha": (None, "contrastive search is not supported"),
     "dola_layers": (None, "DoLa decoding is not supported"),
