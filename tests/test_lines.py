@@ -237,6 +237,8 @@ def test_models_and_numbers_that_will_not_do() -> None:
     for knobs in ({"batch": 0}, {"max_new_tokens": 0}):
         with pytest.raises(Refused, match="at least 1"):
             Rewriter(Scripted(str.upper), **knobs)
+    with pytest.raises(Refused, match=f"max_new_tokens={POSITIONS}: .* at most {POSITIONS - 1} "):
+        Rewriter(truedraft.accelerate(model(), tokenizer()), max_new_tokens=POSITIONS)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ class Rewriter:
     tally: what happened so far.
 
     Raises:
-        Refused: the model is no encoder-decoder, or there is no tokenizer.
+        Refused: the model is no encoder-decoder, there is no tokenizer, or a number is out of range.
     """
 
     fast: Accelerated
@@ -161,6 +161,12 @@ class Rewriter:
             raise Refused("there is no tokenizer: give accelerate() the model's")
         if self.batch < 1 or (self.max_new_tokens is not None and self.max_new_tokens < 1):
             raise Refused(f"batch={self.batch} and max_new_tokens={self.max_new_tokens} must be at least 1")
+        positions = self.fast.target.hard_limit
+        if positions is not None and self.max_new_tokens is not None and self.max_new_tokens >= positions:
+            raise Refused(
+                f"max_new_tokens={self.max_new_tokens}: the model has {positions} positions, so at most {positions - 1} "
+                "tokens can follow its first"
+            )
         self._tokenizer: Any = tokenizer
         known = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None))
         self.longest = min((n for n in known if n and n < 1 << 30), default=None)  # tokens of a piece
