@@ -149,7 +149,8 @@ def drafter(
         pytest.skip(f"{base}: {why}")
     needs = method.card.needs
     if "draft model" in needs:
-        other = {"model": small or sibling(model), **other}
+        small, count = small or sibling(model), str(knobs.get("lengths", "")).count(";")
+        other = {"model": [small] * count if count > 1 else small, **other}
     if "training" in needs:
         learner = method.learner()
         learner.begin(model)

@@ -79,7 +79,7 @@ def test_a_way_that_differs_gets_its_first_divergence_and_no_speed_up() -> None:
     model, tokenizer = load("nano")
 
     def wrong(inputs: dict[str, Any], settings: dict[str, Any], _: Sequence[Item], clock: Clock) -> Any:
-        out = model.generate(**inputs, **settings, streamer=clock)
+        out = model.generate(**inputs, **settings, streamer=clock)[:, inputs["input_ids"].shape[1] :]
         out[0, -2] += 1
         return out, None
 

@@ -76,8 +76,8 @@ def both(fast: truedraft.Accelerated, seed: int = 1, **settings: Any) -> tuple[t
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_every_architecture_says_what_it_says_alone(kind: str, sample: bool) -> None:
-    for control in ("fixed", "cost"):
-        fast = truedraft.accelerate(tiny(kind), control=control)
+    for control, runtime in (("fixed", "auto"), ("cost", "auto"), ("fixed", "stock")):
+        fast = truedraft.accelerate(tiny(kind), control=control, runtime=runtime)
         expected, found = both(fast, do_sample=sample)
         assert torch.equal(expected, found)
         assert fast.target.family == "encoder-decoder"
@@ -208,5 +208,3 @@ def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], message: s
     fast = truedraft.accelerate(tiny("bart"))
     with pytest.raises(Refused, match=message):
         fast.generate(**{**sources(), "max_new_tokens": 4, **settings})
-    with pytest.raises(Refused, match="cannot be a draft model yet"):
-        truedraft.accelerate(tiny("bart"), draft=tiny("bart"))

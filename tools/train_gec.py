@@ -259,7 +259,8 @@ def build(tokenizer: PreTrainedTokenizerFast) -> PegasusForConditionalGeneration
     config = PegasusConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=512,
-        scale_embedding=False,
+        scale_embedding=True,
+        init_std=0.06,
         dropout=0.0,
         attention_dropout=0.0,
         activation_dropout=0.0,
@@ -282,6 +283,7 @@ def train_model(args: argparse.Namespace) -> None:
         model = PegasusForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32)
     else:
         model = build(tokenizer)
+    model.set_attn_implementation("eager")  # twice as fast as sdpa on a CPU, for rows and heads as small as these
     print(f"{model.num_parameters():,} parameters, {len(pairs.lines):,} sentences", flush=True)
     rng = random.Random(5)
     checks = [pairs.pair(line, rng) for line in pairs.kept[:400]]
@@ -321,13 +323,73 @@ def train_model(args: argparse.Namespace) -> None:
     fit(model, loss, iter(pairs), plan, validate=validate, save=save, log=args.out / "log.jsonl")
 
 
+CARD = """---
+license: apache-2.0
+language: en
+---
+# nano-gec
+
+An encoder-decoder of {parameters:,} parameters (Pegasus architecture, {encoder} + {decoder} layers x {hidden}, bf16,
+byte-level BPE of {vocabulary} entries) that corrects English sentences, embedded in truedraft so that `truedraft
+correct`, tests and benchmarks run with no download. It corrects common slips in spelling, agreement, articles,
+prepositions, verb forms and punctuation, one sentence at a time, and is small: it misses more than it finds, and
+now and then it changes what was right, names and rare words above all. Read what it changed.
+
+## Data
+
+{sentences:,} sentences; errors are put into each anew whenever it is read (`tools/gec_errors.py`).
+
+| text | licence |
+|---|---|
+| TinyStories (Eldan and Li 2023), samples | CDLA-Sharing-1.0, CC BY 4.0 |
+| WikiText-2, validation and test | CC BY-SA |
+| State of the Union addresses since 1900 | public domain |
+| example sentences of WordNet 3.0 | WordNet 3.0 |
+| docstrings of the standard library of Python {python} | PSF-2.0 |
+| errors: codespell's list of misspellings | CC BY-SA 3.0 |
+| errors: lemminflect's inflections | MIT |
+
+One sentence in two hundred is held out, by a hash.{note}
+
+## Validation over time
+
+Loss in nats per token on held-out sentences (tokens that change count twice), the share of sentences with errors that
+come out without a wrong token, and of those without errors that are left alone, each token judged after the true ones.
+
+| steps of about 80 sentences | loss | corrected | left alone |
+|---|---|---|---|
+{rows}
+
+## Train it again
+
+    python tools/train_gec.py data --stories FILE --chats FILE --articles FILE FILE --speeches FOLDER \\
+                                   --examples FOLDER --out RUN
+    python tools/train_gec.py tokenizer --out RUN
+    python tools/train_gec.py model --out RUN --misspelt FILE --minutes 120
+    python tools/train_gec.py export --out RUN --to src/truedraft/assets/nano-gec
+"""
+
+
 def export(args: argparse.Namespace) -> None:
     """bf16 weights, tokenizer and card, as they ship."""
     model = PegasusForConditionalGeneration.from_pretrained(args.out / "model", dtype=torch.bfloat16)
     model.save_pretrained(args.to)
     PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer").save_pretrained(args.to)
     (args.to / "model.safetensors").chmod(0o644)
-    print(json.dumps([json.loads(line) for line in (args.out / "log.jsonl").read_text().splitlines()], indent=1))
+    logs = [json.loads(line) for line in (args.out / "log.jsonl").read_text().splitlines()]
+    rows, steps = [], 0
+    for before, row in zip([{"steps": 0}, *logs], logs, strict=False):
+        again = row["steps"] <= before["steps"]  # a continued run counts anew
+        steps += row["steps"] - (0 if again else before["steps"])
+        rows.append(f"| {steps:,} | {row['held_out']} | {row['corrected']:.0%} | {row['left_alone']:.0%} |")
+    c = model.config
+    card = CARD.format(
+        parameters=model.num_parameters(), encoder=c.encoder_layers, decoder=c.decoder_layers, hidden=c.d_model,
+        vocabulary=c.vocab_size, sentences=len((args.out / "train.txt").read_text().split("\n")),
+        python=".".join(map(str, sys.version_info[:2])), rows="\n".join(rows),
+        note=f"\n\n{args.note}" if args.note else "",
+    )  # fmt: skip
+    (args.to / "README.md").write_text(card)
 
 
 def main() -> None:
@@ -341,6 +403,7 @@ def main() -> None:
     parser.add_argument("--misspelt", type=Path, help="lines `wrong->right`: codespell's dictionary.txt")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--to", type=Path, help="where `export` writes")
+    parser.add_argument("--note", help="a remark on the validation, for the card")
     parser.add_argument("--start", type=Path, help="continue from these weights")
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=10.0, help="minutes between validations")

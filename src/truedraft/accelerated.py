@@ -57,7 +57,7 @@ class _Call:
     namespace: str | Sequence[str]
     streamer: Any
     on_pass: Callable[[Pass], None] | None
-    sources: list[tuple[int, ...]] | None
+    sources: Tensor | None
 
 
 class Accelerated:
@@ -177,7 +177,7 @@ class Accelerated:
         assistant = kwargs.pop("assistant_model", None)
         sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None
         call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
-        kwargs = self._with_stop_strings(kwargs)
+        kwargs = self._with_stop_strings(self.target.encoded(inputs, kwargs))
         generate: Any = self.model.generate
         try:
             return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
@@ -215,13 +215,13 @@ class Accelerated:
         rule.fit(model)
         rule.read(self.tokenizer)
         drafter.read(self.tokenizer)
-        prompts = prompts_of(input_ids, model_kwargs, self.target.window)
+        prompts = prompts_of(input_ids, model_kwargs, self.target.window, call.sources)
         batch, longest = len(prompts), max(map(len, prompts))
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
-        if call.sources is not None and drafter.takes_references:
-            references = behind(call.sources, references)
+        if drafter.takes_references:
+            references = behind(prompts, references)
         namespaces = namespaces_of(call.namespace, batch)
         chance = call.chance or chance_of(call.seed, batch)
         self.target.reserve(batch, longest + steps + drafter.width + rule.extra(drafter.width))

@@ -29,7 +29,7 @@ ARGUMENTS = {
 }
 # Settings that change what is computed and that the engine does not do: the neutral value, and why not.
 SETTINGS = {
-    "num_beams": (1, "beam search is not supported"),
+    "num_beams": (1, "beam search is not supported; num_beams=1 searches greedily"),
     "num_beam_groups": (1, "group beam search is not supported"),
     "penalty_alpha": (None, "contrastive search is not supported"),
     "dola_layers": (None, "DoLa decoding is not supported"),
@@ -82,10 +82,13 @@ def _check_neutral(values: Mapping[str, Any]) -> None:
             raise Refused(f"{name}={value!r}: {why}")
 
 
-def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int | None) -> list[Prompt]:
+def prompts_of(
+    input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int | None, sources: Tensor | None = None
+) -> list[Prompt]:
     """Each row's prompt without its padding.
 
     window: of a model with sliding windows, which count masked positions too.
+    sources: of an encoder-decoder, as `sources_of` finds them; one may stand for several rows in a row.
 
     Raises:
         Refused: a row is padded on the right, or empty; or the model was given an input that only it understands.
@@ -94,7 +97,7 @@ def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int |
     if foreign:
         raise Refused(f"{', '.join(foreign)}: model inputs besides input_ids or inputs_embeds are not supported")
     if (encoded := model_kwargs.get("encoder_outputs")) is not None:
-        return _behind_sources(input_ids, encoded, model_kwargs)
+        return _behind_sources(input_ids, encoded, model_kwargs, sources)
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     source = input_ids if embeds is None else embeds
     if source.shape[1] == 0 or (mask is not None and not bool(mask.any(-1).all())):
@@ -111,7 +114,9 @@ def prompts_of(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int |
     return [Prompt(ids=line) if embeds is None else Prompt(embeds=line) for line in lines]
 
 
-def _behind_sources(input_ids: Tensor, encoded: Any, model_kwargs: Mapping[str, Any]) -> list[Prompt]:
+def _behind_sources(
+    input_ids: Tensor, encoded: Any, model_kwargs: Mapping[str, Any], sources: Tensor | None
+) -> list[Prompt]:
     """Prompts of an encoder-decoder: what its decoder begins with, and what its encoder made of the source."""
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is not None and not bool(mask.all()):
@@ -120,17 +125,18 @@ def _behind_sources(input_ids: Tensor, encoded: Any, model_kwargs: Mapping[str, 
     heard = model_kwargs.get("attention_mask")
     if heard is None:
         heard = states.new_ones(states.shape[:2], dtype=torch.long)
-    return [Prompt(ids=ids, states=s, heard=h) for ids, s, h in zip(input_ids, states, heard, strict=True)]
+    texts: list[tuple[int, ...]] = [()] * len(heard)
+    if sources is not None and sources.shape[1] == heard.shape[1]:
+        lines = sources.repeat_interleave(len(heard) // len(sources), 0)
+        texts = [tuple(line[h.bool()].tolist()) for line, h in zip(lines, heard, strict=True)]
+    given = zip(input_ids, states, heard, texts, strict=True)
+    return [Prompt(ids=ids, states=s, heard=h, source=text) for ids, s, h, text in given]
 
 
-def sources_of(inputs: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, ...]] | None:
-    """Token ids of each row's source as `generate` is given them, without padding; None where it is no text."""
+def sources_of(inputs: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """(batch, length) token ids of the sources that `generate` is given, with padding; None where they are no text."""
     ids = next((g for g in (inputs, kwargs.get("input_ids"), kwargs.get("inputs")) if g is not None), None)
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        return None
-    mask = kwargs.get("attention_mask")
-    lines = ids if mask is None else [line[seen.bool()] for line, seen in zip(ids, mask, strict=True)]
-    return [tuple(line.tolist()) for line in lines]
+    return ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
 
 
 def check_lengths(target: DecoderTarget, longest: int, steps: int) -> None:
@@ -200,12 +206,13 @@ def references_of(
     ]
 
 
-def behind(sources: Sequence[tuple[int, ...]], given: Sequence[References | tuple[()]]) -> list[References | tuple[()]]:
-    """The source of each row before the documents it was given; a source may stand for several rows in a row."""
-    rows = len(given) // len(sources)
+def behind(prompts: Sequence[Prompt], given: Sequence[References | tuple[()]]) -> list[References | tuple[()]]:
+    """The source of each row, if it has one, before the documents that it was given."""
     return [
-        References([sources[b // rows], *(documents.documents if isinstance(documents, References) else ())])
-        for b, documents in enumerate(given)
+        References([prompt.source, *(documents.documents if isinstance(documents, References) else ())])
+        if prompt.source
+        else documents
+        for prompt, documents in zip(prompts, given, strict=True)
     ]
 
 

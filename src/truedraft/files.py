@@ -6,9 +6,35 @@ import contextlib
 import gzip
 import os
 import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from truedraft.errors import Refused
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written under another name, and renamed at the end; where that is not reached, it is removed.
+
+    Links are followed, and an existing file's permissions kept.
+
+    Raises:
+        OSError: it cannot be written; what stood there still does.
+    """
+    path = Path(os.path.realpath(path))
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with part.open("xb") as file:
+            yield file
+        if path.exists():
+            shutil.copymode(path, part)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -17,14 +43,8 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; what stood there still does.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+    with whole(path) as file:
+        file.write(text.encode())
 
 
 def read_bytes(path: Path) -> bytes:

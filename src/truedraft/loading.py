@@ -12,22 +12,28 @@ from truedraft.errors import Refused
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm")  # files that tokenizers are read from
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load(
-    name: str, dtype: str = "auto", quantize: str | None = None, argument: str = "MODEL"
+    name: str,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    argument: str = "MODEL",
+    reads_sources: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A decoder language model in eval mode and its tokenizer, set up for generation.
+    """A decoder language model or an encoder-decoder in eval mode and its tokenizer, set up for generation.
 
     Embedded models run on the CPU, in float32 unless told otherwise; others on the GPU where there is one. The weights
     of any can be quantised, to "int8" or "int4".
 
     Args:
         argument: what the name is called in messages.
+        reads_sources: who needs an encoder-decoder, as messages call it; None where both kinds will do.
 
     Raises:
-        Refused: no such model or dtype, a damaged one, or one that does not generate.
+        Refused: no such model or dtype, a damaged one, one that does not generate, or one of the other kind.
     """
     if dtype not in DTYPES:
         raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
@@ -39,15 +45,19 @@ def load(
     source = _source(name, argument)
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     embedded = name in assets.names()
     options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
     try:
-        _check_generative(f"{argument} {name!r}", transformers.AutoConfig.from_pretrained(source, **options))
-        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
-        kind = "float32" if embedded and dtype == "auto" else dtype
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        _check_generative(f"{argument} {name!r}", config, reads_sources)
+        _check_tokenizer(f"{argument} {name!r}", source)
+        side = {} if config.is_encoder_decoder else {"padding_side": "left"}
+        tokenizer = AutoTokenizer.from_pretrained(source, **side, **options)
+        kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        precision = "float32" if embedded and dtype == "auto" else dtype
+        model: Any = kind.from_pretrained(source, dtype=precision, **options)
     except Refused:
         raise
     except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
@@ -112,19 +122,25 @@ def _source(name: str, argument: str, whole: bool = True) -> Path | str:
     return name
 
 
-def _check_generative(model: str, config: Any) -> None:
+def _check_tokenizer(model: str, source: Path | str) -> None:
+    """Raises Refused where a folder has none, in which case transformers' own message may be any."""
+    if isinstance(source, Path) and not any(found for name in TOKENIZERS for found in source.glob(name)):
+        raise Refused(f"{model} has no tokenizer: save it in the model's folder, tokenizer.save_pretrained(folder)")
+
+
+def _check_generative(model: str, config: Any, reads_sources: str | None) -> None:
     """Raises Refused where the checkpoint is of another kind, which a causal model's class would load all the same."""
     import transformers
 
+    wanted = "a decoder language model or an encoder-decoder" if reads_sources is None else "an encoder-decoder"
     for architecture in config.architectures or ():
         cls = getattr(transformers, architecture, None)
         if cls is not None and not cls.can_generate():
             raise Refused(
-                f"{model} is not generative: it is a {architecture}, which has no language-model head; "
-                "give a decoder language model"
+                f"{model} is not generative: it is a {architecture}, which has no language-model head; give {wanted}"
             )
-    if config.is_encoder_decoder:
+    if reads_sources is not None and not config.is_encoder_decoder:
         raise Refused(
-            f"{model} is an encoder-decoder, for which there is no command yet: give a decoder language model, or load "
-            "it in Python and accelerate() it"
+            f"{model} is a decoder language model, and {reads_sources} needs an encoder-decoder: give one, or use "
+            "`truedraft generate`"
         )

@@ -197,12 +197,14 @@ class Prompt:
 
     states, heard: of an encoder-decoder, (source length, H) what the encoder made of the row's source, and (source
         length,) 0 where that is padding.
+    source: the token ids of that source, without padding; empty where there is none, or it is no text.
     """
 
     ids: Tensor | None = None
     embeds: Tensor | None = None
     states: Tensor | None = None
     heard: Tensor | None = None
+    source: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids) if self.ids is not None else len(self.embeds)  # type: ignore[arg-type]
@@ -282,3 +284,8 @@ class Row:
     def step(self) -> int:
         """Tokens emitted so far: the step of `transformers` generate that samples the next one."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """Token ids of the source of an encoder-decoder; empty where there is none, or it is no text."""
+        return () if self.given is None else self.given.source

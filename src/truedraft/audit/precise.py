@@ -29,9 +29,14 @@ class Precise:
                 return
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, first: int) -> Tensor:
-        """(n, V) logits at the positions from `first` on, by one plain forward without a cache. ids: (length,)."""
-        return self.model(ids[None].to(self.model.device), use_cache=False).logits[0, first:].double().cpu()
+    def __call__(self, ids: Tensor, first: int, source: Tensor | None = None) -> Tensor:
+        """(n, V) logits at the positions from `first` on, by one plain forward without a cache.
+
+        ids: (length,). source: (length,), of an encoder-decoder.
+        """
+        given = {"input_ids": ids} if source is None else {"input_ids": source, "decoder_input_ids": ids}
+        inputs = {name: t[None].to(self.model.device) for name, t in given.items()}
+        return self.model(**inputs, use_cache=False).logits[0, first:].double().cpu()
 
 
 def _raised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | None:
@@ -43,8 +48,9 @@ def _raised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | Non
         return None
     copied: Any = copy.deepcopy(model)
     copied.to("cpu", dtype)
+    names = ("input_ids", "decoder_input_ids") if model.config.is_encoder_decoder else ("input_ids",)
     try:
-        copied(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+        copied(**dict.fromkeys(names, torch.zeros(1, 2, dtype=torch.long)), use_cache=False)
     except RuntimeError:
         return None
     return copied

@@ -110,7 +110,7 @@ class Audit:
 class Expected:
     """What the model alone says to a batch, and the scores behind it.
 
-    prompts: (batch, length) as given, padding included.
+    prompts: (batch, length) as given, padding included; of an encoder-decoder what its decoder begins with.
     ids: (batch, steps) new tokens, padding behind ended rows; lengths: how many are a row's own.
     logits: (batch, steps, V) as `model.generate` had them.
     precise: row -> (steps, V) in higher precision, on the same prefixes.
@@ -184,6 +184,7 @@ def _settings(model: PreTrainedModel, mode: Mode, tokens: int) -> GenerationConf
     config = GenerationConfig(
         max_new_tokens=tokens, do_sample=mode.sample, eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id,
         pad_token_id=own.pad_token_id if own.pad_token_id is not None else 0, use_cache=True,
+        decoder_start_token_id=own.decoder_start_token_id, num_beams=1,
     )  # fmt: skip
     if mode.sample:
         config.temperature, config.top_k, config.top_p = mode.temperature, 0, 1.0
@@ -198,16 +199,17 @@ def _expected(
     torch.manual_seed(mode.seed)
     generate: Any = model.generate
     out = generate(**inputs, generation_config=settings, return_dict_in_generate=True, output_logits=True)
-    length = inputs["input_ids"].shape[1]
-    ids, logits = out.sequences[:, length:].cpu(), torch.stack(out.logits, 1).float().cpu()
+    prompts, ids = out.sequences.cpu().split([out.sequences.shape[1] - len(out.logits), len(out.logits)], 1)
+    logits = torch.stack(out.logits, 1).float().cpu()
     lengths = [_ended(row.tolist(), settings.eos_token_id) for row in ids]
     scored, noise = [], []
     for row, n in enumerate(lengths):
-        prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].cpu()
-        true = precise(torch.cat([prompt, ids[row, : n - 1]]), len(prompt) - 1)
+        read = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].cpu()
+        prompt, source = (prompts[row], read) if model.config.is_encoder_decoder else (read, None)
+        true = precise(torch.cat([prompt, ids[row, : n - 1]]), len(prompt) - 1, source)
         scored.append(true)
         noise.append(_noise(logits[row, :n], true, model.dtype))
-    return Expected(inputs["input_ids"].cpu(), ids, lengths, logits, scored, noise)
+    return Expected(prompts, ids, lengths, logits, scored, noise)
 
 
 def _ended(row: list[int], eos: int | list[int] | None) -> int:
@@ -233,7 +235,7 @@ def _compared(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows that differ, each with the particulars of its first difference."""
     torch.manual_seed(mode.seed)
-    ids = side.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :].cpu()
+    ids = side.generate(**inputs, generation_config=settings)[:, expected.prompts.shape[1] :].cpu()
     listener: Any = side.drafter
     for row, (n, noise) in enumerate(zip(expected.lengths, expected.noise, strict=True)):
         want, got = expected.ids[row, :n].tolist(), ids[row].tolist()

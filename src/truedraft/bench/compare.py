@@ -58,7 +58,7 @@ Run = Callable[[dict[str, Any], dict[str, Any], Sequence[Item], Clock], tuple[Te
 class Side:
     """A way of generating.
 
-    run: (inputs, settings, items, clock) -> output ids and, from truedraft, the report.
+    run: (inputs, settings, items, clock) -> (batch, new) token ids and, from truedraft, the report.
     fresh: called before every round: nothing is remembered of the one before, which had the same prompts.
     """
 
@@ -71,7 +71,8 @@ def transformers_side(name: str, model: Any, **extra: Any) -> Side:
     """`model.generate`, with `extra` arguments (its own prompt lookup, an assistant)."""
 
     def run(inputs: dict[str, Any], settings: dict[str, Any], _: Sequence[Item], clock: Clock) -> tuple[Tensor, None]:
-        return model.generate(**inputs, **settings, **extra, streamer=clock), None
+        out = model.generate(**inputs, **settings, **extra, streamer=clock)
+        return _new(out, inputs, model), None
 
     return Side(name, run)
 
@@ -86,9 +87,14 @@ def truedraft_side(name: str, fast: Accelerated) -> Side:
         if fast.drafter.takes_references and any(item.references for item in items):
             given["references"] = [list(item.references) for item in items]
         out = fast.generate(**inputs, **settings, **given, on_pass=clock.saw)
-        return out, fast.report()
+        return _new(out, inputs, fast.model), fast.report()
 
     return Side(name, run, fast.forget)
+
+
+def _new(out: Tensor, inputs: dict[str, Any], model: Any) -> Tensor:
+    """New tokens: behind the prompt, or behind the token that the decoder of an encoder-decoder begins with."""
+    return out[:, 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
 
 
 @dataclass
@@ -186,7 +192,7 @@ def compare(
         temperature: 0 for greedy decoding; otherwise sampled under `seed`, the same for every side.
         progress: told what is about to run.
     """
-    settings: dict[str, Any] = dict(max_new_tokens=workload.tokens, do_sample=temperature > 0)
+    settings: dict[str, Any] = dict(max_new_tokens=workload.tokens, do_sample=temperature > 0, num_beams=1)
     if temperature > 0:
         settings["temperature"] = temperature
     calls, cut = [], 0
@@ -205,7 +211,7 @@ def compare(
             if k == 0:
                 expected.append(out)
             elif differs[k] is None:
-                differs[k] = _difference(out, expected[number], at, inputs["input_ids"].shape[1])
+                differs[k] = _difference(out, expected[number], at)
     kept: list[list[Measured]] = [[Measured() for _ in range(rounds)] for _ in sides]
     for turn in range(rounds):
         for k in _rotated(len(sides), turn):
@@ -213,7 +219,7 @@ def compare(
             sides[k].fresh()
             for items, inputs, _ in calls:
                 out, report, clock, seconds = _once(sides[k], inputs, settings, items, seed)
-                emitted = _emitted(out, inputs["input_ids"].shape[1], tokenizer.pad_token_id)
+                emitted = _emitted(out, tokenizer.pad_token_id)
                 kept[k][turn].take(clock, seconds, emitted, len(items), report)
     return [replace(f, cut=cut) for f in _figures(sides, kept, differs, workload, batch, temperature)]
 
@@ -234,20 +240,19 @@ def _rotated(count: int, turn: int) -> Iterator[int]:
     return ((turn + k) % count for k in range(count))
 
 
-def _difference(out: Tensor, expected: Tensor, first: int, prompt: int) -> str | None:
+def _difference(out: Tensor, expected: Tensor, first: int) -> str | None:
     if torch.equal(out, expected):
         return None
     shared = min(out.shape[1], expected.shape[1])
     unequal = (out[:, :shared] != expected[:, :shared]).nonzero()
     if not len(unequal):
-        return f"{out.shape[1] - prompt} tokens instead of {expected.shape[1] - prompt}"
+        return f"{out.shape[1]} tokens instead of {expected.shape[1]}"
     row, at = unequal[0].tolist()
-    return f"prompt {first + row}, new token {at - prompt}: {int(out[row, at])} instead of {int(expected[row, at])}"
+    return f"prompt {first + row}, new token {at}: {int(out[row, at])} instead of {int(expected[row, at])}"
 
 
-def _emitted(out: Tensor, prompt: int, pad: int | None) -> int:
+def _emitted(new: Tensor, pad: int | None) -> int:
     """New tokens, without the padding behind rows that ended; the end-of-text token counts."""
-    new = out[:, prompt:]
     if pad is None:
         return new.numel()
     total = 0

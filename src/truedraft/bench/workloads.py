@@ -35,8 +35,13 @@ class Workload:
     tokens: int = 128
 
 
-def embedded() -> list[Workload]:
-    """What the embedded model has learnt: stories, edits, files to be shortened, and changes to earlier answers."""
+def embedded(sources: bool = False) -> list[Workload]:
+    """What the embedded models have learnt: stories, edits, files to be shortened, and changes to earlier answers.
+
+    sources: for an encoder-decoder, English sentences with mistakes.
+    """
+    if sources:
+        return [Workload("mistakes", tuple(Item(line) for line in assets.prompt("mistakes.txt").split("\n")))]
     stories = assets.prompt("stories.txt").strip().split("\n\n")
     code = assets.prompt("edit.py.txt")
     edits = [_edit(code, rename) for rename in assets.prompt("edit_instructions.txt").strip().split("\n")]
@@ -67,12 +72,14 @@ def _chat() -> Iterator[Item]:
             text = re.sub(rf"\b{old}\b", new, text)
 
 
-def from_file(path: Path, limit: int, tokens: int = 128) -> list[Workload]:
+def from_file(path: Path, limit: int, tokens: int = 128, sources: bool = False) -> list[Workload]:
     """Prompts from a file, by kind where the file tells kinds apart, at most `limit` of each.
 
     Read are: Spec-Bench and MT-Bench questions (`turns`, `category`; the first turn), HumanEval (`prompt`), files to
     edit (`text`, `instruction`), recorded conversations (`messages`), any other JSON lines with a `prompt` or `text`
     (and `references`, a list of texts), gzipped or not; and plain text, prompts parted by empty lines.
+
+    sources: for an encoder-decoder, each line of plain text.
 
     Raises:
         Refused: the file cannot be read, or a line of it has no prompt.
@@ -84,7 +91,8 @@ def from_file(path: Path, limit: int, tokens: int = 128) -> list[Workload]:
             kind, item = _item(path.name.split(".")[0], where, row)
             kinds[kind].append(item)
     else:
-        kinds[path.stem] = [Item(part.strip()) for part in text.split("\n\n") if part.strip()]
+        parts = text.split("\n" if sources else "\n\n")
+        kinds[path.stem] = [Item(part.strip()) for part in parts if part.strip()]
     if not any(kinds.values()):
         raise Refused(f"--prompts {path}: there are no prompts in it")
     return [Workload(kind, tuple(items[:limit]), tokens) for kind, items in kinds.items()]

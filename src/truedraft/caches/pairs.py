@@ -34,6 +34,12 @@ class SourceLayer(SlotLayer):
         """The rows of the pass under way."""
         self.keys, self.values = (kept[self.cursor.first : self.cursor.last] for kept in self._all)
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where all keys and values lie."""
+        keys, values = self._all
+        return keys.data_ptr(), values.data_ptr()
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length(), 0
 
@@ -52,6 +58,7 @@ class PairCache(EncoderDecoderCache):
     """`RowCache` for the decoder, and the sources beside it.
 
     states: (slots, source length, H), what the encoder says. heard: (slots, source length), 0 for padding.
+    counts: by slot in use, the positions of its source that are not padding.
 
     Args:
         layers: of the decoder.
@@ -64,6 +71,7 @@ class PairCache(EncoderDecoderCache):
 
     def __init__(self, layers: int, slots: int, capacity: int):
         self.rows = RowCache(layers, slots, capacity)
+        self.counts: list[int] = []
         self.sources = [SourceLayer(self.rows.cursor) for _ in range(layers)]
         super().__init__(self.rows, Cache(layers=list(self.sources)))
 
@@ -82,6 +90,7 @@ class PairCache(EncoderDecoderCache):
             self.states = states.new_zeros(self.cursor.slots, *states.shape[1:])
             self.heard = heard.new_zeros(self.cursor.slots, heard.shape[1])
         self.states[first:last], self.heard[first:last] = states, heard
+        self.counts[first:] = heard.sum(1).tolist()
         self.is_updated = dict.fromkeys(range(len(self.sources)), False)
 
     def show(self) -> None:
@@ -99,4 +108,6 @@ class PairCache(EncoderDecoderCache):
             for layer in self.sources:
                 layer.move(last, slot)
             self.states[slot], self.heard[slot] = self.states[last], self.heard[last]
+            self.counts[slot] = self.counts[last]
+        self.counts.pop()
         self.rows.release(slot)

@@ -1,5 +1,5 @@
-"""The command line: `truedraft generate`, `truedraft demo`, `truedraft bench`, `truedraft audit`, `truedraft corpus`,
-`truedraft train`, `truedraft methods`."""
+"""The command line: `truedraft generate`, `truedraft correct`, `truedraft translate`, `truedraft demo`,
+`truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft methods`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from truedraft.cli import audit, bench, corpus, demo, generate, methods, train
+from truedraft.cli import audit, bench, corpus, correct, demo, generate, methods, train, translate
 
 app = typer.Typer(
     name="truedraft",
@@ -16,7 +16,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (generate.generate, demo.demo, bench.bench, audit.audit, train.train, methods.methods):
+for command in (
+    generate.generate, correct.correct, translate.translate, demo.demo, bench.bench, audit.audit, train.train,
+    methods.methods,
+):  # fmt: skip
     app.command()(command)
 app.add_typer(corpus.app, name="corpus")
 

@@ -18,11 +18,15 @@ for chatty in ("torchao", "torch.utils._pytree"):  # transformers loads torchao 
 
 
 def load(
-    name: str, dtype: str = "auto", quantize: str | None = None
+    name: str,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    argument: str = "MODEL",
+    reads_sources: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """As `loading.load`, without what the libraries print meanwhile."""
     _hush()
-    return loading.load(name, dtype, quantize)
+    return loading.load(name, dtype, quantize, argument, reads_sources)
 
 
 def load_tokenizer(name: str, argument: str) -> PreTrainedTokenizerBase:
@@ -60,8 +64,12 @@ def accelerated(
     control: str = "cost",
     quantize: str | None = None,
     rule: str | None = None,
+    argument: str = "MODEL",
+    reads_sources: str | None = None,
 ) -> Accelerated:
     """A model by name with a drafter, a rule and a control by theirs; `draft` may also be "auto" or "none".
+
+    The other arguments are those of `loading.load`.
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
@@ -74,4 +82,5 @@ def accelerated(
         drafter = choices[draft] if draft in choices else registry.load("drafters", draft)
         controller = registry.load("control", control)
         judge = None if rule is None else registry.load("accept", rule)
-        return accelerate(*load(name, dtype, quantize), draft=drafter, rule=judge, control=controller)
+        loaded = load(name, dtype, quantize, argument, reads_sources)
+        return accelerate(*loaded, draft=drafter, rule=judge, control=controller)

@@ -66,6 +66,8 @@ class Request:
         """
         import torch
 
+        if self.chat and fast.model.config.is_encoder_decoder:
+            raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
         inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast.tokenizer).items()}
         if self.seed is not None:
             torch.manual_seed(self.seed)
@@ -74,7 +76,7 @@ class Request:
         lengths = [0] * len(sequences)  # shorter rows are padded
         for emission in (e for done in fast.report().passes for e in done.emitted):
             lengths[emission.row] += len(emission.tokens)
-        start = inputs["input_ids"].shape[1]
+        start = sequences.shape[1] - max(lengths)
         return [row[start : start + n].tolist() for row, n in zip(sequences, lengths, strict=True)]
 
     def _inputs(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:

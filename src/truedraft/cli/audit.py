@@ -22,7 +22,9 @@ EXACT, INEXACT = 0, 1
 def audit(
     model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
     draft: Annotated[list[str] | None, Option(help="A drafter; repeatable. By default all that can be had.")] = None,
-    prompt: Annotated[list[str] | None, Option(help="A prompt; repeatable. By default the embedded ones.")] = None,
+    prompt: Annotated[
+        list[str] | None, Option(help="A prompt, or source; repeatable. By default the embedded ones.")
+    ] = None,
     file: Annotated[list[Path] | None, Option(help="A prompt from a file; repeatable.")] = None,
     max_new_tokens: Annotated[int, Option(help="New tokens per prompt.")] = 64,
     batch: Annotated[list[int] | None, Option(help="Batch size; repeatable. By default 1 and 4.")] = None,
@@ -57,6 +59,8 @@ def audit(
 
         parts = {name: registry.load("drafters", name) for name in draft or _all(model)}
         target, tokenizer = load(model, dtype, quantize)
+        if laws and target.config.is_encoder_decoder:
+            raise Refused("--laws tests decoder language models, and this is an encoder-decoder: drop --laws")
         sides = {
             name: accelerate(target, tokenizer, draft=part, control=control)
             for name, part in {"plain": None, **parts}.items()
@@ -85,11 +89,13 @@ def _all(model: str) -> list[str]:
 
 
 def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
-    """The embedded stories and edits that fit into the model's context."""
+    """The embedded stories and edits that fit into the model's context; for an encoder-decoder the mistakes."""
     from truedraft.bench.workloads import embedded
 
     room = getattr(model.config, "max_position_embeddings", None) or 10**9
-    found = [item.text for workload in embedded() if workload.name in ("story", "edit") for item in workload.items]
+    kinds = ("story", "edit", "mistakes")
+    workloads = embedded(model.config.is_encoder_decoder)
+    found = [item.text for workload in workloads if workload.name in kinds for item in workload.items]
     return [text for text in found if len(tokenizer(text)["input_ids"]) + tokens <= room]
 
 

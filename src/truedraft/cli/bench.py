@@ -85,10 +85,11 @@ def bench(
         return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, as_json)
     if html is not None:
         _check_writable(html)
-    todo = _workloads(prompts, limit or LIMIT, max_new_tokens)
     with waiting("loading the model") as say:
         loaded, reader = load(model, dtype, quantize)
-        machine, rows = _roofline(loaded) if roofline or html else (None, [])
+        sources = _check_sources(loaded, modes)
+        todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
+        machine, rows = _roofline(loaded) if roofline or (html and not sources) else (None, [])
         figures: list[Figures] = []
         attained: list[Attained] = []
         if oracle:
@@ -126,15 +127,23 @@ def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequ
     }
 
 
-def _workloads(prompts: Sequence[Path] | None, limit: int, tokens: int | None) -> list[Workload]:
+def _check_sources(model: Any, modes: Sequence[str]) -> bool:
+    """Whether prompts are sources; raises Refused for what is measured of decoder language models only."""
+    sources = bool(model.config.is_encoder_decoder)
+    if sources and modes:
+        raise Refused(f"--{modes[0]} measures decoder language models, and this is an encoder-decoder: drop it")
+    return sources
+
+
+def _workloads(prompts: Sequence[Path] | None, limit: int, tokens: int | None, sources: bool) -> list[Workload]:
     from truedraft.bench.workloads import Workload, embedded, from_file
 
-    found = [w for path in prompts for w in from_file(path, limit)] if prompts else embedded()
+    found = [w for path in prompts for w in from_file(path, limit, sources=sources)] if prompts else embedded(sources)
     return [Workload(w.name, w.items[:limit], tokens or w.tokens) for w in found]
 
 
 def _room(model: Any, workload: Workload) -> int | None:
-    """Tokens that a prompt may have, so that the model can read it and what it writes.
+    """Tokens that a prompt may have, so that the model can read it and what it writes; or a source, to be read alone.
 
     Raises:
         Refused: there is no room for a prompt.
@@ -147,7 +156,7 @@ def _room(model: Any, workload: Workload) -> int | None:
             f"{workload.name}: {workload.tokens} new tokens leave no room for a prompt in the model's context of "
             f"{context}: give a smaller --max-new-tokens"
         )
-    return int(context - workload.tokens)
+    return int(context if model.config.is_encoder_decoder else context - workload.tokens)
 
 
 def _refuse_unused(context: Context, modes: Sequence[str]) -> None:

@@ -59,6 +59,8 @@ def generate(
 ) -> int:
     """Generate text: the tokens of model.generate under the same settings and seed, in fewer passes.
 
+    The prompt of an encoder-decoder is its source.
+
     \f
     Returns the exit code: 0, or 130 where Ctrl-C cut the text short. Raises Refused for a bad argument.
     """

@@ -42,6 +42,7 @@ def train(
     sources, answers = _lines(data, labels == "given")
     import torch
 
+    from truedraft.cli._models import load
     from truedraft.train.drafter import train_drafter
     from truedraft.train.loop import Plan
 
@@ -49,7 +50,7 @@ def train(
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
     learner = _learner(drafter)
-    model, tokenizer = _loaded(target)
+    model, tokenizer = load(target, argument="--target")
     plan = Plan(minutes=minutes, lr=lr, every=every, bf16=bf16, seed=seed)
     train_drafter(learner, model, tokenizer, sources, out, plan, answers=answers, batch=batch, resume=resume)
     print(f"{out}: use it as --draft {learner.name}:model={out}")
@@ -80,12 +81,3 @@ def _lines(path: Path, given: bool) -> tuple[list[str], list[str] | None]:
         if len(sides) < 2:
             raise Refused(f"--data {path}: line {i} has no tab with an answer behind it, which --labels given needs")
     return [sides[0] for _, sides in lines], [sides[1] for _, sides in lines]
-
-
-def _loaded(name: str) -> tuple[Any, Any]:
-    """A target, of either kind."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-
-    sources = AutoConfig.from_pretrained(name).is_encoder_decoder
-    kind: Any = AutoModelForSeq2SeqLM if sources else AutoModelForCausalLM
-    return kind.from_pretrained(name, dtype="float32").eval(), AutoTokenizer.from_pretrained(name)

@@ -1,26 +1,21 @@
-"""A second model drafts: its rows and its cache, what it reads in each pass, and how drafts grow from what it says."""
+"""A second model drafts: how drafts grow from what it says, level by level."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from truedraft.chance import Chance, likeliest
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._reader import Reader, loaded
 from truedraft.errors import Refused
-from truedraft.loading import load
 from truedraft.sampling import Laws
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.targets.hosting import hosted
-from truedraft.tree import DraftTree, Draws, Prompt, Row, Wanted
-
-CHUNK = 64  # tokens that a draft model reads in one pass, where it has fallen behind
+from truedraft.tree import DraftTree, Draws, Row, Wanted
 
 
 @dataclass(eq=False)
@@ -126,11 +121,8 @@ class ModelDrafter(Drafter):
     model: Any
 
     def __post_init__(self) -> None:
-        self._target: DecoderTarget | None = None
-        self._standing: list[Row] = []  # row by slot of the draft model's cache
-        self._written: list[list[int]] = []  # what the cache holds of each
-        if isinstance(self.model, str | PathLike):
-            self.model, self.tokenizer = load(str(self.model), argument="the draft model")
+        self.model, self.tokenizer = loaded(self.model)
+        self._reader = Reader(self.model)
 
     @property
     @abstractmethod
@@ -143,57 +135,32 @@ class ModelDrafter(Drafter):
 
     @property
     def knows(self) -> int | None:
-        return None if self.model is None else self.model.config.get_text_config(decoder=True).vocab_size
+        return None if self.model is None else self._reader.knows
 
     def ready(self, target: DecoderTarget) -> None:
         if self.model is None:
-            name = type(self).__module__.rpartition(".")[2].replace("_", "-")
-            raise Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or accelerate(draft=MODEL)")
-        if self.model.config.is_encoder_decoder:
-            raise Refused(f"{type(self.model).__name__} is an encoder-decoder, which cannot be a draft model yet")
-        if self._target is None or self._target.model is not self.model:
-            self._target = hosted(self.model)
-        if self._target.device != target.device:
-            raise Refused(
-                f"the draft model is on {self._target.device}, the model on {target.device}: move one to the other"
-            )
-        self._size = target.vocabulary
+            raise unnamed(self)
+        self._reader.fit(target)
 
     def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
         self._laws, self._chance, self._wanted = laws, chance, wanted
 
     def start(self, rows: Sequence[Row]) -> None:
-        capacity = max(len(row.tokens) + row.room for row in rows) + self.room(self.width) + 1
-        self._going = len(rows)
-        self._model.reserve(len(rows), capacity)
+        self._reader.start(rows, self.room(self.width))
 
     def end(self, row: Row) -> None:
-        if row in self._standing:
-            slot = self._standing.index(row)
-            self._model.release(slot)
-            self._standing[slot], self._written[slot] = self._standing[-1], self._written[-1]
-            self._standing.pop()
-            self._written.pop()
-        self._going -= 1
-        if not self._going:
-            self._model.cache = None
-
-    @property
-    def _model(self) -> DecoderTarget:
-        assert self._target is not None
-        return self._target
+        self._reader.end(row)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
-        self._admit(rows)
-        self._catch_up(rows)
+        reader = self._reader
+        reader.admit(rows)
+        reader.catch_up([row.tokens if reader.fits(row, 0) else None for row in reader.standing])
         plants = {id(row): self._plant(row, most) for row, most in zip(rows, budget, strict=True)}
-        standing = [plants[id(row)] for row in self._standing]
+        standing = [plants[id(row)] for row in reader.standing]
         while any(plant.tips for plant in standing):
             self._level(standing)
-        for slot, plant in enumerate(standing):
-            self._written[slot] += plant.tokens[: plant.read]
         return [self.finished(plants[id(row)]) for row in rows]
 
     def room(self, budget: int) -> int:
@@ -204,59 +171,36 @@ class ModelDrafter(Drafter):
         """The draft as it is offered."""
         return plant.tree(self.draws if self._wanted == "law" else "certain")
 
-    def _admit(self, rows: Sequence[Row]) -> None:
-        """Read the prompts of rows that are new to the draft model, but for the pending token."""
-        new = [row for row in rows if row not in self._standing]
-        if not new:
-            return
-        device = self._model.device
-        self._model.prefill([Prompt(torch.tensor(row.tokens, device=device)) for row in new])
-        self._standing += new
-        self._written += [row.tokens[:-1] for row in new]
-
-    def _catch_up(self, rows: Sequence[Row]) -> None:
-        """Forget of each cache what its row did not say; read what it said since, all but the last few tokens."""
-        for slot, (row, written) in enumerate(zip(self._standing, self._written, strict=True)):
-            common = min(len(written), len(row.tokens) - 1)
-            while written[common - 1 : common] != row.tokens[common - 1 : common]:
-                common -= 1
-            del written[common:]
-            self._model.crop(slot, common)
-        while max(len(r.tokens) - len(w) for r, w in zip(self._standing, self._written, strict=True)) > CHUNK:
-            parts = [r.tokens[len(w) : -1][:CHUNK] for r, w in zip(self._standing, self._written, strict=True)]
-            self._model.score([DraftTree.chain(part[0], part[1:]) if part else DraftTree.chain(0) for part in parts])
-            self._model.commit([range(len(part)) for part in parts])
-            for written, part in zip(self._written, parts, strict=True):
-                written += part
-
     def _plant(self, row: Row, budget: int) -> Plant:
         """A draft at its beginning."""
-        common = len(self._written[self._standing.index(row)])
+        reader = self._reader
         deepest = min(self.levels, row.room - row.step - 1)
-        context = self._model.context
-        if context is not None and len(row.tokens) + deepest > context:
+        common = len(row.tokens) - 1
+        if row in reader.standing and reader.fits(row, deepest):
+            common = len(reader.written[reader.standing.index(row)])
+        else:
             deepest = 0
         most = min(budget, self.width)
         return Plant(row, row.tokens[common:], len(row.tokens) - 1 - common, self.room(most), deepest, budget=most)
 
     def _level(self, standing: Sequence[Plant]) -> None:
         """One pass of the draft model, and the level that grows from it; rows whose drafts are complete idle along."""
-        scores = self._model.score([plant.unread() if plant.tips else DraftTree.chain(0) for plant in standing])
+        scores = self._reader.score([plant.unread() if plant.tips else DraftTree.chain(0) for plant in standing])
         at = [(slot, tip) for slot, plant in enumerate(standing) for tip in plant.tips]
-        logits = scores.logits[[slot for slot, _ in at], [tip - standing[slot].read for slot, tip in at]]
+        logits = scores[[slot for slot, _ in at], [tip - standing[slot].read for slot, tip in at]]
         rows, said = [standing[slot].row for slot, _ in at], [standing[slot].said(tip) for slot, tip in at]
-        laws = self._laws.of_drafts(rows, said, _sized(logits, self._size)).softmax(-1).nan_to_num_(0.0)
+        laws = self._laws.of_drafts(rows, said, logits).softmax(-1).nan_to_num_(0.0)
         first = 0
-        kept = []
+        kept: list[list[int]] = []
         for plant in standing:
-            tips, reached = plant.tips, len(plant.tokens)
+            tips, reached, read = plant.tips, len(plant.tokens), plant.read
             if tips:
                 self.grow(plant, tips, laws[first : first + len(tips)])
                 first += len(tips)
-                kept.append(range(plant.trunk(reached)))
+                kept.append(plant.tokens[read : read + plant.trunk(reached)])
             else:
-                kept.append(range(0))
-        self._model.commit(kept)
+                kept.append([])
+        self._reader.keep(kept)
 
     def likeliest(self, plant: Plant, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
         """Add the `count` most probable continuations of all paths, and keep their probabilities; returns places."""
@@ -323,8 +267,7 @@ def nodes_of(factors: Sequence[int]) -> int:
     return total - 1
 
 
-def _sized(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits for the target's vocabulary: the padding at its end differs between models with one tokenizer."""
-    if logits.shape[-1] >= vocabulary:
-        return logits[..., :vocabulary]
-    return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=-torch.inf)
+def unnamed(drafter: Drafter) -> Refused:
+    """What is said where a drafter was given no draft model."""
+    name = type(drafter).__module__.rpartition(".")[2].replace("_", "-")
+    return Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or accelerate(draft=MODEL)")

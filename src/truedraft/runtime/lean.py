@@ -71,6 +71,17 @@ class Nodes:
         self.extra_from += [len(self.extra)] * n
         self._grouped(first, n, start + n)
 
+    def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """A text of which every token sees every other."""
+        first, n = len(self), len(tokens)
+        self.token += tokens
+        self.slot += [slot] * n
+        self.position += positions
+        self.place += range(n)
+        self.base += [n] * n
+        self.extra_from += [len(self.extra)] * n
+        self._grouped(first, n, n)
+
     def _grouped(self, first: int, n: int, sees: int) -> None:
         self.group_from += [min(at + TOGETHER, first + n) for at in range(first, first + n, TOGETHER)]
         self.longest = max(self.longest, sees)
@@ -95,7 +106,7 @@ class LeanPass:
         self._compile()
 
     def _compile(self) -> None:
-        self.program: Program = compile_program(self.model)
+        self.program: Program = self._compiled()
         self._made_of = self._fingerprint()
         c = self.model.config
         self._vocabulary, self._hidden = self.program.widths["logits"], c.hidden_size
@@ -103,6 +114,9 @@ class LeanPass:
         self._share = c.num_attention_heads // kv_heads(c)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def _compiled(self) -> Program:
+        return compile_program(self.model)
 
     def _fingerprint(self) -> list[object]:
         return [address(p) for p in self.model.parameters()] + [strangers(self.model)]
@@ -215,12 +229,13 @@ class LeanPass:
         embedded = None if embeds is None else embeds.float().contiguous()
         given = Pass(
             nodes=n, tail=m, vocabulary=self._known, capacity=self.cache.cursor.capacity,
-            token=_array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
-            slot=_array(nodes.slot), position=_array(nodes.position), place=_array(nodes.place),
-            base=_array(nodes.base), extra_from=_array(nodes.extra_from), extra=_array(nodes.extra or [0]),
-            gather=_array(gather), groups=len(nodes.group_from) - 1, group_from=_array(nodes.group_from),
-            longest=nodes.longest, buffer=(c_void_p * len(buffers))(*buffers), stride=_array(strides),
+            token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
+            slot=array(nodes.slot), position=array(nodes.position), place=array(nodes.place),
+            base=array(nodes.base), extra_from=array(nodes.extra_from), extra=array(nodes.extra or [0]),
+            gather=array(gather), groups=len(nodes.group_from) - 1, group_from=array(nodes.group_from),
+            longest=nodes.longest, buffer=(c_void_p * len(buffers))(*buffers), stride=array(strides),
         )  # fmt: skip
+        self._complete(given, nodes)
         ops = self._ops(tuple(hidden))
         failure = self._run(ops, len(ops), given, self._share, torch.get_num_threads())
         if failure == 1:
@@ -228,6 +243,9 @@ class LeanPass:
         if failure:
             raise IndexError(("a token outside the vocabulary", "a position outside the cache")[failure - 2])
         return logits[:, : self._vocabulary], {layer: kept[layer][:, : self._hidden] for layer in hidden}
+
+    def _complete(self, given: Pass, nodes: Nodes) -> None:
+        """What a pass of another family needs besides."""
 
     def _stride(self, name: str) -> int:
         return (self.program.widths[name] + 15) // 16 * 16
@@ -266,7 +284,7 @@ def _copy(p: Program, to: int) -> Op:
     return Op(kind=Kind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths["x"])
 
 
-def _array(values: Sequence[int]) -> ctypes.Array[c_int64]:
+def array(values: Sequence[int]) -> ctypes.Array[c_int64]:
     return (c_int64 * len(values))(*values)
 
 

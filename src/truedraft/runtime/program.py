@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,8 +34,11 @@ class Program:
     widths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
+    crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # over sources; the makers of keys and values
+    biased: list[tuple[Op, Any]] = field(default_factory=list)  # by distance; the attention that knows the biases
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # the module that makes cosines and sines, where there is one
+    positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # of what, the copy, what was added
 
@@ -120,8 +123,11 @@ class Program:
     def add(self, one: str, other: str, dst: str) -> None:
         self.op(Kind.ADD, src=one, other=other, dst=dst, inner=self.widths[dst])
 
+    def copy(self, src: str, dst: str, scale: float = 1.0) -> None:
+        self.op(Kind.SCALE, src=src, dst=dst, inner=self.widths[dst], scale=scale)
+
     def qkv(self, src: str, attention: Any, config: Any) -> None:
-        q, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
+        q, kv = config.num_attention_heads * attention.head_dim, kv_heads(config) * attention.head_dim
         if fused := getattr(attention, "qkv_proj", None):
             self.linear(src, "q", fused, (0, q), wait=False)
             self.linear(src, "k", fused, (q, q + kv), wait=False)
@@ -159,6 +165,17 @@ class Program:
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
         self.op(Kind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, **shared)
+
+    def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
+        """Attention of q over what the source was made into by the layers `keys` and `values`; the result is in "a"."""
+        head = head_of(attention)
+        if head % 8:
+            raise Unsuited(f"heads of {head} numbers, not a multiple of eight")
+        count = config.num_attention_heads
+        made = self.op(
+            Kind.CROSS, src="q", dst="a", scale=attention.scaling, heads=count, kv_heads=count, head=head, step=head
+        )  # fmt: skip
+        self.crosses.append((made, keys, values))
 
     def gated(self, src: str, mlp: Any, activation: str) -> None:
         """The hidden numbers of a gated feed-forward, in "g"."""
@@ -251,29 +268,37 @@ class Program:
         attention, rotary: of the first layer, and of the model, where they do not stand where Llama has them.
         positions: an embedding of positions that is added, looked up `offset` behind.
         """
-        c, embedding = model.config, model.get_input_embeddings()
-        head = head_of(attention or model.model.layers[0].self_attn)
+        c = model.config
         self.rotary = rotary or getattr(getattr(model, "model", None), "rotary_emb", None)
+        head = head_of(attention or model.model.layers[0].self_attn)
+        self.buffers(model, inner, c.num_attention_heads * head, kv_heads(c) * head)
+        self.embed(model.get_input_embeddings(), scale, given_too)
+        if positions is not None:
+            self.place(plain(positions.weight, self.dtype), offset)
+
+    def buffers(self, model: Any, inner: int, queries: int, keys: int) -> None:
+        """Of the widths that the model needs: in a feed-forward, of all queries and of all keys of a node."""
         for name in ("x", "h", "t"):
-            self.buffer(name, c.hidden_size)
+            self.buffer(name, model.config.hidden_size)
         for name in ("q", "a"):
-            self.buffer(name, c.num_attention_heads * head)
+            self.buffer(name, queries)
         for name in ("k", "v"):
-            self.buffer(name, kv_heads(c) * head)
+            self.buffer(name, keys)
         self.buffer("g", inner)
         self.buffer("logits", len(self.weight(model.get_output_embeddings()).values))
+
+    def embed(self, embedding: Any, scale: float = 1.0, given_too: bool = False) -> None:
         table = plain(embedding.weight, self.dtype)
         self.kept.append(table)
-        placed: dict[str, Any] = {}
-        if positions is not None:
-            self.kept.append(plain(positions.weight, self.dtype))
-            placed = dict(second=self.kept[-1].data_ptr(), shift=offset)
         self.op(
-            Kind.EMBED, dst="x", weight=table.data_ptr(), inner=c.hidden_size, scale=scale, mode=given_too, **placed
+            Kind.EMBED, dst="x", weight=table.data_ptr(), inner=table.shape[1], scale=scale, mode=given_too, blank=-1
         )  # fmt: skip
-        if positions is not None:
-            self.ops[-1].out = len(positions.weight)
         self.outputs.append(len(self.ops) - 1)
+
+    def place(self, table: Tensor, offset: int = 0, blank: int = -1) -> None:
+        """The embedding adds positions from a table, looked up `offset` behind, but to the token `blank`."""
+        self.positions, embed = table, self.ops[0]
+        embed.second, embed.shift, embed.out, embed.blank = table.data_ptr(), offset, len(table), blank
 
     def end(
         self, model: Any, norm: Callable[[str, str], None], cap: float = 0.0, scale: float = 1.0
@@ -282,7 +307,10 @@ class Program:
         self.head_from = len(self.ops)
         self.op(Kind.GATHER, src="x", dst="t", inner=model.config.hidden_size)
         norm("t", "t")
-        self.linear("t", "logits", model.get_output_embeddings())
+        head = self.weight(model.get_output_embeddings())
+        if (bias := getattr(model, "final_logits_bias", None)) is not None:
+            head = replace(head, bias=bias[0])
+        self.op(Kind.LINEAR, src="t", dst="logits", **self.read(head))
         if scale != 1.0:
             self.op(Kind.SCALE, src="logits", dst="logits", inner=self.widths["logits"], scale=scale)
         if cap:
@@ -299,7 +327,8 @@ def _activation(name: str) -> int:
 
 def head_of(attention: Any) -> int:
     """Numbers in a head of an attention module."""
-    return getattr(attention, "head_dim", None) or attention.head_size
+    known = (getattr(attention, name, None) for name in ("head_dim", "head_size", "key_value_proj_dim"))
+    return next(size for size in known if size)
 
 
 def kv_heads(config: Any) -> int:

@@ -6,12 +6,14 @@ norms, biases and scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from truedraft.runtime.pair_programs import PAIR_PROGRAMS, decoder_layers
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import Unsuited
 
@@ -284,7 +286,21 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
 
 def compile_program(model: Any) -> Program:
     """Raises Unsuited, with the reason, where the compiled pass cannot stand in for the model's forward."""
-    make = PROGRAMS.get(model.config.model_type)
+    if model.config.is_encoder_decoder:
+        return _compiled(model, PAIR_PROGRAMS, ["full_attention"] * decoder_layers(model))
+    return _compiled(model, PROGRAMS, get_layer_types_and_kwargs(model.config)[0])
+
+
+def compile_encoder(model: Any) -> Program:
+    """As `compile_program`, of an encoder-decoder's encoder."""
+    if model.config.model_type == "longt5":
+        raise Unsuited("its encoder sees near words only")
+    programs = {name: partial(make, encoder=True) for name, make in PAIR_PROGRAMS.items()}
+    return _compiled(model, programs, ["full_attention"] * model.config.num_hidden_layers)
+
+
+def _compiled(model: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str]) -> Program:
+    make = programs.get(model.config.model_type)
     if make is None:
         raise Unsuited(f"there is no program for {model.config.model_type} models")
     if not type(model).__module__.startswith("transformers.models."):
@@ -293,7 +309,7 @@ def compile_program(model: Any) -> Program:
         raise Unsuited(f"{model.dtype} is neither float32 nor bfloat16")
     if found := strangers(model):
         raise Unsuited(f"hooks or replaced forwards would not be run ({', '.join(found)})")
-    program = Program(model.dtype == torch.bfloat16, get_layer_types_and_kwargs(model.config)[0])
+    program = Program(model.dtype == torch.bfloat16, layer_types)
     try:
         make(program, model)
     except (AttributeError, TypeError) as missing:

@@ -24,7 +24,7 @@ from truedraft.runtime.lean import LeanPass
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
 from truedraft.targets.stock import LinearsPass, StockPass
-from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
 
 
 class DecoderTarget:
@@ -124,9 +124,25 @@ class DecoderTarget:
         """Positions past which the model itself fails; None where it does not."""
         return learned_positions(self.config)
 
+    @property
+    def longest_source(self) -> int | None:
+        """Tokens of a source that its encoder was made for; None where there is no such bound, or no encoder."""
+        return None
+
+    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
+        """What rows begin with that another model's `generate` began.
+
+        width: of an encoder-decoder, which reads their sources: what it pads these to.
+        """
+        return [Prompt(torch.tensor(row.tokens, device=self.device)) for row in rows]
+
     def prompt(self, ids: Tensor) -> Prompt:
         """A prompt like those of a call, to measure passes with; of an encoder-decoder, behind a source of its own."""
         return Prompt(ids)
+
+    def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate` with more that is known already; see `Seq2SeqTarget`."""
+        return given
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for `rows` rows of `capacity` positions each.

@@ -30,7 +30,7 @@ class Positions:
             for m in decoder.modules()
             if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False)
         ]
-        self._pad = pad
+        self.pad = pad
         if self.embedding is None and not self.biases:
             raise Refused(
                 f"{type(decoder).__name__} cannot be hosted exactly: its positions come neither from a table "
@@ -39,10 +39,24 @@ class Positions:
 
     def refresh(self, count: int, device: torch.device) -> None:
         """Read the first `count` entries of the table, as the decoder itself looks them up."""
+        if (table := self.table(count, device)) is not None:
+            self._table, self._blank = table
+
+    def table(self, count: int, device: torch.device) -> tuple[Tensor, Tensor | None] | None:
+        """The first `count` positions, (count, H), and what padding has in their place, (1, H), if it is other than
+        they; None where there is no table."""
         if self.embedding is None:
-            return
-        self._table, blank = self._looked_up(count, self._pad + 1, device), self._looked_up(1, self._pad, device)
-        self._blank: Tensor | None = None if torch.equal(blank, self._table[:1]) else blank  # M2M100: padding has none
+            return None
+        if isinstance(self.embedding, nn.Embedding):
+            count = min(count, self.embedding.num_embeddings - getattr(self.embedding, "offset", 0))
+        known, blank = self._looked_up(count, self.pad + 1, device), self._looked_up(1, self.pad, device)
+        return known, None if torch.equal(blank, known[:1]) else blank  # M2M100: padding has none
+
+    def counted(self, ids: Tensor) -> Tensor:
+        """The positions of the tokens of whole texts, (rows, length): of some models padding counts for none."""
+        if self.embedding is not None and self.table(1, ids.device)[1] is not None:  # type: ignore[index]
+            return ((ids != self.pad).cumsum(1) - 1).clamp_min(0)
+        return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
 
     def _looked_up(self, count: int, token: int, device: torch.device) -> Tensor:
         assert self.embedding is not None
@@ -58,11 +72,11 @@ class Positions:
             if self.embedding is not None:
                 here = self._table[positions]
                 if self._blank is not None:
-                    here = torch.where((ids == self._pad)[:, :, None], self._blank, here)
+                    here = torch.where((ids == self.pad)[:, :, None], self._blank, here)
                 self.embedding.forward = lambda *args, **kwargs: here
                 changed.append((self.embedding, "forward"))
             for module in self.biases:
-                bias = _bias(module, positions, places)
+                bias = _biases(module, places[:, None] - positions[:, :, None]).permute(0, 3, 1, 2)
                 module.compute_bias = lambda *args, _bias=bias, **kwargs: _bias
                 changed.append((module, "compute_bias"))
             yield
@@ -71,16 +85,19 @@ class Positions:
                 delattr(module, name)
 
 
-def _bias(module: Any, positions: Tensor, places: Tensor) -> Tensor:
-    """(rows, heads, width, view)."""
-    distance, known = (
-        places[:, None] - positions[:, :, None],
-        {
-            "bidirectional": not module.is_decoder,
-            "num_buckets": module.relative_attention_num_buckets,
-            "max_distance": module.relative_attention_max_distance,
-        },
-    )
+def by_distance(module: Any, first: int, last: int) -> Tensor:
+    """Biases for seeing what stands `first` to `last` - 1 positions back, (heads, last - first), fp32."""
+    back = torch.arange(first, last, device=module.relative_attention_bias.weight.device)
+    return _biases(module, -back).float().T.contiguous()
+
+
+def _biases(module: Any, distance: Tensor) -> Tensor:
+    """Biases of distances from a node to what it sees, (..., heads)."""
+    known = {
+        "bidirectional": not module.is_decoder,
+        "num_buckets": module.relative_attention_num_buckets,
+        "max_distance": module.relative_attention_max_distance,
+    }
     takes = inspect.signature(module._relative_position_bucket).parameters  # not all kin of T5 take them
     bucket = module._relative_position_bucket(distance, **{name: known[name] for name in known if name in takes})
-    return module.relative_attention_bias(bucket).permute(0, 3, 1, 2)
+    return module.relative_attention_bias(bucket)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -18,13 +20,18 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.pairs import PairCache
+from truedraft.errors import Refused
 from truedraft.runtime.linears import Linears
+from truedraft.runtime.pair_programs import decoder_layers
+from truedraft.runtime.pairs import LeanEncoderPass, LeanPairPass
+from truedraft.runtime.weights import Unsuited
 from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
 from truedraft.targets.positions import Positions
 from truedraft.targets.stock import StockPass
-from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
 
+OWN = {"encoder_outputs", "inputs_embeds", "input_features", "output_attentions", "output_hidden_states"}
 SOURCE = 32  # positions of a source that passes are measured with
 
 
@@ -33,8 +40,8 @@ class Seq2SeqPass(StockPass):
 
     cache: PairCache  # type: ignore[assignment]
 
-    def __init__(self, model: PreTrainedModel, layers: int, compiled: bool):
-        super().__init__(model, ["full_attention"] * layers, None)
+    def __init__(self, model: PreTrainedModel, compiled: bool):
+        super().__init__(model, ["full_attention"] * decoder_layers(model), None)
         self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
         self._hears = "attention_mask" in inspect.signature(model.forward).parameters  # not of sounds
         self._linears = Linears(model) if compiled else None
@@ -112,8 +119,56 @@ class Seq2SeqTarget(DecoderTarget):
     family = "encoder-decoder"
 
     def _runner(self, runtime: str) -> tuple[Any, str | None]:
-        compiled = runtime == "auto" and self.device.type == "cpu"
-        return Seq2SeqPass(self.model, decoder_layers(self.model), compiled), None
+        self._encoder: LeanEncoderPass | None = None
+        if runtime == "stock" or self.device.type != "cpu":
+            return Seq2SeqPass(self.model, compiled=False), None
+        with suppress(Unsuited, Refused):
+            self._encoder = self._trusted(LeanEncoderPass(self.model))
+        try:
+            return LeanPairPass(self.model), None
+        except Unsuited as why:
+            return self._own_forward(), str(why)
+
+    @torch.no_grad()
+    def _trusted(self, encoder: LeanEncoderPass) -> LeanEncoderPass | None:
+        """The compiled pass, if it says what the model's own encoder does, padding on either side."""
+        ids = torch.randint(1, self.vocabulary, (3, 9), generator=torch.Generator().manual_seed(0))
+        ids[ids == self.model.config.pad_token_id] += 1
+        heard = torch.ones_like(ids)
+        heard[1, 6:], heard[2, :2] = 0, 0
+        ids = ids.masked_fill(heard == 0, self.model.config.pad_token_id or 0)
+        expected = self.model.get_encoder()(input_ids=ids, attention_mask=heard).last_hidden_state.float()
+        error = (encoder.states(ids, heard).float() - expected)[heard.bool()].abs().max() / expected.std()
+        return encoder if error < (1e-3 if self.dtype == torch.float32 else 0.25) else None
+
+    def _own_forward(self) -> Seq2SeqPass:
+        return Seq2SeqPass(self.model, compiled=True)
+
+    def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate` with what the encoder says to the sources, where a compiled pass can say it."""
+        ids = given.get("input_ids") if inputs is None else inputs
+        heard = given.get("attention_mask")
+        if (
+            self._encoder is None
+            or ids is None
+            or not OWN.isdisjoint(name for name, v in given.items() if v is not None)
+        ):
+            return given
+        if heard is None:
+            if (ids == self.model.config.pad_token_id).any():
+                return given  # generate makes a mask, and may tell that it did
+            heard = torch.ones_like(ids)
+        try:
+            states = self._encoder.states(ids, heard)
+        except (Unsuited, IndexError):
+            return given
+        return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
+
+    def _said(self, ids: Tensor, heard: Tensor) -> Tensor:
+        """What the encoder says to the sources, (rows, length, H)."""
+        if self._encoder is not None:
+            return self._encoder.states(ids, heard)
+        return self.model.get_encoder()(input_ids=ids, attention_mask=heard, return_dict=True).last_hidden_state
 
     @property
     def context(self) -> int | None:
@@ -122,6 +177,21 @@ class Seq2SeqTarget(DecoderTarget):
     @property
     def hard_limit(self) -> int | None:
         return positions_of(self.model)
+
+    @property
+    def longest_source(self) -> int | None:
+        return table_of(self.model.get_encoder())
+
+    @torch.no_grad()
+    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
+        ids = torch.full((len(rows), width), self.model.config.pad_token_id or 0, device=self.device)
+        heard = torch.zeros_like(ids)
+        for b, row in enumerate(rows):
+            ids[b, : len(row.source)] = torch.tensor(row.source, device=self.device)
+            heard[b, : len(row.source)] = 1
+        states = self._said(ids, heard)
+        begun = super().prompts(rows, width)
+        return [replace(p, states=s, heard=h) for p, s, h in zip(begun, states, heard, strict=True)]
 
     def prompt(self, ids: Tensor) -> Prompt:
         generator = torch.Generator().manual_seed(0)
@@ -134,15 +204,14 @@ class Seq2SeqTarget(DecoderTarget):
         return PairCache(layers, rows, capacity)
 
 
-def decoder_layers(model: PreTrainedModel) -> int:
-    decoder: Any = model.get_decoder()
-    return len(decoder.layers if hasattr(decoder, "layers") else decoder.block)
-
-
 def positions_of(model: PreTrainedModel) -> int | None:
     """Positions that the decoder has a table for; None where it counts distances, or grows the table."""
-    decoder: Any = model.get_decoder()
-    table = getattr(decoder, "embed_positions", None)
+    return table_of(model.get_decoder())
+
+
+def table_of(stack: Any) -> int | None:
+    """The same of either stack."""
+    table = getattr(stack, "embed_positions", None)
     if not isinstance(table, torch.nn.Embedding):
         return None
     return table.num_embeddings - getattr(table, "offset", 0)

@@ -18,18 +18,27 @@ from truedraft.errors import Refused
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised (Jordan et al. 2024), as strong as an AdamW step of the same learning rate.
 
-    Matrices of one shape are orthogonalised together. torch's own `Muon` casts to bf16, which is slow on a CPU
-    without units for it.
+    Matrices of one shape are orthogonalised together. torch's own `Muon` always does it in bf16, which is slow on a
+    CPU without units for it.
 
     Args:
         params: matrices, (m, n) each.
         lr: step size.
         momentum: share of the memory that is kept.
         weight_decay: decoupled, times the step size.
+        dtype: in which matrices are made orthogonal.
     """
 
-    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05):
+    def __init__(
+        self,
+        params: list[torch.nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.05,
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -46,7 +55,7 @@ class Muon(torch.optim.Optimizer):
                     memory = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     memory.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(memory, group["momentum"]))
-                step = orthogonal(torch.stack(updates))
+                step = orthogonal(torch.stack(updates).to(self.dtype)).float()
                 scale = group["lr"] * 0.2 * max(shape) ** 0.5
                 for p, update in zip(params, step, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=scale)
@@ -69,9 +78,10 @@ class Plan:
 
     minutes: float = 60.0  # of the clock; the learning rate follows it
     steps: int = 0  # after which it ends too, and which the learning rate follows as well; 0 for the clock alone
-    lr: float = 3e-3  # of matrices (Muon) and of the rest (AdamW)
+    lr: float = 4e-3  # of matrices (Muon)
+    rest: float = 0.25  # of that, for embeddings, norms and biases (AdamW)
     decay: float = 0.4  # share of the time in which the learning rate falls to zero
-    warmup: int = 100  # steps in which it rises
+    warmup: int = 50  # steps in which it rises
     micro: int = 1  # batches whose gradients make one step
     every: float = 10.0  # minutes between validations and saves
     bf16: bool = False  # products in bf16, on machines with units for it
@@ -110,7 +120,7 @@ def fit(
         Refused: the loss is no longer a number.
     """
     torch.manual_seed(plan.seed)
-    learning, optimizers = _optimizers(model, plan.lr)
+    learning, optimizers = _optimizers(model, plan)
     log.parent.mkdir(parents=True, exist_ok=True)
     start, step, smooth, last = time.monotonic(), 0, 0.0, 0.0
     model.train()
@@ -130,7 +140,7 @@ def fit(
         pace = min(1.0, (step + 1) / plan.warmup, (1 - gone) / plan.decay)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = plan.lr * pace
+                group["lr"] = group["most"] * pace
         if told is not None:
             told(gone)
         mean = 0.0
@@ -144,11 +154,10 @@ def fit(
             raise Refused(f"the loss is not a number after {step} steps; lower the learning rate (lr={plan.lr})")
         torch.nn.utils.clip_grad_norm_(learning, 1.0)
         for optimizer in optimizers:
-            with torch.autocast("cpu", torch.bfloat16, enabled=plan.bf16):
-                optimizer.step()
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         step += 1
-        smooth = mean if step == 1 else 0.98 * smooth + 0.02 * mean
+        smooth = mean if step == 1 else 0.95 * smooth + 0.05 * mean
         if step % 50 == 0:
             print(f"{minutes:6.1f} min  step {step}  loss {smooth:.4f}", flush=True)
         if minutes - last >= plan.every:
@@ -157,13 +166,16 @@ def fit(
     return report()
 
 
-def _optimizers(model: torch.nn.Module, lr: float) -> tuple[list[torch.nn.Parameter], list[torch.optim.Optimizer]]:
-    """What learns, and what moves it."""
+def _optimizers(model: torch.nn.Module, plan: Plan) -> tuple[list[torch.nn.Parameter], list[torch.optim.Optimizer]]:
+    """What learns, and what moves it, each group with its highest learning rate."""
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
     matrices = [p for n, p in learning.items() if p.ndim == 2 and "embed" not in n and "shared" not in n]
     chosen = set(map(id, matrices))
     others = [p for p in learning.values() if id(p) not in chosen]
-    return [*learning.values()], [
-        Muon(matrices, lr),
-        torch.optim.AdamW(others, lr, betas=(0.9, 0.98), weight_decay=0.0),
+    optimizers = [
+        Muon(matrices, plan.lr, dtype=torch.bfloat16 if plan.bf16 else torch.float32),
+        torch.optim.AdamW(others, plan.lr * plan.rest, betas=(0.9, 0.98), weight_decay=0.0),
     ]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["most"] = group["lr"]
+    return [*learning.values()], optimizers

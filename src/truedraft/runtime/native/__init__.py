@@ -37,6 +37,7 @@ class Kind(enum.IntEnum):
     PLAN = 13
     DEAL = 14
     COMBINE = 15
+    CROSS = 16
 
 
 class Form(enum.IntEnum):
@@ -54,7 +55,7 @@ class Op(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
         *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window", "step")),
-        *((name, c_int64) for name in ("k_at", "v_at", "experts", "top", "apart")),
+        *((name, c_int64) for name in ("k_at", "v_at", "experts", "top", "apart", "blank")),
         *(
             (name, c_void_p)
             for name in ("weight", "second", "scales", "second_scales", "bias", "other_bias", "q_norm", "k_norm")
@@ -69,10 +70,10 @@ class Pass(ctypes.Structure):
     """`Pass` of pass.c, field by field."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity")),
+        *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity", "sources")),
         ("token", INTEGERS),
         ("embeds", c_void_p),
-        *((name, INTEGERS) for name in ("slot", "position", "place", "base", "extra_from", "extra", "gather")),
+        *((name, INTEGERS) for name in ("slot", "position", "place", "base", "extra_from", "extra", "heard", "gather")),
         ("groups", c_int64),
         ("group_from", INTEGERS),
         ("longest", c_int64),

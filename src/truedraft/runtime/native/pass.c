@@ -172,7 +172,7 @@ static const int64_t size_of[4] = {4, 2, 1, 1};
 
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
-  ROUTE, PLAN, DEAL, COMBINE
+  ROUTE, PLAN, DEAL, COMBINE, CROSS
 };
 
 typedef struct {
@@ -189,16 +189,18 @@ typedef struct {
   int64_t k_at, v_at;                   /* ... which begin here in theirs */
   int64_t experts, top;                 /* how many there are, or none, and how many of them a node goes to */
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights */
+  int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
-  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16 */
+  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head) */
   const float *cosine, *sine;           /* (positions, rotary) */
   float eps, scale, cap;
   int32_t norm_once;                    /* PREPARE: the norms round once */
   int32_t form;                         /* LINEAR, GATED: of the weights */
-  int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions */
+  int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
+                                           ATTEND: where distance 0 stands in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
 } Op;
 
@@ -216,6 +218,7 @@ typedef struct {
 
 typedef struct {
   int64_t nodes, tail, vocabulary, capacity;
+  int64_t sources;                      /* CROSS: keys and values of a slot's source, at most */
   const int64_t *token;                 /* ids, or NULL where `embeds` is given */
   const float *embeds;                  /* (nodes, hidden) */
   const int64_t *slot, *position;       /* of each node; nodes of a slot stand together */
@@ -223,6 +226,7 @@ typedef struct {
   const int64_t *base;                  /* a node sees the places [0, base) ... */
   const int64_t *extra_from;            /* ... and the nodes extra[extra_from[i] .. extra_from[i + 1]) */
   const int64_t *extra;
+  const int64_t *heard;                 /* CROSS: how many of its source a node sees */
   const int64_t *gather;                /* the nodes of the tail */
   int64_t groups;                       /* attention: nodes are taken in groups of one slot */
   const int64_t *group_from;            /* (groups + 1,) */
@@ -296,7 +300,7 @@ AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
                                    : (const void *)((const char *)op->weight + pass->token[node] * bytes);
   const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds), narrow = op->narrow && !pass->embeds;
   const char *placed = NULL;
-  if (op->second) {
+  if (op->second && (pass->embeds || pass->token[node] != op->blank)) {
     const int64_t at = pass->position[node] + op->shift;
     placed = (const char *)op->second + (at < op->out ? at : op->out - 1) * bytes;
   }
@@ -518,27 +522,35 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
   for (int64_t j = 0; j < n; j += L) _mm256_storeu_ps(s + j, _mm256_mul_ps(_mm256_loadu_ps(s + j), r));
 }
 
+/* What is added to a head's scores for the distance from the node to what it sees; n places from `low` on. */
+static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int64_t n, float *s) {
+  const float *bias = op->bias + head * op->out;
+  for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
+}
+
 /* One head of keys and values, for the nodes of one group and the query heads that share it. */
 AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t kv, float *scratch) {
   const int64_t from = pass->group_from[group], to = pass->group_from[group + 1];
   const int64_t head = op->head, share = op->heads / op->kv_heads, narrow = op->narrow;
-  const int64_t origin = (pass->slot[from] * op->kv_heads + kv) * pass->capacity * head;
+  const int cross = op->kind == CROSS;
+  const int64_t *base = cross ? pass->heard : pass->base;
+  const int64_t origin = (pass->slot[from] * op->kv_heads + kv) * (cross ? pass->sources : pass->capacity) * head;
   const int64_t ld = (pass->longest + 15) / 16 * 16;
   int64_t low[MANY], furthest = 0;
   for (int64_t i = from; i < to; i++) {
     const int64_t first = op->window ? pass->position[i] - op->window + 1 : 0;
-    low[i - from] = first < 0 ? 0 : first > pass->base[i] ? pass->base[i] : first;
-    if (pass->base[i] > furthest) furthest = pass->base[i];
+    low[i - from] = first < 0 ? 0 : first > base[i] ? base[i] : first;
+    if (base[i] > furthest) furthest = base[i];
   }
 #define QUERY(i, h) (ROW(op->src, i) + (kv * share + (h)) * op->step)
 #define RESULT(i, h) (ROW(op->dst, i) + (kv * share + (h)) * head)
 #define WEIGHTS(i, h) (scratch + (((i) - from) * share + (h)) * ld)
 #define IN_BLOCK(i)                                                             \
   const int64_t first = low[(i) - from] > block ? low[(i) - from] : block;      \
-  const int64_t last = pass->base[i] < block + KEYS ? pass->base[i] : block + KEYS; \
+  const int64_t last = base[i] < block + KEYS ? base[i] : block + KEYS; \
   if (first >= last) continue;
 #define EXTRAS(i, e)                                                                                      \
-  for (int64_t e = pass->extra_from[i], seen = pass->base[i] - low[(i) - from]; e < pass->extra_from[(i) + 1]; e++) \
+  for (int64_t e = pass->extra_from[i], seen = base[i] - low[(i) - from]; e < pass->extra_from[(i) + !cross]; e++) \
     if (!op->window || pass->position[pass->extra[e]] > pass->position[i] - op->window)
   for (int64_t block = 0; block < furthest; block += KEYS)
     for (int64_t i = from; i < to; i++) {
@@ -548,14 +560,18 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
                   WEIGHTS(i, h) + first - low[i - from]);
     }
   for (int64_t i = from; i < to; i++) {
-    int64_t count = pass->base[i] - low[i - from];
+    int64_t count = base[i] - low[i - from];
     EXTRAS(i, e) {
       for (int64_t h = 0; h < share; h++)
         scores_of(QUERY(i, h), op->keys, origin + pass->place[pass->extra[e]] * head, 1, head, (int)narrow,
                   WEIGHTS(i, h) + seen);
+      if (op->bias)
+        for (int64_t h = 0; h < share; h++)
+          lean(op, kv * share + h, pass->position[i], pass->position[pass->extra[e]], 1, WEIGHTS(i, h) + seen);
       count = ++seen;
     }
     for (int64_t h = 0; h < share; h++) {
+      if (op->bias) lean(op, kv * share + h, pass->position[i], low[i - from], base[i] - low[i - from], WEIGHTS(i, h));
       softmax(WEIGHTS(i, h), count, op->scale, op->cap);
       memset(RESULT(i, h), 0, sizeof(float) * (size_t)head);
     }
@@ -676,7 +692,8 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
       return parts * ((op->out + BLOCK - 1) / BLOCK);
     }
     case PLAN: return 1;
-    case ATTEND: return pass->groups * op->kv_heads;
+    case ATTEND:
+    case CROSS: return pass->groups * op->kv_heads;
     default: return nodes;
   }
 }
@@ -697,7 +714,8 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
       return;
     }
     case PREPARE: prepare(op, pass, task); return;
-    case ATTEND: attend(op, pass, task / op->kv_heads, task % op->kv_heads, scratch); return;
+    case ATTEND:
+    case CROSS: attend(op, pass, task / op->kv_heads, task % op->kv_heads, scratch); return;
     case GATHER:
       memcpy(ROW(op->dst, task), ROW(op->src, pass->gather[task]), sizeof(float) * (size_t)op->in);
       return;

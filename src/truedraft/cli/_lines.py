@@ -1,0 +1,294 @@
+"""Files rewritten line by line: what `truedraft correct` and `truedraft translate` share."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+from typer import Argument, Option
+
+from truedraft.cli._diff import coloured, marked
+from truedraft.cli._models import accelerated
+from truedraft.errors import Refused
+from truedraft.files import whole
+
+if TYPE_CHECKING:
+    from truedraft.accelerated import Accelerated
+    from truedraft.lines import Line, Rewriter, Tally
+
+STDIN = "-"
+CHUNK = 1 << 20
+
+File = Annotated[str, Argument(metavar="FILE", help="Text in UTF-8; - reads standard input.")]
+Out = Annotated[Path | None, Option(help="Write here, whole or not at all, not to standard output.")]
+InPlace = Annotated[bool, Option("--in-place", help="Replace FILE by the result, whole or not at all.")]
+Prefix = Annotated[str, Option(help="Put before every source, for models that want to be told their task.")]
+Control = Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")]
+Batch = Annotated[int, Option(help="Sources of a batch.")]
+MaxNewTokens = Annotated[
+    int | None, Option(help="Most tokens per source; by default twice its own and 32, as far as the model goes.")
+]
+NumBeams = Annotated[int | None, Option(hidden=True)]
+Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
+Quantize = Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")]
+Check = Annotated[bool, Option("--check", help="Compare every source with model.generate; exit 1 if one differs.")]
+Figures = Annotated[bool, Option("--report", help="Print the figures of the run on stderr.")]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model and how it drafts, by name; see `cli._models.accelerated`."""
+
+    model: str
+    argument: str
+    command: str
+    dtype: str
+    quantize: str | None
+    draft: str
+    control: str
+
+    def load(self) -> Accelerated:
+        return accelerated(
+            self.model, self.dtype, self.draft, self.control, self.quantize,
+            argument=self.argument, reads_sources=f"`truedraft {self.command}`",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where text comes from and where it goes.
+
+    diff: show what changed, by words, in place of the text; None for where that can be read, on a terminal.
+    """
+
+    file: str
+    out: Path | None
+    in_place: bool
+    diff: bool | None = False
+
+    def __post_init__(self) -> None:
+        if self.in_place and self.out is not None:
+            raise Refused("--in-place and --out were both given: choose one")
+        if self.in_place and self.file == STDIN:
+            raise Refused("--in-place needs a FILE to replace, and standard input is none")
+        if self.target is not None:
+            self._check(self.target)
+
+    @property
+    def target(self) -> Path | None:
+        """The file to be written; None for standard output."""
+        return Path(self.file) if self.in_place else self.out
+
+    @property
+    def shown(self) -> bool | None:
+        """Whether differences go to standard output (True), or the text (False); None for nothing."""
+        if self.target is not None:
+            return True if self.diff else None
+        return sys.stdout.isatty() if self.diff is None else self.diff
+
+    def _check(self, target: Path) -> None:
+        """Raises Refused, before anything is computed, for a file that could not be written, or is the input."""
+        name = "--in-place" if self.in_place else f"--out {target}"
+        if target.exists() and not target.is_file():
+            raise Refused(f"{name} is no file that can be replaced: name another")
+        if not self.in_place and target.exists() and Path(self.file).exists() and target.samefile(self.file):
+            raise Refused(f"{name} is the input: give --in-place to replace it")
+        folder = Path(os.path.realpath(target)).parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise Refused(f"{name}: {folder} is no folder that can be written")
+
+    def written(self) -> Any:
+        """A context with the file to be written, or None."""
+        return nullcontext() if self.target is None else whole(self.target)
+
+
+@dataclass
+class Source:
+    """Lines of a file or of standard input, with their ends; `total` is how many there are, where that is known.
+
+    Bytes that are not UTF-8 come as lone surrogates.
+
+    Raises:
+        Refused: it cannot be read, or is no text.
+    """
+
+    file: BinaryIO
+    name: str
+    total: int | None = None
+
+    def __post_init__(self) -> None:
+        if stat.S_ISREG(mode(self.file)):
+            start, self.total, last = self.file.tell(), 0, b""
+            while chunk := self.file.read(CHUNK):
+                self._refuse_binary(chunk, first=not last)
+                self.total, last = self.total + chunk.count(b"\n"), chunk
+            self.total += not last.endswith(b"\n") and last != b""
+            self.file.seek(start)
+
+    def __iter__(self) -> Iterator[str]:
+        for i, line in enumerate(self.file):
+            self._refuse_binary(line, first=i == 0)
+            yield line.decode("utf-8", "surrogateescape")
+
+    def _refuse_binary(self, data: bytes, first: bool) -> None:
+        if first and data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise Refused(f"{self.name} is UTF-16: convert it, for instance with iconv -f UTF-16 -t UTF-8")
+        if b"\0" in data:
+            raise Refused(f"{self.name} is no text in UTF-8: there are NUL bytes in it")
+
+
+def mode(file: BinaryIO) -> int:
+    try:
+        return os.fstat(file.fileno()).st_mode
+    except OSError:  # something in memory
+        return 0
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Source]:
+    """The lines of a file, or of standard input for `-`."""
+    if name == STDIN:
+        yield Source(sys.stdin.buffer, "standard input")
+        return
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(name).open("rb"))
+        except OSError as e:
+            raise Refused(f"FILE {name}: {e.strerror}") from e
+        yield Source(file, f"FILE {name}")
+
+
+def check_counts(batch: int, max_new_tokens: int | None, num_beams: int | None) -> None:
+    """Raises Refused for a number that cannot be meant."""
+    for name, value in (("--batch", batch), ("--max-new-tokens", max_new_tokens)):
+        if value is not None and value < 1:
+            raise Refused(f"{name} {value} must be at least 1")
+    if num_beams not in (None, 1):
+        raise Refused(f"--num-beams {num_beams}: drafts verify greedy search; leave it out")
+
+
+def rewrite(
+    place: Place,
+    engine: Engine,
+    fitted: Callable[[Accelerated], Mapping[str, Any]],
+    report: bool,
+    **knobs: Any,
+) -> int:
+    """Rewrite a file; what the commands do once they have read their options.
+
+    Args:
+        fitted: looks at the model and returns settings of `generate` for it, or refuses it.
+        knobs: those of `lines.Rewriter`.
+
+    Returns the exit code: 0; 1 where a line differs from `model.generate`; 130 after Ctrl-C, when a file that was to be
+    written is as it was, and standard output has the lines that were done.
+    """
+    with opened(place.file) as source:
+        fast = engine.load()
+        from truedraft.lines import Rewriter
+
+        with _progress(source.total, place.shown is not None and sys.stdout.isatty()) as progress:
+            rewriter = Rewriter(fast, settings=fitted(fast), progress=progress, **knobs)
+            try:
+                with place.written() as out:
+                    for line in rewriter.run(source):
+                        _write(line, out, place.shown)
+            except KeyboardInterrupt:
+                return _interrupted(rewriter.tally, place.target)
+            except OSError as e:
+                if place.target is None:
+                    raise
+                raise Refused(f"{place.target} cannot be written: {e.strerror}") from e
+    return _told(rewriter, report)
+
+
+def _write(line: Line, out: BinaryIO | None, shown: bool | None) -> None:
+    if out is not None:
+        out.write(line.text.encode("utf-8", "surrogateescape"))
+    if shown is False:
+        sys.stdout.buffer.write(line.text.encode("utf-8", "surrogateescape"))
+        sys.stdout.buffer.flush()
+    elif shown:
+        _show(line)
+
+
+def _show(line: Line) -> None:
+    """A line on standard output with what changed in it."""
+    parts = [(printable(before), printable(after)) for before, after in line.parts]
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False).print(coloured(parts), end="", soft_wrap=True)
+    else:
+        sys.stdout.write(marked(parts))
+        sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """Text without what cannot be printed: bytes that are not UTF-8 become question marks."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+@contextmanager
+def _progress(total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal and lines are not seen there as they come."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal or shown:
+        yield lambda lines: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("lines"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda lines: bar.update(task, completed=lines)
+
+
+def _interrupted(tally: Tally, target: Path | None) -> int:
+    left = f"{target} is as it was" if target is not None else f"{tally.lines} lines were written"
+    print(f"interrupted: {left}", file=sys.stderr)
+    return 130
+
+
+def _told(rewriter: Rewriter, report: bool) -> int:
+    """Notes, figures and the comparison, on stderr; returns the exit code."""
+    tally, say = rewriter.tally, lambda text: print(text, file=sys.stderr)
+    for why, noted in tally.notes.items():
+        lines = ", ".join(map(str, sorted(noted.lines)))
+        say(f"note: {noted.count:,} {'place' if noted.count == 1 else 'places'}, on lines {lines}: {why}")
+    beams = rewriter.fast.model.generation_config.num_beams
+    if (beams or 1) > 1:
+        say(f"note: this model's own settings search with {beams} beams; drafts verify greedy search, which was used")
+    if report:
+        say(_figures(tally))
+    if not rewriter.check:
+        return 0
+    if tally.differs is None:
+        say(f"identical: yes, {tally.pieces:,} of {tally.pieces:,} with model.generate")
+        return 0
+    d = tally.differs
+    say(f"identical: no; line {d.line} first: model.generate says {d.expected!r}, truedraft {d.got!r}")
+    return 1
+
+
+def _figures(tally: Tally) -> str:
+    lines = [f"{tally.lines:,} lines, {tally.changed:,} changed; {tally.pieces:,} sources given to the model"]
+    if tally.report is not None:
+        r, seconds = tally.report, max(tally.seconds, 1e-9)
+        lines += [
+            f"drafter {r.drafter}, rule {r.rule} (guarantee: {r.guarantee}), control {r.control}",
+            f"{tally.tokens:,} tokens in {tally.passes:,} passes; of a source {tally.row_passes / tally.pieces:.2f} "
+            f"passes, {tally.tokens / tally.row_passes:.2f} tokens per pass",
+            f"{tally.pieces / seconds:.1f} sources/s, {tally.tokens / seconds:.1f} tokens/s; passes by {r.runtime}",
+        ]
+        if tally.plain_seconds:
+            lines.append(f"model.generate alone: {tally.pieces / tally.plain_seconds:.1f} sources/s")
+    return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""`truedraft translate`: a file translated line by line, in batches."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Option
+
+from truedraft.cli import _lines
+
+
+def translate(
+    file: _lines.File,
+    model: Annotated[str, Option(help="An encoder-decoder that translates: a folder, or a name on the hub.")],
+    out: _lines.Out = None,
+    in_place: _lines.InPlace = False,
+    source_lang: Annotated[str | None, Option(help="For models of many languages, as they write it: eng_Latn.")] = None,
+    target_lang: Annotated[str | None, Option(help="For models of many languages, as they write it: deu_Latn.")] = None,
+    split: Annotated[bool, Option("--split/--whole", help="Translate sentence by sentence, or whole lines.")] = False,
+    prefix: _lines.Prefix = "",
+    draft: Annotated[
+        str, Option(help="A drafter, `name:knob=value`, auto, or none (see `truedraft methods`).")
+    ] = "auto",
+    control: _lines.Control = "cost",
+    batch: _lines.Batch = 16,
+    max_new_tokens: _lines.MaxNewTokens = None,
+    num_beams: _lines.NumBeams = None,
+    dtype: _lines.Dtype = "auto",
+    quantize: _lines.Quantize = None,
+    check: _lines.Check = False,
+    report: _lines.Figures = False,
+) -> int:
+    """Translate a text line by line: as many lines as it has, in their order; what cannot be read stays as it is.
+
+    \f
+    Returns the exit code: 1 where --check finds a difference, 130 after Ctrl-C. Raises Refused for a bad argument.
+    """
+    from truedraft.languages import languages
+
+    _lines.check_counts(batch, max_new_tokens, num_beams)
+    place = _lines.Place(file, out, in_place)
+    engine = _lines.Engine(model, "--model", "translate", dtype, quantize, draft, control)
+    return _lines.rewrite(
+        place, engine, lambda fast: languages(fast.model, fast.tokenizer, source_lang, target_lang), report,
+        batch=batch, split=split, prefix=prefix, max_new_tokens=max_new_tokens, check=check,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""A model beside the target that follows its rows: what its cache holds of each, and what it reads in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from truedraft.errors import Refused
+from truedraft.loading import load
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.hosting import hosted
+from truedraft.tree import DraftTree, Row
+
+CHUNK = 64  # tokens that are read in one pass, where the model has fallen behind
+
+
+def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """A draft model from itself or its name; with its tokenizer where it was named."""
+    return load(str(model), argument="the draft model") if isinstance(model, str | PathLike) else (model, None)
+
+
+class Reader:
+    """A draft model with its cache; slot by slot as in the target, though rows may join later.
+
+    An encoder-decoder reads the sources of the rows by an encoder of its own, each once, and begins as the target's
+    decoder begins.
+
+    standing: row by slot. written: what the cache holds of each.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.standing: list[Row] = []
+        self.written: list[list[int]] = []
+        self._sure: list[int] = []  # tokens of `written` that the row said
+        self._hosted: DecoderTarget | None = None
+
+    @property
+    def knows(self) -> int:
+        """Entries of the model's vocabulary, padding included."""
+        return self.model.config.get_text_config(decoder=True).vocab_size
+
+    @property
+    def target(self) -> DecoderTarget:
+        """The draft model, made ready for trees."""
+        assert self._hosted is not None
+        return self._hosted
+
+    def fit(self, target: DecoderTarget) -> None:
+        """Once it is known what is drafted for.
+
+        Raises:
+            Refused: one of the two has an encoder and the other has none, they are on different devices, or the
+                draft model cannot be hosted exactly.
+        """
+        name, mine = type(self.model).__name__, bool(self.model.config.is_encoder_decoder)
+        if mine != (target.family == "encoder-decoder"):
+            kind, other = ("an encoder-decoder", "a decoder") if mine else ("a decoder", "an encoder-decoder")
+            raise Refused(
+                f"the draft model {name} is {kind}, and the model that it would draft for is {other}: "
+                f"give {other} as the draft model"
+            )
+        if self._hosted is None or self._hosted.model is not self.model:
+            self._hosted = hosted(self.model)
+        if self.target.device != target.device:
+            raise Refused(
+                f"the draft model is on {self.target.device}, the model on {target.device}: move one to the other"
+            )
+        self._vocabulary = target.vocabulary
+
+    def start(self, rows: Sequence[Row], more: int) -> None:
+        """New rows; `more` tokens may be drafted beyond what a row may still say.
+
+        Raises:
+            Refused: a row has no source in token ids, and the draft model has an encoder.
+        """
+        if self.model.config.is_encoder_decoder:
+            for row in rows:
+                if not row.source:
+                    raise Refused(
+                        f"the draft model reads the sources itself, and row {row.index} has none in token ids: give "
+                        "generate() input_ids, each row with a token or more, or another drafter"
+                    )
+        self._going = len(rows)
+        self._width = max((len(row.source) for row in rows if self.fits(row, 0)), default=0)
+        self.target.reserve(len(rows), max(len(row.tokens) + row.room for row in rows) + more + CHUNK)
+
+    def end(self, row: Row) -> None:
+        if row in self.standing:
+            slot = self.standing.index(row)
+            self.target.release(slot)
+            slots: tuple[list[Any], ...] = (self.standing, self.written, self._sure)
+            for kept in slots:
+                kept[slot] = kept[-1]
+                kept.pop()
+        self._going -= 1
+        if not self._going:
+            self.target.cache = None
+
+    def fits(self, row: Row, ahead: int) -> bool:
+        """Whether the model was made for as long a text as the row and so many tokens more."""
+        context, sources = self.target.context, self.target.longest_source
+        return (context is None or len(row.tokens) + ahead <= context) and (
+            sources is None or len(row.source) <= sources
+        )
+
+    def admit(self, rows: Sequence[Row]) -> None:
+        """Read what rows begin with that are new and fit, but for the pending token."""
+        new = [row for row in rows if row not in self.standing and self.fits(row, 0)]
+        if new:
+            self.target.prefill(self.target.prompts(new, self._width))
+            self.standing += new
+            self.written += [row.tokens[:-1] for row in new]
+            self._sure += [len(row.tokens) - 1 for row in new]
+
+    def catch_up(self, texts: Sequence[Sequence[int] | None]) -> None:
+        """Forget what is not part of each slot's text; read of it all but the last few tokens.
+
+        texts: the row's tokens and what was drafted behind them; None for a row that waits.
+        """
+        for slot, text in enumerate(texts):
+            if text is not None:
+                self._forget(slot, text)
+        while True:
+            parts = [
+                () if text is None else text[len(written) : -1]
+                for text, written in zip(texts, self.written, strict=True)
+            ]
+            if max(map(len, parts), default=0) < CHUNK:
+                return
+            self.read([part[:CHUNK] for part in parts])
+            self.keep([part[:CHUNK] for part in parts])
+
+    def _forget(self, slot: int, text: Sequence[int]) -> None:
+        written = self.written[slot]
+        most = min(len(written), len(text) - 1)
+        common = min(self._sure[slot], most)
+        while common < most and written[common] == text[common]:
+            common += 1
+        self._sure[slot] = min(common, len(self.standing[slot].tokens))
+        del written[common:]
+        self.target.crop(slot, common)
+
+    def read(self, chains: Sequence[Sequence[int]]) -> Tensor:
+        """One pass over a chain behind what is written of each slot; an empty one reads along. See `score`."""
+        return self.score([DraftTree.chain(chain[0], chain[1:]) if chain else DraftTree.chain(0) for chain in chains])
+
+    def score(self, trees: Sequence[DraftTree]) -> Tensor:
+        """One pass over a tree for each slot; (slots, nodes, V) raw logits, for the target's vocabulary."""
+        return _sized(self.target.score(trees).logits, self._vocabulary)
+
+    def keep(self, tokens: Sequence[Sequence[int]]) -> None:
+        """How the first nodes of each slot's pass, a chain, go on with what is written."""
+        self.target.commit([range(len(kept)) for kept in tokens])
+        for written, kept in zip(self.written, tokens, strict=True):
+            written += kept
+
+
+def _sized(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits for the target's vocabulary: the padding at its end differs between models with one tokenizer."""
+    if logits.shape[-1] >= vocabulary:
+        return logits[..., :vocabulary]
+    return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=-torch.inf)

@@ -1,0 +1,74 @@
+"""Max-Gram: copy what followed the longest suffix that stood before; where none did, go on by pairs of tokens.
+
+The statistical bottom of Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference", NeurIPS 2024 (arXiv
+2312.11462), section 3.3: it drafts for the smallest of several draft models, so that none speaks token by token. The
+paper's table of pairs is counted in Wikipedia; here it is what the target last thought likeliest after each token, in
+this row and in earlier ones of its namespace, so nothing need be given. Alone it is a `prompt-lookup` that takes the
+longest match of any length, and does not keep silent where nothing matches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from torch import Tensor
+
+from truedraft.card import Card
+from truedraft.drafters._base import PerRow
+from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._trees import keeps
+from truedraft.stores.memory import Tenants
+from truedraft.stores.successors import Successors, Template
+from truedraft.tree import Accepted, DraftTree, Row
+
+PAIR = 0.45  # how often the likeliest successor is the right one: a first guess, set right by what comes of it
+
+
+@dataclass
+class MaxGram(PerRow[tuple[Told, Successors]]):
+    card = Card(
+        paper="arXiv 2312.11462 (2023), section 3.3",
+        idea="Copy what followed the longest suffix that stood before, or else the likeliest token after each token.",
+        family="retrieval",
+        published="Given only inside the cascade: see cs-drafting.",
+        measured="Tokens a pass, nano, greedy, drafts in full: story 2.3, edit 6.2, shorten 8.3, chat 5.6.",
+    )
+    length: int = 10  # tokens drafted; published 10
+    shortest: int = 1  # tokens that must match for a copy; published 1 (unverified)
+    namespaces: int = 64  # whose pairs are kept, the longest unused forgotten; published: one table of Wikipedia
+
+    takes_references: ClassVar[bool] = True
+
+    def forget(self) -> None:
+        super().forget()
+        self._pairs = Tenants(self.namespaces, lambda: Successors(1))
+
+    @property
+    def width(self) -> int:
+        return self.length
+
+    def begin(self, row: Row) -> tuple[Told, Successors]:
+        return told(row, self.prices), self._pairs.of(row.namespace)
+
+    def draft(self, row: Row, state: tuple[Told, Successors], ahead: Sequence[int], budget: int) -> DraftTree:
+        (text, pairs), root, most = state, root_of(row, ahead), min(self.length, budget)
+        text.follow(row)
+        automaton, place = text.place(ahead)
+        copy = automaton.copy(place, self.shortest, most)
+        tokens, _, hopes = pairs.tree(copy[-1] if copy else root, most - len(copy), chain_of(self.length))
+        return DraftTree.chain(root, [*copy, *tokens[1:]], [*keeps(place.length, len(copy)), *hopes[1:]])
+
+    def learn(
+        self, row: Row, state: tuple[Told, Successors], tree: DraftTree, logits: Tensor, accepted: Accepted
+    ) -> None:
+        state[1].learn(tree.tokens, logits)
+
+
+@lru_cache(maxsize=8)
+def chain_of(length: int) -> Template:
+    """The likeliest successor of the likeliest successor, and so on."""
+    return Template(array("i", range(length)), array("i", [0] * length), array("d", [PAIR] * length))
