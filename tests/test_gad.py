@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from test_seq2seq import both, early, sources, tiny
 from truedraft import Refused, registry
 from truedraft.cli import main
 from truedraft.drafters._learned import WEIGHTS
+from truedraft.drafters._trees import likeliest_paths
 from truedraft.runtime import native
 from truedraft.train.drafter import train_drafter
 from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import Pair, pad_to
 
 WORDS, END = 30, 2
-likeliest_paths = sys.modules[registry.method("drafters", "gad").__module__].likeliest_paths
 KNOBS = dict(k=6, layers=1)
 
 

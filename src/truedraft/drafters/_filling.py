@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from truedraft.drafters._nn import masking
 from truedraft.runtime.filling import LeanFilling
 from truedraft.runtime.weights import Unsuited
 from truedraft.tree import Row
@@ -87,7 +88,7 @@ class KeptTensors(Kept):
     def __init__(self, filler: Any, rows: Sequence[Row], masks: int):
         super().__init__(filler, rows, masks)
         self.sources = filler.heard(self.states)
-        self.hears = self.heard.bool()[:, None, None]
+        self.hears = masking(self.heard.bool(), filler.dtype)[:, None, None]
         heads, size = filler.shape.heads, filler.shape.size
         shape = len(filler.layers), 2, len(rows), self.capacity, heads, size // heads
         self.cache = torch.zeros(shape, dtype=filler.dtype, device=self.states.device)
@@ -109,7 +110,8 @@ class KeptTensors(Kept):
             limits.append([*range(read, end), *[0] * idle, *[end + self.masks - 1] * self.masks])
         view = max(map(max, limits)) + 1
         place = torch.tensor(spots, device=device)
-        mask = torch.arange(view, device=device) <= torch.tensor(limits, device=device)[:, None, :, None]
+        limit = torch.tensor(limits, device=device)[:, None, :, None]
+        mask = masking(torch.arange(view, device=device) <= limit, self.filler.dtype)
         masks = self.filler.mask_embeddings[: self.masks].expand(count, -1, -1)
         places = self.places.at(place)
         x = torch.cat([self.filler.tokens(ids), masks], 1) + places.wave

@@ -48,7 +48,7 @@ class Learner(ABC):
 
     @abstractmethod
     def judged(self, lines: Sequence[Line]) -> dict[str, float]:
-        """Figures over lines that were held out."""
+        """Figures over lines that were held out; `tokens_per_pass`, among them, says which checkpoint is the best."""
 
     @abstractmethod
     def about(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect
 from collections.abc import Sequence
 
@@ -90,3 +91,24 @@ def grafted(tree: DraftTree, node: int, branch: DraftTree) -> DraftTree:
         probes=tree.probes | {i + n - 1 for i in branch.probes},
         hopes=(*tree.hopes, *hopes[1:]),
     )
+
+
+def likeliest_paths(
+    root: int, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], nodes: int, ends: frozenset[int]
+) -> DraftTree:
+    """The nodes whose paths are likeliest where places do not depend on each other; nothing below an end.
+
+    tokens, chances: of each place, the likeliest first; of one a place, the tree is a chain.
+    """
+    said, parents, hopes = [root], [-1], [1.0]
+    heap = [(-chances[0][0], 0, 0, 0, 1.0)]  # of a path, its last place, the rank there, the parent and its chance
+    while heap and len(said) <= nodes:
+        value, place, rank, parent, before = heapq.heappop(heap)
+        if rank + 1 < len(tokens[place]):
+            heapq.heappush(heap, (-before * chances[place][rank + 1], place, rank + 1, parent, before))
+        if place + 1 < len(tokens) and tokens[place][rank] not in ends:
+            heapq.heappush(heap, (value * chances[place + 1][0], place + 1, 0, len(said), -value))
+        said.append(tokens[place][rank])
+        parents.append(parent)
+        hopes.append(chances[place][rank])
+    return DraftTree(tuple(said), tuple(parents), hopes=tuple(hopes))

@@ -12,7 +12,6 @@ read once and kept; the masks see all of it and each other. Drafts are the likel
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -31,7 +30,8 @@ from truedraft.card import Card
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._filling import Kept, kept
 from truedraft.drafters._learned import Learner, Line, read_learnt
-from truedraft.drafters._nn import Keeping, Listening, Places
+from truedraft.drafters._nn import Keeping, Listening, Places, masking
+from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.targets.decoder import DecoderTarget
@@ -56,7 +56,7 @@ class Shape:
 class Filler(nn.Module):
     """Fills masks behind a prefix, for a target whose embeddings and output head it uses as they are."""
 
-    def __init__(self, shape: Shape, model: PreTrainedModel):
+    def __init__(self, shape: Shape, model: PreTrainedModel, dropout: float = 0.0):
         super().__init__()
         self.shape = shape
         self.compiled: Any = None  # its pass, once it was wanted
@@ -65,18 +65,18 @@ class Filler(nn.Module):
         self.norm_heard = nn.LayerNorm(shape.heard)
         self.mask_embeddings = nn.Parameter(torch.randn(shape.masks, shape.size) * 0.1)
         self.layers = nn.ModuleList(
-            Listening(shape.size, shape.heads, 4 * shape.size, shape.heard) for _ in range(shape.layers)
+            Listening(shape.size, shape.heads, 4 * shape.size, shape.heard, dropout) for _ in range(shape.layers)
         )
         with torch.no_grad():  # logits that differ by about 1
             head: Any = self._shared[1]
             self.norm_out.weight.div_(head.weight.float().std() * shape.size**0.5)
 
     @classmethod
-    def fresh(cls, model: PreTrainedModel, layers: int, masks: int) -> Filler:
+    def fresh(cls, model: PreTrainedModel, layers: int, masks: int, dropout: float = 0.0) -> Filler:
         """As wide as a target, with nothing learnt."""
         size = model.get_decoder().get_input_embeddings().embedding_dim
         heads = gcd(size // 2, model.config.get_text_config(decoder=True).num_attention_heads)
-        return cls(Shape(layers, masks, size, heads, model.config.hidden_size), model)
+        return cls(Shape(layers, masks, size, heads, model.config.hidden_size), model, dropout)
 
     @cached_property
     def config(self) -> SimpleNamespace:
@@ -143,8 +143,9 @@ class Filling(Learner):
     k: int = 8  # masks; published 25, 5 in the authors' script
     layers: int = 2  # published: as many as the target
     places: int = 4  # of a line where masks begin, in one step
-    glance: float = 0.5  # share of the wrong tokens that is shown at the beginning; GLAT 0.5
-    glance_end: float = 0.3  # and at the end; GLAT 0.3
+    dropout: float = 0.1  # published 0.1
+    glance: float = 0.0  # share of wrong tokens shown at the beginning; GLAT 0.5, which learnt more slowly here
+    glance_end: float = 0.3  # and at the end, if any are; GLAT 0.3
 
     def begin(self, model: PreTrainedModel) -> None:
         if not model.config.is_encoder_decoder:
@@ -152,7 +153,7 @@ class Filling(Learner):
         if min(self.k, self.layers, self.places) < 1:
             raise Refused(f"gad:k={self.k},layers={self.layers},places={self.places}: give each at least 1")
         self.model = model.requires_grad_(False)
-        self.module: Filler = Filler.fresh(model, self.layers, self.k)
+        self.module: Filler = Filler.fresh(model, self.layers, self.k, self.dropout)
 
     def about(self) -> dict[str, Any]:
         return {"shape": asdict(self.module.shape)}
@@ -215,9 +216,9 @@ class Filling(Learner):
         self, ids: Tensor, starts: Tensor, heard: tuple[Tensor, Tensor], shown: Tensor | None = None,
         asked: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """(rows, places, k, V) logits of masks behind all prefixes that end before `starts`, (rows, places).
+        """(rows, places, k, V) logits of masks behind the prefixes that end before `starts`, (rows, places).
 
-        shown: (rows, places, k) tokens in the place of masks. asked: as many, those that logits are wanted of.
+        shown: (rows, places, k) tokens in the place of masks. asked: as many, where logits are wanted.
         """
         filler, (rows, length), (states, hears) = self.module, ids.shape, heard
         masks = filler.mask_embeddings.expand(*starts.shape, -1, -1)
@@ -226,14 +227,15 @@ class Filling(Learner):
         before, blocks = torch.arange(length), starts.shape[1] * self.k
         at = (starts[..., None] + torch.arange(self.k)).flatten(1)
         places = filler.places(torch.cat([before.expand(rows, -1), at], 1))
-        mask = torch.zeros(rows, length + blocks, length + blocks, dtype=torch.bool)
-        mask[:, :length, :length] = before <= before[:, None]
-        mask[:, length:, :length] = before < starts.repeat_interleave(self.k, 1)[..., None]
+        seen = torch.zeros(rows, length + blocks, length + blocks, dtype=torch.bool)
+        seen[:, :length, :length] = before <= before[:, None]
+        seen[:, length:, :length] = before < starts.repeat_interleave(self.k, 1)[..., None]
         block = torch.arange(blocks) // self.k
-        mask[:, length:, length:] = block == block[:, None]
+        seen[:, length:, length:] = block == block[:, None]
+        mask, hears = masking(seen, states.dtype)[:, None], masking(hears, states.dtype)[:, None, None]
         x = torch.cat([filler.tokens(ids), masks.flatten(1, 2)], 1) + places.wave
         keeps = [lambda *given: given] * len(filler.layers)
-        x = filler(x, places, keeps, mask[:, None], filler.heard(states), hears[:, None, None], length)
+        x = filler(x, places, keeps, mask, filler.heard(states), hears, length)
         x = x.unflatten(1, (-1, self.k))
         return filler.logits(x if asked is None else x[asked])
 
@@ -305,7 +307,7 @@ class Gad(Drafter):
             return [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
         assert self._kept is not None
         logits = self._kept.filled()
-        best, tokens = logits.topk(min(CANDIDATES, logits.shape[-1]) if self.nodes else 1)
+        best, tokens = logits.topk(CANDIDATES if self.nodes else 1)
         chances = (best - logits.logsumexp(-1, keepdim=True)).exp_().nan_to_num_(0.0).clamp_(max=1.0)
         drafts = {
             id(row): likeliest_paths(row.tokens[-1], said, hopes, self.width, row.ends)
@@ -327,24 +329,3 @@ class Gad(Drafter):
             self._kept.leave(row)
             if not self._kept.rows:
                 self._kept = None
-
-
-def likeliest_paths(
-    root: int, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], nodes: int, ends: frozenset[int]
-) -> DraftTree:
-    """The nodes whose paths are likeliest where places do not depend on each other; nothing below an end.
-
-    tokens, chances: of each place, the likeliest first; of one a place, the tree is a chain.
-    """
-    said, parents, hopes = [root], [-1], [1.0]
-    heap = [(-chances[0][0], 0, 0, 0, 1.0)]  # of a path, its last place, the rank there, the parent and its chance
-    while heap and len(said) <= nodes:
-        value, place, rank, parent, before = heapq.heappop(heap)
-        if rank + 1 < len(tokens[place]):
-            heapq.heappush(heap, (-before * chances[place][rank + 1], place, rank + 1, parent, before))
-        if place + 1 < len(tokens) and tokens[place][rank] not in ends:
-            heapq.heappush(heap, (value * chances[place + 1][0], place + 1, 0, len(said), -value))
-        said.append(tokens[place][rank])
-        parents.append(parent)
-        hopes.append(chances[place][rank])
-    return DraftTree(tuple(said), tuple(parents), hopes=tuple(hopes))

@@ -32,7 +32,7 @@ def train_drafter(
     resume: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, float]:
-    """Train a drafter for a model; the checkpoint, the log and what the model says are kept in a folder.
+    """Train a drafter for a model; the best checkpoint, the log and what the model says are kept in a folder.
 
     Args:
         learner: what is trained, and how.
@@ -44,7 +44,7 @@ def train_drafter(
         say: takes what there is to report.
 
     Returns:
-        The last validation.
+        The figure of the best validation, whose checkpoint is kept.
 
     Raises:
         Refused: the drafter cannot serve this model, or the folder holds what does not fit; before any work.
@@ -67,16 +67,23 @@ def train_drafter(
     learnt = [line for i, line in enumerate(lines) if i % step] or held
     weights = sum(p.numel() for p in learner.module.parameters())
     say(f"{weights:,} weights, {len(learnt):,} lines to learn from, {len(held):,} held out")
-    return fit(
-        learner.module,
-        learner.loss,
-        bucketed(shuffled(learnt, plan.seed), batch, plan.seed),
-        plan,
-        validate=lambda: learner.judged(held),
-        save=lambda: save_learnt(out, learner.name, learner.module, model, learner.about()),
-        log=out / "log.jsonl",
-        told=partial(setattr, learner, "share"),
-    )
+    best = 0.0
+    figures: dict[str, float] = {}
+
+    def validate() -> dict[str, float]:
+        figures.update(learner.judged(held))
+        return figures
+
+    def save() -> None:
+        nonlocal best
+        if figures["tokens_per_pass"] >= best:
+            best = figures["tokens_per_pass"]
+            save_learnt(out, learner.name, learner.module, model, learner.about())
+
+    groups = bucketed(shuffled(learnt, plan.seed), batch, plan.seed)
+    told = partial(setattr, learner, "share")
+    fit(learner.module, learner.loss, groups, plan, validate=validate, save=save, log=out / "log.jsonl", told=told)
+    return {"tokens_per_pass": best}
 
 
 def _given(
