@@ -47,6 +47,8 @@ class Way:
 def measured(way: Way, batches: Sequence[dict[str, torch.Tensor]], settings: dict[str, Any], pad: int) -> None:
     """One round: seconds of all batches together."""
     way.rows, way.passes, way.tokens, seconds = [], 0, 0, 0.0
+    if way.fast is not None:
+        way.fast.forget()  # drafters remember what was said, and every round says the same
     for batch in batches:
         begun = time.perf_counter()
         out = way.generate(**batch, **settings)

@@ -19,6 +19,7 @@ from truedraft import Refused, registry
 from truedraft.cli import main
 from truedraft.drafters._learned import WEIGHTS
 from truedraft.drafters._trees import likeliest_paths
+from truedraft.runtime import native
 from truedraft.train.drafter import train_drafter
 from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import Pair, pad_to
@@ -126,10 +127,15 @@ def test_the_figure_of_training_is_that_of_decoding(toy: Any, checkpoint: Path) 
     assert again.judged(held)["tokens_per_pass"] == pytest.approx(tokens / passes, abs=1e-3)
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_what_is_kept_of_a_row_is_what_reading_it_anew_would_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_of_a_row_is_what_reading_it_anew_would_give(
+    kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every draft equals that of a filler which reads the row from its beginning, alone, whoever left before."""
     model = tiny(kind)
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda: None)
     made = learner(layers=2)
     made.begin(model)
     draft = registry.load("drafters", "gad", model=made.module)
@@ -154,6 +160,7 @@ def test_what_is_kept_of_a_row_is_what_reading_it_anew_would_give(kind: str, mon
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
     expected, found = both(fast, **early(model))
     assert torch.equal(expected, found) and compared > 5
+    assert (made.module.compiled is not None) == (compiled and native.library() is not None)
     assert len({len(row[row != 0]) for row in found}) > 1, "rows leave at different times"
 
 

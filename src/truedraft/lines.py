@@ -164,7 +164,7 @@ class Rewriter:
         positions = self.fast.target.hard_limit
         if positions is not None and self.max_new_tokens is not None and self.max_new_tokens >= positions:
             raise Refused(
-                f"max_new_tokens={self.max_new_tokens}: the model has {positions} positions, so at most {positions - 1} "
+                f"max_new_tokens={self.max_new_tokens}: the model has {positions} positions: at most {positions - 1} "
                 "tokens can follow its first"
             )
         self._tokenizer: Any = tokenizer

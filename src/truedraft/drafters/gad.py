@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import gcd
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -27,12 +28,12 @@ from transformers import PreTrainedModel
 
 from truedraft.card import Card
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._filling import Kept, kept
 from truedraft.drafters._learned import Learner, Line, read_learnt
 from truedraft.drafters._nn import Keeping, Listening, Places, masking
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
-from truedraft.runtime.linears import Linears
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
@@ -58,6 +59,7 @@ class Filler(nn.Module):
     def __init__(self, shape: Shape, model: PreTrainedModel, dropout: float = 0.0):
         super().__init__()
         self.shape = shape
+        self.compiled: Any = None  # its pass, once it was wanted
         self._shared = (model.get_decoder().get_input_embeddings(), model.get_output_embeddings())  # no part of it
         self.norm_in, self.norm_out = nn.LayerNorm(shape.size), nn.LayerNorm(shape.size)
         self.norm_heard = nn.LayerNorm(shape.heard)
@@ -77,9 +79,19 @@ class Filler(nn.Module):
         return cls(Shape(layers, masks, size, heads, model.config.hidden_size), model, dropout)
 
     @cached_property
-    def linears(self) -> Linears:
-        """Its linear layers and the head by compiled code, where there is any, once it has learnt."""
-        return Linears(nn.ModuleList([self, self._shared[1]]))
+    def config(self) -> SimpleNamespace:
+        return SimpleNamespace(hidden_size=self.shape.size, num_attention_heads=self.shape.heads)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._shared[0]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self._shared[1]
+
+    def turns(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the turns at (rows, width) positions, (rows, width, head size) each."""
+        places = self.places(positions)
+        return places.cos[..., 0, :].repeat(1, 1, 2).to(like), places.sin[..., 0, :].repeat(1, 1, 2).to(like)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,10 +104,14 @@ class Filler(nn.Module):
         """(...) ids to (..., size)."""
         return self.norm_in(self._shared[0](ids).to(self.dtype))
 
-    def heard(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What each layer looks at of sources, (rows, length, heard)."""
+    def placed(self, states: Tensor) -> Tensor:
+        """Sources, (rows, length, heard), as the layers look at them."""
         places = torch.arange(states.shape[1], device=states.device)
-        x = self.norm_heard(states.to(self.dtype)) + Places.of(places, self.shape.heard, 1, self.dtype).wave
+        return self.norm_heard(states.to(self.dtype)) + Places.of(places, self.shape.heard, 1, self.dtype).wave
+
+    def heard(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What each layer makes of sources, (rows, length, heard)."""
+        x = self.placed(states)
         return [layer.heard(x) for layer in self.layers]  # type: ignore[operator]
 
     def forward(
@@ -103,80 +119,16 @@ class Filler(nn.Module):
         sources: Sequence[tuple[Tensor, Tensor]], hears: Tensor, first: int,
     ) -> Tensor:  # fmt: skip
         """What becomes of masks in all layers; they stand behind `first` tokens. See `Listening`."""
-        *inner, last = self.layers
-        *parts, (keep, source) = zip(keeps, sources, strict=True)
-        for layer, (kept, heard) in zip(inner, parts, strict=True):
-            x = layer(x, places, kept, mask, heard, hears)
-        return last(x, places, keep, mask, source, hears, first)
+        *inner, last = zip(self.layers, keeps, sources, strict=True)
+        for layer, keep, source in inner:
+            x = layer(x, places, keep, mask, source, hears)
+        layer, keep, source = last
+        return layer(x, places, keep, mask, source, hears, first)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., size) to (..., V)."""
         head = self._shared[1]
         return head(self.norm_out(x).to(head.weight.dtype)).float()
-
-
-class Kept:
-    """What a filler keeps of rows, by slot: keys and values of the tokens that it has read, and of the sources.
-
-    rows: in the order of the slots. read: how many tokens of each.
-    """
-
-    def __init__(self, filler: Filler, rows: Sequence[Row], masks: int):
-        prompts = [row.given for row in rows if row.given is not None]
-        states = pad_sequence([p.states for p in prompts], batch_first=True)  # type: ignore[misc]
-        hears = pad_sequence([p.heard for p in prompts], batch_first=True).bool()  # type: ignore[misc]
-        self.rows, self.read = list(rows), [0] * len(rows)
-        self.filler, self.masks = filler, masks
-        self.sources = filler.heard(states)
-        self.hears = masking(hears, filler.dtype)[:, None, None]
-        self.capacity = max(len(row.tokens) + row.room for row in rows) + masks + 1  # the last is for padding
-        self.places = filler.places(torch.arange(self.capacity, device=states.device))
-        shape = len(rows), self.capacity, filler.shape.heads, filler.shape.size // filler.shape.heads
-        self.cache = torch.zeros(len(filler.layers), 2, *shape, dtype=filler.dtype, device=states.device)
-
-    def leave(self, row: Row) -> None:
-        """The row's slot is free; the last one in use takes its place."""
-        slot, last = self.rows.index(row), len(self.rows) - 1
-        self.cache[:, :, slot] = self.cache[:, :, last]
-        for kept in (self.hears, *(part for source in self.sources for part in source)):
-            kept[slot] = kept[last]
-        self.rows[slot], self.read[slot] = self.rows[last], self.read[last]
-        self.rows.pop()
-        self.read.pop()
-
-    def filled(self) -> Tensor:
-        """Read what rows said since, and fill the masks behind it: (rows, masks, V) logits."""
-        count, device = len(self.rows), self.hears.device
-        new = [row.tokens[read:] for row, read in zip(self.rows, self.read, strict=True)]
-        widest = max(map(len, new))
-        ids = torch.tensor([tokens + [0] * (widest - len(tokens)) for tokens in new], device=device)
-        spots, limits = [], []
-        for row, read, tokens in zip(self.rows, self.read, new, strict=True):
-            end, idle = len(row.tokens), widest - len(tokens)
-            spots.append([*range(read, end), *[self.capacity - 1] * idle, *range(end, end + self.masks)])
-            limits.append([*range(read, end), *[0] * idle, *[end + self.masks - 1] * self.masks])
-        view = max(map(max, limits)) + 1
-        place = torch.tensor(spots, device=device)
-        limit = torch.tensor(limits, device=device)[:, None, :, None]
-        mask = masking(torch.arange(view, device=device) <= limit, self.filler.dtype)
-        masks = self.filler.mask_embeddings[: self.masks].expand(count, -1, -1)
-        places = self.places.at(place)
-        x = torch.cat([self.filler.tokens(ids), masks], 1) + places.wave
-        slots = torch.arange(count, device=device)[:, None]
-        keeps = [partial(_kept, cache, slots, place, view) for cache in self.cache]
-        sources = [(keys[:count], values[:count]) for keys, values in self.sources]
-        self.read = [len(row.tokens) for row in self.rows]
-        with self.filler.linears:
-            return self.filler.logits(self.filler(x, places, keeps, mask, sources, self.hears[:count], widest))
-
-
-def _kept(
-    cache: Tensor, slots: Tensor, place: Tensor, view: int, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
-    for kept, new in zip(cache, (keys, values), strict=True):
-        kept[slots, place] = new.transpose(1, 2)
-    seen = cache[:, : len(slots), :view].transpose(2, 3)
-    return seen[0], seen[1]
 
 
 @dataclass
@@ -341,7 +293,6 @@ class Gad(Drafter):
         if self.length > self._filler.shape.masks:
             raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give less")
         self._filler.to(target.device, target.dtype).eval()
-        self._filler.linears.refresh()
 
     @property
     def masks(self) -> int:
@@ -354,7 +305,7 @@ class Gad(Drafter):
     @torch.no_grad()
     def start(self, rows: Sequence[Row]) -> None:
         assert self._filler is not None
-        self._kept = Kept(self._filler, rows, self.masks)
+        self._kept = kept(self._filler, rows, self.masks)
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:

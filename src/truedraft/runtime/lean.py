@@ -71,6 +71,18 @@ class Nodes:
         self.extra_from += [len(self.extra)] * n
         self._grouped(first, n, start + n)
 
+    def add_block(self, slot: int, end: int, n: int) -> None:
+        """`n` positions behind `end` that see all before them, and each other; without token ids."""
+        first = len(self)
+        self.slot += [slot] * n
+        self.position += range(end, end + n)
+        self.place += range(end, end + n)
+        self.base += [end] * n
+        for _ in range(n):
+            self.extra += range(first, first + n)
+            self.extra_from.append(len(self.extra))
+        self._grouped(first, n, end + n)
+
     def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """A text of which every token sees every other."""
         first, n = len(self), len(tokens)

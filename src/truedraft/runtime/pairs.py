@@ -83,8 +83,32 @@ class LeanEncoderPass(LeanStackPass):
         return states
 
 
-class LeanPairPass(LeanStackPass):
-    """The decoder's. A row's source stands together at the front of its keys and values, without padding."""
+class Hearing(LeanPass):
+    """A pass whose nodes see their row's source, which stands together at the front, without padding."""
+
+    pairs: PairCache
+
+    @torch.no_grad()
+    def hear(self, states: Tensor, heard: Tensor) -> None:
+        """The sources of the next rows, (rows, length, H) and (rows, length), 0 for padding."""
+        cache, first = self.pairs, len(self.pairs.lengths)
+        order = (heard == 0).sort(dim=1, stable=True).indices
+        cache.begin(states, heard)
+        cache.cursor.first, cache.cursor.last = first, first + len(states)
+        together = states.gather(1, order[:, :, None].expand_as(states))
+        for layer, (op, keys, values) in zip(cache.sources, self.program.crosses, strict=True):
+            layer.update(_heads(keys(together), op.heads), _heads(values(together), op.heads))
+            op.keys, op.values = layer.addresses
+        self._variants = {}
+
+    def _complete(self, given: Pass, nodes: Nodes) -> None:
+        counts = self.pairs.counts
+        given.sources, given.heard = self.pairs.states.shape[1], array([counts[slot] for slot in nodes.slot])
+        given.longest = max(nodes.longest, given.sources)
+
+
+class LeanPairPass(Hearing, LeanStackPass):
+    """The decoder's. See `LeanPass`."""
 
     ahead = False
 
@@ -93,27 +117,13 @@ class LeanPairPass(LeanStackPass):
 
     def attach(self, cache: PairCache | None) -> None:  # type: ignore[override]
         if cache is not None:
-            self._pairs = cache
+            self.pairs = cache
         super().attach(None if cache is None else cache.rows)
 
-    @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
-        cache, first = self._pairs, len(self._pairs.lengths)
         states, heard = (torch.stack([getattr(p, name) for p in prompts]) for name in ("states", "heard"))
-        order = (heard == 0).sort(dim=1, stable=True).indices
-        cache.begin(states, heard)
-        cache.cursor.first, cache.cursor.last = first, first + len(prompts)
-        together = states.gather(1, order[:, :, None].expand_as(states))
-        for layer, (op, keys, values) in zip(cache.sources, self.program.crosses, strict=True):
-            layer.update(_heads(keys(together), op.heads), _heads(values(together), op.heads))
-            op.keys, op.values = layer.addresses
-        self._variants = {}
+        self.hear(states, heard)
         return super().prefill(prompts, taps)
-
-    def _complete(self, given: Pass, nodes: Nodes) -> None:
-        counts = self._pairs.counts
-        given.sources, given.heard = self._pairs.states.shape[1], array([counts[slot] for slot in nodes.slot])
-        given.longest = max(nodes.longest, given.sources)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,89 @@
+"""The compiled pass of a drafter that fills masks (`drafters/gad.py`): new tokens and masks of all rows together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from truedraft.caches.pairs import PairCache
+from truedraft.runtime.lean import Nodes
+from truedraft.runtime.pairs import Hearing
+from truedraft.runtime.program import Program
+from truedraft.runtime.weights import Unsuited, address
+
+
+class LeanFilling(Hearing):
+    """Fills masks behind the tokens of rows; what it has read of them is kept.
+
+    filler: layers that look at their own tokens with turned queries and keys, at a source, and think (`_nn.Listening`),
+        between `norm_in` and `norm_out`; with `config`, `turns`, embeddings and head as a model has them.
+
+    Raises:
+        Unsuited: the compiled pass is not there, or does not know the filler's sizes or dtype.
+    """
+
+    def _compiled(self) -> Program:
+        filler: Any = self.model
+        if filler.dtype not in (torch.float32, torch.bfloat16) or filler.mask_embeddings.device.type != "cpu":
+            raise Unsuited("it is not fp32 or bf16 on the CPU")
+        p = Program(filler.dtype == torch.bfloat16, ["full_attention"] * len(filler.layers))
+        compile_filler(p, filler)
+        return p
+
+    def _fingerprint(self) -> list[object]:
+        shared: Any = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        return [*super()._fingerprint(), *(address(part.weight) for part in shared)]
+
+    def begin(self, rows: int, capacity: int) -> None:
+        """Room for so many rows of so many positions each, of which `hear` tells the sources."""
+        self.pairs = PairCache(len(self.program.layer_types), rows, capacity)
+        self.attach(self.pairs.rows)
+
+    def fill(self, texts: Sequence[tuple[int, int]], x: Tensor, masks: int) -> Tensor:
+        """(rows, masks, V) logits of the masks behind each row's text.
+
+        texts: by slot, how many tokens were read before, and how many there are.
+        x: (nodes, size) what the new tokens of each row and then its masks are made into.
+        """
+        nodes, gather = Nodes(), list[int]()
+        for slot, (read, end) in enumerate(texts):
+            nodes.add_chain(slot, read, None, end - read)
+            gather += range(len(nodes), len(nodes) + masks)
+            nodes.add_block(slot, end, masks)
+        logits, _ = self(nodes, gather, x)
+        return logits.unflatten(0, (len(texts), masks))
+
+
+def compile_filler(p: Program, filler: Any) -> None:
+    size, count = filler.config.hidden_size, filler.config.num_attention_heads
+    heads = SimpleNamespace(num_attention_heads=count, sliding_window=None)
+    attention = SimpleNamespace(head_dim=size // count, scaling=(size // count) ** -0.5)
+    p.rotary = filler.turns
+    p.buffers(filler, 4 * size, size, size)
+    p.embed(filler.get_input_embeddings())
+    for i, layer in enumerate(filler.layers):
+        p.layer_norm("x", "h", layer.norm_own)
+        for k, dst in enumerate(("q", "k", "v")):
+            p.linear("h", dst, layer.own, (k * size, (k + 1) * size), wait=dst == "v")
+        p.attend(i, attention, heads)
+        p.linear("a", "x", layer.own_out, add=True)
+        p.layer_norm("x", "h", layer.norm_source)
+        p.linear("h", "q", layer.asked)
+        p.cross(attention, heads, *(partial(_part, layer.source, k, size) for k in range(2)))
+        p.linear("a", "x", layer.source_out, add=True)
+        p.layer_norm("x", "h", layer.norm_inner)
+        p.activated("h", layer.up, "gelu")
+        p.linear("g", "x", layer.down, add=True)
+        p.outputs.append(len(p.ops) - 1)
+    p.end(filler, lambda src, dst: p.layer_norm(src, dst, filler.norm_out))
+
+
+def _part(layer: Any, k: int, size: int, x: Tensor) -> Tensor:
+    """Of a layer that makes several things at once, the k-th."""
+    return linear(x, layer.weight[k * size : (k + 1) * size], layer.bias[k * size : (k + 1) * size])
