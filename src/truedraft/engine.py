@@ -32,6 +32,7 @@ class Engine:
 
     def run(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Generator[Pass, None, None]:
         """Decode, one pass of the target per item; `row.tokens` grows as it goes. The target's cache is reserved."""
+        ready = self.watch.timed("prefill", self.target.ready)
         prefill = self.watch.timed("prefill", self.target.prefill)
         propose = self.watch.timed("draft", self.drafter.propose)
         begin = self.watch.timed("observe", self.drafter.start)
@@ -48,9 +49,19 @@ class Engine:
         self.drafter.open(self.laws, self.chance, self.rule.wants)
         begin(rows)
         self.control.start(rows)
+
+        def drafted() -> list[DraftTree]:
+            budget = self.control.budget(rows)
+            drafts = [self._fitted(row, tree) for row, tree in zip(rows, propose(rows, budget), strict=True)]
+            return self.rule.dress(self._padded(rows, _unpicked(drafts, prune(rows, drafts))))
+
         try:
-            trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in rows]
-            scores = prefill(prompts)
+            if ready(prompts):
+                trees = drafted()
+                scores = score(trees)
+            else:
+                trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in rows]
+                scores = prefill(prompts)
             while True:
                 before = [len(row.tokens) for row in rows]
                 said = foresee(rows, trees, scores)
@@ -66,9 +77,7 @@ class Engine:
                 self._retire(rows, accepted)
                 if not rows:
                     return
-                budget = self.control.budget(rows)
-                drafts = [self._fitted(row, tree) for row, tree in zip(rows, propose(rows, budget), strict=True)]
-                trees = self.rule.dress(self._padded(rows, _unpicked(drafts, prune(rows, drafts))))
+                trees = drafted()
                 scores = score(trees)
         finally:
             for row in rows:

@@ -130,16 +130,17 @@ class Cost(Control):
             self._each = (0.0, 0.0)  # seconds of recent drafting after the first, and levels that it gave
             self._form = DraftTree.chain(0, range(drafter.width))  # of a full draft, as far as one was seen
             self._formed = False
+            self._favour = FAVOUR  # plain passes that a draft lately saved
+            self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, a call's first left out
         if drafter.width:
             drafter.prices = self._prices(1)
         self._proposed = 0
         self._asked = self._trusted = True
-        self._worth = FAVOUR * self._curve(1) if drafter.width else 0.0  # seconds that a draft lately saved
+        self._worth = self._favour * self._curve(1) if drafter.width else 0.0  # seconds that a draft lately saved
         self._drawn = False
         self._promised = 0.0  # nodes of the pass under way that are hoped to be right
         self._levels = 0  # of the drafts at hand
         self._drafted = self._watched = 0.0  # seconds of drafting, and of seeing passes, when they were asked for
-        self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, the first left out
         self._spent = self._since = 0.0  # seconds of later drafting and deciding that was not expected to pay
         self._explored = 0.0  # seconds that trying against the curve has cost
         self._exploring = False
@@ -249,6 +250,7 @@ class Cost(Control):
             self._worth = max(self._worth, saved / 2)
         elif saved < -self._curve(len(rows)):  # and to give up what costs more than a pass
             self._worth = min(self._worth, 0.0)
+        self._favour = min(self._worth / self._curve(len(rows)), FAVOUR)
         worth_a_try = gains[longest] > len(rows) and self._explored < self.slack * self._seconds["target"]
         self._exploring = size == 0 and worth_a_try
         if self._exploring:

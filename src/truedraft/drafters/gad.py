@@ -188,7 +188,7 @@ class Filling(Learner):
             said, labels = self._filled(ids, starts, heard).argmax(-1), _labels(ids, ends, starts, self.k)
             right = (said == labels).long().cumprod(-1).sum(-1).tolist()
             for (_, line), reach in zip(part, right, strict=True):
-                at, passes = 2, passes + 1  # the first pass reads the prompt and says a token
+                at = 1
                 while at < len(line):
                     at, passes = at + reach[at - 1] + 1, passes + 1
                 tokens += len(line) - 1

@@ -121,9 +121,13 @@ class LeanPairPass(Hearing, LeanStackPass):
         super().attach(None if cache is None else cache.rows)
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
-        states, heard = (torch.stack([getattr(p, name) for p in prompts]) for name in ("states", "heard"))
-        self.hear(states, heard)
+        self.hear(stacked(prompts, "states"), stacked(prompts, "heard"))
         return super().prefill(prompts, taps)
+
+
+def stacked(prompts: Sequence[Prompt], name: str) -> Tensor:
+    """What prompts have of one name, together."""
+    return torch.stack([getattr(prompt, name) for prompt in prompts])
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

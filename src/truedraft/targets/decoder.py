@@ -161,6 +161,11 @@ class DecoderTarget:
         check_room(self.config, layers, rows, capacity, self.dtype, self.device)
         return RowCache(layers, rows, capacity)
 
+    def ready(self, prompts: Sequence[Prompt]) -> bool:
+        """New rows made ready for drafts behind the last tokens of their prompts, where all before these needs no pass;
+        elsewhere nothing is done, and the prompts are to be read first."""
+        return False
+
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
         """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens."""

@@ -23,7 +23,7 @@ from truedraft.caches.pairs import PairCache
 from truedraft.errors import Refused
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.pair_programs import decoder_layers
-from truedraft.runtime.pairs import LeanEncoderPass, LeanPairPass
+from truedraft.runtime.pairs import LeanEncoderPass, LeanPairPass, stacked
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
@@ -58,6 +58,10 @@ class Seq2SeqPass(StockPass):
             if self._linears is not None:
                 self._linears.refresh()
 
+    def hear(self, states: Tensor, heard: Tensor) -> None:
+        """The sources of the next rows; see `Hearing`. Their keys are made by the first pass."""
+        self.cache.begin(states, heard)
+
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         cursor = self.cache.cursor
@@ -65,8 +69,8 @@ class Seq2SeqPass(StockPass):
         for length, group in groupby(prompts, len):
             batch = list(group)
             first = len(cursor.lengths)
-            states, heard, ids = (_stacked(batch, name) for name in ("states", "heard", "ids"))
-            self.cache.begin(states, heard)
+            states, heard, ids = (stacked(batch, name) for name in ("states", "heard", "ids"))
+            self.hear(states, heard)
             cursor.lengths += [0] * len(batch)
             cursor.begin(first, first + len(batch), length, self.device)
             out = self.forward({"input_ids": ids}, None, ids, taps)
@@ -83,7 +87,8 @@ class Seq2SeqPass(StockPass):
     def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
         cursor = self.cache.cursor
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
-        self.cache.show()
+        if all(self.cache.is_updated.values()):
+            self.cache.show()
         nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
         with self._positions.at(nodes.ids, nodes.positions, nodes.placed(cursor.view)):
             out = self.forward({"input_ids": nodes.ids}, self.mask(nodes, cursor.view), nodes.positions, taps)
@@ -107,10 +112,6 @@ class Seq2SeqPass(StockPass):
             return self.model(**given)
         with self._linears:
             return self.model(**given)
-
-
-def _stacked(prompts: Sequence[Prompt], name: str) -> Tensor:
-    return torch.stack([getattr(prompt, name) for prompt in prompts])
 
 
 class Seq2SeqTarget(DecoderTarget):
@@ -164,10 +165,20 @@ class Seq2SeqTarget(DecoderTarget):
             return given
         return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
+    @torch.no_grad()
+    def ready(self, prompts: Sequence[Prompt]) -> bool:
+        if any(len(prompt) > 1 for prompt in prompts):
+            return False
+        self.runner.hear(stacked(prompts, "states"), stacked(prompts, "heard"))  # type: ignore[union-attr]
+        assert self.cache is not None
+        self.cache.lengths.extend([0] * len(prompts))
+        return True
+
     def _said(self, ids: Tensor, heard: Tensor) -> Tensor:
         """What the encoder says to the sources, (rows, length, H)."""
         if self._encoder is not None:
-            return self._encoder.states(ids, heard)
+            with suppress(Unsuited):  # it was changed since
+                return self._encoder.states(ids, heard)
         return self.model.get_encoder()(input_ids=ids, attention_mask=heard, return_dict=True).last_hidden_state
 
     @property
