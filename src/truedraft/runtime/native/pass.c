@@ -41,6 +41,21 @@ AVX2 IN float sum8(__m256 a) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
+/* Sums of four rows of four as sum8 ends, one to a row of y. */
+AVX2 IN void sums4(__m128 a, __m128 b, __m128 c, __m128 d, float *y, int64_t ldy) {
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  const __m128 s = _mm_add_ps(_mm_add_ps(a, c), _mm_add_ps(b, d));
+  float four[4];
+  _mm_storeu_ps(four, s);
+  for (int m = 0; m < 4; m++) y[m * ldy] = four[m];
+}
+
+AVX2 IN __m128 half8(__m256 a) { return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)); }
+
+AVX2 IN void sums4_8(__m256 a, __m256 b, __m256 c, __m256 d, float *y, int64_t ldy) {
+  sums4(half8(a), half8(b), half8(c), half8(d), y, ldy);
+}
+
 /* To the nearest bf16, ties to even; not-a-number stays so. */
 AVX2 IN __m256 round8(__m256 a) {
   __m256i u = _mm256_castps_si256(a);
@@ -141,6 +156,7 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #define MUL _mm256_mul_ps
 #define SPREAD _mm256_set1_ps
 #define SUM sum8
+#define SUM4 sums4_8
 #define WIDEN widen8
 #define WIDEN_INT8 widen_int8_8
 #include "linear.inc"
@@ -154,6 +170,7 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #undef MUL
 #undef SPREAD
 #undef SUM
+#undef SUM4
 #undef WIDEN
 #undef WIDEN_INT8
 
@@ -163,6 +180,19 @@ AVX512 IN __m512 widen16(const bf16 *p) {
 
 AVX512 IN __m512 widen_int8_16(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
+/* As _mm512_reduce_add_ps adds: the halves, then theirs, then two and two, then one and one. */
+AVX512 IN void sums4_16(__m512 a, __m512 b, __m512 c, __m512 d, float *y, int64_t ldy) {
+  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  __m512 s = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  s = _mm512_add_ps(s, _mm512_shuffle_ps(s, s, 0x4e));
+  s = _mm512_add_ps(s, _mm512_shuffle_ps(s, s, 0xb1));
+  y[0] = _mm512_cvtss_f32(s);
+  y[ldy] = _mm_cvtss_f32(_mm512_extractf32x4_ps(s, 1));
+  y[2 * ldy] = _mm_cvtss_f32(_mm512_extractf32x4_ps(s, 2));
+  y[3 * ldy] = _mm_cvtss_f32(_mm512_extractf32x4_ps(s, 3));
 }
 
 #define SET(name) name##_avx512
@@ -175,6 +205,7 @@ AVX512 IN __m512 widen_int8_16(const int8_t *p) {
 #define MUL _mm512_mul_ps
 #define SPREAD _mm512_set1_ps
 #define SUM _mm512_reduce_add_ps
+#define SUM4 sums4_16
 #define WIDEN widen16
 #define WIDEN_INT8 widen_int8_16
 #include "linear.inc"
