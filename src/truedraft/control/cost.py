@@ -28,6 +28,7 @@ from truedraft.tree import Accepted, DraftTree, Row
 
 CHEAP = 0.05  # of a plain pass, for a level of a draft
 FAVOUR = 0.5  # plain passes that drafts are taken to save, before anything is known
+DEAR = 0.5  # of a plain pass, for a draft: it has to pay on the whole, not now and then
 RECENT = 9  # drafts whose time counts
 HICCUP = 4.0  # times the usual time of a draft, of which no more is held against it
 DOUBT = 10.0  # nodes hoped for, before it counts how many of such nodes were right: the best drafts seem better
@@ -120,7 +121,6 @@ class Cost(Control):
     def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
         if self._target is not target and drafter.width:
             self._target, self._curve = target, curve.of(target)
-        self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         if drafter is not self._drafter:  # what is known of one drafter is kept from call to call
             self._probing = Probing()
             self._reach = drafter.width  # nodes worth drafting, of which the best are chosen
@@ -132,6 +132,10 @@ class Cost(Control):
             self._formed = False
             self._favour = FAVOUR  # plain passes that a draft lately saved
             self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, a call's first left out
+            self._spent = self._allowed = 0.0  # seconds of drafting that was not expected to pay, and that may be
+        else:
+            self._allowed += self._allowance()
+        self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         if drafter.width:
             drafter.prices = self._prices(1)
         self._proposed = 0
@@ -141,7 +145,7 @@ class Cost(Control):
         self._promised = 0.0  # nodes of the pass under way that are hoped to be right
         self._levels = 0  # of the drafts at hand
         self._drafted = self._watched = 0.0  # seconds of drafting, and of seeing passes, when they were asked for
-        self._spent = self._since = 0.0  # seconds of later drafting and deciding that was not expected to pay
+        self._since = 0.0
         self._explored = 0.0  # seconds that trying against the curve has cost
         self._exploring = False
         self._pass: tuple[int, float] | None = None  # tokens of the pass under way, seconds of the target before it
@@ -160,6 +164,8 @@ class Cost(Control):
             self._emitted[id(row)] = len(row.tokens)
         now, drafting = self._seconds["draft"] + self._seconds["control"], self._seconds["draft"]
         watching = self._seconds.get("observe", 0.0)
+        if self._asked and self._proposed == 1 and not self._trusted:
+            self._spent += now - self._since
         if self._asked and self._proposed > 1:
             self._took.append(drafting - self._drafted + watching - self._watched)
             self._spent += 0.0 if self._trusted else min(now - self._since, HICCUP * self._drafting())
@@ -168,10 +174,13 @@ class Cost(Control):
                 self._each = seconds * self.memory + drafting - self._drafted, levels * self.memory + self._levels
         self._since, self._drafted, self._watched = now, drafting, watching
         size, self._trusted = self._plan(rows)
-        allowed = self.slack * (self._seconds["target"] + self._seconds["prefill"])
-        self._asked = self._trusted or self._spent <= allowed
+        self._asked = self._trusted or self._spent <= self._allowed + self._allowance()
         self._proposed += self._asked
         return [size if self._asked else 0] * len(rows)
+
+    def _allowance(self) -> float:
+        """Seconds of the call that drafting may take on trial."""
+        return self.slack * (self._seconds["target"] + self._seconds["prefill"])
 
     def _prices(self, rows: int) -> Prices:
         plain = self._curve(rows)
@@ -246,7 +255,7 @@ class Cost(Control):
         spent = self._curve(len(rows) * (1 + size)) + self._drafting()
         saved = (len(rows) + gains[size]) / plain - spent
         self._worth = self.memory * self._worth + (1 - self.memory) * saved
-        if saved > 0:  # quick to take up again what was given up
+        if saved > 0 and self._drafting() < DEAR * self._curve(len(rows)):  # quick to take up again what was given up
             self._worth = max(self._worth, saved / 2)
         elif saved < -self._curve(len(rows)):  # and to give up what costs more than a pass
             self._worth = min(self._worth, 0.0)

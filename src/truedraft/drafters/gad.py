@@ -302,16 +302,15 @@ class Gad(Drafter):
     def width(self) -> int:
         return self.nodes or self.masks
 
-    @torch.no_grad()
     def start(self, rows: Sequence[Row]) -> None:
-        assert self._filler is not None
-        self._kept = kept(self._filler, rows, self.masks)
+        self._kept = None  # until a draft is wanted
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
-        assert self._kept is not None
+        if self._kept is None:
+            self._kept = kept(self._filler, rows, self.masks)
         logits = self._kept.filled()
         best, tokens = logits.topk(CANDIDATES if self.nodes else 1)
         chances = (best - logits.logsumexp(-1, keepdim=True)).exp_().nan_to_num_(0.0).clamp_(max=1.0)
