@@ -263,8 +263,8 @@ class Gad(Drafter):
         measured=(
             "multi30k, English to German, 1,000 lines of the test set, greedy, drafts in full, a target of 7 M; a "
             "drafter of 2 layers and 6 masks (2.1 M), trained 20 minutes on a busy core on 10,000 lines: "
-            "2.3 tokens a pass, gad-tree 2.6 with 8 nodes and 2.8 with 16. No gain with compiled passes yet: on a busy "
-            "core 0.8x to 0.9x of the speed without drafts line by line, 0.4x in batches of 32."
+            "2.3 tokens a pass, gad-tree 2.6 with 8 nodes and 2.8 with 16. No gain with compiled passes yet: in full "
+            "0.5x to 0.7x of the speed without drafts, so the cost control gives it up (0.8x to 0.95x)."
         ),
     )
     learner = Filling

@@ -77,7 +77,8 @@ class Iad(PerRow[Source]):
         measured=(
             "Tokens a pass, nano on two cores, greedy, cost control (input-guided in brackets): story 1.0 (1.0), edit "
             "3.3 (7.7), shorten 8.5 (9.2), chat 1.6 (9.5): in code few strings of three tokens stand once. iad-tree: "
-            "1.0, 3.2, 13.8, 5.4. On encoder-decoders not measured yet."
+            "1.0, 3.2, 13.8, 5.4. nano-gec on 160 sentences of JFLEG, one at a time: 4.3 passes a sentence, 6.6x "
+            "transformers (1.3x no drafts); iad-tree 3.4 and 6.7x. In batches of 16 2.5x and 2.7x, no drafts 2.5x."
         ),
     )
     takes_references: ClassVar[bool] = True
