@@ -25,15 +25,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import PegasusForConditionalGeneration, PreTrainedTokenizerFast
 
 from gec_errors import WORD, Errors, misspellings
 from train_nano import NAMES, library
+from train_translation import build, tokenizer_of
 from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import bucketed, pad_to
 
-PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 VOCABULARY = 6144
 SHAPE = dict(
     d_model=256,
@@ -181,26 +180,8 @@ def tokenized(sentence: str) -> str:
 
 def train_tokenizer(args: argparse.Namespace) -> None:
     """Byte-level BPE; a line is followed by the end."""
-    tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[PAD, END, UNKNOWN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     lines = (args.out / "train.txt").read_text().split("\n")
-    tok.train_from_iterator(lines, trainer)
-    tok.decoder = decoders.ByteLevel()
-    tok.post_processor = processors.TemplateProcessing(f"$A {END}", None, [(END, tok.token_to_id(END))])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tok,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        model_max_length=256,
-        clean_up_tokenization_spaces=False,
-    )
+    fast = tokenizer_of(lines, VOCABULARY)
     fast.save_pretrained(args.out / "tokenizer")
     for line in lines[:3]:
         print(fast.convert_ids_to_tokens(fast(line)["input_ids"]))
@@ -255,25 +236,6 @@ def changes(source: list[int], target: list[int]) -> list[float]:
     return weights
 
 
-def build(tokenizer: PreTrainedTokenizerFast) -> PegasusForConditionalGeneration:
-    config = PegasusConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=512,
-        scale_embedding=True,
-        init_std=0.06,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        activation_function="gelu",
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-        forced_eos_token_id=None,
-        **SHAPE,
-    )
-    return PegasusForConditionalGeneration(config)
-
-
 def train_model(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
@@ -282,7 +244,7 @@ def train_model(args: argparse.Namespace) -> None:
     if args.start:
         model = PegasusForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32)
     else:
-        model = build(tokenizer)
+        model = build(tokenizer, SHAPE, dropout=0.0)
     print(f"{model.num_parameters():,} parameters, {len(pairs.lines):,} sentences", flush=True)
     rng = random.Random(5)
     checks = [pairs.pair(line, rng) for line in pairs.kept[:400]]
