@@ -149,6 +149,14 @@ def test_what_the_compiled_encoder_leaves_to_the_model() -> None:
     assert truedraft.accelerate(tiny("longt5")).target.encoded(None, given) is given
 
 
+@pytest.mark.parametrize("kind", ["bart", "pegasus"])
+def test_a_source_beyond_the_encoder_s_positions_fails_as_it_does_alone(kind: str) -> None:
+    fast, source = truedraft.accelerate(tiny(kind)), torch.full((1, 140), 5)
+    for generate in (tiny(kind).generate, fast.generate):
+        with pytest.raises((IndexError, RuntimeError)):
+            generate(source, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("kind", ["pegasus", "t5"])
 def test_strict_passes(kind: str) -> None:
     fast = truedraft.accelerate(tiny(kind), strict=True, control="fixed")

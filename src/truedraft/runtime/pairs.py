@@ -67,12 +67,15 @@ class LeanEncoderPass(LeanStackPass):
         """What the encoder says to sources (rows, length) with their mask; (rows, length, H), zeros for padding.
 
         Raises:
-            Unsuited: the mask of a row has gaps, or the encoder was changed into one that is not known.
+            Unsuited: the mask of a row has gaps, the encoder has fewer positions, or was changed into one that is not
+                known.
         """
         rows, length = ids.shape
         if (heard.diff(dim=1) != 0).sum(1).gt(2 - (heard[:, 0] + heard[:, -1]).clamp(0, 1)).any():
             raise Unsuited("a mask has gaps")
         self.attach(RowCache(len(self.program.layer_types), rows, length))
+        if self.program.positions is not None and len(self.program.positions) < length:
+            raise Unsuited("a source has more tokens than there are positions")
         nodes, counted = Nodes(), heard.cumsum(1) - 1 if self.program.biased else self._positions.counted(ids)
         for slot, mask in enumerate(heard.bool()):
             nodes.add_whole(slot, ids[slot, mask].tolist(), counted[slot, mask].tolist())
