@@ -41,19 +41,29 @@ AVX2 IN float sum8(__m256 a) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
-/* Sums of four rows of four as sum8 ends, one to a row of y. */
-AVX2 IN void sums4(__m128 a, __m128 b, __m128 c, __m128 d, float *y, int64_t ldy) {
-  _MM_TRANSPOSE4_PS(a, b, c, d);
-  const __m128 s = _mm_add_ps(_mm_add_ps(a, c), _mm_add_ps(b, d));
-  float four[4];
-  _mm_storeu_ps(four, s);
-  for (int m = 0; m < 4; m++) y[m * ldy] = four[m];
-}
-
 AVX2 IN __m128 half8(__m256 a) { return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)); }
 
-AVX2 IN void sums4_8(__m256 a, __m256 b, __m256 c, __m256 d, float *y, int64_t ldy) {
-  sums4(half8(a), half8(b), half8(c), half8(d), y, ldy);
+/* The sums of four vectors, each as sum8 has it. */
+AVX2 IN __m128 sums4_8(__m256 a, __m256 b, __m256 c, __m256 d) {
+  __m128 p = half8(a), q = half8(b), r = half8(c), s = half8(d);
+  _MM_TRANSPOSE4_PS(p, q, r, s);
+  return _mm_add_ps(_mm_add_ps(p, r), _mm_add_ps(q, s));
+}
+
+/* The sums of a tile of accumulators (rows, nodes) to y (nodes, rows). */
+AVX2 IN void sums8(int rows, int nodes, const __m256 *acc, float *y, int64_t ldy) {
+  if (rows == 4) {
+    UNROLL for (int m = 0; m < nodes; m++)
+      _mm_storeu_ps(y + m * ldy, sums4_8(acc[m], acc[nodes + m], acc[2 * nodes + m], acc[3 * nodes + m]));
+  } else if (nodes == 4) {
+    UNROLL for (int r = 0; r < rows; r++, acc += 4) {
+      float four[4];
+      _mm_storeu_ps(four, sums4_8(acc[0], acc[1], acc[2], acc[3]));
+      UNROLL for (int m = 0; m < 4; m++) y[m * ldy + r] = four[m];
+    }
+  } else {
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int m = 0; m < nodes; m++) y[m * ldy + r] = sum8(*acc++);
+  }
 }
 
 /* To the nearest bf16, ties to even; not-a-number stays so. */
@@ -68,10 +78,11 @@ AVX2 IN __m256 round8(__m256 a) {
 AVX2 IN __m256 rounded(__m256 a, int narrow) { return narrow ? round8(a) : a; }
 
 /* The first `left` lanes of a, zero in the others. */
-AVX2 IN __m256 keep8(__m256 a, int64_t left) {
-  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), lane)));
+AVX2 IN __m256i first8(int64_t left) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
+
+AVX2 IN __m256 keep8(__m256 a, int64_t left) { return _mm256_and_ps(a, _mm256_castsi256_ps(first8(left))); }
 
 /* exp, within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes). */
 AVX2 IN __m256 exp8(__m256 x) {
@@ -155,8 +166,8 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #define FMA _mm256_fmadd_ps
 #define MUL _mm256_mul_ps
 #define SPREAD _mm256_set1_ps
-#define SUM sum8
-#define SUM4 sums4_8
+#define SUMS sums8
+#define TALL 3
 #define WIDEN widen8
 #define WIDEN_INT8 widen_int8_8
 #include "linear.inc"
@@ -169,8 +180,8 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #undef FMA
 #undef MUL
 #undef SPREAD
-#undef SUM
-#undef SUM4
+#undef SUMS
+#undef TALL
 #undef WIDEN
 #undef WIDEN_INT8
 
@@ -182,17 +193,32 @@ AVX512 IN __m512 widen_int8_16(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
-/* As _mm512_reduce_add_ps adds: the halves, then theirs, then two and two, then one and one. */
-AVX512 IN void sums4_16(__m512 a, __m512 b, __m512 c, __m512 d, float *y, int64_t ldy) {
+/* The quarters of four vectors, added as _mm512_reduce_add_ps adds: the halves, then theirs. */
+AVX512 IN __m512 quarters(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-  __m512 s = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-  s = _mm512_add_ps(s, _mm512_shuffle_ps(s, s, 0x4e));
-  s = _mm512_add_ps(s, _mm512_shuffle_ps(s, s, 0xb1));
-  y[0] = _mm512_cvtss_f32(s);
-  y[ldy] = _mm_cvtss_f32(_mm512_extractf32x4_ps(s, 1));
-  y[2 * ldy] = _mm_cvtss_f32(_mm512_extractf32x4_ps(s, 2));
-  y[3 * ldy] = _mm_cvtss_f32(_mm512_extractf32x4_ps(s, 3));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+
+/* What is left of two such, in each quarter: two and two. */
+AVX512 IN __m512 pairs(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+}
+
+/* The sums of a tile of accumulators (rows, nodes) to y (nodes, rows), each as _mm512_reduce_add_ps has it. */
+AVX512 IN void sums16(int rows, int nodes, const __m512 *acc, float *y, int64_t ldy) {
+  __m512 q[4];
+  UNROLL for (int r = 0; r < 4; r++) {
+    const __m512 *a = acc + (r < rows ? r : 0) * nodes;
+    q[r] = quarters(a[0], a[nodes > 1], a[nodes > 2 ? 2 : 0], a[nodes > 3 ? 3 : 0]);
+  }
+  const __m512 p = pairs(q[0], q[1]), s = pairs(q[2], q[3]);
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(p, s, 0x88), _mm512_shuffle_ps(p, s, 0xdd));
+  const __mmask8 kept = (__mmask8)((1 << rows) - 1);
+  _mm_mask_storeu_ps(y, kept, _mm512_castps512_ps128(all));
+  if (nodes > 1) _mm_mask_storeu_ps(y + ldy, kept, _mm512_extractf32x4_ps(all, 1));
+  if (nodes > 2) _mm_mask_storeu_ps(y + 2 * ldy, kept, _mm512_extractf32x4_ps(all, 2));
+  if (nodes > 3) _mm_mask_storeu_ps(y + 3 * ldy, kept, _mm512_extractf32x4_ps(all, 3));
 }
 
 #define SET(name) name##_avx512
@@ -204,8 +230,8 @@ AVX512 IN void sums4_16(__m512 a, __m512 b, __m512 c, __m512 d, float *y, int64_
 #define FMA _mm512_fmadd_ps
 #define MUL _mm512_mul_ps
 #define SPREAD _mm512_set1_ps
-#define SUM _mm512_reduce_add_ps
-#define SUM4 sums4_16
+#define SUMS sums16
+#define TALL 4
 #define WIDEN widen16
 #define WIDEN_INT8 widen_int8_16
 #include "linear.inc"
@@ -435,13 +461,16 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
         v = rounded(activated(v, op->mode), op->narrow);
         v = rounded(_mm256_mul_ps(v, rounded(u, op->narrow)), op->narrow);
       }
-      float old[L] = {0};
-      memcpy(old, y + r, sizeof(float) * (size_t)(left < L ? left : L));
       if (op->kind == LINEAR && op->scale != 1.0f)
         v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
-      if (op->kind == LINEAR && op->mode) v = rounded(_mm256_add_ps(_mm256_loadu_ps(old), v), op->narrow);
-      _mm256_storeu_ps(old, v);
-      memcpy(y + r, old, sizeof(float) * (size_t)(left < L ? left : L));
+      const int added = op->kind == LINEAR && op->mode;
+      if (left >= L) {
+        _mm256_storeu_ps(y + r, added ? rounded(_mm256_add_ps(_mm256_loadu_ps(y + r), v), op->narrow) : v);
+      } else {
+        const __m256i kept = first8(left);
+        if (added) v = rounded(_mm256_add_ps(_mm256_maskload_ps(y + r, kept), v), op->narrow);
+        _mm256_maskstore_ps(y + r, kept, v);
+      }
     }
   }
 }
