@@ -143,9 +143,10 @@ def test_other_rules_sample_too(rule: str) -> None:
     assert out.shape == (4, 21)
 
 
-def test_a_copy_of_the_source_is_drafted_from_it() -> None:
+@pytest.mark.parametrize("drafter", ["iad", "input-guided"])
+def test_a_copy_of_the_source_is_drafted_from_it(drafter: str) -> None:
     """A processor has the model say its source: all of it is drafted in the first pass."""
-    fast = truedraft.accelerate(tiny("bart"), draft="iad", control="fixed")
+    fast = truedraft.accelerate(tiny("bart"), draft=drafter, control="fixed")
     source = torch.randint(3, V, (1, 24), generator=torch.Generator().manual_seed(5))
     copying = [lambda ids, scores: torch.full_like(scores, -9.0).index_fill_(1, source[0, ids.shape[1] - 1], 9.0)]
     settings = dict(max_new_tokens=24, min_new_tokens=24, do_sample=False, logits_processor=copying)

@@ -241,10 +241,9 @@ def train_model(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "tokenizer")
     pairs = Pairs(args, tokenizer)
+    model = build(tokenizer, SHAPE, dropout=0.0)
     if args.start:
-        model = PegasusForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32)
-    else:
-        model = build(tokenizer, SHAPE, dropout=0.0)
+        model.load_state_dict(PegasusForConditionalGeneration.from_pretrained(args.start).state_dict())
     print(f"{model.num_parameters():,} parameters, {len(pairs.lines):,} sentences", flush=True)
     rng = random.Random(5)
     checks = [pairs.pair(line, rng) for line in pairs.kept[:400]]

@@ -53,7 +53,10 @@ def tokenizer_of(lines: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def build(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int], dropout: float) -> PegasusForConditionalGeneration:
-    """An encoder-decoder with norms in front and sinusoidal positions, which learns fast."""
+    """An encoder-decoder with norms in front and sinusoidal positions, which learns fast.
+
+    Its attention is by parts: what torch has in one piece takes as long again backwards, on a CPU.
+    """
     config = PegasusConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=512,
@@ -69,7 +72,7 @@ def build(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int], dropout: fl
         forced_eos_token_id=None,
         **shape,
     )
-    return PegasusForConditionalGeneration(config)
+    return PegasusForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ Ge et al., "Lossless Acceleration for Seq2seq Generation with Aggressive Decodin
 inputs of any kind: the references, or else the prompt. While the output follows the input, what comes next there is
 drafted, as far as `length`. Where it departs, the nearest place that agrees with the last tokens is taken up; until
 there is one, the output is taken to have replaced one token for another. Strong where a document is edited; other
-copying drafters lose their place with every change, and find it by chance where the same words stand in several.
+copying drafters lose their place with every change, and find it by chance where the same words stand in several. The
+source of an encoder-decoder is drafted from its beginning.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from truedraft.tree import DraftTree, Row
 AFAR = 5  # tokens that must agree far from a place that was only just lost
 CONTEXT = 8  # last tokens that two places are compared by
 REPLACED = 0.5  # what the guess that one token was replaced is worth, where a place is worth 2 a token less its way
+OPENING = 0.5  # chance that the output of an encoder-decoder begins as its source does, a first guess
 ASTRAY = 0.3  # to the power of the tokens wrong since: chance of the first token behind a change, a first guess
 
 
@@ -72,7 +74,7 @@ class InputGuided(PerRow[Place]):
     def begin(self, row: Row) -> Place:
         text = told(row, self.prices)
         source = text.given.tokens if text.given is not None else list(row.tokens[: row.prompt])
-        return Place(source, text, len(row.tokens))
+        return Place(source, text, len(row.tokens), at=0 if row.source else None)
 
     def draft(self, row: Row, state: Place, ahead: Sequence[int], budget: int) -> DraftTree:
         if not ahead:
@@ -80,7 +82,7 @@ class InputGuided(PerRow[Place]):
         root, at = root_of(row, ahead), state.at
         if at is None:
             return DraftTree.chain(root, (), ())
-        first = ASTRAY**state.wrong if state.wrong else None
+        first = ASTRAY**state.wrong if state.wrong else None if state.run else OPENING
         return onward(root, state.source, at + len(ahead), min(self.length, budget), state.run, first)
 
     def _follow(self, row: Row, state: Place) -> None:
@@ -111,10 +113,12 @@ class InputGuided(PerRow[Place]):
                     best, found, agreed = rank, place, agrees
         if found is not None:
             state.at, state.run, state.wrong = found, agreed, 0
-        else:
+        elif state.run or state.wrong:
             state.at, state.run, state.wrong = at + 1, 0, state.wrong + 1
             if state.wrong > self.patience:
                 state.at = None
+        else:
+            state.at = None
 
     def _found_anew(self, state: Place) -> None:
         """Where the last tokens first stood in the input, however far from the old place."""

@@ -19,8 +19,8 @@ from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime.native import Kind, Op, Pass
 from truedraft.runtime.program import Program, kv_heads
-from truedraft.runtime.programs import compile_program, strangers
-from truedraft.runtime.weights import Unsuited, address
+from truedraft.runtime.programs import compile_program, made_of
+from truedraft.runtime.weights import Unsuited
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
@@ -131,7 +131,7 @@ class LeanPass:
         return compile_program(self.model)
 
     def _fingerprint(self) -> list[object]:
-        return [address(p) for p in self.model.parameters()] + [strangers(self.model)]
+        return made_of(self.model)
 
     def attach(self, cache: RowCache | None) -> None:
         """Point the program at the cache of the passes that follow, made anew where weights were replaced.

@@ -80,13 +80,18 @@ class Program:
         return self._copied(vector, offset).data_ptr()
 
     def _copied(self, vector: Tensor, offset: float = 0.0) -> Tensor:
-        self.copies.append((vector.detach(), padded(vector, offset), offset))
-        return self.copies[-1][1]
+        copy = padded(vector, offset)
+        self.copies.append((vector.detach(), copy[: len(vector)], offset))
+        return copy
 
     def refresh(self) -> None:
         """Copy norms, biases and scales again: they may have been changed in place."""
-        for vector, copy, offset in self.copies:
-            copy[: len(vector)].copy_(vector).add_(offset)
+        if not self.copies:
+            return
+        torch._foreach_copy_([copy for _, copy, _ in self.copies], [vector for vector, _, _ in self.copies])
+        for _, copy, offset in self.copies:
+            if offset:
+                copy.add_(offset)
 
     # ------------------------------------------------------------ the parts that models share
 

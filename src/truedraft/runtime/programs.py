@@ -6,7 +6,7 @@ norms, biases and scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,22 +15,36 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.runtime.pair_programs import PAIR_PROGRAMS, decoder_layers
 from truedraft.runtime.program import Program
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import Unsuited, address
 
 Norm = Callable[[str, str, Any], None]
 
 
 def strangers(model: Any) -> list[str]:
     """Modules whose forward is not all that they do; what transformers hooks in to record outputs is not counted."""
+    return [name or type(module).__name__ for name, module in model.named_modules() if _does_more(module)]
 
-    def foreign(hooks: Iterable[Callable]) -> bool:
-        return any(not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing") for h in hooks)
 
-    return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if module._forward_pre_hooks or foreign(module._forward_hooks.values()) or "forward" in vars(module)
-    ]
+def made_of(model: Any) -> list[object]:
+    """What a program is made of: the addresses of all weights, and the modules whose forward is not all they do."""
+    found: list[object] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        found += [address(p) for p in module._parameters.values() if p is not None]
+        if _does_more(module):
+            found.append(module)
+        waiting += [part for part in module._modules.values() if part is not None]
+    return found
+
+
+def _does_more(module: Any) -> bool:
+    hooks = module._forward_hooks.values()
+    return bool(
+        module._forward_pre_hooks
+        or "forward" in vars(module)
+        or any(not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing") for h in hooks)
+    )
 
 
 # ---------------------------------------------------------------- architectures
