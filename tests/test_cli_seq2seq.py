@@ -21,6 +21,10 @@ from transformers import (
     LlamaForCausalLM,
     M2M100Config,
     M2M100ForConditionalGeneration,
+    M2M100Tokenizer,
+    MarianConfig,
+    MarianMTModel,
+    MarianTokenizer,
     MBart50Tokenizer,
     MBartTokenizer,
     NllbTokenizer,
@@ -386,6 +390,61 @@ def test_how_a_language_is_told(kind: type, setting: str, polyglot: tuple[str, A
     assert reads("cat")["input_ids"].count(reads.convert_tokens_to_ids("en_XX")) == 1
     with pytest.raises(Refused, match="give --source-lang"):
         languages.languages(model, reads, "en_XX", None)
+
+
+SIZES = dict(
+    d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=96, init_std=0.2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["marian", "m2m"])
+def test_tokenizers_of_sentencepiece(kind: str, text: Path, tmp_path: Path, capsys: Any) -> None:
+    """The output is that of `generate`, without the language that it was told."""
+    pieces = pytest.importorskip("sentencepiece")
+    pieces.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 20), model_prefix=str(tmp_path / "p"), vocab_size=40, minloglevel=2
+    )
+    read = pieces.SentencePieceProcessor(model_file=str(tmp_path / "p.model"))
+    known = {"</s>": 0, "<unk>": 1, "<pad>": 2, "<s>": 3}
+    for i in range(read.get_piece_size()):
+        known.setdefault(read.id_to_piece(i), len(known))
+    (tmp_path / "vocab.json").write_text(json.dumps(known))
+    files = [str(tmp_path / name) for name in ("vocab.json", "p.model")]
+    torch.manual_seed(0)
+    ends: dict[str, Any] = dict(pad_token_id=2, eos_token_id=0, bos_token_id=3, forced_eos_token_id=None)
+    if kind == "marian":
+        reads: Any = MarianTokenizer(source_spm=files[1], target_spm=files[1], vocab=files[0])
+        translator: Any = MarianMTModel(
+            MarianConfig(vocab_size=len(known), decoder_start_token_id=2, scale_embedding=True, **ends, **SIZES)
+        )
+        languages_told, settings = [], {}
+    else:
+        reads = M2M100Tokenizer(vocab_file=files[0], spm_file=files[1])
+        reads.src_lang, german = "en", reads.get_lang_id("de")
+        translator = M2M100ForConditionalGeneration(
+            M2M100Config(vocab_size=german + 100, decoder_start_token_id=0, **ends, **SIZES)
+        )
+        languages_told, settings = ["--source-lang", "en", "--target-lang", "de"], {"forced_bos_token_id": german}
+    translator.eval().save_pretrained(tmp_path / "model")
+    reads.save_pretrained(tmp_path / "model")
+    args = ["translate", str(text), "--model", str(tmp_path / "model"), *languages_told, "--max-new-tokens", "12"]
+    assert main(args) == 0
+    said = capsys.readouterr().out.splitlines()
+    for at, line in ((0, "One day a cat.  He go to school!"), (3, "the red ball")):
+        ids = translator.generate(**reads(line, return_tensors="pt"), max_new_tokens=12, num_beams=1, **settings)
+        assert said[at] == reads.decode(ids[0], skip_special_tokens=True).removeprefix("__de__").strip()
+
+
+def test_a_tokenizer_without_its_library_is_refused(folder: str, text: Path, capsys: Any, monkeypatch: Any) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise ImportError(
+            "\nMarianTokenizer requires the SentencePiece library but it was not found. Check out\nmore.\n"
+        )
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", missing)
+    error = refused(capsys, "translate", str(text), "--model", folder)
+    assert "requires the SentencePiece library but it was not found; pip install 'truedraft[translate]'" in error
 
 
 # ---------------------------------------------------------------- the other commands

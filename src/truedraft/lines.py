@@ -283,7 +283,8 @@ class Rewriter:
             self.tally.note(piece.line, f"{what}: the model had not ended after the most new tokens allowed")
             if self.careful:
                 return piece.source
-        text = self._decoded(ids[:end])
+        told = ids[:1] == [self.settings.get("forced_bos_token_id")]  # the language, no special token of M2M100
+        text = self._decoded(ids[told:end])
         if not text:
             what = "left as it is" if self.careful else "empty"
             self.tally.note(piece.line, f"{what}: the model said nothing")

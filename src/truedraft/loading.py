@@ -97,7 +97,11 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
 
 def _unloadable(name: str, argument: str, source: Path | str, why: Exception) -> Refused:
     where = "" if isinstance(source, Path) else " (no such folder here, so the hub was asked)"
-    reason = " ".join(str(why).partition("\n")[0].split()) or type(why).__name__
+    reason = " ".join(str(why).strip().partition("\n")[0].split()) or type(why).__name__
+    if isinstance(why, ImportError):
+        reason = reason.partition(". ")[0]
+        if "sentencepiece" in reason.lower():
+            reason += "; pip install 'truedraft[translate]'"
     return Refused(f"{argument} {name!r} cannot be loaded{where}: {reason}")
 
 
