@@ -64,10 +64,10 @@ class Scripted:
         self.tokenizer, self.speak, self.ends = tokenizer(), speak, ends
         self.model = SimpleNamespace(
             config=SimpleNamespace(is_encoder_decoder=True, max_position_embeddings=None, pad_token_id=0),
-            generation_config=SimpleNamespace(eos_token_id=1, forced_eos_token_id=None, num_beams=1),
+            generation_config=SimpleNamespace(eos_token_id=1, forced_eos_token_id=None, num_beams=1, do_sample=False),
             device="cpu", generate=self.generate,
         )  # fmt: skip
-        self.target = SimpleNamespace(hard_limit=None)
+        self.target = SimpleNamespace(hard_limit=None, vocabulary=len(tokenizer()))
         self.batches: list[list[int]] = []
         self.interrupt = False
 

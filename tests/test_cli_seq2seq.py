@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -31,7 +32,7 @@ from transformers import (
 )
 
 from seq2seq_models import TEXTS, Scripted, model, tokenizer
-from truedraft import Refused, accelerated, languages
+from truedraft import Refused, accelerated, files, languages
 from truedraft.cli import _diff, _lines, main
 
 LINES = b"One day a cat.  He go to school!\r\n\n\t\nthe red ball"
@@ -322,10 +323,56 @@ def test_ctrl_c_keeps_whole_lines_and_files(whole: bool, folder: str, tmp_path: 
         assert not last and f"interrupted: {len(lines)} lines" in err.decode()
 
 
+def test_a_file_that_is_replaced_stays_private(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("secret")
+    (tmp_path / "old").chmod(0o600)
+    for name, modes in (("old", {0o600}), ("new", {0o644, 0o664})):
+        with files.whole(tmp_path / name) as file:
+            (part,) = tmp_path.glob(".*")
+            assert part.stat().st_mode & 0o777 in modes
+            file.write(b"text")
+        assert (tmp_path / name).stat().st_mode & 0o777 in modes and (tmp_path / name).read_text() == "text"
+
+
+def test_streams_and_files_that_will_not_do(folder: str, text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    for stream, args, message in (
+        ("stdin", ["-"], "standard input is closed"),
+        ("stdout", [str(text)], "standard output is closed"),
+    ):
+        with monkeypatch.context() as m:
+            m.setattr(sys, stream, None)
+            with pytest.raises(Refused, match=message):
+                _lines.Place(args[0], None, False)
+    with pytest.raises(Refused, match="--out -: text goes to standard output"):
+        _lines.Place(str(text), Path("-"), False)
+    (tmp_path / "bad.gz").write_bytes(gzip.compress(b"a" * 999)[:12] + b"not deflated")
+    with pytest.raises(Refused, match=r"bad.gz cannot be read"):
+        files.read_lines(tmp_path / "bad.gz")
+
+
+def test_a_terminal_without_colours_shows_marks(
+    scripted: Scripted, text: Path, capfdbinary: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["correct", str(text), "--diff"]) == 0
+    assert b"He [-go-]{+goes+} to school!" in capfdbinary.readouterr().out
+
+
+def test_the_embedded_model_leaves_alone_what_it_does_not_know(tmp_path: Path, capsys: Any) -> None:
+    """Signs, letters and marks that its text did not have; typographic marks are read as plain ones."""
+    lines = ["It cost $5, or 10% more.", "| a | b |", "He go to the café.", "It’s a nice day.", "She has a cat.\x1a"]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    assert main(["correct", str(tmp_path / "a.txt")]) == 0
+    out, err = capsys.readouterr()
+    assert out.split("\n") == lines
+    assert "note: 4 places, on lines 1, 2, 3, 5: left as it is: the tokenizer does not know" in err
+
+
 def test_beams_of_the_models_own_settings_are_told(scripted: Scripted, text: Path, capsys: Any) -> None:
     scripted.model.generation_config.num_beams = 4
     assert main(["correct", str(text)]) == 0
-    assert "search with 4 beams; drafts verify greedy search" in capsys.readouterr().err
+    assert "search with 4 beams; lines are said greedily" in capsys.readouterr().err
 
 
 def vocabulary(kind: type) -> Any:
@@ -431,6 +478,13 @@ def test_tokenizers_of_sentencepiece(kind: str, text: Path, tmp_path: Path, caps
     args = ["translate", str(text), "--model", str(tmp_path / "model"), *languages_told, "--max-new-tokens", "12"]
     assert main(args) == 0
     said = capsys.readouterr().out.splitlines()
+    if kind == "m2m":
+        translator.generation_config.forced_bos_token_id = german
+        translator.generation_config.save_pretrained(tmp_path / "model")
+        assert main([*args[:6], "--max-new-tokens", "12"]) == 0
+        assert capsys.readouterr().out.splitlines() == said
+        data = ["--data", str(text), "--out", str(tmp_path / "out")]
+        assert "names none" in refused(capsys, "train", "gad", "--target", str(tmp_path / "model"), *data)
     for at, line in ((0, "One day a cat.  He go to school!"), (3, "the red ball")):
         ids = translator.generate(**reads(line, return_tensors="pt"), max_new_tokens=12, num_beams=1, **settings)
         assert said[at] == reads.decode(ids[0], skip_special_tokens=True).removeprefix("__de__").strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,10 @@ def test_training_goes_on_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path
     with pytest.raises(Refused, match="go on from it with --resume"):
         train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=1))
     before = (tmp_path / WEIGHTS).read_bytes()
-    figures = train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)
-    assert figures["tokens_per_pass"] > 2 and (tmp_path / WEIGHTS).read_bytes() != before
+    figures = train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=3, lr=5.0, warmup=1), resume=True)
+    assert figures["tokens_per_pass"] > 2 and (tmp_path / WEIGHTS).read_bytes() == before, "a worse one was kept"
+    train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=60, lr=1e-2, warmup=5), resume=True)
+    assert (tmp_path / WEIGHTS).read_bytes() != before
     with pytest.raises(Refused, match=r"not .*'layers': 3"):
         train_drafter(learner(layers=3), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)
     with pytest.raises(Refused, match=r"said.safetensors' holds what was said to other lines"):
@@ -211,6 +214,29 @@ def test_the_answers_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
     assert len(kept) == 400
     for source, answer in kept[::40]:
         assert torch.equal(model.generate(torch.tensor([source]), max_new_tokens=20), torch.tensor([answer]))
+
+
+def test_lines_that_cannot_be_learnt_from(toy: Any, tmp_path: Path) -> None:
+    long, reports = " ".join(["w1"] * 130), []
+    knobs: dict[str, Any] = dict(out=tmp_path / "run", plan=Plan(steps=1), say=reports.append)
+    for answers in (["", ""], [long, long]):
+        with pytest.raises(Refused, match="no line with both sides of 1 to 64 tokens"):
+            train_drafter(learner(), *toy, ["w1", "w2"], answers=answers, **knobs)
+    with pytest.raises(Refused, match="no line of 1 to 64 tokens"):
+        train_drafter(learner(), *toy, [long], **knobs)
+    train_drafter(learner(), *toy, ["w1", "w2", "w3"], answers=["w2", long, "w1"], **knobs)
+    assert "1 lines have a side that is empty or longer" in reports[0]
+
+
+def test_answers_that_were_interrupted_are_not_kept(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from truedraft.train.said import said
+
+    fast = truedraft.accelerate(*toy, draft=None)
+    report = fast.report
+    monkeypatch.setattr(fast, "report", lambda: replace(report(), interrupted=True))
+    with pytest.raises(KeyboardInterrupt):
+        said(fast, toy[1], lines(9), tmp_path, print)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_gad_cannot_do_is_refused(toy: Any, checkpoint: Path, tmp_path: Path) -> None:

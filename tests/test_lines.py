@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from models import tiny
 from seq2seq_models import POSITIONS, TEXTS, Scripted, model, tokenizer
 from truedraft import Refused, sentences
 from truedraft.cli import _diff
+from truedraft.errors import NoRoom
 from truedraft.lines import Line, Rewriter
 
 ALPHABET = [*"abc ABC 12.!?\"'()", " ", "  ", ". ", "? B", "\t", "\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029",
@@ -164,8 +166,8 @@ class Deaf:
     def __getattr__(self, name: str) -> Any:
         return getattr(tokenizer(), name)
 
-    def __call__(self, texts: list[str]) -> Any:
-        return tokenizer()(texts)
+    def __call__(self, texts: list[str], **settings: Any) -> Any:
+        return tokenizer()(texts, **settings)
 
 
 def test_characters_that_a_tokenizer_does_not_know() -> None:
@@ -218,6 +220,65 @@ def test_ctrl_c_comes_after_whole_lines() -> None:
     fast.interrupt = True
     with pytest.raises(KeyboardInterrupt):
         next(done)
+
+
+def test_what_looks_like_a_special_token_is_text() -> None:
+    heard: list[str] = []
+    fast = Scripted(lambda text: heard.append(text) or "said")  # type: ignore[func-returns-value]
+    texts_of(fast, ["a </s> b <pad> c"])
+    texts_of(fast, ["a </s> b"], prefix="x </s> ")
+    assert heard[0] == "a </s> b <pad> c" and "</s>" not in heard[1]
+
+
+def test_more_or_fewer_spaces_are_no_correction() -> None:
+    fast = Scripted(lambda text: " ".join(text.split()))
+    assert texts_of(fast, ["one   two  three"], careful=True) == ["one   two  three"]
+    assert texts_of(fast, ["one   two  three"]) == ["one two three"]
+
+
+def test_the_models_own_settings_do_not_stand_in_the_way() -> None:
+    expected = texts_of(truedraft.accelerate(model(), tokenizer(), control="fixed"), TEXTS)
+    own = copy.deepcopy(model())
+    own.generation_config.update(
+        return_dict_in_generate=True, num_return_sequences=2, output_attentions=True, use_cache=False, do_sample=True,
+        num_beams=3,
+    )  # fmt: skip
+    done = Rewriter(truedraft.accelerate(own, tokenizer(), control="fixed"), check=True)
+    assert [line.text for line in done.run(TEXTS)] == expected and done.tally.differs is None
+
+
+@pytest.mark.parametrize("careful", [True, False])
+def test_batches_are_halved_where_memory_is_short(careful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = Scripted(str.upper)
+    generate = fast.generate
+
+    def short(input_ids: Any, **given: Any) -> torch.Tensor:
+        if input_ids.numel() > 20:
+            raise NoRoom("more than there is")
+        return generate(input_ids, **given)
+
+    monkeypatch.setattr(fast, "generate", short)
+    lines = ["the red ball", "a cat", "the dog", "one day", "he go to school", "they was"]
+    done = Rewriter(fast, batch=6, careful=careful)
+    assert [line.text for line in done.run(lines)] == [line.upper() for line in lines] and len(fast.batches) > 1
+    long = "The cat saw a red ball and a dog. " * 3
+    if careful:
+        assert [line.text for line in done.run([*lines, long])] == [*map(str.upper, lines), long]
+        assert list(done.tally.notes) == ["left as it is: too long for the memory that is free"]
+    else:
+        with pytest.raises(NoRoom):
+            list(done.run([*lines, long]))
+
+
+def test_tokens_beyond_the_models_are_left_alone() -> None:
+    fast = Scripted(str.upper)
+    known, *_, unknown = sorted(
+        ["one day", "the red ball", "school"], key=lambda text: max(tokenizer()(text)["input_ids"])
+    )
+    fast.target.vocabulary = max(tokenizer()(known)["input_ids"]) + 1
+    done = Rewriter(fast)
+    assert [line.text for line in done.run([known, unknown])] == [known.upper(), unknown]
+    assert list(done.tally.notes) == ["left as it is: the model does not know all of the tokenizer's tokens"]
 
 
 def test_figures_add_up() -> None:

@@ -7,6 +7,7 @@ import gzip
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -26,7 +27,8 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with part.open("xb") as file:
+        private = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if path.exists() else 0o666)
+        with open(private, "wb") as file:
             yield file
         if path.exists():
             shutil.copymode(path, part)
@@ -55,7 +57,7 @@ def read_bytes(path: Path) -> bytes:
     """
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise Refused(f"{path} cannot be read: {error}") from error
 
 

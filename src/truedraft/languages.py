@@ -34,7 +34,8 @@ def languages(model: Any, tokenizer: Any, source: str | None, target: str | None
             raise Refused(f"{option} {code!r} is no language of this model: {hint}")
     tokenizer.src_lang = source
     if target is None:
-        return {}
+        forced = own.forced_bos_token_id
+        return {"forced_bos_token_id": forced} if forced in fixed else {}
     begins = type(tokenizer).__name__.startswith("MBartTokenizer")  # the others begin with an end, then the language
     return {"decoder_start_token_id" if begins else "forced_bos_token_id": known[target]}
 

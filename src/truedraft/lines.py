@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from truedraft import sentences
 from truedraft.accelerated import Accelerated
-from truedraft.errors import Refused
+from truedraft.errors import NoRoom, Refused
 from truedraft.stats import Report
 
 BREAKS = "\t\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
@@ -31,6 +31,10 @@ ESCAPED = re.compile("[\ud800-\udfff]")  # bytes that are no text, as `surrogate
 FIRST, MOST = 2, 32  # batches read ahead and sorted: the first time, so that lines come soon, and at most
 READ_AHEAD = 10_000, 1 << 20  # lines and characters, at most
 NAMED = 10  # lines that a note names
+PLAINLY = dict(  # what a model's own settings may ask for, and lines cannot use
+    do_sample=False, num_beams=1, num_beam_groups=1, num_return_sequences=1, use_cache=True,
+    return_dict_in_generate=False, output_attentions=False, output_hidden_states=False,
+)  # fmt: skip
 MORE, TIMES = 32, 2  # new tokens of a piece, at most: so many, and so many times its own
 
 
@@ -176,6 +180,8 @@ class Rewriter:
         self._spare = 0 if forced is None else 1  # a forced end says nothing about whether the text had ended
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else model.config.pad_token_id
         self._pad = int(pad or 0)
+        self._vocabulary = self.fast.target.vocabulary
+        self._split = not any(token in self.prefix for token in tokenizer.all_special_tokens)
         self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in (*self._ends, pad) else None
 
     def run(self, lines: Iterable[str]) -> Iterator[Line]:
@@ -219,9 +225,20 @@ class Rewriter:
     def _rewritten(self, waiting: Sequence[tuple[int, list[str | _Piece]]]) -> Iterator[Line]:
         pieces = [part for _, parts in waiting for part in parts if isinstance(part, _Piece)]
         todo = sorted(self._readable(pieces), key=lambda piece: len(piece.ids))
-        for at in range(0, len(todo), self.batch):
-            self._say(todo[at : at + self.batch])
-            self.progress(self.tally.lines + len(waiting) * min(at + self.batch, len(todo)) // len(todo))
+        batches, done = [todo[at : at + self.batch] for at in range(0, len(todo), self.batch)], 0
+        while batches:
+            batch = batches.pop(0)
+            try:
+                self._say(batch)
+            except (NoRoom, torch.OutOfMemoryError):
+                if len(batch) > 1:
+                    batches[:0] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+                    continue
+                if not self.careful:
+                    raise
+                self.tally.note(batch[0].line, "left as it is: too long for the memory that is free")
+            done += len(batch)
+            self.progress(self.tally.lines + len(waiting) * done // len(todo))
         for number, parts in waiting:
             line = Line(number, tuple((p.source, p.text) if isinstance(p, _Piece) else (p, p) for p in parts))
             self.tally.lines += 1
@@ -234,20 +251,24 @@ class Rewriter:
         if not pieces:
             return
         positions = self.fast.target.hard_limit
-        for piece, ids in zip(pieces, self._ids([self.prefix + piece.source for piece in pieces]), strict=True):
+        texts = self._ids([self.prefix + piece.source for piece in pieces])
+        for piece, ids in zip(pieces, texts, strict=True):
             if self.longest is not None and len(ids) > self.longest:
                 self.tally.note(
                     piece.line, f"left as it is: longer than the {self.longest} tokens that the model reads"
                 )
             elif self.careful and self._unknown in ids:
                 self.tally.note(piece.line, "left as it is: the tokenizer does not know all of its characters")
+            elif max(ids, default=0) >= self._vocabulary:
+                self.tally.note(piece.line, "left as it is: the model does not know all of the tokenizer's tokens")
             else:
                 room = self.max_new_tokens or TIMES * len(ids) + MORE
                 piece.ids, piece.room = ids, room if positions is None else min(room, positions - 1)
                 yield piece
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts)["input_ids"]
+        """Of texts, in which what looks like a special token is text, if the prefix has none."""
+        return self._tokenizer(texts, split_special_tokens=self._split)["input_ids"]
 
     def _say(self, pieces: Sequence[_Piece]) -> None:
         """Have the model rewrite a batch."""
@@ -257,9 +278,7 @@ class Rewriter:
             "input_ids": pad_sequence(rows, batch_first=True, padding_value=self._pad).to(device),
             "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device),
         }
-        settings = {
-            "do_sample": False, "num_beams": 1, "max_new_tokens": max(piece.room for piece in pieces), **self.settings,
-        }  # fmt: skip
+        settings = {**PLAINLY, "max_new_tokens": max(piece.room for piece in pieces), **self.settings}
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="generation was interrupted")
@@ -290,7 +309,8 @@ class Rewriter:
             self.tally.note(piece.line, f"{what}: the model said nothing")
         if not self.careful:
             return text
-        same = text == self._decoded(self._ids([piece.source])[0])  # some tokenizers do not keep every character
+        read = self._decoded(self._ids([piece.source])[0])  # some tokenizers do not keep every character
+        same = text.split() in (read.split(), piece.source.split())
         return piece.source if same or not text else text
 
     def _decoded(self, ids: list[int]) -> str:
@@ -301,7 +321,7 @@ class Rewriter:
     ) -> None:
         generate: Any = self.fast.model.generate
         start = time.perf_counter()
-        plain = generate(**inputs, **settings).cpu()
+        plain = generate(**inputs, **settings, tokenizer=self._tokenizer).cpu()
         self.tally.plain_seconds += time.perf_counter() - start
         for piece, expected, got in zip(pieces, plain.tolist(), said.tolist(), strict=True):
             if expected != got and (self.tally.differs is None or piece.line < self.tally.differs.line):

@@ -77,6 +77,10 @@ class Place:
             raise Refused("--in-place and --out were both given: choose one")
         if self.in_place and self.file == STDIN:
             raise Refused("--in-place needs a FILE to replace, and standard input is none")
+        if self.file == STDIN and sys.stdin is None:
+            raise Refused("FILE -: standard input is closed; name a file")
+        if sys.stdout is None and self.shown is not None:
+            raise Refused("standard output is closed: give --out or --in-place")
         if self.target is not None:
             self._check(self.target)
 
@@ -90,11 +94,13 @@ class Place:
         """Whether differences go to standard output (True), or the text (False); None for nothing."""
         if self.target is not None:
             return True if self.diff else None
-        return sys.stdout.isatty() if self.diff is None else self.diff
+        return self.diff if self.diff is not None else sys.stdout is not None and sys.stdout.isatty()
 
     def _check(self, target: Path) -> None:
         """Raises Refused, before anything is computed, for a file that could not be written, or is the input."""
         name = "--in-place" if self.in_place else f"--out {target}"
+        if str(target) == STDIN:
+            raise Refused("--out -: text goes to standard output where --out is left out")
         if target.exists() and not target.is_file():
             raise Refused(f"{name} is no file that can be replaced: name another")
         if not self.in_place and target.exists() and Path(self.file).exists() and target.samefile(self.file):
@@ -221,13 +227,14 @@ def _write(line: Line, out: BinaryIO | None, shown: bool | None) -> None:
 def _show(line: Line) -> None:
     """A line on standard output with what changed in it."""
     parts = [(printable(before), printable(after)) for before, after in line.parts]
-    if sys.stdout.isatty():
-        from rich.console import Console
+    from rich.console import Console
 
-        Console(highlight=False).print(coloured(parts), end="", soft_wrap=True)
+    console = Console(highlight=False)
+    if console.color_system is not None and not console.no_color:
+        console.print(coloured(parts), end="", soft_wrap=True)
     else:
-        sys.stdout.write(marked(parts))
-        sys.stdout.flush()
+        sys.stdout.buffer.write(marked(parts).encode())
+        sys.stdout.buffer.flush()
 
 
 def printable(text: str) -> str:
@@ -264,9 +271,11 @@ def _told(rewriter: Rewriter, report: bool) -> int:
     for why, noted in tally.notes.items():
         lines = ", ".join(map(str, sorted(noted.lines)))
         say(f"note: {noted.count:,} {'place' if noted.count == 1 else 'places'}, on lines {lines}: {why}")
-    beams = rewriter.fast.model.generation_config.num_beams
-    if (beams or 1) > 1:
-        say(f"note: this model's own settings search with {beams} beams; drafts verify greedy search, which was used")
+    own = rewriter.fast.model.generation_config
+    if (own.num_beams or 1) > 1:
+        say(f"note: this model's own settings search with {own.num_beams} beams; lines are said greedily")
+    elif own.do_sample:
+        say("note: this model's own settings sample; lines are said greedily")
     if report:
         say(_figures(tally))
     if not rewriter.check:

@@ -43,6 +43,7 @@ def train(
     import torch
 
     from truedraft.cli._models import load
+    from truedraft.languages import check_monolingual
     from truedraft.train.drafter import train_drafter
     from truedraft.train.loop import Plan
 
@@ -51,6 +52,7 @@ def train(
     torch.manual_seed(seed)
     learner = _learner(drafter)
     model, tokenizer = load(target, argument="--target")
+    check_monolingual(tokenizer, "truedraft train")
     plan = Plan(minutes=minutes, lr=lr, every=every, bf16=bf16, seed=seed)
     train_drafter(learner, model, tokenizer, sources, out, plan, answers=answers, batch=batch, resume=resume)
     print(f"{out}: use it as --draft {learner.name}:model={out}")

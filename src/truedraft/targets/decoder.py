@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.rows import RowCache
-from truedraft.errors import Refused
+from truedraft.errors import NoRoom, Refused
 from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
 from truedraft.runtime.lean import LeanPass
 from truedraft.runtime.weights import Unsuited
@@ -205,12 +205,12 @@ class DecoderTarget:
 
 
 def check_room(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises Refused where keys and values of so many rows and positions do not fit in the memory that is free."""
+    """Raises NoRoom where keys and values of so many rows and positions do not fit in the memory that is free."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     need, free = 2 * layers * rows * capacity * heads * size * dtype.itemsize, free_memory(device)
     if need > free:
-        raise Refused(
+        raise NoRoom(
             f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
             "lower max_new_tokens or the batch size"
         )

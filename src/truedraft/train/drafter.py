@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.accelerated import accelerate
@@ -13,7 +14,7 @@ from truedraft.drafters._learned import WEIGHTS, Learner, Line, read_learnt, sav
 from truedraft.errors import Refused
 from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import bucketed, shuffled
-from truedraft.train.said import said
+from truedraft.train.said import longest, said
 
 HELD_OUT = 100  # one line in so many is held out,
 MOST = 200  # but no more than this
@@ -49,7 +50,8 @@ def train_drafter(
     Raises:
         Refused: the drafter cannot serve this model, or the folder holds what does not fit; before any work.
     """
-    learner.begin(model)
+    with model.device:
+        learner.begin(model)
     if (out / WEIGHTS).exists() != resume:
         raise Refused(
             f"--resume: there is no checkpoint in {str(out)!r}" if resume
@@ -61,14 +63,14 @@ def train_drafter(
     if answers is None:
         lines = said(accelerate(model, tokenizer, draft=None), tokenizer, sources, out, say)
     else:
-        lines = _given(model, tokenizer, sources, answers)
+        lines = _given(model, tokenizer, sources, answers, say)
     step = max(HELD_OUT, len(lines) // MOST)
     held = lines[::step]
     learnt = [line for i, line in enumerate(lines) if i % step] or held
     weights = sum(p.numel() for p in learner.module.parameters())
     say(f"{weights:,} weights, {len(learnt):,} lines to learn from, {len(held):,} held out")
-    best = 0.0
     figures: dict[str, float] = {}
+    best = 0.0
 
     def validate() -> dict[str, float]:
         figures.update(learner.judged(held))
@@ -82,13 +84,32 @@ def train_drafter(
 
     groups = bucketed(shuffled(learnt, plan.seed), batch, plan.seed)
     told = partial(setattr, learner, "share")
-    fit(learner.module, learner.loss, groups, plan, validate=validate, save=save, log=out / "log.jsonl", told=told)
+    with model.device:
+        if resume:
+            best = _now(learner, held)
+        fit(learner.module, learner.loss, groups, plan, validate=validate, save=save, log=out / "log.jsonl", told=told)
     return {"tokens_per_pass": best}
 
 
+@torch.no_grad()
+def _now(learner: Learner, held: Sequence[Line]) -> float:
+    """Tokens per pass before anything more is learnt."""
+    learner.module.eval()
+    return learner.judged(held)["tokens_per_pass"]
+
+
 def _given(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], answers: Sequence[str]
-) -> list[Line]:
-    start = model.generation_config.decoder_start_token_id
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], answers: Sequence[str],
+    say: Callable[[str], None],
+) -> list[Line]:  # fmt: skip
+    start, most = model.generation_config.decoder_start_token_id, longest(model)
     asked, told = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(answers))["input_ids"]
-    return [(a, [start, *b]) for a, b in zip(asked, told, strict=True) if min(len(a), len(b)) > 1]
+    lines = [
+        (a, [start, *b]) for a, b in zip(asked, told, strict=True)
+        if 1 < len(a) <= most and 1 < len(b) < most
+    ]  # fmt: skip
+    if not lines:
+        raise Refused(f"--data has no line with both sides of 1 to {most} tokens")
+    if len(lines) < len(sources):
+        say(f"{len(sources) - len(lines):,} lines have a side that is empty or longer than {most} tokens: left out")
+    return lines

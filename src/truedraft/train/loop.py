@@ -120,6 +120,7 @@ def fit(
     """
     torch.manual_seed(plan.seed)
     learning, optimizers = _optimizers(model, plan)
+    device = learning[0].device.type
     log.parent.mkdir(parents=True, exist_ok=True)
     start, step, smooth, last = time.monotonic(), 0, 0.0, 0.0
     model.train()
@@ -144,7 +145,7 @@ def fit(
             told(gone)
         mean = 0.0
         for _ in range(plan.micro):
-            with torch.autocast("cpu", torch.bfloat16, enabled=plan.bf16):
+            with torch.autocast(device, torch.bfloat16, enabled=plan.bf16):
                 value = loss(next(batches)) / plan.micro
             value.backward()
             mean += value.item()

@@ -35,7 +35,7 @@ def bucketed(
                 widest = max(map(len, pair))
             groups[-1].append(pair)
         rng.shuffle(groups)
-        yield from groups
+        yield from filter(None, groups)
 
 
 def pad_to(rows: list[list[Any]], value: float) -> torch.Tensor:

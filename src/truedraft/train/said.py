@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.accelerated import Accelerated
 from truedraft.drafters._learned import Line, fingerprint
@@ -19,7 +20,7 @@ from truedraft.stores import _file as file
 
 VERSION = 1
 KIND, NAME = "target's answers", "said.safetensors"
-LONGEST = 120  # tokens of a source, and of what is said to it
+LONGEST = 120  # tokens of a source, and of what is said to it, if the model reads as many
 ROWS = 128  # sources that are answered together, where drafts no longer pay
 SAYS = 20.0  # seconds between reports
 
@@ -42,11 +43,12 @@ def said(
     about = {"fingerprint": fingerprint(fast.model), "sources": digest}
     if path.exists():
         return _read(path, about)
-    lines = [ids for ids in tokenizer(list(sources))["input_ids"] if 1 < len(ids) <= LONGEST]
+    most = longest(fast.model)
+    lines = [ids for ids in tokenizer(list(sources))["input_ids"] if 1 < len(ids) <= most]
     if not lines:
-        raise Refused(f"--data has no line of 1 to {LONGEST} tokens")
+        raise Refused(f"--data has no line of 1 to {most} tokens")
     if len(lines) < len(sources):
-        say(f"{len(sources) - len(lines):,} lines are empty or longer than {LONGEST} tokens, and left out")
+        say(f"{len(sources) - len(lines):,} lines are empty or longer than {most} tokens, and left out")
     order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
     answers: dict[int, list[int]] = {}
     began = reported = time.monotonic()
@@ -61,6 +63,11 @@ def said(
     return found
 
 
+def longest(model: PreTrainedModel) -> int:
+    """Tokens of a source that is learnt from, and of its answer with its start, at most."""
+    return min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
+
+
 def _answered(fast: Accelerated, sources: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     """What the target says to each, behind its decoder's prompt and with its end."""
     config = fast.model.generation_config
@@ -68,9 +75,12 @@ def _answered(fast: Accelerated, sources: Sequence[Sequence[int]]) -> Iterator[l
     pad, width = fast.model.config.pad_token_id or 0, max(map(len, sources))
     given = torch.tensor([[*line, *[pad] * (width - len(line))] for line in sources], device=fast.target.device)
     heard = torch.tensor([[1] * len(line) + [0] * (width - len(line)) for line in sources], device=given.device)
-    limit = fast.target.hard_limit
-    most = LONGEST if limit is None else min(LONGEST, limit - 1)
-    out = fast.generate(given, attention_mask=heard, do_sample=False, num_beams=1, max_new_tokens=most)
+    most = longest(fast.model) - 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="generation was interrupted")
+        out = fast.generate(given, attention_mask=heard, do_sample=False, num_beams=1, max_new_tokens=most)
+    if fast.report().interrupted:
+        raise KeyboardInterrupt
     for row in out.tolist():
         yield row[: next((i for i, token in enumerate(row[1:], 2) if token in ends), len(row))]
 
