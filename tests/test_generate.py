@@ -287,7 +287,7 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     ),
     "past the learned positions": (
         lambda f: truedraft.accelerate(tiny("gpt2")).generate(_IDS, max_new_tokens=400),
-        "max_new_tokens to at most 125",
+        "max_new_tokens to at most 126",
     ),
 }
 

@@ -17,7 +17,7 @@ V = 61
 _BART: dict[str, Any] = dict(
     vocab_size=V, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
-    eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None, init_std=0.1,
 )  # fmt: skip
 _T5: dict[str, Any] = dict(
     vocab_size=V, d_model=32, d_kv=8, num_layers=2, num_decoder_layers=2, num_heads=4, d_ff=48, pad_token_id=0,

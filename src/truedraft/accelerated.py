@@ -220,7 +220,7 @@ class Accelerated:
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
-        if drafter.takes_references:
+        if drafter.takes_references and self.target.one_vocabulary:
             references = behind(prompts, references)
         namespaces = namespaces_of(call.namespace, batch)
         chance = call.chance or chance_of(call.seed, batch)

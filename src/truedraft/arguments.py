@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
@@ -124,7 +123,12 @@ def _behind_sources(
     states = encoded.last_hidden_state
     heard = model_kwargs.get("attention_mask")
     if heard is None:
-        heard = states.new_ones(states.shape[:2], dtype=torch.long)
+        heard = states.new_ones(states.shape[:2])
+    if heard.shape[1] != states.shape[1]:
+        raise Refused(f"attention_mask is for {heard.shape[1]} positions, the source has {states.shape[1]}")
+    heard = (heard != 0).long()
+    if not bool(heard.any(-1).all()):
+        raise Refused("a source is empty (masked throughout): give each row at least one token")
     texts: list[tuple[int, ...]] = [()] * len(heard)
     if sources is not None and sources.shape[1] == heard.shape[1]:
         lines = sources.repeat_interleave(len(heard) // len(sources), 0)
@@ -144,10 +148,10 @@ def check_lengths(target: DecoderTarget, longest: int, steps: int) -> None:
     context, hard = target.context, target.hard_limit
     if context is not None and longest > context:
         raise Refused(f"the prompt has {longest} tokens, the model's context has {context}: shorten the prompt")
-    if hard is not None and longest + steps > hard:
+    if hard is not None and longest + steps - 1 > hard:  # the last token is not read any more
         raise Refused(
             f"{longest} prompt tokens and {steps} new ones exceed the model's {hard} learned positions: "
-            f"set max_new_tokens to at most {hard - longest}"
+            f"set max_new_tokens to at most {hard - longest + 1}"
         )
 
 

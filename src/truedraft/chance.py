@@ -91,7 +91,7 @@ class StreamNoise(Chance):
         self.states: dict[int, Tensor] = {}  # of the stream before a block, where blocks were drawn ahead
 
     def _draw(self, like: Tensor) -> None:
-        block = torch.empty(self.batch, like.shape[-1], device=like.device)
+        block = torch.empty(self.batch, like.shape[-1], dtype=torch.float32, device=like.device)
         self.blocks[self.drawn] = block.exponential_(1)
         self.drawn += 1
 

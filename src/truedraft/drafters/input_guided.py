@@ -74,7 +74,8 @@ class InputGuided(PerRow[Place]):
     def begin(self, row: Row) -> Place:
         text = told(row, self.prices)
         source = text.given.tokens if text.given is not None else list(row.tokens[: row.prompt])
-        return Place(source, text, len(row.tokens), at=0 if row.source else None)
+        begins = bool(row.source) and text.given is not None  # else its tokens are not those of the output
+        return Place(source, text, len(row.tokens), at=0 if begins else None)
 
     def draft(self, row: Row, state: Place, ahead: Sequence[int], budget: int) -> DraftTree:
         if not ahead:

@@ -122,7 +122,6 @@ class LeanPass:
         self._made_of = self._fingerprint()
         c = self.model.config
         self._vocabulary, self._hidden = self.program.widths["logits"], c.hidden_size
-        self._known = len(self.model.get_input_embeddings().weight)  # type: ignore[arg-type]
         self._share = c.num_attention_heads // kv_heads(c)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
@@ -185,6 +184,8 @@ class LeanPass:
                 nodes.add_chain(
                     first + i, start, None if prompt.ids is None else prompt.ids[start:end].tolist(), end - start
                 )
+                if (counted := self._counted(prompt)) is not None:
+                    nodes.position[start - end :] = counted[start:end]
                 if end == len(prompt):
                     gather.append(len(nodes) - 1)
                 if prompt.embeds is not None:
@@ -202,6 +203,10 @@ class LeanPass:
                     at += end - start
         cursor.lengths += [len(p) - 1 for p in prompts]  # the root is committed with its path
         return Scores(torch.cat(logits)[:, None], hidden, [len(p) - 1 for p in prompts])
+
+    def _counted(self, prompt: Prompt) -> list[int] | None:
+        """The positions of a prompt's tokens, where they are not those of their places."""
+        return None
 
     def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
         """The logits at every node of one tree per slot in use."""
@@ -232,15 +237,15 @@ class LeanPass:
             fp32 logits (len(gather), V), and the hidden states (nodes, H) by layer.
         """
         n, m = len(nodes), len(gather)
-        kept = {layer: torch.zeros(n, self._stride("x")) for layer in hidden}
-        logits = torch.empty(m, self._stride("logits"))
+        kept = {layer: torch.zeros(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
+        logits = torch.empty(m, self._stride("logits"), dtype=torch.float32)
         self._reserve(n)
         buffers = [*self._buffers, *(kept[layer].data_ptr() for layer in hidden)]
         buffers[-1 - len(hidden)] = logits.data_ptr()
         strides = [*self._strides, *(kept[layer].shape[1] for layer in hidden)]
         embedded = None if embeds is None else embeds.float().contiguous()
         given = Pass(
-            nodes=n, tail=m, vocabulary=self._known, capacity=self.cache.cursor.capacity,
+            nodes=n, tail=m, vocabulary=self.program.known, capacity=self.cache.cursor.capacity,
             token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
             slot=array(nodes.slot), position=array(nodes.position), place=array(nodes.place),
             base=array(nodes.base), extra_from=array(nodes.extra_from), extra=array(nodes.extra or [0]),
@@ -269,7 +274,9 @@ class LeanPass:
         self._arena = max(nodes, 2 * self._arena, TOGETHER)
         names = list(self.program.widths)
         self._strides = [self._stride(name) for name in names]
-        self._storage = [torch.zeros(self._arena * self.program.rows[n], self._stride(n)) for n in names[:-1]]
+        self._storage = [
+            torch.zeros(self._arena * self.program.rows[n], self._stride(n), dtype=torch.float32) for n in names[:-1]
+        ]
         self._buffers = [s.data_ptr() for s in self._storage] + [0]  # the logits, allocated per pass
 
     def _ops(self, hidden: tuple[int, ...]) -> ctypes.Array[Op]:

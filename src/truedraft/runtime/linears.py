@@ -68,7 +68,7 @@ def _product(run: Any, module: nn.Linear, op: Op, weight: Weight, kept: list[Ten
     if torch.is_grad_enabled() or x.dtype != module.weight.dtype or x.device.type != "cpu" or not x.numel():
         return nn.Linear.forward(module, x)
     rows = x.reshape(-1, op.inner).float().contiguous()
-    y = torch.empty(len(rows), op.out)
+    y = torch.empty(len(rows), op.out, dtype=torch.float32)
     if run(op, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()):
         raise MemoryError("no memory for a linear layer's results")
     return y.to(x.dtype).view(*x.shape[:-1], op.out)

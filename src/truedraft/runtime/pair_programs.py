@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from truedraft.errors import Refused
 from truedraft.runtime.program import Program
 
 NORMED_BEFORE = ("mbart", "pegasus", "blenderbot", "m2m_100")  # the others of BART's kin have norms behind the blocks
@@ -101,7 +102,15 @@ PAIR_PROGRAMS: dict[str, Callable[..., None]] = {
 }
 
 
-def decoder_layers(model: Any) -> int:
-    """Layers of an encoder-decoder's decoder."""
-    decoder: Any = model.get_decoder()
-    return len(decoder.layers if hasattr(decoder, "layers") else decoder.block)
+def layers_of(stack: Any) -> int:
+    """Layers of an encoder or a decoder.
+
+    Raises:
+        Refused: it is a model of its own.
+    """
+    layers = getattr(stack, "layers", None) or getattr(stack, "block", None)
+    if layers is None:
+        raise Refused(
+            f"{type(stack).__name__} cannot be hosted exactly as one half of a model: its layers are not known"
+        )
+    return len(layers)

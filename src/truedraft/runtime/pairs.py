@@ -127,6 +127,9 @@ class LeanPairPass(Hearing, LeanStackPass):
         self.hear(stacked(prompts, "states"), stacked(prompts, "heard"))
         return super().prefill(prompts, taps)
 
+    def _counted(self, prompt: Prompt) -> list[int] | None:
+        return None if prompt.ids is None else self._positions.counted(prompt.ids[None])[0].tolist()
+
 
 def stacked(prompts: Sequence[Prompt], name: str) -> Tensor:
     """What prompts have of one name, together."""

@@ -38,6 +38,7 @@ class Program:
     biased: list[tuple[Op, Any]] = field(default_factory=list)  # by distance; the attention that knows the biases
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # the module that makes cosines and sines, where there is one
+    known: int = 0  # tokens that the embedding has
     positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # of what, the copy, what was added
@@ -295,6 +296,7 @@ class Program:
     def embed(self, embedding: Any, scale: float = 1.0, given_too: bool = False) -> None:
         table = plain(embedding.weight, self.dtype)
         self.kept.append(table)
+        self.known = len(table)
         self.op(
             Kind.EMBED, dst="x", weight=table.data_ptr(), inner=table.shape[1], scale=scale, mode=given_too, blank=-1
         )  # fmt: skip

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from truedraft.runtime.pair_programs import PAIR_PROGRAMS, decoder_layers
+from truedraft.runtime.pair_programs import PAIR_PROGRAMS, layers_of
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import Unsuited, address
 
@@ -22,16 +23,20 @@ Norm = Callable[[str, str, Any], None]
 
 def strangers(model: Any) -> list[str]:
     """Modules whose forward is not all that they do; what transformers hooks in to record outputs is not counted."""
+    if _global_forward_pre_hooks or _global_forward_hooks:
+        return ["every module"]
     return [name or type(module).__name__ for name, module in model.named_modules() if _does_more(module)]
 
 
 def made_of(model: Any) -> list[object]:
-    """What a program is made of: the addresses of all weights, and the modules whose forward is not all they do."""
-    found: list[object] = []
+    """What a program is made of: the kinds of all modules, which of them do more than their forward, and the addresses
+    of weights and buffers. Plain attributes (the eps of a norm) are read once, when a program is made."""
+    found: list[object] = [*_global_forward_pre_hooks, *_global_forward_hooks]
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        found += [address(p) for p in module._parameters.values() if p is not None]
+        found.append(type(module))
+        found += [address(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if _does_more(module):
             found.append(module)
         waiting += [part for part in module._modules.values() if part is not None]
@@ -301,7 +306,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
 def compile_program(model: Any) -> Program:
     """Raises Unsuited, with the reason, where the compiled pass cannot stand in for the model's forward."""
     if model.config.is_encoder_decoder:
-        return _compiled(model, PAIR_PROGRAMS, ["full_attention"] * decoder_layers(model))
+        return _compiled(model, PAIR_PROGRAMS, ["full_attention"] * layers_of(model.get_decoder()))
     return _compiled(model, PROGRAMS, get_layer_types_and_kwargs(model.config)[0])
 
 
@@ -310,7 +315,7 @@ def compile_encoder(model: Any) -> Program:
     if model.config.model_type == "longt5":
         raise Unsuited("its encoder sees near words only")
     programs = {name: partial(make, encoder=True) for name, make in PAIR_PROGRAMS.items()}
-    return _compiled(model, programs, ["full_attention"] * model.config.num_hidden_layers)
+    return _compiled(model, programs, ["full_attention"] * layers_of(model.get_encoder()))
 
 
 def _compiled(model: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str]) -> Program:

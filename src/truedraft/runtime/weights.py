@@ -81,7 +81,7 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
 
 def padded(vector: Tensor, offset: float = 0.0) -> Tensor:
     """A norm, bias or scales as fp32, with zeros behind up to a multiple of sixteen."""
-    result = torch.zeros((len(vector) + 15) // 16 * 16)
+    result = torch.zeros((len(vector) + 15) // 16 * 16, dtype=torch.float32)
     result[: len(vector)] = vector.detach().float() + offset
     return result
 

@@ -89,6 +89,11 @@ class DecoderTarget:
         return f"{self.runner.name} ({self.why_stock})" if self.why_stock else self.runner.name
 
     @property
+    def one_vocabulary(self) -> bool:
+        """Whether sources and outputs are made of the same tokens."""
+        return True
+
+    @property
     def cold(self) -> bool:
         """Whether the last pass took longer than others of its size will, because it was captured first."""
         return self.runner.cold
@@ -148,8 +153,14 @@ class DecoderTarget:
         """Make room for `rows` rows of `capacity` positions each.
 
         Raises:
-            Refused: the cache would not fit in the memory that is free; nothing was computed yet.
+            Refused: the cache would not fit in the memory that is free, or autocast is on, which only the model's own
+                forward follows; nothing was computed yet.
         """
+        if torch.is_autocast_enabled(self.device.type) and self.runner.name != StockPass.name:
+            raise Refused(
+                f"torch.autocast is on, which the {self.runner.name} does not follow: load the model in the dtype "
+                "that is wanted, or accelerate(runtime='stock')"
+            )
         kept = None
         if isinstance(self.runner, GraphPass):
             capacity += -capacity % VIEW  # so that calls of about this length find the same cache, and its graphs

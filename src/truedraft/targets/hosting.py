@@ -72,7 +72,7 @@ def check_exact(target: DecoderTarget) -> None:
             spread = expected.std(-1).mean().clamp_min(1e-6)
             error = ((scores[row, list(path)] - expected).abs().max() / spread).item()
             tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
-            if error > tolerance:
+            if not error <= tolerance:
                 raise Refused(
                     f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain forwards by "
                     f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions"

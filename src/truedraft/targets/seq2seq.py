@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from truedraft.caches.pairs import PairCache
 from truedraft.errors import Refused
 from truedraft.runtime.linears import Linears
-from truedraft.runtime.pair_programs import decoder_layers
+from truedraft.runtime.pair_programs import layers_of
 from truedraft.runtime.pairs import LeanEncoderPass, LeanPairPass, stacked
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.decoder import DecoderTarget, check_room
@@ -41,7 +41,7 @@ class Seq2SeqPass(StockPass):
     cache: PairCache  # type: ignore[assignment]
 
     def __init__(self, model: PreTrainedModel, compiled: bool):
-        super().__init__(model, ["full_attention"] * decoder_layers(model), None)
+        super().__init__(model, ["full_attention"] * layers_of(model.get_decoder()), None)
         self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
         self._hears = "attention_mask" in inspect.signature(model.forward).parameters  # not of sounds
         self._linears = Linears(model) if compiled else None
@@ -133,8 +133,9 @@ class Seq2SeqTarget(DecoderTarget):
     @torch.no_grad()
     def _trusted(self, encoder: LeanEncoderPass) -> LeanEncoderPass | None:
         """The compiled pass, if it says what the model's own encoder does, padding on either side."""
-        ids = torch.randint(1, self.vocabulary, (3, 9), generator=torch.Generator().manual_seed(0))
-        ids[ids == self.model.config.pad_token_id] += 1
+        known = len(self.model.get_encoder().get_input_embeddings().weight)
+        ids = torch.randint(1, known, (3, 9), generator=torch.Generator().manual_seed(0))
+        ids[ids == self.model.config.pad_token_id] -= 1
         heard = torch.ones_like(ids)
         heard[1, 6:], heard[2, :2] = 0, 0
         ids = ids.masked_fill(heard == 0, self.model.config.pad_token_id or 0)
@@ -152,6 +153,7 @@ class Seq2SeqTarget(DecoderTarget):
         if (
             self._encoder is None
             or ids is None
+            or torch.is_autocast_enabled(self.device.type)
             or not OWN.isdisjoint(name for name, v in given.items() if v is not None)
         ):
             return given
@@ -159,6 +161,7 @@ class Seq2SeqTarget(DecoderTarget):
             if (ids == self.model.config.pad_token_id).any():
                 return given  # generate makes a mask, and may tell that it did
             heard = torch.ones_like(ids)
+        heard = (heard != 0).long()
         try:
             states = self._encoder.states(ids, heard)
         except (Unsuited, IndexError):
@@ -180,6 +183,13 @@ class Seq2SeqTarget(DecoderTarget):
             with suppress(Unsuited):  # it was changed since
                 return self._encoder.states(ids, heard)
         return self.model.get_encoder()(input_ids=ids, attention_mask=heard, return_dict=True).last_hidden_state
+
+    @property
+    def one_vocabulary(self) -> bool:
+        read, said = (
+            len(half.get_input_embeddings().weight) for half in (self.model.get_encoder(), self.model.get_decoder())
+        )
+        return read == said and getattr(self.model.config, "share_encoder_decoder_embeddings", True)
 
     @property
     def context(self) -> int | None:
@@ -210,7 +220,7 @@ class Seq2SeqTarget(DecoderTarget):
         return Prompt(ids, states=states, heard=torch.ones(SOURCE, dtype=torch.long, device=self.device))
 
     def _allocated(self, rows: int, capacity: int) -> Any:
-        layers = decoder_layers(self.model)
+        layers = layers_of(self.model.get_decoder())
         check_room(self.config, layers, rows, capacity, self.dtype, self.device)
         return PairCache(layers, rows, capacity)
 

@@ -1,0 +1,166 @@
+"""Encoder-decoders with inputs and models out of the ordinary: as the model alone, or refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, MarianConfig, MarianMTModel
+from transformers.modeling_outputs import BaseModelOutput
+
+import models as decoders
+import truedraft
+from test_seq2seq import _BART, both, sources, tiny
+from truedraft import Refused
+
+SHORT: dict[str, Any] = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
+
+
+def marian(encoder: int, decoder: int, pad: int = 0) -> MarianMTModel:
+    """Large random weights, and a vocabulary for either side."""
+    torch.manual_seed(0)
+    config = {**_BART, "vocab_size": encoder, "decoder_vocab_size": decoder, "pad_token_id": pad, "init_std": 0.3}
+    return MarianMTModel(MarianConfig(**config, share_encoder_decoder_embeddings=False)).eval()
+
+
+@pytest.mark.parametrize("made", [lambda mask: mask * 255, lambda mask: mask.float(), lambda mask: mask.bool()])
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_masks_of_other_kinds(kind: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    given = sources()
+    given["attention_mask"] = made(given["attention_mask"])
+    expected, found = both(truedraft.accelerate(tiny(kind)), **given)
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_is_no_matter(dtype: torch.dtype) -> None:
+    decoder = decoders.tiny("llama", torch.float32)
+    prompt = torch.arange(5, 15)[None]
+    expected = tiny("bart").generate(**sources(), **SHORT), decoder.generate(prompt, **SHORT)
+    try:
+        torch.set_default_dtype(dtype)
+        found = (
+            truedraft.accelerate(tiny("bart")).generate(**sources(), **SHORT),
+            truedraft.accelerate(decoder).generate(prompt, **SHORT),
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(200_000, 40), (61, 40), (61, 90)])
+def test_a_vocabulary_for_either_side(encoder: int, decoder: int) -> None:
+    """What is known of the source is in other tokens than the output."""
+    model = marian(encoder, decoder)
+    ids = torch.tensor([[encoder - 1, encoder // 2, 7, 8], [9, encoder - 3, 11, 12]])
+    for runtime in ("auto", "stock"):
+        fast = truedraft.accelerate(model, runtime=runtime)
+        assert torch.equal(fast.generate(ids, **SHORT), model.generate(ids, **SHORT))
+
+
+def test_any_size_of_vocabulary_can_be_hosted() -> None:
+    """Padding is the last token, as in Marian."""
+    for size in range(40, 52):
+        truedraft.accelerate(marian(size, size, pad=size - 1))
+
+
+def test_autocast_is_refused_where_it_would_be_ignored() -> None:
+    compiled, stock = (truedraft.accelerate(tiny("t5"), runtime=runtime) for runtime in ("auto", "stock"))
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(Refused, match="autocast is on, which the compiled pass does not follow"):
+            compiled.generate(**sources(), **SHORT)
+        assert torch.equal(stock.generate(**sources(), **SHORT), tiny("t5").generate(**sources(), **SHORT))
+
+
+class Doubling(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def another_bias(model: Any) -> None:
+    model.final_logits_bias = 3 * torch.randn(model.final_logits_bias.shape, generator=torch.Generator().manual_seed(1))
+
+
+def another_class(model: Any) -> None:
+    layer = model.decoder.block[0].layer[1].EncDecAttention
+    kept, layer.o = layer.o, Doubling(layer.o.in_features, layer.o.out_features, bias=False)
+    layer.o.weight = kept.weight
+
+
+def another_weight(model: Any) -> None:
+    parametrize.register_parametrization(model.encoder.block[1].layer[1].DenseReluDense.wo, "weight", Twice())
+
+
+@pytest.mark.parametrize(("kind", "change"), [("bart", another_bias), ("t5", another_class), ("t5", another_weight)])
+def test_changes_between_calls_are_seen(kind: str, change: Callable[[Any], None]) -> None:
+    model = copy.deepcopy(tiny(kind))
+    fast = truedraft.accelerate(model)
+    before = fast.generate(**sources(), **SHORT)
+    change(model)
+    expected = model.generate(**sources(), **SHORT)
+    assert not torch.equal(expected, before)
+    assert torch.equal(fast.generate(**sources(), **SHORT), expected)
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
+    fast, calls = truedraft.accelerate(tiny("bart")), []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module).__name__))
+    try:
+        fast.generate(**sources(), **SHORT)
+    finally:
+        hook.remove()
+    assert calls.count("BartDecoderLayer") > 2
+
+
+@pytest.mark.parametrize("start", [[2, 7, 0, 9], [0, 7, 8], [2, 0, 0, 0, 9]])
+def test_padding_in_what_the_decoder_begins_with(start: list[int]) -> None:
+    given = dict(decoder_input_ids=torch.tensor([start] * 4), do_sample=True)
+    for kind in ("m2m_100", "t5"):
+        expected, found = both(truedraft.accelerate(tiny(kind)), **given)
+        assert torch.equal(expected, found)
+
+
+def test_every_position_can_be_used() -> None:
+    fast = truedraft.accelerate(tiny("bart"))
+    expected, found = both(fast, max_new_tokens=128, min_new_tokens=128)
+    assert found.shape[1] == 129 and torch.equal(expected, found)
+    with pytest.raises(Refused, match="max_new_tokens to at most 128"):
+        fast.generate(**sources(), max_new_tokens=129)
+
+
+def test_states_that_are_given() -> None:
+    fast, given = truedraft.accelerate(tiny("bart")), sources()
+    states = tiny("bart").get_encoder()(**given).last_hidden_state
+    encoded = dict(encoder_outputs=BaseModelOutput(last_hidden_state=states), input_ids=None)
+    expected, found = both(fast, **encoded)
+    assert torch.equal(expected, found)
+    with pytest.raises(Refused, match="attention_mask is for 8 positions, the source has 12"):
+        fast.generate(**encoded, attention_mask=given["attention_mask"][:, :8])
+
+
+def test_a_source_that_is_masked_throughout_is_refused() -> None:
+    given = sources()
+    given["attention_mask"][1] = 0
+    with pytest.raises(Refused, match="a source is empty"):
+        truedraft.accelerate(tiny("t5")).generate(**given, **SHORT)
+
+
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+def test_a_model_made_of_two_is_refused(runtime: str) -> None:
+    half = BertConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )  # fmt: skip
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(half, half)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = EncoderDecoderModel(config).eval()
+    with pytest.raises(Refused, match="cannot be hosted exactly"):
+        truedraft.accelerate(model, runtime=runtime)
