@@ -318,6 +318,10 @@ correct`, tests and benchmarks run with no download. It corrects common slips in
 prepositions, verb forms and punctuation, one sentence at a time, and is small: it misses more than it finds, and
 now and then it changes what was right, names and rare words above all. Read what it changed.
 
+What its text hardly has is unknown to it (accents and other alphabets, `$ % & * + / @ # | _` and the like): `truedraft
+correct` leaves sentences with such characters as they are, and says how many. Typographic quotes and dashes are read as
+plain ones.
+
 ## Data
 
 {sentences:,} sentences; errors are put into each anew whenever it is read (`tools/gec_errors.py`).
