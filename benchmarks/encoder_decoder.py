@@ -4,7 +4,8 @@
     python benchmarks/encoder_decoder.py MODEL test.en.gz --references test.de.gz --metric bleu --draft gad:model=GAD
 
 Ways take turns batch by batch, in the same batches of lines of like lengths, greedy, with the cache; times are medians
-over rounds. Quality is that of the model: GLEU for corrections (`pip install gleu`), else BLEU (`sacrebleu`).
+over rounds. Quality is that of the lines as `truedraft correct` or `translate` writes them: GLEU for corrections (`pip
+install gleu`), else BLEU (`sacrebleu`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.table import Table
 
 import truedraft
 from truedraft.files import read_lines
+from truedraft.lines import Rewriter
 from truedraft.loading import load
 
 
@@ -137,12 +139,8 @@ def main() -> None:
     console = Console()
     console.print(table)
     if args.references:
-        fast, said = truedraft.accelerate(model, tokenizer), []
-        for first in range(0, len(lines), 16):
-            given = tokenizer(lines[first : first + 16], return_tensors="pt", padding=True)
-            out = fast.generate(given["input_ids"], attention_mask=given["attention_mask"], **settings)
-            said += [" ".join(text.split()) for text in tokenizer.batch_decode(out, skip_special_tokens=True)]
-        console.print(quality(args.metric, args.sources, said, args.references))
+        done = Rewriter(truedraft.accelerate(model, tokenizer), careful=args.metric == "gleu").run(lines)
+        console.print(quality(args.metric, args.sources, [line.text for line in done], args.references))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
 
