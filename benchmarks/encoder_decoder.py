@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--draft", action="append", help="drafters; repeatable", default=None)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--limit", type=int, help="lines that are timed; the quality is that of all lines")
+    parser.add_argument("--control", default="cost", help="fixed takes every draft in full")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -114,7 +115,9 @@ def main() -> None:
         ]
         ways = {"transformers": Way(model.generate)}
         for name in drafts:
-            fast = truedraft.accelerate(model, tokenizer, draft=None if name == "none" else name)
+            fast = truedraft.accelerate(
+                model, tokenizer, draft=None if name == "none" else name, control=args.control
+            )  # fmt: skip
             ways[name] = Way(fast.generate, fast)
         for _ in range(args.rounds):
             for way in ways.values():
