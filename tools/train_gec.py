@@ -35,9 +35,7 @@ from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import bucketed, pad_to
 
 VOCABULARY = 6144
-RARE = (
-    100  # a character that the text has less often is unknown to the model: what it would do with it was never learnt
-)
+RARE = 100  # a character that the text has less often is unknown to the model, which never learnt what to do with it
 MARKS = {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\xa0": " "}
 SHAPE = dict(
     d_model=256,

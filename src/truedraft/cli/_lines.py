@@ -227,14 +227,15 @@ def _write(line: Line, out: BinaryIO | None, shown: bool | None) -> None:
 def _show(line: Line) -> None:
     """A line on standard output with what changed in it."""
     parts = [(printable(before), printable(after)) for before, after in line.parts]
-    from rich.console import Console
+    if sys.stdout.isatty():
+        from rich.console import Console
 
-    console = Console(highlight=False)
-    if console.color_system is not None and not console.no_color:
-        console.print(coloured(parts), end="", soft_wrap=True)
-    else:
-        sys.stdout.buffer.write(marked(parts).encode())
-        sys.stdout.buffer.flush()
+        console = Console(highlight=False)
+        if console.color_system is not None and not console.no_color:
+            console.print(coloured(parts), end="", soft_wrap=True)
+            return
+    sys.stdout.buffer.write(marked(parts).encode())
+    sys.stdout.buffer.flush()
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from truedraft.accelerated import accelerate
+from truedraft.accelerated import Accelerated, accelerate
 from truedraft.drafters._learned import WEIGHTS, Learner, Line, read_learnt, save_learnt
 from truedraft.errors import Refused
 from truedraft.train.loop import Plan, fit
@@ -60,10 +60,11 @@ def train_drafter(
     if resume:
         learner.resume(*read_learnt(out, learner.name, model))
     out.mkdir(parents=True, exist_ok=True)
+    fast = accelerate(model, tokenizer, draft=None)
     if answers is None:
-        lines = said(accelerate(model, tokenizer, draft=None), tokenizer, sources, out, say)
+        lines = said(fast, tokenizer, sources, out, say)
     else:
-        lines = _given(model, tokenizer, sources, answers, say)
+        lines = _given(fast, tokenizer, sources, answers, say)
     step = max(HELD_OUT, len(lines) // MOST)
     held = lines[::step]
     learnt = [line for i, line in enumerate(lines) if i % step] or held
@@ -99,10 +100,10 @@ def _now(learner: Learner, held: Sequence[Line]) -> float:
 
 
 def _given(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], answers: Sequence[str],
+    fast: Accelerated, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], answers: Sequence[str],
     say: Callable[[str], None],
 ) -> list[Line]:  # fmt: skip
-    start, most = model.generation_config.decoder_start_token_id, longest(model)
+    start, most = fast.model.generation_config.decoder_start_token_id, longest(fast)
     asked, told = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(answers))["input_ids"]
     lines = [
         (a, [start, *b]) for a, b in zip(asked, told, strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from truedraft.accelerated import Accelerated
 from truedraft.drafters._learned import Line, fingerprint
@@ -43,7 +43,7 @@ def said(
     about = {"fingerprint": fingerprint(fast.model), "sources": digest}
     if path.exists():
         return _read(path, about)
-    most = longest(fast.model)
+    most = longest(fast)
     lines = [ids for ids in tokenizer(list(sources))["input_ids"] if 1 < len(ids) <= most]
     if not lines:
         raise Refused(f"--data has no line of 1 to {most} tokens")
@@ -63,9 +63,9 @@ def said(
     return found
 
 
-def longest(model: PreTrainedModel) -> int:
+def longest(fast: Accelerated) -> int:
     """Tokens of a source that is learnt from, and of its answer with its start, at most."""
-    return min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
+    return min(LONGEST, fast.target.longest_source or LONGEST, fast.target.hard_limit or LONGEST)
 
 
 def _answered(fast: Accelerated, sources: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -75,7 +75,7 @@ def _answered(fast: Accelerated, sources: Sequence[Sequence[int]]) -> Iterator[l
     pad, width = fast.model.config.pad_token_id or 0, max(map(len, sources))
     given = torch.tensor([[*line, *[pad] * (width - len(line))] for line in sources], device=fast.target.device)
     heard = torch.tensor([[1] * len(line) + [0] * (width - len(line)) for line in sources], device=given.device)
-    most = longest(fast.model) - 1
+    most = longest(fast) - 1
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="generation was interrupted")
         out = fast.generate(given, attention_mask=heard, do_sample=False, num_beams=1, max_new_tokens=most)

@@ -77,11 +77,12 @@ AVX2 IN __m256 round8(__m256 a) {
 
 AVX2 IN __m256 rounded(__m256 a, int narrow) { return narrow ? round8(a) : a; }
 
-/* The first `left` lanes of a, zero in the others. */
+/* A mask of the first `left` lanes. */
 AVX2 IN __m256i first8(int64_t left) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
+/* The first `left` lanes of a, zero in the others. */
 AVX2 IN __m256 keep8(__m256 a, int64_t left) { return _mm256_and_ps(a, _mm256_castsi256_ps(first8(left))); }
 
 /* exp, within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes). */
