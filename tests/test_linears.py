@@ -33,14 +33,15 @@ def replaced(model: nn.Module) -> int:
 def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None:
     assert architecture not in PROGRAMS
     model = tiny(architecture, torch.float32)
+    seen: list[int] = []
+    hook = model.register_forward_hook(lambda *_: seen.append(replaced(model)))
     fast = truedraft.accelerate(model, control="fixed")
     assert isinstance(fast.target.runner, LinearsPass)
     given = dict(**ragged(model, 5), max_new_tokens=30, do_sample=sample, pad_token_id=0)
     torch.manual_seed(3)
     plain = model.generate(**given)
     torch.manual_seed(3)
-    seen: list[int] = []
-    hook = model.register_forward_hook(lambda *_: seen.append(replaced(model)))
+    seen.clear()
     assert torch.equal(fast.generate(**given), plain)
     hook.remove()
     assert min(seen) > 0 and replaced(model) == 0
@@ -55,7 +56,7 @@ def test_a_row_has_the_same_bits_at_any_width(dtype: torch.dtype, bias: bool) ->
     x = torch.randn(200, 80, dtype=dtype)
     with torch.no_grad():
         expected = layer(x)
-        with Linears(layer):
+        with Linears(layer).compiled():
             whole = layer(x)
             for width in (1, 2, 3, 7, 16, 65):
                 assert torch.equal(layer(x[:width]), whole[:width])
@@ -67,19 +68,19 @@ def test_a_row_has_the_same_bits_at_any_width(dtype: torch.dtype, bias: bool) ->
 def test_gradients_are_torch_s_own_and_new_weights_are_seen() -> None:
     layer = nn.Linear(32, 16)
     held, x = Linears(layer), torch.randn(3, 32)
-    with held:
+    with held.compiled():
         layer(x).sum().backward()
     assert layer.weight.grad is not None
     layer.weight = nn.Parameter(torch.zeros(16, 32))
     held.refresh()
-    with torch.no_grad(), held:
+    with torch.no_grad(), held.compiled():
         assert torch.equal(layer(x), layer.bias.expand(3, 16))
         layer.weight += 1  # in place
         torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
         assert layer(torch.zeros(0, 32)).shape == (0, 16)
         layer.bias += 2  # a copy of it is read
     held.refresh()
-    with torch.no_grad(), held:
+    with torch.no_grad(), held.compiled():
         torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +33,7 @@ from truedraft.arguments import (
 )
 from truedraft.chance import Chance
 from truedraft.control._base import Control
-from truedraft.drafters._base import Drafter
+from truedraft.drafters._base import Bound, Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
@@ -41,6 +44,7 @@ from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops, ends_of
 from truedraft.stopping import longest as longest_of
 from truedraft.stores.memory import Memory
+from truedraft.surroundings import defaults, exclusive
 from truedraft.targets.decoder import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.tree import Row
@@ -78,20 +82,32 @@ class Accelerated:
         runtime: str,
         strict: bool,
     ):
-        self.target = hosted(model, runtime, strict)
         self.model, self.tokenizer = model, tokenizer
+        self._host = partial(hosted, model, runtime, strict)
+        self.target = self._host()
         self.drafter: Drafter = drafter_of(draft)
         self._assistants: dict[Any, Drafter] = {}
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
         self.control: Control = part(control, "control", Control)
-        self._fit(self.drafter)
+        self._fitted(self.drafter)
         self._report: Report | None = None
 
-    def _fit(self, drafter: Drafter) -> Drafter:
-        check_vocabulary(drafter, self.tokenizer, self.target.vocabulary)
-        drafter.ready(self.target)
-        drafter.read(self.tokenizer)
+    def _fitted(self, drafter: Drafter) -> Drafter:
+        """A drafter made ready for the target as it is now; it may have drafted for another one since."""
+        vocabulary, before = self.target.vocabulary, drafter.bound
+        if before is None or before.target() is not self.target:
+            check_vocabulary(drafter, self.tokenizer, vocabulary)
+            if before is not None and before.vocabulary != vocabulary:
+                drafter.forget()
+            drafter.ready(self.target)
+            drafter.read(self.tokenizer)
+            drafter.bound = Bound(ref(self.target), vocabulary)
         return drafter
+
+    def _call(self) -> AbstractContextManager[None]:
+        """The turn of a call: calls of other threads wait, as do those of models that share a part with this one."""
+        parts = self, self.drafter, *getattr(self.drafter, "parts", ()), self.rule, self.control
+        return exclusive([part for part in parts if part is not None])
 
     def report(self) -> Report:
         """Figures of the last call of `generate`.
@@ -105,7 +121,8 @@ class Accelerated:
 
     def forget(self) -> None:
         """Drafters forget what they learnt of earlier calls: their texts, and how often which drafts were right."""
-        self.drafter.forget()
+        with self._call():
+            self.drafter.forget()
 
     def save_memory(self, path: str | PathLike[str]) -> None:
         """Write what drafters keep of earlier outputs, with their namespaces, to a file; whole or not at all.
@@ -114,7 +131,8 @@ class Accelerated:
             Refused: the drafter keeps no outputs.
             OSError: the file cannot be written; what stood there still does.
         """
-        max(self._memories(), key=lambda memory: memory.limit).save(path, self.tokenizer)
+        with self._call():
+            max(self._memories(), key=lambda memory: memory.limit).save(path, self.tokenizer)
 
     def load_memory(self, path: str | PathLike[str]) -> None:
         """Add what `save_memory` wrote to what drafters keep.
@@ -122,8 +140,9 @@ class Accelerated:
         Raises:
             Refused: the drafter keeps no outputs; or the file is damaged, or of a model with other tokens.
         """
-        for memory in self._memories():
-            memory.load(path, self.tokenizer, self.target.vocabulary)
+        with self._call():
+            for memory in self._memories():
+                memory.load(path, self.tokenizer, self.target.vocabulary)
 
     def _memories(self) -> Sequence[Memory]:
         if not (found := self.drafter.memories()):
@@ -146,7 +165,9 @@ class Accelerated:
 
         Greedy: the tokens of `model.generate`. With `do_sample=True`: the tokens that `model.generate` samples
         under the same `torch.manual_seed`; torch's random stream stands afterwards where it would have stood.
-        Ctrl-C ends generation and returns what there is, with a warning.
+        Ctrl-C ends generation and returns what there is, with a warning. One call runs at a time: calls from other
+        threads wait for it. A model that was changed since the last call, in more than the values of its weights, is
+        compared with its own forward again first.
 
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
@@ -167,22 +188,23 @@ class Accelerated:
             `GenerateEncoderDecoderOutput`, of sequences, scores and logits) without `past_key_values`.
 
         Raises:
-            Refused: a setting that cannot be honoured exactly, named before anything is computed.
+            Refused: a setting that cannot be honoured exactly, named before anything is computed; or a call inside a
+                call.
         """
-        check_hosted(self.model)
         check_arguments(kwargs)
-        if self.target.cache is not None:
-            raise Refused("generate() was called while it runs: use another accelerate(model) for a call inside a call")
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
         sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None
         call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
-        kwargs = self._with_stop_strings(self.target.encoded(inputs, kwargs))
-        generate: Any = self.model.generate
-        try:
-            return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
-        finally:
-            self.target.cache = None
+        with self._call(), defaults():
+            if self.target.changed:
+                self.target = self._host()
+            kwargs = self._with_stop_strings(self.target.encoded(inputs, kwargs))
+            generate: Any = self.model.generate
+            try:
+                return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
+            finally:
+                self.target.cache = None
 
     def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Stop strings as a ready criterion: `generate` forgets the tokenizer when a decode loop is given to it."""
@@ -210,7 +232,7 @@ class Accelerated:
         """The decode loop that `model.generate` calls once it has prepared everything."""
         call, config = truedraft_call, generation_config
         check_settings(config)
-        drafter = self._drafter_of(config, call)
+        drafter = self._fitted(self._drafter_of(config, call))
         rule = self._rule_of(config, drafter)
         rule.fit(model)
         rule.read(self.tokenizer)
@@ -299,7 +321,7 @@ class Accelerated:
                 knobs[knob] = value
         key = (id(model), *knobs.items())
         if key not in self._assistants:
-            self._assistants[key] = self._fit(registry.load("drafters", "draft-model", model=model, **knobs))
+            self._assistants[key] = self._fitted(registry.load("drafters", "draft-model", model=model, **knobs))
         return self._assistants[key]
 
     def _rule_of(self, config: GenerationConfig, drafter: Drafter) -> Rule:
@@ -352,10 +374,11 @@ def accelerate(
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly or quantised, or a name is unknown.
     """
-    if quantize is not None:
-        check_hosted(model)
-        quantized(model, quantize)
-    return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
+    with defaults():
+        if quantize is not None:
+            check_hosted(model)
+            quantized(model, quantize)
+        return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
 
 
 class _Stream:

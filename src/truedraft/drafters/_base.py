@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Generic, NamedTuple, TypeVar
+from weakref import ReferenceType
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,13 @@ class Prices(NamedTuple):
     node: float
 
 
+class Bound(NamedTuple):
+    """The target that a drafter was made ready for, and the size of its vocabulary."""
+
+    target: ReferenceType[DecoderTarget]
+    vocabulary: int
+
+
 class Drafter(ABC):
     """Guesses what the target will say next. Right guesses save passes; wrong ones change nothing.
 
@@ -43,6 +51,7 @@ class Drafter(ABC):
     by_level: whether every level of a draft costs a pass of a model.
     prices: what passes take, where drafts have to pay for their own time; None where they need not.
     learner: how it is trained, where it has to be (`truedraft train`).
+    bound: what it was last made ready for.
     """
 
     card: ClassVar[Card]
@@ -53,6 +62,7 @@ class Drafter(ABC):
     by_level: bool = False
     prices: Prices | None = None
     learner: ClassVar[type[Learner] | None] = None
+    bound: Bound | None = None
 
     @property
     def knows(self) -> int | None:

@@ -65,13 +65,16 @@ class Reader:
                 f"the draft model {name} is {kind}, and the model that it would draft for is {other}: "
                 f"give {other} as the draft model"
             )
-        if self._hosted is None or self._hosted.model is not self.model:
-            self._hosted = hosted(self.model)
+        self._host()
         if self.target.device != target.device:
             raise Refused(
                 f"the draft model is on {self.target.device}, the model on {target.device}: move one to the other"
             )
         self._vocabulary = target.vocabulary
+
+    def _host(self) -> None:
+        if self._hosted is None or self._hosted.changed:
+            self._hosted = hosted(self.model)
 
     def start(self, rows: Sequence[Row], more: int) -> None:
         """New rows; `more` tokens may be drafted beyond what a row may still say.
@@ -79,6 +82,7 @@ class Reader:
         Raises:
             Refused: a row has no source in token ids, and the draft model has an encoder.
         """
+        self._host()
         if self.model.config.is_encoder_decoder:
             for row in rows:
                 if not row.source:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from truedraft.caches.pairs import PairCache
+from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.lean import Nodes
 from truedraft.runtime.pairs import Hearing
 from truedraft.runtime.program import Program
-from truedraft.runtime.weights import Unsuited, address
+from truedraft.runtime.weights import Unsuited
 
 
 class LeanFilling(Hearing):
@@ -32,16 +33,19 @@ class LeanFilling(Hearing):
         filler: Any = self.model
         if filler.dtype not in (torch.float32, torch.bfloat16) or filler.mask_embeddings.device.type != "cpu":
             raise Unsuited("it is not fp32 or bf16 on the CPU")
+        self._made_of = self._fingerprint()
         p = Program(filler.dtype == torch.bfloat16, ["full_attention"] * len(filler.layers))
         compile_filler(p, filler)
         return p
 
-    def _fingerprint(self) -> list[object]:
-        shared: Any = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        return [*super()._fingerprint(), *(address(part.weight) for part in shared)]
+    def _fingerprint(self) -> list[list[object]]:
+        model: Any = self.model
+        return [fingerprint(part) for part in (model, model.get_input_embeddings(), model.get_output_embeddings())]
 
     def begin(self, rows: int, capacity: int) -> None:
         """Room for so many rows of so many positions each, of which `hear` tells the sources."""
+        if self._fingerprint() != self._made_of:
+            self._compile()
         self.pairs = PairCache(len(self.program.layer_types), rows, capacity)
         self.attach(self.pairs.rows)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from truedraft.caches.rows import RowCache
-from truedraft.runtime.programs import strangers
+from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.padded import Padded
 from truedraft.targets.stock import StockPass
@@ -110,14 +110,9 @@ class GraphPass:
         self.stock, self._capture = stock, capture
         self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...]], Captured] = OrderedDict()
         self._over: RowCache | None = None  # the cache that graphs were captured over
-        self._made_of = self._fingerprint()
         self.cold = False  # whether the last pass was captured first
-
-    def _fingerprint(self) -> list[int]:
-        model = self.stock.model
-        if names := strangers(model):
+        if names := hooked(stock.model):
             raise Unsuited(f"hooks or replaced forwards would not be run in a captured graph ({', '.join(names[:3])})")
-        return [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
 
     def kept(self, rows: int, capacity: int) -> RowCache | None:
         """The cache that graphs were captured over, empty, where it is idle and has the room; else both are let go."""
@@ -132,18 +127,11 @@ class GraphPass:
         return None
 
     def attach(self, cache: RowCache | None) -> None:
-        """The cache of the passes that follow; None keeps the graphs of the one before, should it come back.
-
-        Raises:
-            Unsuited: the model was changed into one whose graphs would leave something out.
-        """
+        """The cache of the passes that follow; None keeps the graphs of the one before, should it come back."""
         self.stock.attach(cache)
-        if cache is None:
-            return
-        made_of = self._fingerprint()
-        if cache is not self._over or made_of != self._made_of:
+        if cache is not None and cache is not self._over:
             self._captured.clear()
-            self._over, self._made_of = cache, made_of
+            self._over = cache
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows by plain forwards."""

@@ -17,14 +17,21 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
-from truedraft.runtime.native import Kind, Op, Pass
+from truedraft.runtime.native import Failure, Kind, Op, Pass
 from truedraft.runtime.program import Program, kv_heads
-from truedraft.runtime.programs import compile_program, made_of
+from truedraft.runtime.programs import compile_program
 from truedraft.runtime.weights import Unsuited
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
 PROMPT = 512  # nodes of prompts in one call
+FAILURES = {
+    Failure.TOKEN: "a token outside the vocabulary",
+    Failure.PLACE: "a position outside the cache",
+    Failure.NODES: "nodes that refer to slots, places or nodes that there are not",
+    Failure.OP: "an operation outside its buffers",
+    Failure.THREADS: "more threads than there can be",
+}
 
 
 @dataclass
@@ -119,7 +126,6 @@ class LeanPass:
 
     def _compile(self) -> None:
         self.program: Program = self._compiled()
-        self._made_of = self._fingerprint()
         c = self.model.config
         self._vocabulary, self._hidden = self.program.widths["logits"], c.hidden_size
         self._share = c.num_attention_heads // kv_heads(c)
@@ -129,26 +135,20 @@ class LeanPass:
     def _compiled(self) -> Program:
         return compile_program(self.model)
 
-    def _fingerprint(self) -> list[object]:
-        return made_of(self.model)
-
     def attach(self, cache: RowCache | None) -> None:
-        """Point the program at the cache of the passes that follow, made anew where weights were replaced.
+        """Point the program at the cache of the passes that follow.
+
+        The model is what it was when the program was made, but for the values of its weights: whoever begins a call
+        sees to that (`DecoderTarget.changed`).
 
         Args:
             cache: None lets go of the one before.
-
-        Raises:
-            Unsuited: the model was changed into one that the compiled pass does not know.
         """
         self.cache: RowCache = cache  # type: ignore[assignment]
         if cache is None:
             return
-        if self._fingerprint() != self._made_of:
-            self._compile()
-        else:
-            self.program.refresh()
         p = self.program
+        p.refresh()
         attends = [op for op in p.ops if op.kind == Kind.ATTEND]
         for layer, op in zip(cache.layers, attends, strict=True):
             layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
@@ -244,21 +244,26 @@ class LeanPass:
         buffers[-1 - len(hidden)] = logits.data_ptr()
         strides = [*self._strides, *(kept[layer].shape[1] for layer in hidden)]
         embedded = None if embeds is None else embeds.float().contiguous()
+        if embedded is not None and embedded.shape != (n, self._hidden):
+            raise ValueError(f"embeddings {tuple(embedded.shape)} for {n} nodes of width {self._hidden}")
+        kept_room = [n * stride for stride in strides[len(self._strides) :]]
+        room = [*(s.numel() for s in self._storage), logits.numel(), *kept_room]
         given = Pass(
             nodes=n, tail=m, vocabulary=self.program.known, capacity=self.cache.cursor.capacity,
             token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
             slot=array(nodes.slot), position=array(nodes.position), place=array(nodes.place),
             base=array(nodes.base), extra_from=array(nodes.extra_from), extra=array(nodes.extra or [0]),
             gather=array(gather), groups=len(nodes.group_from) - 1, group_from=array(nodes.group_from),
-            longest=nodes.longest, buffer=(c_void_p * len(buffers))(*buffers), stride=array(strides),
+            longest=nodes.longest, slots=self.cache.cursor.slots, extras=len(nodes.extra), buffers=len(buffers),
+            room=array(room), buffer=(c_void_p * len(buffers))(*buffers), stride=array(strides),
         )  # fmt: skip
         self._complete(given, nodes)
         ops = self._ops(tuple(hidden))
         failure = self._run(ops, len(ops), given, self._share, torch.get_num_threads())
-        if failure == 1:
+        if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
         if failure:
-            raise IndexError(("a token outside the vocabulary", "a position outside the cache")[failure - 2])
+            raise IndexError(FAILURES[Failure(failure)])
         return logits[:, : self._vocabulary], {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
     def _complete(self, given: Pass, nodes: Nodes) -> None:

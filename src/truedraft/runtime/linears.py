@@ -1,11 +1,12 @@
 """The linear layers of any model by compiled code, for models whose whole pass has no program.
 
-During a pass the forward of each plain linear layer (torch's, or one quantised by torchao) is the compiled product;
-everything else is the model's own, and between passes the model is as it was.
+During a pass the forward of each plain linear layer (torch's, or one quantised by torchao) is the compiled product, in
+the thread that makes the pass; everything else is the model's own, and between passes the model is as it was.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 
 from truedraft.runtime import native
 from truedraft.runtime.native import Kind, Op
+from truedraft.runtime.overrides import Override, overridden
 from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight, padded
 
 SMALLEST = 1 << 17  # weights of a layer for which a call is worth its few microseconds
 
 
 class Linears:
-    """Linear layers whose forwards are compiled products within a `with` block, and their own again behind it.
+    """Linear layers whose forwards are compiled products within a `with linears.compiled()` block.
 
     Where there is no compiled code, or no layer that it knows, the block changes nothing; `len` says how many it does.
     """
@@ -36,16 +38,11 @@ class Linears:
         """Look again at the layers: weights may have been replaced since, and biases and scales are copies."""
         library = native.library()
         found = [(m, _compiled(library, m)) for m in self.model.modules() if library and type(m) is nn.Linear]
-        self._forwards = [(module, forward) for module, forward in found if forward is not None]
+        self._forwards: list[Override] = [(m, "forward", product) for m, product in found if product is not None]
 
-    def __enter__(self) -> None:
-        self._replaced = [(m, forward) for m, forward in self._forwards if "forward" not in vars(m)]
-        for module, forward in self._replaced:
-            vars(module)["forward"] = forward
-
-    def __exit__(self, *_: object) -> None:
-        for module, _forward in self._replaced:
-            del vars(module)["forward"]
+    def compiled(self) -> AbstractContextManager[None]:
+        """The block in which this thread's products are compiled ones."""
+        return overridden(self._forwards)
 
 
 def _compiled(library: Any, module: nn.Linear) -> Any:

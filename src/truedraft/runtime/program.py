@@ -39,6 +39,7 @@ class Program:
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # the module that makes cosines and sines, where there is one
     known: int = 0  # tokens that the embedding has
+    activations: set[str] = field(default_factory=set)  # of its feed-forwards, by the names that configurations have
     positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # of what, the copy, what was added
@@ -93,6 +94,12 @@ class Program:
         for _, copy, offset in self.copies:
             if offset:
                 copy.add_(offset)
+
+    def _activation(self, name: str) -> int:
+        if name not in ACTIVATIONS:
+            raise Unsuited(f"its activation is {name}")
+        self.activations.add(name)
+        return ACTIVATIONS[name]
 
     # ------------------------------------------------------------ the parts that models share
 
@@ -195,7 +202,7 @@ class Program:
         second = self.read(up)
         self.op(
             Kind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
-            other_bias=second["bias"], mode=_activation(activation),
+            other_bias=second["bias"], mode=self._activation(activation),
         )  # fmt: skip
 
     def gate(self, activation: str) -> Callable[[Any], Any]:
@@ -248,7 +255,7 @@ class Program:
         self.op(Kind.PLAN, **to)
         self.op(Kind.DEAL, src="h", dst="dealt", inner=hidden, **to)
         self.op(
-            Kind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=_activation(activation),
+            Kind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=self._activation(activation),
             apart=2 * inner, **to,
         )  # fmt: skip
         if shared is not None:
@@ -262,7 +269,7 @@ class Program:
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden numbers of a feed-forward without a gate, in "g"."""
         self.linear(src, "g", layer)
-        self.op(Kind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=_activation(activation))
+        self.op(Kind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=self._activation(activation))
 
     def begin(
         self, model: Any, inner: int, scale: float = 1.0, given_too: bool = False, attention: Any = None,
@@ -294,6 +301,8 @@ class Program:
         self.buffer("logits", len(self.weight(model.get_output_embeddings()).values))
 
     def embed(self, embedding: Any, scale: float = 1.0, given_too: bool = False) -> None:
+        if getattr(embedding, "max_norm", None) is not None:
+            raise Unsuited("its embeddings are normed when they are looked up")
         table = plain(embedding.weight, self.dtype)
         self.kept.append(table)
         self.known = len(table)
@@ -324,12 +333,6 @@ class Program:
             self.op(Kind.CAP, src="logits", dst="logits", inner=self.widths["logits"], cap=cap)
         for op in self.ops[self.head_from :]:
             op.tail = 1
-
-
-def _activation(name: str) -> int:
-    if name not in ACTIVATIONS:
-        raise Unsuited(f"its activation is {name}")
-    return ACTIVATIONS[name]
 
 
 def head_of(attention: Any) -> int:

@@ -11,45 +11,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch import nn
+from transformers.activations import ACT2FN
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.pair_programs import PAIR_PROGRAMS, layers_of
 from truedraft.runtime.program import Program
-from truedraft.runtime.weights import Unsuited, address
+from truedraft.runtime.weights import Unsuited
 
 Norm = Callable[[str, str, Any], None]
-
-
-def strangers(model: Any) -> list[str]:
-    """Modules whose forward is not all that they do; what transformers hooks in to record outputs is not counted."""
-    if _global_forward_pre_hooks or _global_forward_hooks:
-        return ["every module"]
-    return [name or type(module).__name__ for name, module in model.named_modules() if _does_more(module)]
-
-
-def made_of(model: Any) -> list[object]:
-    """What a program is made of: the kinds of all modules, which of them do more than their forward, and the addresses
-    of weights and buffers. Plain attributes (the eps of a norm) are read once, when a program is made."""
-    found: list[object] = [*_global_forward_pre_hooks, *_global_forward_hooks]
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        found.append(type(module))
-        found += [address(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if _does_more(module):
-            found.append(module)
-        waiting += [part for part in module._modules.values() if part is not None]
-    return found
-
-
-def _does_more(module: Any) -> bool:
-    hooks = module._forward_hooks.values()
-    return bool(
-        module._forward_pre_hooks
-        or "forward" in vars(module)
-        or any(not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing") for h in hooks)
-    )
+OWN = ("torch.nn.modules.", "transformers.", "torchao.")  # of modules whose forwards programs know
+ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 # ---------------------------------------------------------------- architectures
@@ -326,11 +299,28 @@ def _compiled(model: Any, programs: Mapping[str, Callable[[Program, Any], None]]
         raise Unsuited(f"{type(model).__name__} is not a class of transformers")
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise Unsuited(f"{model.dtype} is neither float32 nor bfloat16")
-    if found := strangers(model):
+    if found := hooked(model):
         raise Unsuited(f"hooks or replaced forwards would not be run ({', '.join(found)})")
     program = Program(model.dtype == torch.bfloat16, layer_types)
     try:
         make(program, model)
-    except (AttributeError, TypeError) as missing:
+    except (AttributeError, TypeError, IndexError) as missing:
         raise Unsuited(f"its modules are not those of a {model.config.model_type} model: {missing}") from missing
+    if others := foreign(model):
+        raise Unsuited(f"it has a {others[0].__name__} of {others[0].__module__}, whose forward is not known")
+    check_activations(model, program)
     return program
+
+
+def foreign(model: nn.Module) -> list[type]:
+    """Classes of modules that are not torch's or transformers' own, or whose forward somebody replaced."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    return [kind for kind in kinds if not (kind.__module__.startswith(OWN) and kind.forward.__module__.startswith(OWN))]
+
+
+def check_activations(model: nn.Module, program: Program) -> None:
+    """Raises Unsuited where a model has other activations than its configuration says, by which programs go."""
+    named = {type(ACT2FN[name]) for name in program.activations}
+    for module in model.modules():
+        if type(module).__module__.startswith(ACTIVATIONS) and type(module) not in named:
+            raise Unsuited(f"it has a {type(module).__name__} where its configuration says otherwise")

@@ -25,7 +25,7 @@ class Weight:
     """A linear layer: what its output is made from.
 
     values: (out, in), in the model's dtype or int8.
-    scales: what rows of int8 are multiplied by, fp32: (out,), or (out, in / group); None for plain weights.
+    scales: what rows of int8 are multiplied by: (out,), or (out, in / group), contiguous; None for plain weights.
     bias: (out,), or None.
     """
 
@@ -67,10 +67,12 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
 def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
     """The fields of an operation that say where a weight lies, and what must be kept for as long as they are used.
 
-    copied: makes the copy of a small vector that the kernels read; see `padded`.
+    copied: makes the copy of a vector that the kernels read; see `padded`.
     """
     bias = None if weight.bias is None else copied(weight.bias)
-    scales = weight.scales if weight.scales is None or weight.scales.ndim == 2 else copied(weight.scales)
+    scales = weight.scales
+    if scales is not None and (scales.ndim == 1 or scales.dtype != torch.float32):
+        scales = copied(scales.view(-1))
     kept = [t for t in (weight.values, bias, scales) if t is not None]
     return kept, dict(
         weight=weight.values.data_ptr(), out=len(weight.values), inner=weight.values.shape[1], form=weight.form,
@@ -87,10 +89,13 @@ def padded(vector: Tensor, offset: float = 0.0) -> Tensor:
 
 
 def plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight itself, where it is a matrix of `dtype` as torch keeps it on the CPU."""
+    """The weight where it lies, if it is a matrix of `dtype` as torch keeps it on the CPU.
+
+    The result holds on to the memory: a parameter may be given other memory while a pass reads it.
+    """
     if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type != "cpu":
         raise Unsuited(f"weights are not all {dtype} and contiguous on the CPU")
-    return weight
+    return weight.detach()
 
 
 def _integers(weight: Any) -> tuple[Tensor, Tensor]:
@@ -106,18 +111,13 @@ def _integers(weight: Any) -> tuple[Tensor, Tensor]:
     zero = getattr(weight, "zero_point", None)
     if zero is not None and zero.any():
         raise Unsuited("its integers are not symmetric around zero")
-    if not values.is_contiguous() or values.device.type != "cpu":
+    if not (values.is_contiguous() and scales.is_contiguous()) or values.device.type != "cpu":
         raise Unsuited("weights are not all contiguous on the CPU")
     width, group = values.shape[1], block[1]
     if group < width and (group & (group - 1) or group < 16 or width % group):
         raise Unsuited(f"its groups of {group} weights are no power of two from 16 on")
-    scales = scales.float()
-    return values, scales.flatten() if group >= width else scales.contiguous()
-
-
-def address(weight: Any) -> int:
-    """Where a parameter lies, quantised or not: another one after it was replaced."""
-    return getattr(weight, "qdata", weight).data_ptr()
+    values, scales = values.detach(), scales.detach()
+    return values, scales.view(-1) if group >= width else scales
 
 
 def stored(weight: Any) -> int:

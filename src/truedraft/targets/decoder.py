@@ -19,6 +19,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import NoRoom, Refused
+from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
 from truedraft.runtime.lean import LeanPass
 from truedraft.runtime.weights import Unsuited
@@ -48,6 +49,7 @@ class DecoderTarget:
     def __init__(self, model: PreTrainedModel, runtime: str = "auto"):
         if runtime not in ("auto", "stock"):
             raise Refused(f"runtime={runtime!r}: give 'auto' (compiled passes where they can be had) or 'stock'")
+        self._made_of = fingerprint(model)
         check_hosted(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
@@ -82,6 +84,12 @@ class DecoderTarget:
         """From here on the model's own forward makes the passes."""
         self.runner, self.why_stock = self._own_forward(), str(why)
         self.runner.attach(self._cache)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model is another one than when this was made, in more than the values of its weights: what is
+        known of it, the comparison with its own forward included, does not hold any more."""
+        return fingerprint(self.model) != self._made_of
 
     @property
     def runtime(self) -> str:
@@ -242,6 +250,12 @@ NEEDED = {
 }
 
 
+def _drops(module: Any) -> bool:
+    """Whether a module, or its functional calls, leave numbers out at random."""
+    rates = [value for name, value in vars(module).items() if name == "p" or "drop" in name]
+    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
 def check_hosted(model: Any) -> None:
     """Raises Refused, in one sentence, where a model cannot be hosted exactly."""
     name = type(model).__name__
@@ -251,7 +265,7 @@ def check_hosted(model: Any) -> None:
         )
     if not getattr(model, "can_generate", lambda: False)():
         raise Refused(f"{name} is not generative: it has no language-model head; load it with AutoModelForCausalLM")
-    if model.training:
+    if model.training or any(_drops(module) for module in model.modules()):
         raise Refused(f"{name} is in training mode, where dropout makes the text random: call model.eval() first")
     config = model.config.get_text_config(decoder=True)
     for refusal in REFUSALS:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.errors import Refused
+from truedraft.runtime.overrides import Override, overridden
 
 
 class Positions:
@@ -61,28 +62,23 @@ class Positions:
     def _looked_up(self, count: int, token: int, device: torch.device) -> Tensor:
         assert self.embedding is not None
         ids = torch.full((1, count), token, device=device)
-        takes = next(iter(inspect.signature(self.embedding.forward).parameters))
+        _, takes, *_ = inspect.signature(type(self.embedding).forward).parameters
         return self.embedding(ids.shape if takes == "input_ids_shape" else ids).reshape(count, -1)
 
     @contextmanager
     def at(self, ids: Tensor, positions: Tensor, places: Tensor) -> Iterator[None]:
         """A pass over nodes `ids` at `positions`, (rows, width), that sees cached places at `places`, (rows, view)."""
-        changed: list[tuple[nn.Module, str]] = []
-        try:
-            if self.embedding is not None:
-                here = self._table[positions]
-                if self._blank is not None:
-                    here = torch.where((ids == self.pad)[:, :, None], self._blank, here)
-                self.embedding.forward = lambda *args, **kwargs: here
-                changed.append((self.embedding, "forward"))
-            for module in self.biases:
-                bias = _biases(module, places[:, None] - positions[:, :, None]).permute(0, 3, 1, 2)
-                module.compute_bias = lambda *args, _bias=bias, **kwargs: _bias
-                changed.append((module, "compute_bias"))
+        overrides: list[Override] = []
+        if self.embedding is not None:
+            here = self._table[positions]
+            if self._blank is not None:
+                here = torch.where((ids == self.pad)[:, :, None], self._blank, here)
+            overrides.append((self.embedding, "forward", lambda *args, **kwargs: here))
+        for module in self.biases:
+            bias = _biases(module, places[:, None] - positions[:, :, None]).permute(0, 3, 1, 2)
+            overrides.append((module, "compute_bias", lambda *args, _bias=bias, **kwargs: _bias))
+        with overridden(overrides):
             yield
-        finally:
-            for module, name in changed:
-                delattr(module, name)
 
 
 def by_distance(module: Any, first: int, last: int) -> Tensor:

@@ -110,7 +110,7 @@ class Seq2SeqPass(StockPass):
             given["attention_mask"] = cache.heard[rows]
         if self._linears is None:
             return self.model(**given)
-        with self._linears:
+        with self._linears.compiled():
             return self.model(**given)
 
 

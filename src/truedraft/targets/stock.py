@@ -131,5 +131,5 @@ class LinearsPass(StockPass):
             self._linears.refresh()
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
-        with self._linears:
+        with self._linears.compiled():
             return super().forward(inputs, mask, positions, taps)

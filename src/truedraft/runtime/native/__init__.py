@@ -40,6 +40,17 @@ class Kind(enum.IntEnum):
     CROSS = 16
 
 
+class Failure(enum.IntEnum):
+    """Why nothing was done, in the order of the results of `truedraft_pass` in pass.c."""
+
+    NO_MEMORY = 1
+    TOKEN = 2
+    PLACE = 3
+    NODES = 4
+    OP = 5
+    THREADS = 6
+
+
 class Form(enum.IntEnum):
     """How weights are kept, in the order of `enum Form` in pass.c."""
 
@@ -76,7 +87,8 @@ class Pass(ctypes.Structure):
         *((name, INTEGERS) for name in ("slot", "position", "place", "base", "extra_from", "extra", "heard", "gather")),
         ("groups", c_int64),
         ("group_from", INTEGERS),
-        ("longest", c_int64),
+        *((name, c_int64) for name in ("longest", "slots", "extras", "buffers")),
+        ("room", INTEGERS),
         ("buffer", POINTER(c_void_p)),
         ("stride", INTEGERS),
         ("plan", c_void_p),

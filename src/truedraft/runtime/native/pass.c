@@ -306,6 +306,10 @@ typedef struct {
   int64_t groups;                       /* attention: nodes are taken in groups of one slot */
   const int64_t *group_from;            /* (groups + 1,) */
   int64_t longest;                      /* the most places that a node sees */
+  int64_t slots;                        /* of the cache */
+  int64_t extras;                       /* entries of `extra` */
+  int64_t buffers;
+  const int64_t *room;                  /* (buffers,): floats in each */
   float **buffer;
   const int64_t *stride;                /* floats from row to row; multiples of 16 */
   Plan *plan;                           /* the pass's own */
@@ -843,17 +847,140 @@ static int run(const Op *ops, int64_t count, const Pass *given, int64_t share, i
   return !enough;
 }
 
-/* Returns 0; 1 where there was no memory, 2 for a token and 3 for a place out of range: nothing was done then. */
+/* ---------------------------------------------------------------- what is taken from the caller, checked */
+
+enum { FITS, NO_MEMORY, BAD_TOKEN, BAD_PLACE, BAD_NODES, BAD_OP, BAD_THREADS };
+enum { MOST = 1 << 28, MOST_THREADS = 1 << 12 }; /* of any size of an operation: no product of two of them overflows */
+
+IN int within(int64_t value, int64_t low, int64_t high) { return low <= value && value <= high; }
+
+/* Whether rows of `width` floats fit in a buffer; strides, multiples of 16, have room for the end of a vector. */
+static int fits(const Pass *pass, int32_t buffer, int64_t width, int64_t rows) {
+  return within(buffer, 0, pass->buffers - 1) && within(width, 1, MOST) && width <= pass->stride[buffer] &&
+         rows <= pass->room[buffer] / pass->stride[buffer];
+}
+
+static int weights_fit(const Op *op) {
+  return op->weight && within(op->form, FLOAT, GROUPED) && within(op->out, 1, MOST) && within(op->in, 1, MOST) &&
+         (op->form < INT8 || op->scales) &&
+         (op->form != GROUPED || (within(op->shift, 4, 30) && op->in % ((int64_t)1 << op->shift) == 0));
+}
+
+static int heads_fit(const Op *op, int64_t share) {
+  return within(op->head, 1, MOST) && op->head % L == 0 && within(op->kv_heads, 1, MOST) &&
+         within(op->heads, 1, MOST / op->head) && op->heads % op->kv_heads == 0 && op->heads / op->kv_heads <= share &&
+         within(op->step, op->head, MOST / op->heads) && op->keys && op->values;
+}
+
+/* Whether an operation stays within the buffers, for as many nodes as the pass has. */
+static int op_fits(const Op *op, const Pass *pass, int64_t share) {
+  const int64_t nodes = op->tail ? pass->tail : pass->nodes, top = op->top;
+  if (!within(top, 0, op->experts ? op->experts : 1) || !within(op->experts, 0, MOST)) return 0;
+  const int64_t dealt = op->experts ? nodes * top : nodes;
+  switch (op->kind) {
+    case EMBED:
+      return fits(pass, op->dst, op->in, nodes) && (op->weight || pass->embeds) &&
+             (!op->second || (op->out > 0 && op->shift >= 0));
+    case RMS_NORM:
+    case LAYER_NORM:
+      return op->weight && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
+    case GATED:
+      if (!op->second || (op->form >= INT8 && !op->second_scales)) return 0; /* fall through */
+    case LINEAR:
+      return weights_fit(op) && fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->out, dealt) &&
+             (!op->experts || (top > 0 && op->apart > 0));
+    case PREPARE: {
+      const int64_t q = (op->heads - 1) * op->step + op->head, kv = (op->kv_heads - 1) * op->step + op->head;
+      return heads_fit(op, share) && op->k_at >= 0 && op->v_at >= 0 && fits(pass, op->src, q, nodes) &&
+             fits(pass, op->other, kv + op->k_at, nodes) && fits(pass, op->dst, kv + op->v_at, nodes) &&
+             within(op->rotary, 0, op->head) && op->rotary % 2 == 0 && (!op->rotary || (op->cosine && op->sine));
+    }
+    case CROSS:
+    case ATTEND:
+      return heads_fit(op, share) && fits(pass, op->src, (op->heads - 1) * op->step + op->head, nodes) &&
+             fits(pass, op->dst, op->heads * op->head, nodes) && op->window >= 0 &&
+             (op->kind == ATTEND || (pass->heard && pass->sources > 0));
+    case ADD:
+      return fits(pass, op->src, op->in, nodes) && fits(pass, op->other, op->in, nodes) &&
+             fits(pass, op->dst, op->in, nodes);
+    case ACTIVATE:
+    case SCALE:
+    case CAP:
+      return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes) &&
+             within(op->other, 0, pass->buffers - 1);
+    case GATHER: return op->tail && fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, nodes);
+    case ROUTE: return top > 0 && fits(pass, op->src, op->experts, nodes) && fits(pass, op->dst, top, nodes);
+    case PLAN: return top > 0 && !op->tail;
+    case DEAL: return top > 0 && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, dealt);
+    case COMBINE:
+      return top > 0 && fits(pass, op->src, op->in, dealt) && fits(pass, op->other, top, nodes) &&
+             fits(pass, op->dst, op->in, nodes);
+    default: return 0;
+  }
+}
+
+/* Whether biases by distance are there for all that a node sees. */
+static int biases_fit(const Op *op, const Pass *pass, int64_t node) {
+  const int64_t at = pass->position[node] + op->shift;
+  if (at >= op->out || at - (pass->base[node] - 1) < 0) return 0;
+  for (int64_t e = pass->extra_from[node]; e < pass->extra_from[node + 1]; e++)
+    if (!within(at - pass->position[pass->extra[e]], 0, op->out - 1)) return 0;
+  return 1;
+}
+
+/* Whether the nodes of a pass refer to tokens, slots, places and other nodes that there are. */
+static int nodes_fit(const Pass *pass) {
+  const int64_t n = pass->nodes;
+  if (!within(n, 0, MOST) || !within(pass->tail, 0, MOST) || pass->capacity < 1 || pass->slots < 1) return BAD_NODES;
+  for (int64_t i = 0; i < n; i++) {
+    if (!pass->embeds && !within(pass->token[i], 0, pass->vocabulary - 1)) return BAD_TOKEN;
+    if (!within(pass->place[i], 0, pass->capacity - 1) || !within(pass->position[i], 0, pass->capacity - 1))
+      return BAD_PLACE;
+    const int64_t from = pass->extra_from[i], to = pass->extra_from[i + 1];
+    if (!within(pass->slot[i], 0, pass->slots - 1) || !within(pass->base[i], 0, pass->capacity) || from < 0 || from > to ||
+        to > pass->extras || pass->base[i] + to - from > pass->longest || pass->base[i] + to - from < 1 ||
+        (pass->heard && (!within(pass->heard[i], 1, pass->sources) || pass->heard[i] > pass->longest)))
+      return BAD_NODES;
+  }
+  for (int64_t e = 0; e < pass->extras; e++)
+    if (!within(pass->extra[e], 0, n - 1)) return BAD_NODES;
+  for (int64_t i = 0; i < pass->tail; i++)
+    if (!within(pass->gather[i], 0, n - 1)) return BAD_NODES;
+  if (pass->groups < 0 || pass->group_from[0] != 0 || pass->group_from[pass->groups] != n) return BAD_NODES;
+  for (int64_t g = 0; g < pass->groups; g++) {
+    const int64_t from = pass->group_from[g], to = pass->group_from[g + 1];
+    if (from >= to || to > n || to - from > MANY) return BAD_NODES;
+    for (int64_t i = from + 1; i < to; i++)
+      if (pass->slot[i] != pass->slot[from]) return BAD_NODES;
+  }
+  return FITS;
+}
+
+/* Returns 0; or else, and nothing was done: NO_MEMORY, a token or a place out of range, nodes or an operation that do
+   not fit together, threads that there cannot be. */
 int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share, int threads) {
-  for (int64_t i = 0; i < pass->nodes; i++) {
-    if (!pass->embeds && (pass->token[i] < 0 || pass->token[i] >= pass->vocabulary)) return 2;
-    if (pass->place[i] < 0 || pass->place[i] >= pass->capacity || pass->position[i] >= pass->capacity) return 3;
+  if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
+  if (!within(count, 1, MOST) || !within(share, 1, MOST) || !within(pass->buffers, 1, MOST)) return BAD_OP;
+  if (!within(pass->longest, 1, MOST)) return BAD_NODES;
+  for (int64_t i = 0; i < pass->buffers; i++)
+    if (pass->room[i] < 0 || (pass->room[i] && !pass->buffer[i]) || pass->stride[i] < 0 || pass->stride[i] % 16)
+      return BAD_OP;
+  const int wrong = nodes_fit(pass);
+  if (wrong) return wrong;
+  for (int64_t i = 0; i < count; i++) {
+    if (!op_fits(ops + i, pass, share)) return BAD_OP;
+    if (ops[i].kind != ATTEND || !ops[i].bias) continue;
+    for (int64_t node = 0; node < pass->nodes; node++)
+      if (!biases_fit(ops + i, pass, node)) return BAD_PLACE;
   }
   return run(ops, count, pass, share, threads);
 }
 
-/* One linear layer alone: rows of x to rows of y. op->in and both strides are multiples of 16. */
+/* One linear layer alone: (nodes, in) at x to (nodes, out) at y. Returns as truedraft_pass. */
 int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int threads) {
+  if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
+  if (!x || !y || !within(nodes, 1, MOST)) return BAD_NODES;
+  if (op->kind != LINEAR || op->experts || op->src != 0 || op->dst != 1 || op->tail || !weights_fit(op) || op->in % 16) return BAD_OP;
   float *buffer[2] = {(float *)x, y};
   const int64_t stride[2] = {op->in, op->out};
   const Pass pass = {.nodes = nodes, .buffer = buffer, .stride = stride};

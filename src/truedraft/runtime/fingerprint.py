@@ -1,0 +1,92 @@
+"""What a model is made of, as far as anything outside its weights' values can change what it computes.
+
+A pass that stands in for a model's forward is made from the model's modules as they are at one moment. Two equal
+fingerprints mean that it still stands in; another one means that it has to be made and compared anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from transformers import PreTrainedConfig
+
+from truedraft.runtime.overrides import Dispatcher
+
+SMALL = 4096  # numbers of a buffer that are compared one by one: programs read scales and frequencies once
+_OWN = frozenset(vars(nn.Module())) - {"training"}  # what torch itself keeps in every module
+_VALUES = (bool, int, float, str, type(None))
+
+
+def fingerprint(model: nn.Module) -> list[object]:
+    """Everything that a pass is made from but the values of weights, which are read where they lie.
+
+    Of every module its class, the forward of that class, what hooks and replaced methods do besides, its place, and
+    its plain attributes (an eps, a scaling, an activation); of every weight and buffer where it lies and how (address,
+    shape, strides, dtype); the values of small buffers; and the configurations.
+    """
+    found: list[object] = [*_global_forward_pre_hooks, *_global_forward_hooks]
+    configs: dict[int, PreTrainedConfig] = {}
+    waiting: list[nn.Module] = [model]
+    while waiting:
+        module = waiting.pop()
+        kind = type(module)
+        found += (kind, kind.forward, does_more(module), *module._modules)
+        for name, value in tuple(vars(module).items()):  # at one moment: other threads may be in a pass
+            if name in _OWN or isinstance(value, Dispatcher):
+                continue
+            if isinstance(value, PreTrainedConfig):
+                configs[id(value)] = value
+            else:
+                found += (name, _attribute(value))
+        found += map(layout, module._parameters.values())
+        for buffer in module._buffers.values():
+            found += (layout(buffer), _values(buffer))
+        waiting += [part for part in module._modules.values() if part is not None]
+    return [*found, *(repr(vars(config)) for config in configs.values())]
+
+
+def layout(tensor: Any) -> object:
+    """Where a tensor lies and how; of a quantised one, where its integers and scales do."""
+    if tensor is None:
+        return None
+    if hasattr(tensor, "qdata"):
+        return layout(tensor.qdata), layout(tensor.scale), type(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _attribute(value: Any) -> object:
+    """A value that compares as the attribute does, also after the attribute was changed in place."""
+    if isinstance(value, _VALUES):
+        return value
+    if isinstance(value, Tensor):
+        return layout(value)
+    return repr(value) if isinstance(value, list | tuple | dict | set) else id(value)
+
+
+def _values(buffer: Tensor | None) -> bytes | None:
+    if buffer is None or buffer.numel() > SMALL or buffer.device.type != "cpu":
+        return None
+    return buffer.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def does_more(module: Any) -> bool:
+    """Whether calling a module does more than the forward of its class.
+
+    Hooks by which transformers records outputs are not counted.
+    """
+    hooks = module._forward_hooks.values()
+    return bool(
+        module._forward_pre_hooks
+        or not isinstance(vars(module).get("forward"), Dispatcher | None)
+        or any(not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing") for h in hooks)
+    )
+
+
+def hooked(model: nn.Module) -> list[str]:
+    """Names of modules of which calling does more than their forward."""
+    if _global_forward_pre_hooks or _global_forward_hooks:
+        return ["every module"]
+    return [name or type(module).__name__ for name, module in model.named_modules() if does_more(module)]

@@ -1,0 +1,67 @@
+"""What a call needs around it: parts that no other call is using, and torch's own defaults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from truedraft.errors import Refused
+
+
+class CallLock:
+    """Held for the whole of a call: calls of other threads wait for it, one inside another is refused.
+
+    A copy of the object that it belongs to has a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None  # the thread
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        if self._holder == threading.get_ident():
+            raise Refused(
+                "a call was made inside a call that uses the same accelerated model or drafter: "
+                "use another accelerate(model) with a drafter of its own for the inner one"
+            )
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    def __reduce__(self) -> tuple[type[CallLock], tuple[()]]:
+        return CallLock, ()
+
+
+@contextmanager
+def exclusive(parts: Sequence[Any]) -> Iterator[None]:
+    """A call's turn with each of some objects, which other accelerated models may share.
+
+    Raises:
+        Refused: this thread is in a call with one of them already.
+    """
+    locks = {id(lock): lock for lock in (vars(part).setdefault("_call_lock", CallLock()) for part in parts)}
+    with ExitStack() as stack:
+        for _, lock in sorted(locks.items()):  # in one order everywhere, so that no two calls wait for each other
+            stack.enter_context(lock.held())
+        yield
+
+
+@contextmanager
+def defaults() -> Iterator[None]:
+    """Tensors are made as torch makes them by default, whatever the caller has set: on the CPU, where no device is
+    named, and outside of inference mode, because they are written again by later calls."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
