@@ -24,6 +24,7 @@ from truedraft.arguments import (
     behind,
     chance_of,
     check_arguments,
+    check_embeddings,
     check_lengths,
     check_settings,
     namespaces_of,
@@ -240,6 +241,7 @@ class Accelerated:
         prompts = prompts_of(input_ids, model_kwargs, self.target.window, call.sources)
         batch, longest = len(prompts), max(map(len, prompts))
         steps = longest_of(stopping_criteria) - input_ids.shape[1]
+        check_embeddings(self.target, prompts)
         check_lengths(self.target, longest, steps)
         references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
         if drafter.takes_references and self.target.one_vocabulary:

@@ -155,6 +155,18 @@ def check_lengths(target: DecoderTarget, longest: int, steps: int) -> None:
         )
 
 
+def check_embeddings(target: DecoderTarget, prompts: Sequence[Prompt]) -> None:
+    """Raises Refused where prompts are embeddings of another width than the model's."""
+    embedding: Any = target.model.get_input_embeddings()
+    width = embedding.weight.shape[1]
+    for prompt in prompts:
+        if prompt.embeds is not None and prompt.embeds.shape[-1] != width:
+            raise Refused(
+                f"inputs_embeds have {prompt.embeds.shape[-1]} numbers for each token, the model's embeddings {width}: "
+                "give what model.get_input_embeddings() returns"
+            )
+
+
 def chance_of(seed: int | Sequence[int] | None, batch: int) -> Chance:
     """Where the noise of sampling comes from: torch's stream, or (seed, row, position)."""
     if seed is None:
