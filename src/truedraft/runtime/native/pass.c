@@ -963,7 +963,8 @@ int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share
   if (!within(count, 1, MOST) || !within(share, 1, MOST) || !within(pass->buffers, 1, MOST)) return BAD_OP;
   if (!within(pass->longest, 1, MOST)) return BAD_NODES;
   for (int64_t i = 0; i < pass->buffers; i++)
-    if (pass->room[i] < 0 || (pass->room[i] && !pass->buffer[i]) || pass->stride[i] < 0 || pass->stride[i] % 16)
+    if (pass->room[i] < 0 || pass->stride[i] < 0 || pass->stride[i] % 16 ||
+        (pass->room[i] && (!pass->buffer[i] || !pass->stride[i])))
       return BAD_OP;
   const int wrong = nodes_fit(pass);
   if (wrong) return wrong;

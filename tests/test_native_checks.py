@@ -1,0 +1,144 @@
+"""What C takes from Python is checked before it is used: numbers of a pass that cannot be are refused."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from models import tiny
+from test_seq2seq import tiny as seq2seq
+from truedraft import DraftTree
+from truedraft.runtime import native
+from truedraft.runtime.lean import array
+from truedraft.runtime.native import Failure, Kind, Op, Pass
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.seq2seq import Seq2SeqTarget
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
+WRONG = (-1, -(2**40), 2**20, 2**40, 2**62)
+PER_NODE = ("token", "slot", "position", "place", "base")
+READ = {  # the numbers of an operation that its kind goes by, and whose wrong values C can tell
+    Kind.EMBED: ("dst", "inner"),
+    Kind.RMS_NORM: ("src", "dst", "inner"),
+    Kind.LAYER_NORM: ("src", "dst", "inner"),
+    Kind.LINEAR: ("src", "dst", "inner", "out", "form"),
+    Kind.GATED: ("src", "dst", "inner", "out", "form"),
+    Kind.ACTIVATE: ("src", "dst", "inner"),
+    Kind.PREPARE: ("src", "other", "dst", "heads", "kv_heads", "head", "rotary", "step", "k_at", "v_at"),
+    Kind.ATTEND: ("src", "dst", "heads", "kv_heads", "head", "step"),
+    Kind.ADD: ("src", "other", "dst", "inner"),
+    Kind.SCALE: ("src", "other", "dst", "inner"),
+    Kind.CAP: ("src", "dst", "inner"),
+    Kind.GATHER: ("src", "dst", "inner"),
+    Kind.ROUTE: ("src", "dst", "experts", "top"),
+    Kind.PLAN: ("top",),
+    Kind.DEAL: ("src", "dst", "inner", "top"),
+    Kind.COMBINE: ("src", "other", "dst", "inner", "top"),
+    Kind.CROSS: ("src", "dst", "heads", "kv_heads", "head", "step"),
+}
+
+
+class Taken(Exception):
+    """Carries the arguments of a call of `truedraft_pass` away."""
+
+
+def arguments(kind: str) -> tuple[Any, ...]:
+    """A pass over two trees, as it is about to be run."""
+    model: Any = seq2seq(kind) if kind in ("bart", "t5") else tiny(kind, torch.float32)
+    target = Seq2SeqTarget(model) if kind in ("bart", "t5") else DecoderTarget(model)
+    target.reserve(2, 24)
+    target.prefill([target.prompt(torch.tensor([5, 6, 7])), target.prompt(torch.tensor([8, 9]))])
+    runner: Any = target.runner
+    own = runner._run
+
+    def taken(*given: Any) -> int:
+        runner._run = own
+        raise Taken(*given, target)
+
+    runner._run = taken
+    tree = DraftTree((7, 3, 4, 5, 6), (-1, 0, 0, 1, 2))
+    with pytest.raises(Taken) as found:
+        target.score([tree, DraftTree.chain(9, [4, 5])])
+    return found.value.args
+
+
+def changed(given: Pass, **fields: Any) -> Pass:
+    copied = Pass.from_buffer_copy(given)
+    for name, value in fields.items():
+        setattr(copied, name, value)
+    return copied
+
+
+def with_entry(values: list[int]) -> Iterator[list[int]]:
+    """Copies of a list, each with one entry that cannot be."""
+    for at in range(len(values)):
+        for wrong in WRONG:
+            yield [*values[:at], wrong, *values[at + 1 :]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "bart", "t5"])
+def test_every_number_of_a_pass(kind: str) -> None:
+    ops, count, given, share, threads, _target = arguments(kind)
+    run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
+    assert run(ops, count, given, share, threads) == 0
+    n = given.nodes
+    lists = {name: getattr(given, name)[:n] for name in PER_NODE}
+    lists["extra_from"], lists["extra"] = given.extra_from[: n + 1], given.extra[: given.extras]
+    lists["gather"], lists["group_from"] = given.gather[: given.tail], given.group_from[: given.groups + 1]
+    if given.heard:
+        lists["heard"] = given.heard[:n]
+    for name, values in lists.items():
+        for wrong in with_entry(values):
+            assert run(ops, count, changed(given, **{name: array(wrong)}), share, threads), (name, wrong)
+    for name in ("nodes", "tail", "capacity", "slots", "longest", "buffers", "groups"):
+        for wrong in {"longest": (-1, 0, 1, 2**40), "tail": (-1, -(2**40))}.get(name, (-1, -(2**40), 0)):
+            assert run(ops, count, changed(given, **{name: wrong}), share, threads), (name, wrong)
+    for name, least in (("stride", -16), ("room", -1)):
+        values = getattr(given, name)[: given.buffers]
+        for at in [i for i, value in enumerate(values) if value]:
+            for wrong in (least, 0, 7):
+                listed = array([*values[:at], wrong, *values[at + 1 :]])
+                assert run(ops, count, changed(given, **{name: listed}), share, threads), (name, at, wrong)
+    for wrong in (0, -1, 2**30):
+        assert run(ops, count, given, share, wrong) == Failure.THREADS
+    assert run(ops, count, given, 0, threads) == run(ops, 0, given, share, threads) == Failure.OP
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "bart", "t5"])
+def test_every_number_of_an_operation(kind: str) -> None:
+    ops, count, given, share, threads, _target = arguments(kind)
+    run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
+    for at in range(count):
+        for name in READ[Kind(ops[at].kind)]:
+            narrow = dict(Op._fields_)[name] is ctypes.c_int32
+            for wrong in (-1, -(2**31), 2**31 - 1) if narrow else WRONG:
+                copied = (Op * count).from_buffer_copy(ops)
+                setattr(copied[at], name, wrong)
+                assert run(copied, count, given, share, threads) == Failure.OP, (Kind(ops[at].kind).name, name, wrong)
+        copied = (Op * count).from_buffer_copy(ops)
+        copied[at].kind = 99
+        assert run(copied, count, given, share, threads) == Failure.OP
+
+
+def test_one_linear_layer() -> None:
+    run: Any = native.library().truedraft_linear  # type: ignore[union-attr]
+    weight, x, y = torch.randn(8, 32), torch.randn(3, 32), torch.zeros(3, 8)
+    right = dict(kind=Kind.LINEAR, dst=1, scale=1.0, weight=weight.data_ptr(), out=8, inner=32)
+
+    def code(nodes: int = 3, threads: int = 1, **wrong: Any) -> int:
+        return run(Op(**{**right, **wrong}), x.data_ptr(), nodes, y.data_ptr(), threads)
+
+    assert code() == 0
+    torch.testing.assert_close(y, x @ weight.T)
+    assert code(nodes=-1) == code(nodes=0) == code(nodes=2**40) == Failure.NODES
+    assert code(threads=0) == code(threads=-3) == Failure.THREADS
+    for wrong in (
+        {"out": 0}, {"out": -1}, {"out": 2**40}, {"inner": 0}, {"inner": 31}, {"inner": -16}, {"form": 4}, {"form": -1},
+        {"form": 2}, {"kind": Kind.ATTEND}, {"kind": 99}, {"src": 1}, {"dst": 2}, {"tail": 1}, {"experts": 2},
+        {"weight": None}, {"form": 3, "shift": 63},
+    ):  # fmt: skip
+        assert code(**wrong) == Failure.OP, wrong
