@@ -97,10 +97,10 @@ def test_every_number_of_a_pass(kind: str) -> None:
     for name in ("nodes", "tail", "capacity", "slots", "longest", "buffers", "groups"):
         for wrong in {"longest": (-1, 0, 1, 2**40), "tail": (-1, -(2**40))}.get(name, (-1, -(2**40), 0)):
             assert run(ops, count, changed(given, **{name: wrong}), share, threads), (name, wrong)
-    for name, least in (("stride", -16), ("room", -1)):
+    for name, wrongs in (("stride", (-16, 0, 7)), ("room", (-1, -(2**40)))):
         values = getattr(given, name)[: given.buffers]
         for at in [i for i, value in enumerate(values) if value]:
-            for wrong in (least, 0, 7):
+            for wrong in wrongs:
                 listed = array([*values[:at], wrong, *values[at + 1 :]])
                 assert run(ops, count, changed(given, **{name: listed}), share, threads), (name, at, wrong)
     for wrong in (0, -1, 2**30):
