@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -33,7 +32,7 @@ from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
-from truedraft.errors import Refused
+from truedraft.errors import Interrupted, Refused
 from truedraft.parts import DRAWN, check_vocabulary, drafter_of, part
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.sampling import History, Laws
@@ -41,6 +40,7 @@ from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops, ends_of
 from truedraft.stopping import longest as longest_of
 from truedraft.stores.memory import Memory
+from truedraft.streaming import Stream, ending_streamer
 from truedraft.targets.decoder import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.tree import Row
@@ -130,6 +130,7 @@ class Accelerated:
             raise Refused(f"{name_of(self.drafter)} keeps no outputs: accelerate with draft='auto' or 'suffix'")
         return found
 
+    @ending_streamer
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -146,7 +147,7 @@ class Accelerated:
 
         Greedy: the tokens of `model.generate`. With `do_sample=True`: the tokens that `model.generate` samples
         under the same `torch.manual_seed`; torch's random stream stands afterwards where it would have stood.
-        Ctrl-C ends generation and returns what there is, with a warning.
+        A `streamer` is ended however the call ends.
 
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
@@ -168,6 +169,7 @@ class Accelerated:
 
         Raises:
             Refused: a setting that cannot be honoured exactly, named before anything is computed.
+            Interrupted: Ctrl-C (it is a KeyboardInterrupt); what had been generated is its `output`.
         """
         check_hosted(self.model)
         check_arguments(kwargs)
@@ -248,7 +250,7 @@ class Accelerated:
             notes,
         )  # fmt: skip
         self._report, report.seconds = report, watch.seconds
-        stream = _Stream(call.streamer, rows, history)
+        stream = Stream(call.streamer, rows, history)
         passes = engine.run(rows, prompts)
         advance = watch.timed("all", lambda: next(passes, None))
         try:
@@ -257,16 +259,16 @@ class Accelerated:
                 if call.on_pass is not None:
                     call.on_pass(done)
                 stream.put()
-        except KeyboardInterrupt:
+            return _output(model, rows, history, laws, returns)
+        except KeyboardInterrupt as interrupt:
             report.interrupted = True
-            report.notes.append("interrupted: what had been generated until then was returned")
-            warnings.warn("generation was interrupted; what had been generated is returned", stacklevel=2)
+            report.notes.append("interrupted: the text ends with the last pass that was completed")
+            _cut(rows, report.passes, stops.in_step)
+            raise Interrupted(_output(model, rows, history, laws, returns), report) from interrupt
         finally:
-            passes.close()
+            engine.close()
             report.runtime = self.target.runtime
             report.attributions = rule.attributions()
-        stream.end()
-        return _output(model, rows, history, laws, returns)
 
     def _drafter_of(self, config: GenerationConfig, call: _Call) -> Drafter:
         references, assistant = call.references, call.assistant
@@ -358,24 +360,16 @@ def accelerate(
     return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
 
 
-class _Stream:
-    """Feeds a streamer as `generate` does: one token per row and step, once every row has reached the step."""
+def _cut(rows: Sequence[Row], passes: Sequence[Pass], in_step: bool) -> None:
+    """Take from the rows what a pass that was not completed has emitted.
 
-    def __init__(self, streamer: Any, rows: Sequence[Row], history: History):
-        self.streamer, self.rows, self.history, self.sent = streamer, rows, history, 0
-
-    def put(self) -> None:
-        if self.streamer is None:
-            return
-        going = [row.step for row in self.rows if not row.ended]
-        reached = min(going) if going else max(row.step for row in self.rows)
-        for step in range(self.sent, reached):
-            self.streamer.put(self.history.column(step).cpu())
-        self.sent = reached
-
-    def end(self) -> None:
-        if self.streamer is not None:
-            self.streamer.end()
+    in_step: rows that ended went on with the others.
+    """
+    emitted = [0] * len(rows)
+    for emission in (e for done in passes for e in done.emitted):
+        emitted[emission.row] += len(emission.tokens)
+    for row in rows:
+        del row.tokens[row.prompt + (max(emitted) if in_step else emitted[row.index]) :]
 
 
 def _output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli._text import read, waiting
-from truedraft.errors import Refused
+from truedraft.errors import Interrupted, Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class Request:
     chat: bool
 
     def run(self, fast: Accelerated, on_pass: Callable[[Pass], None]) -> list[list[int]]:
-        """The new ids of every text.
+        """The new ids of every text; after Ctrl-C as far as they had come.
 
         Raises:
             Refused: the prompt or a setting cannot be served.
@@ -71,7 +71,11 @@ class Request:
         inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast.tokenizer).items()}
         if self.seed is not None:
             torch.manual_seed(self.seed)
-        out: Any = fast.generate(**inputs, references=list(self.references) or None, on_pass=on_pass, **self.settings)
+        given = {**inputs, "references": list(self.references) or None, "on_pass": on_pass, **self.settings}
+        try:
+            out: Any = fast.generate(**given)
+        except Interrupted as stopped:
+            out = stopped.output
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
         lengths = [0] * len(sequences)  # shorter rows are padded
         for emission in (e for done in fast.report().passes for e in done.emitted):
