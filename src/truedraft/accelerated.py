@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -10,8 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry
 from truedraft.accept._base import Rule
@@ -26,13 +26,17 @@ from truedraft.arguments import (
     prompts_of,
     references_of,
     sources_of,
+    with_stop_strings,
 )
 from truedraft.chance import Chance
 from truedraft.control._base import Control
+from truedraft.delegation import Delegate, renewed
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Interrupted, Refused
+from truedraft.outcome import cut, output
+from truedraft.outcome import notes as notes_of
 from truedraft.parts import DRAWN, check_vocabulary, drafter_of, part
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.sampling import History, Laws
@@ -43,6 +47,7 @@ from truedraft.stores.memory import Memory
 from truedraft.streaming import Stream, ending_streamer
 from truedraft.targets.decoder import check_hosted
 from truedraft.targets.hosting import hosted
+from truedraft.targets.unwrapping import unwrapped
 from truedraft.tree import Row
 
 
@@ -60,8 +65,8 @@ class _Call:
     sources: Tensor | None
 
 
-class Accelerated:
-    """A model with drafts; made by `accelerate`.
+class Accelerated(Delegate):
+    """A model with drafts; made by `accelerate`. What it does not answer itself, the model does; see `Delegate`.
 
     Attributes:
         model: the model as it was given, untouched.
@@ -78,20 +83,49 @@ class Accelerated:
         runtime: str,
         strict: bool,
     ):
-        self.target = hosted(model, runtime, strict)
         self.model, self.tokenizer = model, tokenizer
+        self._parts, self._hosting = (draft, rule, control), (runtime, strict)
+        self._host()
         self.drafter: Drafter = drafter_of(draft)
         self._assistants: dict[Any, Drafter] = {}
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
         self.control: Control = part(control, "control", Control)
         self._fit(self.drafter)
         self._report: Report | None = None
+        self._complete()
+
+    def _host(self) -> None:
+        self.target = hosted(self.model, *self._hosting)
+        self._place = self.model.device, self.model.dtype
+
+    def _follow(self) -> None:
+        """Host the model anew where it was moved or cast since: `accelerate` would make other passes for it now."""
+        if (self.model.device, self.model.dtype) != self._place:
+            self._host()
+            self._assistants.clear()
+            self._fit(self.drafter)
 
     def _fit(self, drafter: Drafter) -> Drafter:
         check_vocabulary(drafter, self.tokenizer, self.target.vocabulary)
         drafter.ready(self.target)
         drafter.read(self.tokenizer)
         return drafter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
+        """A deep copy of the model, accelerated in the same way; drafters have learnt nothing yet."""
+        draft, rule, control = (renewed(part, memo) for part in self._parts)
+        memo[id(self)] = made = Accelerated(
+            copy.deepcopy(self.model, memo), self.tokenizer, draft, rule, control, *self._hosting
+        )
+        return made
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {type(self.model).__name__}: {self.model.num_parameters():,} parameters, "
+            f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}; drafter {name_of(self.drafter)}, "
+            f"rule {'that of each call' if self.rule is None else name_of(self.rule)}, "
+            f"control {name_of(self.control)}; passes by {self.target.runtime}>"
+        )
 
     def report(self) -> Report:
         """Figures of the last call of `generate`.
@@ -173,31 +207,19 @@ class Accelerated:
         """
         check_hosted(self.model)
         check_arguments(kwargs)
+        self._follow()
         if self.target.cache is not None:
             raise Refused("generate() was called while it runs: use another accelerate(model) for a call inside a call")
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
         sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None
         call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
-        kwargs = self._with_stop_strings(self.target.encoded(inputs, kwargs))
+        kwargs = with_stop_strings(self.target.encoded(inputs, kwargs), self.model, self.tokenizer)
         generate: Any = self.model.generate
         try:
             return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
         finally:
             self.target.cache = None
-
-    def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Stop strings as a ready criterion: `generate` forgets the tokenizer when a decode loop is given to it."""
-        kwargs = dict(kwargs)
-        tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
-        config = kwargs.get("generation_config") or self.model.generation_config
-        strings = kwargs.get("stop_strings") or config.stop_strings or self.model.generation_config.stop_strings
-        if not strings:
-            return kwargs
-        if tokenizer is None:
-            raise Refused(f"stop_strings={strings!r} need a tokenizer: give one to accelerate() or to generate()")
-        criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
-        return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
     def _decode(
         self,
@@ -242,7 +264,7 @@ class Accelerated:
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
-        notes = _notes(rows, laws, stops)
+        notes = notes_of(rows, laws, stops)
         if rule.guarantee == "none":
             notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have said")
         report = Report(
@@ -259,12 +281,12 @@ class Accelerated:
                 if call.on_pass is not None:
                     call.on_pass(done)
                 stream.put()
-            return _output(model, rows, history, laws, returns)
+            return output(model, rows, history, laws, returns)
         except KeyboardInterrupt as interrupt:
             report.interrupted = True
             report.notes.append("interrupted: the text ends with the last pass that was completed")
-            _cut(rows, report.passes, stops.in_step)
-            raise Interrupted(_output(model, rows, history, laws, returns), report) from interrupt
+            cut(rows, report.passes, stops.in_step)
+            raise Interrupted(output(model, rows, history, laws, returns), report) from interrupt
         finally:
             engine.close()
             report.runtime = self.target.runtime
@@ -292,6 +314,7 @@ class Accelerated:
 
     def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
         """The drafter that `assistant_model` stands for, made once; with the lengths that transformers knows."""
+        model = unwrapped(model)
         settings = getattr(model, "generation_config", None)
         knobs: dict[str, Any] = {}
         for knob, name in (("length", "num_assistant_tokens"), ("confidence", "assistant_confidence_threshold")):
@@ -334,7 +357,7 @@ def accelerate(
 
     Args:
         model: a decoder language model or an encoder-decoder of `transformers`, in eval mode; it is not changed, unless
-            `quantize` is given.
+            `quantize` is given. One that PEFT or `torch.compile` has wrapped is taken out of that, where this is exact.
         tokenizer: needed only where text is (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
             model with the same tokenizer, or None for plain decoding; "auto" needs no training and uses references
@@ -354,38 +377,8 @@ def accelerate(
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly or quantised, or a name is unknown.
     """
+    model = unwrapped(model)
     if quantize is not None:
         check_hosted(model)
         quantized(model, quantize)
     return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
-
-
-def _cut(rows: Sequence[Row], passes: Sequence[Pass], in_step: bool) -> None:
-    """Take from the rows what a pass that was not completed has emitted.
-
-    in_step: rows that ended went on with the others.
-    """
-    emitted = [0] * len(rows)
-    for emission in (e for done in passes for e in done.emitted):
-        emitted[emission.row] += len(emission.tokens)
-    for row in rows:
-        del row.tokens[row.prompt + (max(emitted) if in_step else emitted[row.index]) :]
-
-
-def _output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
-    steps = max(row.step for row in rows)
-    sequences: Any = history.batch(steps).clone()
-    if not returns:
-        return sequences
-    scores, logits = (None if kept is None else tuple(kept[:steps]) for kept in (laws.scores, laws.logits))
-    kind: Any = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-    return kind(sequences=sequences, scores=scores, logits=logits)
-
-
-def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
-    if len(rows) == 1 or not stops.in_step:
-        return []
-    if strangers := laws.strangers + stops.strangers:
-        return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
-    cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
-    return [f"rows advanced together, because {cause}"]
