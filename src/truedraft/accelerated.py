@@ -123,7 +123,7 @@ class Accelerated(Delegate):
         return (
             f"<{type(self).__name__} {type(self.model).__name__}: {self.model.num_parameters():,} parameters, "
             f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}; drafter {name_of(self.drafter)}, "
-            f"rule {'that of each call' if self.rule is None else name_of(self.rule)}, "
+            f"rule {'greedy, or seeded where it samples' if self.rule is None else name_of(self.rule)}, "
             f"control {name_of(self.control)}; passes by {self.target.runtime}>"
         )
 
@@ -210,6 +210,7 @@ class Accelerated(Delegate):
         self._follow()
         if self.target.cache is not None:
             raise Refused("generate() was called while it runs: use another accelerate(model) for a call inside a call")
+        self._report = None
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
         sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None

@@ -32,7 +32,7 @@ class Delegate:
         self._own = frozenset(vars(self))
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return type(vars(self)["model"]) if "model" in vars(self) else type(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class Delegate:
             )
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self.model)})
+        return sorted({*vars(self), *dir(type(self)), *dir(self.model)})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Refused(
