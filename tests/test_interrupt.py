@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +27,9 @@ from truedraft.accept import _base as accept
 from truedraft.control import cost
 from truedraft.drafters import _base, _compose, _model, _reader, _trust
 from truedraft.loading import load
+from truedraft.runtime import native
 from truedraft.stats import Pass
+from truedraft.stores import automaton, trigrams
 from truedraft.tree import Row
 
 TOKENS = 8
@@ -255,13 +258,13 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 
 def check_every_line(make: Callable[[], truedraft.Accelerated], inputs: dict[str, Any]) -> int:
-    """Press Ctrl-C at the first and the last time that each line is reached; returns how often."""
+    """Press Ctrl-C at each line once, the first or the last time that it is reached; returns how often."""
     fast = make()
     expected = fast.model.generate(**inputs, **GREEDY)
     reached = Counter[tuple[CodeType, int]]()
     with traced(lambda code, line: reached.update([(code, line)])):
         assert torch.equal(fast.generate(**inputs, **GREEDY), expected)
-    spots = [(at, n) for at, count in reached.items() for n in sorted({1, count})]
+    spots = [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())]
     start = expected.shape[1] if fast.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     pressed = 0
     for spot, nth in spots:
@@ -291,7 +294,7 @@ def test_ctrl_c_at_every_line_with_drafters_that_look_things_up() -> None:
     pressed = check_every_line(
         lambda: truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling"), ragged(tiny(), 2)
     )
-    assert pressed > 200
+    assert pressed > 130
 
 
 def test_ctrl_c_at_every_line_with_a_model_that_drafts() -> None:
@@ -299,7 +302,7 @@ def test_ctrl_c_at_every_line_with_a_model_that_drafts() -> None:
     pressed = check_every_line(
         lambda: truedraft.accelerate(model, draft=sibling(model), control="fixed"), ragged(model, 2)
     )
-    assert pressed > 100
+    assert pressed > 90
 
 
 def test_ctrl_c_with_an_encoder_decoder() -> None:
@@ -314,3 +317,11 @@ def test_ctrl_c_with_an_encoder_decoder() -> None:
     assert length > 1 and torch.equal(arrived.value.output, expected[:, :length])
     check_clean(fast)
     assert torch.equal(fast.generate(ids, **kwargs), expected)
+
+
+@pytest.mark.skipif(not native.library(), reason="no compiled code here")
+@pytest.mark.parametrize("kind", [automaton.Native, trigrams.Native])
+def test_ctrl_c_before_a_store_has_begun(kind: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pytest.PytestUnraisableExceptionWarning)
+        kind.__new__(kind).__del__()
