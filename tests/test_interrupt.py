@@ -22,7 +22,7 @@ import seq2seq_models
 import truedraft
 from drafters_for_tests import Noise
 from models import ragged, sibling, tiny
-from truedraft import Interrupted, Refused, accelerated, engine
+from truedraft import Refused, accelerated, engine
 from truedraft.accept import _base as accept
 from truedraft.control import cost
 from truedraft.drafters import _base, _compose, _model, _reader, _trust
@@ -93,7 +93,7 @@ def check_clean(fast: truedraft.Accelerated) -> None:
     assert not left(fast.drafter) and not left(fast.control) and fast.target.cache is None
 
 
-def check_partial(stopped: Interrupted, fast: truedraft.Accelerated, expected: torch.Tensor, start: int) -> None:
+def check_partial(stopped: Any, fast: truedraft.Accelerated, expected: torch.Tensor, start: int) -> None:
     """The output begins as the whole one does, padded behind where each row has come to; the report agrees."""
     assert fast.report() is stopped.report and stopped.report.interrupted
     emitted = Counter[int]()
@@ -115,7 +115,7 @@ def test_ctrl_c_arrives_with_what_there_is(passes: int, sample: bool) -> None:
     torch.manual_seed(1)
     with pytest.raises(KeyboardInterrupt) as arrived:
         fast.generate(**inputs, **kwargs, on_pass=pressing(passes))
-    assert isinstance(arrived.value, Interrupted)
+    assert type(arrived.value) is KeyboardInterrupt  # a subclass does not end a script as Ctrl-C does
     check_partial(arrived.value, fast, expected, inputs["input_ids"].shape[1])
     assert kwargs["streamer"].ended == 1 and "interrupted" in str(fast.report())
     check_clean(fast)
@@ -126,7 +126,7 @@ def test_ctrl_c_arrives_with_what_there_is(passes: int, sample: bool) -> None:
 def test_ctrl_c_before_the_first_token_leaves_the_prompt() -> None:
     fast = truedraft.accelerate(tiny(), draft=None)
     kwargs: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, do_sample=False, max_new_tokens=4)
-    with pytest.raises(Interrupted) as arrived:
+    with pytest.raises(KeyboardInterrupt) as arrived:
         fast.generate(IDS, logits_processor=[Press(KeyboardInterrupt())], **kwargs)
     assert torch.equal(arrived.value.output.sequences, IDS) and arrived.value.output.scores == ()
 
@@ -136,7 +136,7 @@ def test_ctrl_c_within_a_pass_takes_back_what_it_had_emitted() -> None:
     kwargs: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     expected = tiny().generate(**inputs, **kwargs)
     for calls in range(1, TOKENS - 1):
-        with pytest.raises(Interrupted) as arrived:
+        with pytest.raises(KeyboardInterrupt) as arrived:
             fast.generate(**inputs, **kwargs, logits_processor=[Press(KeyboardInterrupt(), calls)])
         output = arrived.value.output
         length = output.sequences.shape[1]
@@ -158,7 +158,7 @@ def test_ctrl_c_in_a_chat_leaves_the_conversation() -> None:
     model, tokenizer = load("nano")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     chat = truedraft.Chat(truedraft.accelerate(model, tokenizer, draft=None), max_new_tokens=5, do_sample=False)
-    with pytest.raises(Interrupted):
+    with pytest.raises(KeyboardInterrupt):
         chat.say("one day", on_pass=pressing(2))
     assert chat.messages == []
     assert chat.say("one day") and len(chat.messages) == 2
@@ -188,7 +188,7 @@ def test_any_other_exception_arrives_as_it_is_and_leaves_nothing(given: dict[str
 def test_who_reads_a_streamer_in_another_thread_is_not_left_waiting() -> None:
     fast = truedraft.accelerate(tiny(), draft=None)
     tokenizer: AutoTokenizer = load("nano")[1]
-    for given, error in (({"on_pass": pressing(2)}, Interrupted), ({"num_beams": 3}, Refused)):
+    for given, error in (({"on_pass": pressing(2)}, KeyboardInterrupt), ({"num_beams": 3}, Refused)):
         streamer = TextIteratorStreamer(tokenizer, timeout=20)
         arrived: list[BaseException] = []
 
@@ -282,7 +282,7 @@ def check_every_line(make: Callable[[], truedraft.Accelerated], inputs: dict[str
                 fast.generate(**inputs, **GREEDY)
         except KeyboardInterrupt as arrived:
             pressed += 1
-            if isinstance(arrived, Interrupted) and not fast.model.config.is_encoder_decoder:
+            if hasattr(arrived, "output") and not fast.model.config.is_encoder_decoder:
                 check_partial(arrived, fast, expected, start)
         check_clean(fast)
         assert torch.equal(fast.generate(**inputs, **GREEDY), expected), spot
@@ -311,7 +311,7 @@ def test_ctrl_c_with_an_encoder_decoder() -> None:
     ids = torch.tensor([[5, 6, 7, 5, 6, 7, 1]])
     kwargs: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, num_beams=1)
     expected = model.generate(ids, **kwargs)
-    with pytest.raises(Interrupted) as arrived:
+    with pytest.raises(KeyboardInterrupt) as arrived:
         fast.generate(ids, **kwargs, on_pass=pressing(2))
     length = arrived.value.output.shape[1]
     assert length > 1 and torch.equal(arrived.value.output, expected[:, :length])

@@ -12,7 +12,6 @@ _HOMES = {
     "Corpus": "stores.corpus",
     "DraftTree": "tree",
     "Drafter": "drafters._base",
-    "Interrupted": "errors",
     "Refused": "errors",
     "Report": "stats",
     "Rule": "accept._base",
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from truedraft.chat import Chat as Chat
     from truedraft.control._base import Control as Control
     from truedraft.drafters._base import Drafter as Drafter
-    from truedraft.errors import Interrupted as Interrupted
     from truedraft.errors import Refused as Refused
     from truedraft.stats import Report as Report
     from truedraft.stores.building import build_corpus as build_corpus

@@ -56,7 +56,7 @@ class Chat:
 
         Raises:
             Refused: a setting that `generate` cannot honour.
-            Interrupted: Ctrl-C; see `generate`.
+            KeyboardInterrupt: Ctrl-C; see `generate`.
             In either case the conversation is left as it was.
         """
         tokenizer: Any = self.fast.tokenizer

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
@@ -93,7 +94,7 @@ def renewed(given: Any, memo: dict[int, Any]) -> Any:
     Raises:
         Refused: it cannot be made again from its fields.
     """
-    if given is None or isinstance(given, str | PreTrainedModel):
+    if given is None or isinstance(given, str | nn.Module):
         return copy.deepcopy(given, memo)
     if not dataclasses.is_dataclass(given):
         raise Refused(

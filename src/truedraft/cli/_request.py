@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli._text import read, waiting
-from truedraft.errors import Interrupted, Refused
+from truedraft.errors import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,11 +71,13 @@ class Request:
         inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast.tokenizer).items()}
         if self.seed is not None:
             torch.manual_seed(self.seed)
+        out: Any
         given = {**inputs, "references": list(self.references) or None, "on_pass": on_pass, **self.settings}
         try:
-            out: Any = fast.generate(**given)
-        except Interrupted as stopped:
-            out = stopped.output
+            out = fast.generate(**given)
+        except KeyboardInterrupt as interrupt:
+            if (out := getattr(interrupt, "output", None)) is None:
+                raise
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
         lengths = [0] * len(sequences)  # shorter rows are padded
         for emission in (e for done in fast.report().passes for e in done.emitted):
