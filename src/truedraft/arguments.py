@@ -92,7 +92,7 @@ def prompts_of(
     Raises:
         Refused: a row is padded on the right, or empty; or the model was given an input that only it understands.
     """
-    foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in INPUTS)
+    foreign = sorted(k for k, v in model_kwargs.items() if v is not None and v != {} and k not in INPUTS)
     if foreign:
         raise Refused(f"{', '.join(foreign)}: model inputs besides input_ids or inputs_embeds are not supported")
     if (encoded := model_kwargs.get("encoder_outputs")) is not None:

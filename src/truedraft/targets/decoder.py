@@ -267,7 +267,7 @@ def check_hosted(model: Any) -> None:
         raise Refused(
             f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to a path"
         )
-    attention = model.config._attn_implementation
+    attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise Refused(
             f"attn_implementation={attention!r} takes no tree mask: load the model with attn_implementation='sdpa'"
