@@ -81,7 +81,7 @@ class Accelerated:
         self.target = hosted(model, runtime, strict)
         self.model, self.tokenizer = model, tokenizer
         self.drafter: Drafter = drafter_of(draft)
-        self._assistants: dict[Any, Drafter] = {}
+        self._assisted: tuple[PreTrainedModel, dict[str, Any], Drafter] | None = None
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
         self.control: Control = part(control, "control", Control)
         self._fit(self.drafter)
@@ -170,7 +170,7 @@ class Accelerated:
             Refused: a setting that cannot be honoured exactly, named before anything is computed.
         """
         check_hosted(self.model)
-        check_arguments(kwargs)
+        check_arguments(self.target, inputs, kwargs)
         if self.target.cache is not None:
             raise Refused("generate() was called while it runs: use another accelerate(model) for a call inside a call")
         kwargs["generation_config"] = generation_config
@@ -289,7 +289,8 @@ class Accelerated:
         )
 
     def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
-        """The drafter that `assistant_model` stands for, made once; with the lengths that transformers knows."""
+        """The drafter that `assistant_model` stands for, with the lengths that transformers knows; kept until another
+        is asked for."""
         settings = getattr(model, "generation_config", None)
         knobs: dict[str, Any] = {}
         for knob, name in (("length", "num_assistant_tokens"), ("confidence", "assistant_confidence_threshold")):
@@ -297,10 +298,10 @@ class Accelerated:
             value = getattr(settings, name, None) if value is None else value
             if value is not None:
                 knobs[knob] = value
-        key = (id(model), *knobs.items())
-        if key not in self._assistants:
-            self._assistants[key] = self._fit(registry.load("drafters", "draft-model", model=model, **knobs))
-        return self._assistants[key]
+        if self._assisted is None or self._assisted[0] is not model or self._assisted[1] != knobs:
+            self._assisted = None
+            self._assisted = model, knobs, self._fit(registry.load("drafters", "draft-model", model=model, **knobs))
+        return self._assisted[2]
 
     def _rule_of(self, config: GenerationConfig, drafter: Drafter) -> Rule:
         rule = self.rule or registry.load("accept", "seeded" if config.do_sample else "greedy")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation import GenerationMixin
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import NoRoom, Refused
@@ -25,6 +26,8 @@ from truedraft.runtime.weights import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
 from truedraft.targets.stock import LinearsPass, StockPass
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
+
+BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill with zeros for texts
 
 
 class DecoderTarget:
@@ -37,6 +40,7 @@ class DecoderTarget:
 
     Attributes:
         runner: what makes the passes.
+        blank: inputs of the model whose zeros change nothing, as they mark text among images.
         why_stock: why it is the model's own forward, where something faster was asked for.
 
     Raises:
@@ -52,6 +56,7 @@ class DecoderTarget:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.taps = Taps()
+        self.blank: frozenset[str] = frozenset()
         self._cache: RowCache | None = None
         self.layer_types = get_layer_types_and_kwargs(self.config)[0]
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
@@ -146,8 +151,8 @@ class DecoderTarget:
         return Prompt(ids)
 
     def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` with more that is known already; see `Seq2SeqTarget`."""
-        return given
+        """Arguments of `generate` with more that is known already (see `Seq2SeqTarget`), or without what means nothing."""
+        return {name: value for name, value in given.items() if name not in self.blank or bool(value.any())}
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for `rows` rows of `capacity` positions each.
@@ -257,6 +262,8 @@ def check_hosted(model: Any) -> None:
     for refusal in REFUSALS:
         if why := refusal(config):
             raise Refused(f"{name} cannot be hosted exactly: it {why}")
+    if model.config.is_encoder_decoder and type(model).generate is not GenerationMixin.generate:
+        raise Refused(f"{name} cannot be hosted exactly: it has a generate of its own, which does more than decode")
     parameters = inspect.signature(model.forward).parameters
     for needed in NEEDED[bool(model.config.is_encoder_decoder)]:
         if needed not in parameters:

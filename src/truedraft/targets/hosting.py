@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import Refused
 from truedraft.runtime.lean import LeanPass
-from truedraft.targets.decoder import DecoderTarget, check_hosted
+from truedraft.targets.decoder import BLANK, DecoderTarget, check_hosted
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.targets.stock import StockPass
 from truedraft.tree import DraftTree, Prompt
@@ -75,9 +76,11 @@ def check_exact(target: DecoderTarget) -> None:
     befores = [prompt, []]
     prompts = [target.prompt(torch.tensor([*before, ids[4]], device=target.device)) for before in befores]
     cases = [(row, tree.path(leaf)) for row in range(len(prompts)) for leaf in (3, 4)]
+    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
     texts = [befores[row] + [tree.tokens[i] for i in path] for row, path in cases]
     with _refused(model, "its own decoding of a text fails"):
         expected = _plain(target, texts, [prompts[row] for row, _ in cases], len(cases[0][1]))
+        target.blank = frozenset(_blank(target, texts, expected, tolerance))
     with _refused(model, "a pass over a tree fails"):
         target.reserve(2, 16)
         try:
@@ -86,14 +89,28 @@ def check_exact(target: DecoderTarget) -> None:
         finally:
             target.cache = None
     for (row, path), plain in zip(cases, expected, strict=True):
-        spread = plain.std(-1).mean().clamp_min(1e-6)
-        error = ((scores[row, list(path)] - plain).abs().max() / spread).item()
-        tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
+        error = _difference(scores[row, list(path)], plain)
         if not error <= tolerance:
             raise Refused(
                 f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain decoding by "
-                f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions"
+                f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions, or padding changes what it says"
             )
+
+
+def _difference(found: Tensor, plain: Tensor) -> float:
+    """The largest, in standard deviations of the plain logits."""
+    return ((found - plain).abs().max() / plain.std(-1).mean().clamp_min(1e-6)).item()
+
+
+def _blank(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor, tolerance: float) -> Iterator[str]:
+    """The inputs besides tokens whose zeros change nothing of what `generate` scores."""
+    model = target.model
+    if model.config.is_encoder_decoder:
+        return
+    for name in BLANK & inspect.signature(model.forward).parameters.keys():
+        scored = _generated(model, texts, plain.shape[1], target.device, name)
+        if _difference(scored.float(), plain) <= tolerance:
+            yield name
 
 
 def _ids(target: DecoderTarget, count: int) -> list[int]:
@@ -122,8 +139,13 @@ def _plain(target: DecoderTarget, texts: Sequence[list[int]], prompts: Sequence[
     return torch.stack(rows).float()
 
 
-def _generated(model: Any, texts: Sequence[list[int]], last: int, device: torch.device) -> Tensor:
-    """What `generate` scores at the last tokens of texts, which it is made to say one by one behind padded prompts."""
+def _generated(
+    model: Any, texts: Sequence[list[int]], last: int, device: torch.device, blank: str | None = None
+) -> Tensor:
+    """What `generate` scores at the last tokens of texts, which it is made to say one by one behind padded prompts.
+
+    blank: an input that it is given zeros for.
+    """
     longest = max(map(len, texts))
     pad = next(i for i in range(longest) if i not in texts[0])
     ids = torch.tensor([[pad] * (longest - len(text)) + text for text in texts], device=device)
@@ -139,8 +161,9 @@ def _generated(model: Any, texts: Sequence[list[int]], last: int, device: torch.
         return input_ids
 
     begun = longest - last + 1
+    zeros = {} if blank is None else {blank: torch.zeros_like(ids[:, :begun])}
     model.generate(
         ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=say, use_cache=True, num_beams=1,
-        num_return_sequences=1,
+        num_return_sequences=1, **zeros,
     )  # fmt: skip
     return torch.stack(scores, 1)
