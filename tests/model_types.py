@@ -43,9 +43,19 @@ _MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
 BESIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glmga", "glm_ocr", "paddleocr_vl"), _MROPE),
     "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
+    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 8}),
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48},
     "xmod": {"default_language": "en_XX"},
-    "reformer": {"is_decoder": True},
     "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "emu3": {"vocabulary_map": {"<image>": 4}},
+    "hunyuan_vl": {"text_config": {"head_dim": 8}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
 }
 
 
@@ -73,7 +83,7 @@ def shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _small(name: str, value: Any, count: int, kept: list[int]) -> Any:
-    if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+    if isinstance(value, dict) and value and all(str(key).isdigit() and int(key) < count for key in value):
         by_layer = {int(key): entry for key, entry in value.items()}
         return {new: by_layer[old] for new, old in enumerate(kept) if old in by_layer}
     if isinstance(value, dict):
