@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 V = 61
 _COMMON: dict[str, Any] = dict(
@@ -67,9 +67,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Text models that exist inside a model that sees, only: the type of that model.
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+INSIDE = {
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+}
+ARCHITECTURES |= {
+    "qwen2_vl_text": {**_COMMON, "rope_parameters": _MROPE},
+    "qwen2_5_vl_text": {**_COMMON, "rope_parameters": _MROPE},
+    "qwen3_vl_text": {**_COMMON, "head_dim": 8, "rope_parameters": _MROPE},
+    "qwen3_vl_moe_text": {**ARCHITECTURES["qwen3_moe"], "rope_parameters": _MROPE},
+}
+_EYES = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
+
 # torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
 # left-padded window (Gemma 2) strays from what the model says to the same prompt alone
-NO_FP64 = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gemma2"}
+NO_FP64 = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
 
 
 @cache
@@ -82,8 +98,13 @@ def tiny(
 ) -> PreTrainedModel:
     """A model of an architecture with random weights, the matrices multiplied by `sharpen`."""
     torch.manual_seed(7)
-    config = CONFIG_MAPPING[architecture](**{**ARCHITECTURES[architecture], "vocab_size": vocabulary})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    text = {**ARCHITECTURES[architecture], "vocab_size": vocabulary}
+    if (whole := INSIDE.get(architecture)) is not None:
+        config = CONFIG_MAPPING[whole](text_config=text, vision_config=_EYES, image_token_id=2, video_token_id=2)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
+    else:
+        config = CONFIG_MAPPING[architecture](**text)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -94,7 +115,7 @@ def tiny(
 def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Prompts of different lengths, left-padded, each with a phrase that comes back, so that lookup finds something."""
     g = torch.Generator().manual_seed(seed)
-    vocabulary = model.config.vocab_size
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     phrases = torch.randint(3, vocabulary, (rows, 6), generator=g).tolist()
     prompts = [(p * 3)[: 5 + 3 * i] for i, p in enumerate(phrases)]
     longest = max(map(len, prompts))

@@ -126,7 +126,7 @@ def drafter(
     small: the model that drafts, for drafters that need one; else one much like the model.
     other: knobs of a registered drafter.
     """
-    vocabulary = model.config.vocab_size
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if name == "oracle":
         assert answers is not None
         lines = {b: row[padding[b] :].tolist() for b, row in enumerate(answers)}

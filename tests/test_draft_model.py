@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,18 +20,37 @@ ASKING = [n for n in registry.names("drafters") if "draft model" in registry.met
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_an_assistant_is_taken_as_transformers_takes_it(sample: bool) -> None:
+def test_an_assistant_is_taken_as_transformers_takes_it(sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, small = tiny(), sibling(tiny())
     inputs = ragged(model, 3)
     torch.manual_seed(2)
     expected = model.generate(**inputs, max_new_tokens=30, do_sample=sample)
     fast = truedraft.accelerate(model, control="fixed")
+    made, fit = [], fast._fit
+    monkeypatch.setattr(fast, "_fit", lambda drafter: made.append(drafter) or fit(drafter))
     for _ in range(2):
         torch.manual_seed(2)
         got = fast.generate(**inputs, max_new_tokens=30, do_sample=sample, assistant_model=small)
         assert torch.equal(got, expected)
         assert fast.report().drafter == "draft-model" and fast.report().mean_acceptance_length > 1.3
-    assert len(fast._assistants) == 1, "it is made ready once"
+    assert len(made) == 1, "it is made ready once"
+
+
+def test_of_assistants_the_last_is_kept_alone() -> None:
+    model = tiny()
+    prompt = ragged(model, 1)["input_ids"]
+    fast = truedraft.accelerate(model, control="fixed")
+    given: list[weakref.ref[Any]] = []
+    for seed in range(4):
+        assistant = copy.deepcopy(model)
+        if seed % 2:  # one that is always wrong, at what may be the address of one that was right
+            assistant.lm_head.weight.data.neg_()
+        given.append(weakref.ref(assistant))
+        fast.generate(prompt, max_new_tokens=33, do_sample=False, assistant_model=assistant)
+        assert (fast.report().acceptance_rate == 1.0) != seed % 2, "these are the drafts of this one"
+        del assistant
+        gc.collect()
+        assert [ref() is None for ref in given] == [True] * seed + [False]
 
 
 def test_a_model_may_be_given_as_the_draft() -> None:

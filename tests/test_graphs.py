@@ -282,7 +282,7 @@ def test_graphs_that_go_wrong_are_found_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(DecoderTarget, "_runner", lambda self, _: (GraphPass(self._stock(), anew), None))
     with monkeypatch.context() as patch:
         patch.setattr(Padded, "seen", lambda self, view: self.ancestors.new_ones(*self.ids.shape, view))
-        with pytest.raises(Refused, match="differs from plain forwards"):
+        with pytest.raises(Refused, match="differs from plain decoding"):
             check_exact(DecoderTarget(tiny("llama", torch.float32)))
     with pytest.raises(Refused, match=r"strict=True needs the compiled pass.*not on the CPU"):
         truedraft.accelerate(tiny("llama", torch.float32), strict=True)

@@ -184,7 +184,7 @@ _PROPHET = dict(
     [
         ("prophetnet", _PROPHET, "neither from a table"),
         ("switch_transformers", {**_T5, "num_experts": 2}, "routing"),
-        ("pegasus_x", _BART, "differs from plain forwards"),
+        ("pegasus_x", _BART, "differs from plain decoding"),
     ],
 )
 def test_what_cannot_be_hosted_is_refused(kind: str, config: dict[str, Any], message: str) -> None:

@@ -66,7 +66,7 @@ def test_a_model_that_ignores_its_mask_is_found_out(monkeypatch: pytest.MonkeyPa
     target = DecoderTarget.__new__(DecoderTarget)
     DecoderTarget.__init__(target, tiny("qwen2"))
     target.model = model
-    with pytest.raises(Refused, match="differs from plain forwards"):
+    with pytest.raises(Refused, match="differs from plain decoding"):
         check_exact(target)
 
 

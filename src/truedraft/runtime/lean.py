@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime.native import Failure, Kind, Op, Pass
-from truedraft.runtime.program import Program, kv_heads
+from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.weights import Unsuited
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
@@ -126,9 +126,8 @@ class LeanPass:
 
     def _compile(self) -> None:
         self.program: Program = self._compiled()
-        c = self.model.config
-        self._vocabulary, self._hidden = self.program.widths["logits"], c.hidden_size
-        self._share = c.num_attention_heads // kv_heads(c)
+        self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
+        self._share = next(op.heads // op.kv_heads for op in self.program.ops if op.kind == Kind.ATTEND)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.pair_programs import PAIR_PROGRAMS, layers_of
 from truedraft.runtime.program import Program
+from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import Unsuited
 
 Norm = Callable[[str, str, Any], None]
@@ -56,7 +57,7 @@ def llama(p: Program, model: Any) -> None:
     """Llama, Mistral, Qwen 2, Phi 3; with norms over each head, Qwen 3."""
     c = model.config
     p.begin(model, c.intermediate_size)
-    pre_norm(p, model, p.rms_norm, p.gate(c.hidden_act), per_head=0.0 if c.model_type == "qwen3" else None)
+    pre_norm(p, model, p.rms_norm, p.gate(c.hidden_act), per_head=0.0 if c.model_type.startswith("qwen3") else None)
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
 
 
@@ -73,7 +74,7 @@ def mixtral(p: Program, model: Any) -> None:
 
     p.mixtures(layer.mlp for layer in model.model.layers)
     p.begin(model, 0)
-    pre_norm(p, model, p.rms_norm, feed, per_head=0.0 if c.model_type == "qwen3_moe" else None)
+    pre_norm(p, model, p.rms_norm, feed, per_head=0.0 if c.model_type.startswith("qwen3") else None)
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
 
 
@@ -257,7 +258,10 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "llama": llama,
     "mistral": llama,
     "qwen2": llama,
+    "qwen2_vl_text": llama,
+    "qwen2_5_vl_text": llama,
     "qwen3": llama,
+    "qwen3_vl_text": llama,
     "phi3": llama,
     "gemma2": gemma,
     "gemma3_text": gemma,
@@ -272,6 +276,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "mixtral": mixtral,
     "qwen2_moe": mixtral,
     "qwen3_moe": mixtral,
+    "qwen3_vl_moe_text": mixtral,
     "olmoe": olmoe,
 }
 
@@ -280,7 +285,7 @@ def compile_program(model: Any) -> Program:
     """Raises Unsuited, with the reason, where the compiled pass cannot stand in for the model's forward."""
     if model.config.is_encoder_decoder:
         return _compiled(model, PAIR_PROGRAMS, ["full_attention"] * layers_of(model.get_decoder()))
-    return _compiled(model, PROGRAMS, get_layer_types_and_kwargs(model.config)[0])
+    return _compiled(model, PROGRAMS, get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0])
 
 
 def compile_encoder(model: Any) -> Program:
@@ -292,9 +297,11 @@ def compile_encoder(model: Any) -> Program:
 
 
 def _compiled(model: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str]) -> Program:
-    make = programs.get(model.config.model_type)
+    text = model if model.config.is_encoder_decoder else text_of(model)
+    kind = text.config.model_type
+    make = programs.get(kind)
     if make is None:
-        raise Unsuited(f"there is no program for {model.config.model_type} models")
+        raise Unsuited(f"there is no program for {kind} models")
     if not type(model).__module__.startswith("transformers.models."):
         raise Unsuited(f"{type(model).__name__} is not a class of transformers")
     if model.dtype not in (torch.float32, torch.bfloat16):
@@ -303,12 +310,13 @@ def _compiled(model: Any, programs: Mapping[str, Callable[[Program, Any], None]]
         raise Unsuited(f"hooks or replaced forwards would not be run ({', '.join(found)})")
     program = Program(model.dtype == torch.bfloat16, layer_types)
     try:
-        make(program, model)
+        make(program, text)
     except (AttributeError, TypeError, IndexError) as missing:
-        raise Unsuited(f"its modules are not those of a {model.config.model_type} model: {missing}") from missing
-    if others := foreign(model):
+        raise Unsuited(f"its modules are not those of a {kind} model: {missing}") from missing
+    body = model if text is model else model.get_decoder()
+    if others := foreign(body):
         raise Unsuited(f"it has a {others[0].__name__} of {others[0].__module__}, whose forward is not known")
-    check_activations(model, program)
+    check_activations(body, program)
     return program
 
 

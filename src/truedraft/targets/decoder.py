@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation import GenerationMixin
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import NoRoom, Refused
@@ -26,6 +27,8 @@ from truedraft.runtime.weights import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
 from truedraft.targets.stock import LinearsPass, StockPass
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
+
+BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill with zeros for texts
 
 
 class DecoderTarget:
@@ -38,6 +41,7 @@ class DecoderTarget:
 
     Attributes:
         runner: what makes the passes.
+        blank: inputs of the model whose zeros change nothing, as they mark text among images.
         why_stock: why it is the model's own forward, where something faster was asked for.
 
     Raises:
@@ -54,6 +58,7 @@ class DecoderTarget:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.taps = Taps()
+        self.blank: frozenset[str] = frozenset()
         self._cache: RowCache | None = None
         self.layer_types = get_layer_types_and_kwargs(self.config)[0]
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
@@ -154,8 +159,8 @@ class DecoderTarget:
         return Prompt(ids)
 
     def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` with more that is known already; see `Seq2SeqTarget`."""
-        return given
+        """Arguments of `generate` with more that is known already (see `Seq2SeqTarget`), or without what means nothing."""
+        return {name: value for name, value in given.items() if name not in self.blank or bool(value.any())}
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for `rows` rows of `capacity` positions each.
@@ -225,14 +230,20 @@ class DecoderTarget:
 
 def check_room(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises NoRoom where keys and values of so many rows and positions do not fit in the memory that is free."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    need, free = 2 * layers * rows * capacity * heads * size * dtype.itemsize, free_memory(device)
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
+    numbers = 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers))
+    need, free = numbers * dtype.itemsize, free_memory(device)
     if need > free:
         raise NoRoom(
             f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
             "lower max_new_tokens or the batch size"
         )
+
+
+def _numbers_in_keys(config: Any) -> int:
+    """Of one position in a layer."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def free_memory(device: torch.device) -> int:
@@ -271,6 +282,8 @@ def check_hosted(model: Any) -> None:
     for refusal in REFUSALS:
         if why := refusal(config):
             raise Refused(f"{name} cannot be hosted exactly: it {why}")
+    if model.config.is_encoder_decoder and type(model).generate is not GenerationMixin.generate:
+        raise Refused(f"{name} cannot be hosted exactly: it has a generate of its own, which does more than decode")
     parameters = inspect.signature(model.forward).parameters
     for needed in NEEDED[bool(model.config.is_encoder_decoder)]:
         if needed not in parameters:
@@ -281,7 +294,7 @@ def check_hosted(model: Any) -> None:
         raise Refused(
             f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to a path"
         )
-    attention = model.config._attn_implementation
+    attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise Refused(
             f"attn_implementation={attention!r} takes no tree mask: load the model with attn_implementation='sdpa'"

@@ -1,7 +1,10 @@
-"""Models made targets, and compared with their own forward before they are trusted."""
+"""Models made targets, and compared with their own decoding before they are trusted."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,14 +13,14 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import Refused
 from truedraft.runtime.lean import LeanPass
-from truedraft.targets.decoder import DecoderTarget, check_hosted
+from truedraft.targets.decoder import BLANK, DecoderTarget, check_hosted
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.targets.stock import StockPass
 from truedraft.tree import DraftTree, Prompt
 
 
 def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTarget:
-    """A target that was compared with the model's own forward on this machine.
+    """A target that was compared with the model's own decoding on this machine.
 
     Args:
         runtime: see DecoderTarget.
@@ -26,9 +29,10 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly.
     """
-    check_hosted(model)
-    kind = Seq2SeqTarget if model.config.is_encoder_decoder else DecoderTarget
-    target = kind(model, runtime)
+    with _refused(model, "what it is made of cannot be read"):
+        check_hosted(model)
+        kind = Seq2SeqTarget if model.config.is_encoder_decoder else DecoderTarget
+        target = kind(model, runtime)
     try:
         check_exact(target)
     except Refused:
@@ -46,42 +50,120 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
     return target
 
 
+@contextmanager
+def _refused(model: Any, what: str) -> Iterator[None]:
+    """Whatever fails becomes Refused, in one sentence that says what failed, and with which error."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Refused(f"{type(model).__name__} cannot be hosted exactly: {what} ({reason[:300]})") from error
+
+
 @torch.no_grad()
 def check_exact(target: DecoderTarget) -> None:
-    """Compare a tree pass with plain forwards of its paths, on this model and machine, before it is trusted.
+    """Compare a tree pass with plain decoding along its paths, on this model and machine, before it is trusted.
 
     Raises:
-        Refused: the model's own arithmetic does not survive trees (a mask or position that it ignores).
+        Refused: the model's own arithmetic does not survive trees (a mask or position that it ignores), or its own
+            `generate` does not continue a text.
     """
-    model, vocabulary = target.model, target.vocabulary
-    generator = torch.Generator().manual_seed(0)
-    ids = [int(i) for i in torch.randint(1, vocabulary, (9,), generator=generator)]
-    ids = [i - 1 if i == model.config.pad_token_id else i for i in ids]  # some count no positions for padding
+    model = target.model
+    ids = _ids(target, 9)
     prompt, tree = ids[:4], DraftTree((ids[4], *ids[5:9]), (-1, 0, 0, 1, 2))
     befores = [prompt, []]
-    target.reserve(2, 16)
     prompts = [target.prompt(torch.tensor([*before, ids[4]], device=target.device)) for before in befores]
-    target.prefill(prompts)
-    scores = target.score([tree, tree]).logits.float()
-    target.cache = None
-    for row, before in enumerate(befores):
-        for leaf in (3, 4):
-            path = tree.path(leaf)
-            plain = torch.tensor([before + [tree.tokens[i] for i in path]], device=target.device)
-            expected = _plain(model, plain, prompts[row])[0, -len(path) :].float()
-            spread = expected.std(-1).mean().clamp_min(1e-6)
-            error = ((scores[row, list(path)] - expected).abs().max() / spread).item()
-            tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
-            if not error <= tolerance:
-                raise Refused(
-                    f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain forwards by "
-                    f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions"
-                )
+    cases = [(row, tree.path(leaf)) for row in range(len(prompts)) for leaf in (3, 4)]
+    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
+    texts = [befores[row] + [tree.tokens[i] for i in path] for row, path in cases]
+    with _refused(model, "its own decoding of a text fails"):
+        expected = _plain(target, texts, [prompts[row] for row, _ in cases], len(cases[0][1]))
+        target.blank = frozenset(_blank(target, texts, expected, tolerance))
+    with _refused(model, "a pass over a tree fails"):
+        target.reserve(2, 16)
+        try:
+            target.prefill(prompts)
+            scores = target.score([tree, tree]).logits.float()
+        finally:
+            target.cache = None
+    for (row, path), plain in zip(cases, expected, strict=True):
+        error = _difference(scores[row, list(path)], plain)
+        if not error <= tolerance:
+            raise Refused(
+                f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain decoding by "
+                f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions, or padding changes what it says"
+            )
 
 
-def _plain(model: Any, ids: Tensor, prompt: Prompt) -> Tensor:
-    """The model's own logits, behind the prompt's source if it has one."""
-    if prompt.states is None:
-        return model(ids, use_cache=False).logits
-    states = BaseModelOutput(last_hidden_state=prompt.states[None])
-    return model(encoder_outputs=states, decoder_input_ids=ids, use_cache=False).logits
+def _difference(found: Tensor, plain: Tensor) -> float:
+    """The largest, in standard deviations of the plain logits."""
+    return ((found - plain).abs().max() / plain.std(-1).mean().clamp_min(1e-6)).item()
+
+
+def _blank(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor, tolerance: float) -> Iterator[str]:
+    """The inputs besides tokens whose zeros change nothing of what `generate` scores."""
+    model = target.model
+    if model.config.is_encoder_decoder:
+        return
+    for name in BLANK & inspect.signature(model.forward).parameters.keys():
+        scored = _generated(model, texts, plain.shape[1], target.device, name)
+        if _difference(scored.float(), plain) <= tolerance:
+            yield name
+
+
+def _ids(target: DecoderTarget, count: int) -> list[int]:
+    """Tokens of words: none that a configuration gives a meaning of its own, as padding and the places of images."""
+    configs = (target.model.config, target.config)
+    known = {
+        value for c in configs for name, value in c.to_dict().items() if name.endswith(("token_id", "token_index"))
+        if isinstance(value, int)
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(1, target.vocabulary, (count + 8 * len(known),), generator=generator).tolist()
+    return [i for i in drawn if i not in known][:count]
+
+
+def _plain(target: DecoderTarget, texts: Sequence[list[int]], prompts: Sequence[Prompt], last: int) -> Tensor:
+    """What plain decoding scores at the last tokens of texts, (texts, last, V), fp32; of an encoder-decoder behind the
+    sources of the prompts."""
+    model, device = target.model, target.device
+    if prompts[0].states is None:
+        return _generated(model, texts, last, device).float()
+    rows = []
+    for text, prompt in zip(texts, prompts, strict=True):
+        states = BaseModelOutput(last_hidden_state=prompt.states[None])  # type: ignore[index]
+        ids = torch.tensor([text], device=device)
+        rows.append(model(encoder_outputs=states, decoder_input_ids=ids, use_cache=False).logits[0, -last:])
+    return torch.stack(rows).float()
+
+
+def _generated(
+    model: Any, texts: Sequence[list[int]], last: int, device: torch.device, blank: str | None = None
+) -> Tensor:
+    """What `generate` scores at the last tokens of texts, which it is made to say one by one behind padded prompts.
+
+    blank: an input that it is given zeros for.
+    """
+    longest = max(map(len, texts))
+    pad = next(i for i in range(longest) if i not in texts[0])
+    ids = torch.tensor([[pad] * (longest - len(text)) + text for text in texts], device=device)
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
+    scores: list[Tensor] = []
+
+    def say(_: Any, input_ids: Tensor, *criteria: Any, **given: Any) -> Tensor:
+        for n in range(longest - last + 1, longest + 1):
+            step = {"next_sequence_length": 1 if scores else None, "is_first_iteration": not scores}
+            out = model(**model.prepare_inputs_for_generation(ids[:, :n], **step, **given), return_dict=True)
+            scores.append(out.logits[:, -1])
+            given = model._update_model_kwargs_for_generation(out, given, is_encoder_decoder=False)
+        return input_ids
+
+    begun = longest - last + 1
+    zeros = {} if blank is None else {blank: torch.zeros_like(ids[:, :begun])}
+    model.generate(
+        ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=say, use_cache=True, num_beams=1,
+        num_return_sequences=1, **zeros,
+    )  # fmt: skip
+    return torch.stack(scores, 1)

@@ -147,7 +147,10 @@ class Seq2SeqTarget(DecoderTarget):
         return Seq2SeqPass(self.model, compiled=True)
 
     def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` with what the encoder says to the sources, where a compiled pass can say it."""
+        """Arguments of `generate` with what the encoder says to the sources, where a compiled pass can say it; states
+        given in a tuple as encoders give them."""
+        if isinstance(encoded := given.get("encoder_outputs"), tuple | list):
+            return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states_of(encoded))}
         ids = given.get("input_ids") if inputs is None else inputs
         heard = given.get("attention_mask")
         if (
@@ -223,6 +226,13 @@ class Seq2SeqTarget(DecoderTarget):
         layers = layers_of(self.model.get_decoder())
         check_room(self.config, layers, rows, capacity, self.dtype, self.device)
         return PairCache(layers, rows, capacity)
+
+
+def states_of(encoded: Any) -> Any:
+    """The states of what stands for an encoder's output: that itself, or a tuple or list that begins with them."""
+    if isinstance(encoded, tuple | list):
+        return next(iter(encoded), None)
+    return getattr(encoded, "last_hidden_state", None)
 
 
 def positions_of(model: PreTrainedModel) -> int | None:

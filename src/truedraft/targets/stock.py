@@ -103,7 +103,7 @@ class StockPass:
 
     def _dressed(self, seen: Tensor) -> Tensor:
         seen = seen[:, None]
-        if self.model.config._attn_implementation != "eager":
+        if self.model.config.get_text_config(decoder=True)._attn_implementation != "eager":
             return seen
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill_(
             ~seen, torch.finfo(self.model.dtype).min

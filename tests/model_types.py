@@ -1,0 +1,198 @@
+"""Every model type of the installed `transformers` that continues text, built tiny with random weights, and what comes
+of it: hosted with the tokens of `model.generate`, greedy and sampled, in a batch of two lengths, or refused in a sentence.
+
+Configurations are shrunk by the names of their numbers, sub-configurations too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+import truedraft
+from truedraft import Refused
+
+V = 97
+MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
+
+# What a number of a configuration becomes, where it is larger, by the first pattern that its name matches.
+SIZES = {
+    r".*vocab(ulary)?(_size.*)?": V,
+    r".*(key_value|kv)_heads|num_attention_groups|multi_query_group_num|.*n_head_kv|num_query_groups": 2,
+    r".*heads?_dim.*|.*_head_size|d_kv|d_head|kv_channels|attention_key_size|dim_head|rotary_dim": 8,
+    r".*heads?": 4,
+    r".*layers.*|.*blocks|depth|n_layers?": 2,
+    r".*experts_per_tok.*|.*top_?k.*|moe_k": 2,
+    r"n(um)?_group": 1,
+    r".*experts.*": 4,
+    r".*(intermediate|ffn|mlp|inner)(_hidden)?_(size|dim)|d_ff|d_inner|n_inner|dim_ff": 48,
+    r"d_model|n_embd|(.*_)?dim|dim_model": 32,
+    r".*(hidden|embed|embedding|emb|output|projection).*_(size|dim)": 32,
+    r".*position_embeddings|n_positions|max_seq_len.*|n_ctx": 256,
+    r"attention_window": 8,
+    r"sliding_window": 9,
+}
+_MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
+# What some need besides.
+BESIDES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glmga", "glm_ocr", "paddleocr_vl"), _MROPE),
+    "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
+    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 8}),
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48},
+    "xmod": {"default_language": "en_XX"},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "emu3": {"vocabulary_map": {"<image>": 4}},
+    "hunyuan_vl": {"text_config": {"head_dim": 8}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+}
+
+
+def classes() -> list[tuple[str, str]]:
+    """(model type, name of the class) of all that a mapping of language models names."""
+    found: dict[tuple[str, str], None] = {}
+    for mapping in MAPPINGS:
+        for kind, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+            for name in (names,) if isinstance(names, str) else names:
+                found[kind, name] = None
+    return sorted(found)
+
+
+def shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with small numbers; of what there is for each layer, that of two layers of different kinds."""
+    count = next((given[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if given.get(n)), 0)
+    kinds = given.get("layer_types") or given.get("layers_block_type") or [0] * count
+    kept = [0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), count - 1)]
+    small = {name: _small(name, value, count, kept) for name, value in given.items()}
+    if "kv_lora_rank" in small:  # every head has keys of its own, made from what is shared
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    if "is_decoder" in small:
+        small["is_decoder"] = True
+    return small
+
+
+def _small(name: str, value: Any, count: int, kept: list[int]) -> Any:
+    if isinstance(value, dict) and value and all(str(key).isdigit() and int(key) < count for key in value):
+        by_layer = {int(key): entry for key, entry in value.items()}
+        return {new: by_layer[old] for new, old in enumerate(kept) if old in by_layer}
+    if isinstance(value, dict):
+        return shrunk(value)
+    if isinstance(value, list | tuple) and len(value) == count > 2:
+        return [_small(name, value[i], count, kept) for i in kept]
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if re.fullmatch(r".*_token_(id|index)|.*_token", name):
+        return min(value, V - 1)
+    return min(value, next((size for pattern, size in SIZES.items() if re.fullmatch(pattern, name)), value))
+
+
+def _merged(into: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in more.items():
+        into[name] = _merged(dict(into.get(name) or {}), value) if isinstance(value, dict) else value
+    return into
+
+
+def built(kind: str, name: str) -> PreTrainedModel:
+    """A tiny model of a class, with large random weights so that it does not babble one token."""
+    torch.manual_seed(7)
+    made, config = getattr(transformers, name), CONFIG_MAPPING[kind]()
+    config = type(config).from_dict(_merged(shrunk(config.to_dict()), BESIDES.get(kind, {})))
+    if made.config_class is not None and not isinstance(config, made.config_class):
+        config = config.get_text_config(decoder=True)
+    model = made(config).eval()
+    settings = getattr(model, "generation_config", None)
+    for setting, token in (("bos_token_id", 1), ("pad_token_id", 0), ("decoder_start_token_id", 1)):
+        if settings is not None and getattr(settings, setting) is None:
+            setattr(settings, setting, token)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(3.0)
+    return model
+
+
+def _said(model: Any, sample: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, V - 8, (2, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[0, :4] = mask[0, :4] = 0
+    torch.manual_seed(5)
+    settings: dict[str, Any] = dict(max_new_tokens=10, min_new_tokens=10, do_sample=sample, num_beams=1)
+    return model.generate(input_ids=ids, attention_mask=mask, **settings)
+
+
+def outcome(kind: str, name: str) -> tuple[str, str]:
+    """What comes of a class: ("compiled", "") or ("own forward", ""), ("refused", why), or ("not built", why).
+
+    Raises:
+        AssertionError: other tokens than those of the model's own `generate`.
+        Exception: anything but a refusal.
+    """
+    try:
+        model = built(kind, name)
+    except Exception as error:
+        return "not built", " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        fast = truedraft.accelerate(model)
+        found = [_said(fast, sample) for sample in (False, True)]
+    except Refused as why:
+        assert str(why) and "\n" not in str(why)
+        return "refused", str(why)
+    for sample, text in zip((False, True), found, strict=True):
+        assert torch.equal(text, _said(model, sample)), f"{name} says other tokens (do_sample={sample})"
+    return ("compiled" if fast.target.runtime == "compiled pass" else "own forward"), ""
+
+
+def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
+    """docs/models.md, from the outcome of every class."""
+    lines = [
+        "# Models",
+        "",
+        f"Every class of `transformers` {transformers.__version__} that its tables of language models name, built tiny",
+        "with random weights and given a batch of two texts (`python tools/models.py`; held by a slow test). Hosted means",
+        "the tokens of `model.generate`, greedy and sampled. Models that also read images or sounds are hosted for texts,",
+        "through their text part; an image or a sound is refused by the name of its argument. A model is compared with its",
+        "own `generate` on your machine before it is trusted, so a configuration other than the one built here may be",
+        "hosted where this one is refused, and the other way round.",
+    ]
+    for title, wanted in (
+        ("By the compiled pass", "compiled"),
+        ("By the model's own forward", "own forward"),
+        ("Refused", "refused"),
+        ("Not built, so not known", "not built"),
+    ):
+        names = [key for key, (outcome, _) in found.items() if outcome == wanted]
+        lines += ["", f"## {title} ({len(names)})", ""]
+        if wanted in ("compiled", "own forward"):
+            lines.append(", ".join(f"{name} (`{kind}`)" for kind, name in names) + ".")
+            continue
+        reasons: dict[str, list[str]] = {}
+        for kind, name in names:
+            why = re.sub(r"^\w+ (cannot be hosted exactly: )?", "", found[kind, name][1])
+            reasons.setdefault(re.sub(r"\d[\d.e-]* standard", "some standard", why)[:160], []).append(
+                f"{name} (`{kind}`)"
+            )
+        for why, those in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
+            lines.append(f"- {why.replace('<', '').replace('|', '')}: {', '.join(those)}.")
+    return "\n".join(lines) + "\n"
+
+
+def stated(text: str) -> dict[tuple[str, str], str]:
+    """The outcome that the page gives each class."""
+    sections = dict(zip(("compiled", "own forward", "refused", "not built"), text.split("\n## ")[1:], strict=True))
+    return {
+        (kind, name): outcome
+        for outcome, section in sections.items()
+        for name, kind in re.findall(r"(\w+) \(`([\w.-]+)`\)", section)
+    }

@@ -1,0 +1,40 @@
+"""Every model type of the installed `transformers` is hosted exactly or refused in one sentence; docs/models.md says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model_types import classes, outcome, stated
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+EVERYDAY = {
+    ("gemma3", "Gemma3ForConditionalGeneration"): "compiled",
+    ("llava", "LlavaForConditionalGeneration"): "compiled",
+    ("mistral3", "Mistral3ForConditionalGeneration"): "compiled",
+    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): "compiled",
+    ("voxtral", "VoxtralForConditionalGeneration"): "compiled",
+    ("aya_vision", "AyaVisionForConditionalGeneration"): "own forward",
+    ("codegen", "CodeGenForCausalLM"): "own forward",
+    ("git", "GitForCausalLM"): "refused",  # padding changes what it says
+    ("idefics", "IdeficsForVisionText2Text"): "refused",  # says nothing without an image
+    ("paligemma", "PaliGemmaForConditionalGeneration"): "refused",  # sees what follows, unless there is padding
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERYDAY)
+def test_models_that_see_or_hear_are_hosted_for_texts(kind: str, name: str) -> None:
+    assert outcome(kind, name)[0] == EVERYDAY[kind, name]
+
+
+def test_the_page_has_every_class() -> None:
+    found = stated(PAGE.read_text())
+    assert set(found) == set(classes()), "run python tools/models.py"
+    assert all(found[key] == wanted for key, wanted in EVERYDAY.items())
+
+
+@pytest.mark.slow(reason="builds all of some 330 model classes")
+@pytest.mark.parametrize(("kind", "name"), classes())
+def test_every_type_is_hosted_exactly_or_refused(kind: str, name: str) -> None:
+    assert outcome(kind, name)[0] == stated(PAGE.read_text())[kind, name], "run python tools/models.py"
