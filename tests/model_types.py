@@ -38,12 +38,13 @@ SIZES = {
     r"attention_window": 8,
     r"sliding_window": 9,
 }
+_HEADS = {"head_dim": 8}
 _MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
 # What some need besides.
 BESIDES: dict[str, dict[str, Any]] = {
-    **{kind: _MROPE for kind in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "paddleocr_vl")},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "paddleocr_vl"), _MROPE),
     "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
-    **{kind: {"head_dim": 8} for kind in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")},
+    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), _HEADS),
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48},
     "xmod": {"default_language": "en_XX"},
