@@ -1,5 +1,5 @@
-"""Every model type of the installed `transformers` that continues text, built tiny with random weights, and what comes
-of it: hosted with the tokens of `model.generate`, greedy and sampled, in a batch of two lengths, or refused in a sentence.
+"""Every model type of the installed `transformers` that continues text, built tiny, and what comes of it: hosted with
+the tokens of `model.generate`, greedy and sampled, in a batch of two lengths, or refused in a sentence.
 
 Configurations are shrunk by the names of their numbers, sub-configurations too.
 """
@@ -38,12 +38,13 @@ SIZES = {
     r"attention_window": 8,
     r"sliding_window": 9,
 }
+_HEADS = {"head_dim": 8}
 _MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
 # What some need besides.
 BESIDES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glmga", "glm_ocr", "paddleocr_vl"), _MROPE),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "paddleocr_vl"), _MROPE),
     "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
-    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 8}),
+    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), _HEADS),
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48},
     "xmod": {"default_language": "en_XX"},
@@ -160,10 +161,10 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
         "# Models",
         "",
         f"Every class of `transformers` {transformers.__version__} that its tables of language models name, built tiny",
-        "with random weights and given a batch of two texts (`python tools/models.py`; held by a slow test). Hosted means",
-        "the tokens of `model.generate`, greedy and sampled. Models that also read images or sounds are hosted for texts,",
-        "through their text part; an image or a sound is refused by the name of its argument. A model is compared with its",
-        "own `generate` on your machine before it is trusted, so a configuration other than the one built here may be",
+        "with random weights and given a batch of two texts (`python tools/models.py`; held by a slow test). Hosted",
+        "means the tokens of `model.generate`, greedy and sampled. Models that also read images or sounds are hosted",
+        "for texts, through their text part; an image or a sound is refused by the name of its argument. A model is",
+        "compared with its own `generate` on your machine before it is trusted, so one of another configuration may be",
         "hosted where this one is refused, and the other way round.",
     ]
     for title, wanted in (
@@ -172,20 +173,20 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
         ("Refused", "refused"),
         ("Not built, so not known", "not built"),
     ):
-        names = [key for key, (outcome, _) in found.items() if outcome == wanted]
-        lines += ["", f"## {title} ({len(names)})", ""]
-        if wanted in ("compiled", "own forward"):
-            lines.append(", ".join(f"{name} (`{kind}`)" for kind, name in names) + ".")
-            continue
         reasons: dict[str, list[str]] = {}
-        for kind, name in names:
-            why = re.sub(r"^\w+ (cannot be hosted exactly: )?", "", found[kind, name][1])
-            reasons.setdefault(re.sub(r"\d[\d.e-]* standard", "some standard", why)[:160], []).append(
-                f"{name} (`{kind}`)"
-            )
-        for why, those in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
-            lines.append(f"- {why.replace('<', '').replace('|', '')}: {', '.join(those)}.")
+        for (kind, name), (outcome, why) in found.items():
+            if outcome == wanted:
+                reasons.setdefault(_general(why), []).append(f"{name} (`{kind}`)")
+        lines += ["", f"## {title} ({sum(map(len, reasons.values()))})", ""]
+        for why, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
+            lines.append(f"- {why}: {', '.join(names)}." if why else f"{', '.join(names)}.")
     return "\n".join(lines) + "\n"
+
+
+def _general(why: str) -> str:
+    """A reason without the name of the class and the size of a difference, so that others have the same."""
+    why = re.sub(r"^\w+ (cannot be hosted exactly: )?", "", why)
+    return re.sub(r"\d[\d.e-]* standard", "some standard", why)[:160].replace("<", "").replace("|", "")
 
 
 def stated(text: str) -> dict[tuple[str, str], str]:

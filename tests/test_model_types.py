@@ -1,4 +1,4 @@
-"""Every model type of the installed `transformers` is hosted exactly or refused in one sentence; docs/models.md says which."""
+"""Every model type of the installed `transformers` is hosted exactly or refused, as docs/models.md says."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_states_that_are_given() -> None:
     encoded = dict(encoder_outputs=BaseModelOutput(last_hidden_state=states), input_ids=None)
     expected, found = both(fast, **encoded)
     assert torch.equal(expected, found)
-    with pytest.raises(Refused, match="attention_mask is .*4, 8.*4, 12"):
+    with pytest.raises(Refused, match=r"attention_mask is .*4, 8.*4, 12"):
         fast.generate(**encoded, attention_mask=given["attention_mask"][:, :8])
 
 

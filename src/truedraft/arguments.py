@@ -100,7 +100,7 @@ def _check_text(target: DecoderTarget, inputs: Any, kwargs: Mapping[str, Any]) -
         if kwargs[name] is not None:
             raise Refused(f"{name}: only texts are drafted; leave it out, or call the model's own generate")
     ids, embeds, mask = _prompt_ids(inputs, kwargs), kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
-    table = target.model.get_input_embeddings().weight
+    table: Any = target.model.get_input_embeddings().weight
     if ids is not None:
         _check_ids("input_ids", ids, len(table), embeds is None)
     if embeds is not None:

@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.generation import GenerationMixin
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import NoRoom, Refused
@@ -159,7 +158,7 @@ class DecoderTarget:
         return Prompt(ids)
 
     def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` with more that is known already (see `Seq2SeqTarget`), or without what means nothing."""
+        """Arguments of `generate` with more that is known (see `Seq2SeqTarget`), or without what changes nothing."""
         return {name: value for name, value in given.items() if name not in self.blank or bool(value.any())}
 
     def reserve(self, rows: int, capacity: int) -> None:
@@ -282,7 +281,7 @@ def check_hosted(model: Any) -> None:
     for refusal in REFUSALS:
         if why := refusal(config):
             raise Refused(f"{name} cannot be hosted exactly: it {why}")
-    if model.config.is_encoder_decoder and type(model).generate is not GenerationMixin.generate:
+    if model.config.is_encoder_decoder and getattr(type(model), "generate", None) is not GenerationMixin.generate:
         raise Refused(f"{name} cannot be hosted exactly: it has a generate of its own, which does more than decode")
     parameters = inspect.signature(model.forward).parameters
     for needed in NEEDED[bool(model.config.is_encoder_decoder)]:

@@ -93,7 +93,8 @@ def check_exact(target: DecoderTarget) -> None:
         if not error <= tolerance:
             raise Refused(
                 f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain decoding by "
-                f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions, or padding changes what it says"
+                f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions, "
+                "or padding changes its text"
             )
 
 
