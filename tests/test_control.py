@@ -232,6 +232,33 @@ def test_probes_are_read_where_they_pay_and_tried_where_they_may(tokens: float, 
     assert least <= read / 2000 <= most
 
 
+def test_probes_are_tried_again_in_later_calls() -> None:
+    """What tries cost in earlier calls is not held against a call that has its own allowance."""
+    probing, tried = Probing(), []
+    for _ in range(5):
+        probing.begin()
+        spent, read = 0.0, 0
+        for _ in range(300):
+            read += (on := probing.decide(0.1, 0.015 * spent))
+            spent += 1.1 if on else 1.0
+            probing.saw(1.0, 1.1 if on else 1.0)
+        tried.append(read)
+    assert min(tried) > 0
+
+
+def test_a_clock_that_steps_back_while_drafting_makes_no_draft_free(control: Cost) -> None:
+    control._drafter.by_level, row = True, Row(0, [1], 1, 9999)  # type: ignore[union-attr]
+    control.start([row])
+    for step in [0.1, -5.0, -5.0, 0.1, -0.2] * 4:
+        (most,) = control.budget([row])
+        control._seconds["draft"] += step  # type: ignore[index]
+        control.prune([row], [DraftTree.chain(row.tokens[-1], [2] * most)])
+        control._seconds["target"] += 1.0  # type: ignore[index]
+        row.tokens += [2]
+        control.observe([row], [], [])
+        assert control._level() >= 0
+
+
 TIMES = st.floats(1e-6, 10.0) | st.sampled_from([0.0, -1e-3, 1e-9, 1e5, math.nan, math.inf])
 
 

@@ -144,6 +144,7 @@ class Cost(Control):
             self._favour = FAVOUR  # plain passes that a draft lately saved
             self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, a call's first left out
             self._balance = 0.0  # seconds that drafts may still lose
+        self._probing.begin()
         self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         if drafter.width:
             drafter.prices = self._prices(1)
@@ -198,7 +199,8 @@ class Cost(Control):
             lost += min(took, HICCUP * self._drafting())
             seconds, levels = self._each
             if self._levels:
-                self._each = seconds * self.memory + drafting - self._drafted, levels * self.memory + self._levels
+                took = max(drafting - self._drafted, 0.0)
+                self._each = seconds * self.memory + took, levels * self.memory + self._levels
         self._beside, self._drafted, self._passing = beside, drafting, passing
         # a reserve at most, lest much is lost at once where drafts turn bad; debts are forgiven beyond what drafts
         # that are expected to pay may lose
