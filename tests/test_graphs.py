@@ -20,7 +20,8 @@ import truedraft
 from models import ARCHITECTURES, V, ragged, tiny
 from nets import drafter, padding_of
 from truedraft import DraftTree, Refused
-from truedraft.runtime import curve, graphs
+from truedraft.runtime import graphs
+from truedraft.runtime.calibration import Calibration
 from truedraft.runtime.graphs import CudaGraphs, GraphPass, Run, bucket
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import check_exact
@@ -150,7 +151,8 @@ def test_sizes_come_in_buckets() -> None:
 
 def test_costs_are_measured_on_sizes_that_are_captured() -> None:
     target = target_of("llama")
-    assert curve.measure(target).widths[-1] == 64
+    measured = Calibration(target).go_on(100_000, None)
+    assert measured is not None and measured.widths[-1] == 64
     assert len(target.runner._captured) == 7 and not target.cold
     target.reserve(1, 400)
     target.prefill(prompts("cpu", 5))

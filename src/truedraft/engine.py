@@ -43,18 +43,20 @@ class Engine:
         observe = self.watch.timed("observe", self.drafter.observe)
         score = self.watch.timed("target", self.target.score)
         foresee = self.watch.timed("target", self._foresee)
+        size = self.watch.timed("control", self.control.budget)
         prune = self.watch.timed("control", self.control.prune)
         learn = self.watch.timed("control", self.control.observe)
 
         def drafted() -> list[DraftTree]:
-            budget = self.control.budget(rows)
+            budget = size(rows)
             drafts = [self._fitted(row, tree) for row, tree in zip(rows, propose(rows, budget), strict=True)]
             return self.rule.dress(self._padded(rows, _unpicked(drafts, prune(rows, drafts))))
 
         self.target.taps = self.drafter.needs | self.rule.needs
         calibrate = self.watch.timed("calibrate", self.control.open)
-        calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step)
         self.rows = rows = list(rows)
+        steps = max(row.room - row.step for row in rows)
+        calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step, steps)
         try:
             self.drafter.open(self.laws, self.chance, self.rule.wants)
             begin(rows)

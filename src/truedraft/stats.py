@@ -80,8 +80,8 @@ class Report:
     runtime: how passes were made, and why not faster.
     notes: one sentence for each thing the caller should know (rows kept in step, an interruption).
     passes: every pass of the target, the prompt's own first.
-    seconds: wall time by part: calibrate (measuring costs, once per model and machine), prefill, draft, observe (what
-        drafters do when rows begin and after passes), control, target, all.
+    seconds: wall time by part: calibrate (measuring costs, a share of each call until they are known), prefill, draft,
+        observe (what drafters do when rows begin and after passes), control, target, all.
     attributions: spans of the output that were copied from documents, of rules that tell.
     """
 

@@ -17,11 +17,14 @@ class Control(ABC):
 
     card: ClassVar[Card]
 
-    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
+    def open(
+        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool, steps: int
+    ) -> None:
         """Before the first pass of a call.
 
-        seconds: spent so far by part (prefill, draft, control, target), kept current.
+        seconds: spent so far by part (prefill, draft, observe, control, target), kept current.
         in_step: rows advance together, so a token counts only where every row accepts it.
+        steps: tokens that a row may emit, at most.
         """
 
     def start(self, rows: Sequence[Row]) -> None:

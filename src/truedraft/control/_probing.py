@@ -24,12 +24,16 @@ class Probing:
     on: bool = False
     _left: int = 0  # passes of the stretch under way
     _kinds: tuple[_Kind, _Kind] = field(default_factory=lambda: (_Kind(), _Kind()))  # without, with
-    _lost: float = 0.0  # seconds that tries have cost
+    _lost: float = 0.0  # seconds that tries have cost in this call
+
+    def begin(self) -> None:
+        """A new call, which allows for tries of its own."""
+        self._lost = 0.0
 
     def decide(self, more: float, allowed: float) -> bool:
         """Whether the next pass reads the probes.
 
-        more: seconds that they add to it. allowed: seconds that tries may have cost by now.
+        more: seconds that they add to it. allowed: seconds that tries of this call may have cost by now.
         """
         if self._left > 0:
             self._left -= 1

@@ -4,9 +4,11 @@ The gain of a node is the chance that all tokens on its path are right: each as 
 that it hoped as much of, or else as recent ones in its place were (Sequoia's positional acceptance). Drafts are
 compared with what was emitted whether they were verified or not, token by token, so a row whose drafts do not pay
 stops verifying them, keeps learning at no cost, and takes them up again as soon as its text begins to repeat. Costs:
-`runtime/curve.py`, corrected by the passes at hand; now and then a promising draft is tried against them. The
-objective, accepted tokens over the measured time of the pass, is that of Sequoia's hardware-aware budget (arXiv
-2402.12374, section 3.3), here per pass and with drafts that were not verified as evidence.
+`runtime/curve.py`, corrected by the passes at hand; now and then a promising draft is tried against them. All that
+drafts take beyond what they save, in passes and between them, is drawn from one balance, which grows by a small share
+of the time; where it is empty, passes go without drafts. The objective, accepted tokens over the measured time of the
+pass, is that of Sequoia's hardware-aware budget (arXiv 2402.12374, section 3.3), here per pass and with drafts that
+were not verified as evidence.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from truedraft.card import Card
 from truedraft.control._base import Control
 from truedraft.control._probing import Probing
 from truedraft.drafters._base import Drafter, Prices
-from truedraft.runtime import curve
+from truedraft.runtime import calibration
+from truedraft.runtime.curve import Curve
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row
 
@@ -35,6 +38,9 @@ DOUBT = 10.0  # nodes hoped for, before it counts how many of such nodes were ri
 KEPT = 0.97  # weight that these keep at each later pass
 FEW = 8  # nodes by which the price of one is measured
 ROOM = 8  # nodes drafted beyond half as many more as were worth verifying
+RESERVE = 0.5  # plain passes that the balance holds, at most
+CREDIT = 8.0  # plain passes that drafts which are expected to pay may lose before they have to earn it
+FIRST = 2  # passes without drafts, before any costs are known: the very first often waits for memory
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
 
@@ -117,10 +123,15 @@ class Cost(Control):
         self._emitted: dict[int, int] = {}
         self._target: DecoderTarget | None = None
         self._drafter: Drafter | None = None
+        self._curve = Curve.typical(1, 1.0)
+        self._known = False  # whether the curve is of passes that were seen
+        self._first: list[tuple[float, int]] = []  # seconds and tokens of those that were, until it is
 
-    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
-        if self._target is not target and drafter.width:
-            self._target, self._curve = target, curve.of(target)
+    def open(
+        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool, steps: int
+    ) -> None:
+        if drafter.width:
+            self._measure(target, steps)
         if drafter is not self._drafter:  # what is known of one drafter is kept from call to call
             self._probing = Probing()
             self._reach = drafter.width  # nodes worth drafting, of which the best are chosen
@@ -132,23 +143,30 @@ class Cost(Control):
             self._formed = False
             self._favour = FAVOUR  # plain passes that a draft lately saved
             self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, a call's first left out
-            self._spent = self._allowed = 0.0  # seconds of drafting that was not expected to pay, and that may be
-        else:
-            self._allowed += self._allowance()
+            self._balance = 0.0  # seconds that drafts may still lose
+        self._probing.begin()
         self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         if drafter.width:
             drafter.prices = self._prices(1)
         self._proposed = 0
         self._asked = self._trusted = True
         self._worth = self._favour * self._curve(1) if drafter.width else 0.0  # seconds that a draft lately saved
-        self._drawn = False
+        self._drawn = self._offered_probes = self._exploring = False
         self._promised = 0.0  # nodes of the pass under way that are hoped to be right
         self._levels = 0  # of the drafts at hand
-        self._drafted = self._watched = 0.0  # seconds of drafting, and of seeing passes, when they were asked for
-        self._since = 0.0
-        self._explored = 0.0  # seconds that trying against the curve has cost
-        self._exploring = False
+        # seconds of drafting, of all that drafts take beside passes, and of passes, when drafts were last asked for
+        self._drafted = self._beside = self._passing = 0.0
+        self._lost = 0.0  # seconds that the latest pass took beyond the plain passes that it saved
         self._pass: tuple[int, float] | None = None  # tokens of the pass under way, seconds of the target before it
+
+    def _measure(self, target: DecoderTarget, steps: int) -> None:
+        if self._target is not target:
+            self._target, self._calibration = target, calibration.of(target)
+            self._known, self._first = self._calibration.kept is not None, []
+            self._curve = self._calibration.kept or self._calibration.guess()
+        measured = self._calibration.go_on(steps, self._curve if self._known else None)
+        if measured is not None:
+            self._curve, self._known = measured, True
 
     def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -162,25 +180,32 @@ class Cost(Control):
         self._drafter.prices = self._prices(len(rows))
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
-        now, drafting = self._seconds["draft"] + self._seconds["control"], self._seconds["draft"]
-        watching = self._seconds.get("observe", 0.0)
-        if self._asked and self._proposed == 1 and not self._trusted:
-            self._spent += now - self._since
-        if self._asked and self._proposed > 1:
-            self._took.append(drafting - self._drafted + watching - self._watched)
-            self._spent += 0.0 if self._trusted else min(now - self._since, HICCUP * self._drafting())
-            seconds, levels = self._each
-            if self._levels:
-                self._each = seconds * self.memory + drafting - self._drafted, levels * self.memory + self._levels
-        self._since, self._drafted, self._watched = now, drafting, watching
+        self._settle(len(rows))
         size, self._trusted = self._plan(rows)
-        self._asked = self._trusted or self._spent <= self._allowed + self._allowance()
+        credit = CREDIT * self._curve(len(rows)) if self._trusted else 0.0
+        self._asked = self._known and self._balance + credit >= 0
         self._proposed += self._asked
         return [size if self._asked else 0] * len(rows)
 
-    def _allowance(self) -> float:
-        """Seconds of the call that drafting may take on trial."""
-        return self.slack * (self._seconds["target"] + self._seconds["prefill"])
+    def _settle(self, rows: int) -> None:
+        """Draw from the balance what the latest drafts took beside their pass, and add what passes allow."""
+        spent = self._seconds
+        drafting, passing = spent["draft"], spent["target"] + spent["prefill"]
+        beside = drafting + spent.get("observe", 0.0) + spent["control"]
+        lost, self._lost = self._lost - self.slack * max(passing - self._passing, 0.0), 0.0
+        if self._asked and self._proposed > 1:  # a call's first draft reads the prompt, whatever comes of it
+            took = max(beside - self._beside, 0.0)
+            self._took.append(took)
+            lost += min(took, HICCUP * self._drafting())
+            seconds, levels = self._each
+            if self._levels:
+                took = max(drafting - self._drafted, 0.0)
+                self._each = seconds * self.memory + took, levels * self.memory + self._levels
+        self._beside, self._drafted, self._passing = beside, drafting, passing
+        # a reserve at most, lest much is lost at once where drafts turn bad; debts are forgiven beyond what drafts
+        # that are expected to pay may lose
+        plain = self._curve(rows)
+        self._balance = min(max(self._balance - lost, -(CREDIT + RESERVE) * plain), RESERVE * plain)
 
     def _prices(self, rows: int) -> Prices:
         plain = self._curve(rows)
@@ -216,8 +241,9 @@ class Cost(Control):
         return self._drafter.by_level and self._level() > CHEAP * self._curve(1)
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
+        self._exploring, self._promised = False, 0.0
         if not self._asked:
-            self._pass = None
+            self._pass = None if self._known else (len(rows), self._seconds["target"])
             return list(trees)
         if self._drafter is not None and self._drafter.by_level:
             self._levels = max(max(tree.shape.depth) for tree in trees)
@@ -235,7 +261,6 @@ class Cost(Control):
 
     def _sized(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         longest = max(tree.drafted for tree in trees)
-        self._exploring, self._promised = False, 0.0
         if any(tree.probes for tree in trees):
             return self._probed(trees, self._sized(rows, [tree.bare() for tree in trees]))
         if longest == 0 or self._drawn:
@@ -260,8 +285,7 @@ class Cost(Control):
         elif saved < -self._curve(len(rows)):  # and to give up what costs more than a pass
             self._worth = min(self._worth, 0.0)
         self._favour = min(self._worth / self._curve(len(rows)), FAVOUR)
-        worth_a_try = gains[longest] > len(rows) and self._explored < self.slack * self._seconds["target"]
-        self._exploring = size == 0 and worth_a_try
+        self._exploring = size == 0 and gains[longest] > len(rows) and self._balance > 0
         if self._exploring:
             size = longest
         self._reach = size + size // 2 + ROOM
@@ -293,20 +317,27 @@ class Cost(Control):
             spent = self._seconds["target"] - before
             if spent > 0 and self._target is not None and not self._target.cold:
                 emitted = sum(len(row.tokens) - self._emitted.get(id(row), len(row.tokens)) for row in rows)
-                if self._promised:
-                    self._right = KEPT * self._right + emitted - len(rows)
-                    self._hoped = KEPT * self._hoped + self._promised
-                if self._exploring:  # what it cost beyond the plain passes that it saved
-                    self._explored = max(self._explored + spent - emitted / len(rows) * self._curve(len(rows)), 0.0)
-                if self._offered_probes:
-                    self._probing.saw(emitted / len(rows), self._curve(tokens))
-                if self._drawn and not self._trusted:
-                    self._spent += max(spent - self._curve(len(rows)), 0.0)
-                self._curve = self._curve.learned(tokens, spent, 0.5 if self._exploring else self.rate, len(rows))
+                self._learn(len(rows), tokens, spent, emitted)
         for row in rows:
             said = row.tokens[self._emitted.get(id(row), len(row.tokens)) :]
             odds = self._rows[id(row)]
             self._shadows[id(row)] = [shadow for shadow in self._shadows[id(row)] if not shadow.follow(said, odds)]
+
+    def _learn(self, rows: int, tokens: int, spent: float, emitted: int) -> None:
+        """From a pass over `tokens` tokens that took `spent` seconds."""
+        if not self._known:  # the first passes of all: without drafts, so that what drafts save can be told
+            self._first.append((spent, tokens))
+            seconds, width = min(self._first)
+            self._curve, self._known = Curve.typical(width, seconds), len(self._first) >= FIRST
+            return
+        if self._promised:
+            self._right = KEPT * self._right + emitted - rows
+            self._hoped = KEPT * self._hoped + self._promised
+        if self._offered_probes:
+            self._probing.saw(emitted / rows, self._curve(tokens))
+        if tokens > rows:
+            self._lost = min(spent, HICCUP * self._curve(tokens)) - emitted / rows * self._curve(rows)
+        self._curve = self._curve.learned(tokens, spent, 0.5 if self._exploring else self.rate, rows)
 
     def end(self, row: Row) -> None:
         if (odds := self._rows.get(id(row))) is not None and self._dear():

@@ -20,7 +20,9 @@ class Fixed(Control):
     card = Card(paper="none", idea="Always draft and verify as much as the drafter offers.", family="fixed")
     nodes: int = 0  # nodes drafted per row and pass; 0 stands for the drafter's own size
 
-    def open(self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool) -> None:
+    def open(
+        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool, steps: int
+    ) -> None:
         self._size, drafter.prices = self.nodes or drafter.width, None
 
     def budget(self, rows: Sequence[Row]) -> list[int]:

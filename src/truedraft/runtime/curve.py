@@ -1,124 +1,136 @@
-"""What a pass costs by width, measured once per model and machine and kept on disk."""
+"""What a pass costs by width: an estimate that follows the passes at hand and cannot leave what they took."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import platform
-import time
-from bisect import bisect_left
-from dataclasses import dataclass
-from itertools import accumulate
-from pathlib import Path
-
-import torch
-
-from truedraft.files import write_whole
-from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import DraftTree
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import le
+from typing import NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-CONTEXT = 64  # positions read before the timed passes
-ROUNDS = 25  # at most
-SECONDS = 1.5  # after which no further round begins
-VERSION = 2
+MEASURED = 8.0  # passes that a measured time counts for
+HICCUP = 4.0  # times what was expected of a pass, of which no more is held against it: other work only adds time
+FASTEST = 0.25  # of the way that one pass may move what few passes have shown
+FAINT = 1e-6  # passes that a time counts for which was last seen long ago
+TYPICAL = (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0)  # seconds at WIDTHS, in plain passes, before any was measured
+
+
+class Knot(NamedTuple):
+    """The mean time of passes at one width, the latest counting most.
+
+    passes: how many passes it stands for, older ones by what is left of their weight.
+    """
+
+    width: int
+    seconds: float
+    passes: float = MEASURED
 
 
 @dataclass(frozen=True)
 class Curve:
     """Seconds of a pass at a few widths; straight lines between them.
 
-    widths: tokens in a pass, all rows together. seconds: the least seen of each, made non-decreasing.
+    Every knot keeps a mean of observed times, which lies among these whatever their order; what the curve says are
+    the means made non-decreasing (isotonic regression, weighted by passes), so nothing adds up from pass to pass.
+
+    widths: tokens in a pass, all rows together, ascending. seconds: positive, finite and non-decreasing.
     """
 
     widths: tuple[int, ...]
     seconds: tuple[float, ...]
+    knots: tuple[Knot, ...] = field(default=(), repr=False, compare=False)
+    bounds: tuple[float, float] = field(default=(math.inf, 0.0), repr=False, compare=False)  # least and most observed
+
+    def __post_init__(self) -> None:
+        if not self.knots:
+            object.__setattr__(self, "knots", tuple(map(Knot, self.widths, self.seconds)))
+            object.__setattr__(self, "bounds", (self.seconds[0], self.seconds[-1]))
+
+    @classmethod
+    def of(cls, knots: Sequence[Knot], bounds: tuple[float, float]) -> Curve:
+        return cls(tuple([knot.width for knot in knots]), isotonic(knots), tuple(knots), bounds)
+
+    @classmethod
+    def typical(cls, tokens: int, seconds: float) -> Curve:
+        """What to expect where one pass over `tokens` tokens is all that is known; any other outweighs it."""
+        scale = seconds / cls(WIDTHS, TYPICAL)(tokens)
+        knots = [Knot(width, share * scale, FAINT) for width, share in zip(WIDTHS, TYPICAL, strict=True)]
+        return cls.of(knots, (knots[0].seconds, knots[-1].seconds))
 
     def __call__(self, tokens: int) -> float:
         """Seconds of a pass over `tokens` tokens."""
-        i = min(max(bisect_left(self.widths, tokens), 1), len(self.widths) - 1)
-        (w0, w1), (s0, s1) = self.widths[i - 1 : i + 1], self.seconds[i - 1 : i + 1]
-        return s0 + (s1 - s0) * (tokens - w0) / (w1 - w0)
+        widths, seconds = self.widths, self.seconds
+        if tokens <= widths[0] or len(widths) == 1:
+            return seconds[0]
+        i = min(bisect_left(widths, tokens), len(widths) - 1)
+        (w0, w1), (s0, s1) = widths[i - 1 : i + 1], seconds[i - 1 : i + 1]
+        return s0 + (s1 - s0) * ((tokens - w0) / (w1 - w0))
 
     def learned(self, tokens: int, seconds: float, rate: float, plain: int) -> Curve:
-        """The curve after a pass over `tokens` tokens took `seconds`: it may have been measured at a bad moment.
+        """The curve after a pass over `tokens` tokens took `seconds`.
 
-        rate: how far, from 0 to 1, the widths of its kind move: those up to `plain` tokens, or those beyond.
+        Passes without drafts move the knots up to `plain`, the others those beyond it: what drafts cost in excess of
+        plain passes shows only where neither is taken for the other.
+
+        seconds: what is no time that a pass can take (0, less, infinite, not a number) teaches nothing.
+        rate: share, from 0 to 1, of the weight of earlier passes of its kind that this one takes.
+        plain: tokens of a pass without drafts.
         """
-        factor = (seconds / self(tokens)) ** rate
-        moved = [
-            s * factor if (w > plain) == (tokens > plain) else s for w, s in zip(self.widths, self.seconds, strict=True)
-        ]
-        return Curve(self.widths, tuple(accumulate(moved, max)))
+        if not (math.isfinite(seconds) and seconds > 0 and rate > 0):
+            return self
+        seconds = min(seconds, HICCUP * self(tokens))
+        curve = self._with_knots(tokens, seconds, plain)
+        expected = curve(tokens)
+        least, most = min(curve.bounds[0], seconds), max(curve.bounds[1], seconds)
+        nearness = curve._nearness(tokens, plain)
+        kept, fastest = 1 - rate, max(rate, FASTEST)
+        knots = list(curve.knots)
+        for i, (width, mean, passes) in enumerate(knots):
+            near = nearness.get(i, 0.0)
+            passes = passes * kept + near
+            if near:  # what the pass says of this width, by the curve's own slope
+                shown = min(max(seconds * (curve.seconds[i] / expected), least), most)
+                mean = min(max(mean + (shown - mean) * min(near / passes, fastest), least), most)
+            knots[i] = Knot(width, mean, passes if passes > FAINT else FAINT)
+        return Curve.of(knots, (least, most))
+
+    def _with_knots(self, tokens: int, seconds: float, plain: int) -> Curve:
+        """With a knot where passes without drafts are, and one no narrower than the pass."""
+        missing = {}
+        if plain not in self.widths:
+            missing[plain] = min(self(plain), max(self.seconds[-1], seconds))
+        if tokens > max(plain, self.widths[-1]):
+            missing[1 << (tokens - 1).bit_length()] = seconds
+        if not missing:
+            return self
+        knots = list(self.knots)
+        for width, shown in missing.items():
+            insort(knots, Knot(width, shown, FAINT), key=lambda knot: knot.width)
+        return Curve.of(knots, (min(self.bounds[0], *missing.values()), max(self.bounds[1], *missing.values())))
+
+    def _nearness(self, tokens: int, plain: int) -> dict[int, float]:
+        """How much a pass says of the knots beside it, by index; those of its own kind alone."""
+        i = min(bisect_left(self.widths, tokens), len(self.widths) - 1)
+        if i == 0 or self.widths[i] == tokens:
+            return {i: 1.0}
+        w0, w1 = self.widths[i - 1 : i + 1]
+        upper = min((tokens - w0) / (w1 - w0), 1.0)
+        return {i: upper, i - 1: 1 - upper} if (w0 > plain) == (tokens > plain) else {i: 1.0}
 
 
-def measure(target: DecoderTarget) -> Curve:
-    """Time passes over a scratch cache, in rounds over all widths; the least counts: other work only adds time."""
-    limit = target.hard_limit or CONTEXT + WIDTHS[-1]
-    widths = tuple(w for w in WIDTHS if w <= limit // 2)
-    context = min(CONTEXT, limit - widths[-1])
-    ids = torch.arange(context, device=target.device) % target.vocabulary
-    held = target.cache
-    target.reserve(1, context + widths[-1])
-    target.prefill([target.prompt(ids)])
-    trees = {w: DraftTree.chain(0, [i % target.vocabulary for i in range(w - 1)]) for w in widths}
-    times: dict[int, list[float]] = {w: [] for w in widths}
-    target.score([trees[1]])
-    if target.cold:  # sizes are captured when they first come up
-        for tree in trees.values():
-            target.score([tree])
-    begun = time.perf_counter()
-    for turn in range(ROUNDS):
-        if turn and time.perf_counter() - begun > SECONDS:
-            break
-        for width in widths:
-            start = time.perf_counter()
-            target.score([trees[width]])
-            target.wait()
-            times[width].append(time.perf_counter() - start)
-    target.cache = held
-    seconds: list[float] = []
-    for width in widths:
-        seconds.append(max(min(times[width]), seconds[-1] if seconds else 0.0))
-    return Curve(widths, tuple(seconds))
-
-
-def of(target: DecoderTarget) -> Curve:
-    """The curve of a target: from disk where this model was measured on this machine before, else measured now."""
-    path = _folder() / f"{_key(target)}.json"
-    try:
-        stored = json.loads(path.read_text())
-        return Curve(tuple(stored["widths"]), tuple(stored["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        curve = measure(target)
-        said = {"widths": curve.widths, "seconds": curve.seconds, "model": type(target.model).__name__}
-        with contextlib.suppress(OSError):  # a folder that cannot be written costs a measurement each time
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(said))
-        return curve
-
-
-def _folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "truedraft" / "curves"
-
-
-def _key(target: DecoderTarget) -> str:
-    config = target.config
-    machine = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor()
-    parts = [
-        VERSION, type(target.model).__name__, config.to_json_string(use_diff=False), str(target.dtype),
-        target.model.config._attn_implementation, target.runner.name, machine, torch.get_num_threads(),
-        torch.__version__,
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
-
-
-def _processor() -> str:
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        return f"{names[0]} x {os.cpu_count()}"
-    except (OSError, IndexError):
-        return f"{platform.processor()} {platform.machine()} x {os.cpu_count()}"
+def isotonic(knots: Sequence[Knot]) -> tuple[float, ...]:
+    """The non-decreasing times nearest to those of the knots, each weighted by its passes (pool adjacent violators)."""
+    means = tuple([knot.seconds for knot in knots])
+    if all(map(le, means, means[1:])):
+        return means
+    pools: list[tuple[float, float, int]] = []  # mean, passes, knots
+    for _, mean, passes in knots:
+        count = 1
+        while pools and pools[-1][0] > mean:
+            before, weight, more = pools.pop()
+            pooled = mean + (before - mean) * (weight / (weight + passes))
+            mean, passes, count = min(max(pooled, mean), before), weight + passes, count + more
+        pools.append((mean, passes, count))
+    return tuple(mean for mean, _, count in pools for _ in range(count))

@@ -1,0 +1,156 @@
+"""Costs are measured for a share of the work at hand, and kept on disk where that can be and they are good."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import truedraft
+from models import ragged, tiny
+from truedraft.runtime import calibration
+from truedraft.runtime.calibration import Calibration
+from truedraft.runtime.curve import WIDTHS
+from truedraft.targets.decoder import DecoderTarget
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "truedraft" / "curves"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds are all that there is to measure."""
+    monkeypatch.setattr(calibration, "ROUNDS", 3)
+
+
+def _generates() -> None:
+    """A new process, as far as curves go: its text is the model's own."""
+    model, inputs = tiny(), ragged(tiny(), 1)
+    settings = dict(max_new_tokens=12, do_sample=False)
+    fast = truedraft.accelerate(model)
+    assert torch.equal(fast.generate(**inputs, **settings), model.generate(**inputs, **settings))
+
+
+def test_a_curve_is_measured_once_and_kept(folder: Path, quick: None) -> None:
+    target = DecoderTarget(tiny("qwen2"))
+    first = Calibration(target).go_on(100_000, None)
+    assert first is not None and first.widths == WIDTHS and list(first.seconds) == sorted(first.seconds)
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text())["seconds"] == list(first.seconds)
+    again = Calibration(target)
+    assert again.kept == first and again.complete and again.go_on(100_000, again.kept) is again.kept
+
+
+DAMAGED: list[Any] = [
+    "{half", "", "[]", "3", "null", '"text"', "{}", "[" * 5000, b"\\xff\\xfe\\x00",
+    {"widths": [1, 2], "seconds": "ab"}, {"widths": [], "seconds": []}, {"widths": [1], "seconds": [1.0]},
+    {"seconds": [-1.0] + [1.0] * 6}, {"seconds": [0.0] + [1.0] * 6}, {"seconds": [float("nan")] * 7},
+    {"seconds": [1.0] * 6 + [float("inf")]}, {"seconds": [2.0] + [1.0] * 6}, {"seconds": [1.0] * 6},
+    {"seconds": [True] * 7}, {"seconds": [[1.0]] * 7}, {"seconds": None}, {"seconds": {"1": 1.0}},
+    {"widths": ["1"] * 7}, {"widths": [1, 1, 2, 4, 8, 16, 32]}, {"widths": [64, 32, 16, 8, 4, 2, 1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=lambda content: str(content)[:24])
+def test_a_damaged_file_is_measured_anew(content: Any, folder: Path, quick: None) -> None:
+    target = DecoderTarget(tiny("qwen2"))
+    good = Calibration(target).go_on(100_000, None)
+    (file,) = folder.iterdir()
+    if isinstance(content, dict):
+        content = json.dumps({"widths": list(WIDTHS), "seconds": [1.0] * 7, **content})
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    damaged = Calibration(target)
+    assert damaged.kept is None and not damaged.complete
+    damaged.go_on(100_000, None)
+    assert good is not None and Calibration(target).kept is not None
+
+
+def test_calls_go_on_over_a_damaged_file(folder: Path) -> None:
+    file = calibration._path(truedraft.accelerate(tiny()).target)
+    assert file is not None
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"widths": [1], "seconds": [1.0]}))
+    _generates()
+
+
+@pytest.mark.parametrize("home", ["missing", "none", "file", "folder", "unwritable"])
+def test_a_home_that_keeps_nothing_breaks_no_call(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(calibration, "SHARE", 1e4)  # so that there is something to keep
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = calibration._path(truedraft.accelerate(tiny()).target)
+    assert file is not None and tmp_path in file.parents
+    if home == "none":
+
+        def lost() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", lost)
+    elif home == "file":
+        (tmp_path / "home").write_text("a file in the place of a folder")
+    elif home == "folder":
+        file.mkdir(parents=True)
+    elif home == "unwritable":
+        file.parent.mkdir(parents=True)
+        monkeypatch.setattr(os, "open", _refused)
+    _generates()
+
+
+def _refused(*_: Any) -> int:
+    raise PermissionError("no")
+
+
+def test_measuring_takes_a_share_of_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which a pass over w tokens takes w / 4 + 3 / 4 seconds."""
+    target, now, passes = DecoderTarget(tiny("qwen2")), 0.0, 0
+    score, prefill = target.score, target.prefill
+
+    def ticks(f: Any, width: Any) -> Any:
+        def timed(given: Any) -> Any:
+            nonlocal now, passes
+            now, passes = now + width(given) / 4 + 0.75, passes + 1
+            return f(given)
+
+        return timed
+
+    monkeypatch.setattr(target, "score", ticks(score, lambda trees: len(trees[0])))
+    monkeypatch.setattr(target, "prefill", ticks(prefill, lambda prompts: len(prompts[0])))
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now)
+    fresh = Calibration(target)
+    assert fresh.go_on(8, None) is None and passes == 0
+    known, widest = None, 0
+    for steps in (64, 200, 300, 512, 2000, 8000):
+        begun = now
+        known = fresh.go_on(steps, known)
+        assert now - begun <= calibration.SHARE * steps * 1.05 + 1
+        assert not list(folder.glob("*")) or fresh.complete
+        widest = max(widest, *(knot.width for knot in known.knots)) if known else 0
+    assert known is not None and widest == 64 and fresh.complete
+    for width in WIDTHS:
+        assert known(width) == pytest.approx(width / 4 + 0.75)
+
+
+def test_measuring_leaves_torch_and_the_target_alone(folder: Path, quick: None) -> None:
+    target = DecoderTarget(tiny("qwen2"))
+    state = torch.get_rng_state()
+    assert Calibration(target).go_on(100_000, None) is not None
+    assert target.cache is None and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_scratch_cache_that_does_not_fit_breaks_no_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = DecoderTarget(tiny("qwen2"))
+
+    def full(rows: int, capacity: int) -> None:
+        raise truedraft.errors.NoRoom("full")
+
+    monkeypatch.setattr(target, "reserve", full)
+    assert Calibration(target).go_on(100_000, None) is None and target.cache is None

@@ -1,0 +1,121 @@
+"""The estimate of what passes cost: whatever the passes, it stays among the times that were observed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from truedraft.runtime.curve import HICCUP, WIDTHS, Curve
+
+TIMES = st.floats(1e-7, 1e4) | st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e-9, 1e6])
+FACTORS = st.lists(st.floats(1e-4, 1e4) | st.just(1.0), min_size=1, max_size=8)
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    widths = sorted(draw(st.sets(st.integers(1, 80), min_size=1, max_size=7)))
+    return Curve(tuple(widths), tuple(sorted(draw(st.floats(1e-6, 1e3)) for _ in widths)))
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[int, int, float, float]:
+    """Rows, tokens, seconds and rate of a pass with or without drafts."""
+    rows = draw(st.integers(1, 40))
+    return rows, rows * draw(st.just(1) | st.integers(2, 65)), draw(TIMES), draw(st.sampled_from([0.1, 0.5, 1.0]))
+
+
+def _holds(curve: Curve, observed: Sequence[float]) -> None:
+    assert all(map(math.isfinite, curve.seconds)) and curve.seconds[0] > 0
+    assert list(curve.seconds) == sorted(curve.seconds)
+    slack = 1e-9  # of rounding
+    assert min(observed) * (1 - slack) <= curve.seconds[0] and curve.seconds[-1] <= max(observed) * (1 + slack)
+    assert all(curve(w) > 0 for w in (1, 3, 70, 5000))
+
+
+@settings(deadline=None, max_examples=300)
+@given(curves(), st.lists(passes(), max_size=60))
+def test_a_curve_stays_among_the_times_that_were_observed(
+    curve: Curve, seen: list[tuple[int, int, float, float]]
+) -> None:
+    observed = list(curve.seconds)
+    for rows, tokens, seconds, rate in seen:
+        if math.isfinite(seconds) and seconds > 0:
+            observed.append(seconds)
+        curve = curve.learned(tokens, seconds, rate, plain=rows)
+        _holds(curve, observed)
+
+
+@settings(deadline=None, max_examples=12)
+@given(curves(), st.integers(1, 9), st.integers(2, 12), FACTORS, FACTORS, st.sampled_from([0.1, 0.5]))
+def test_nothing_adds_up_over_thousands_of_passes(
+    curve: Curve, rows: int, wide: int, plain: list[float], drafted: list[float], rate: float
+) -> None:
+    """The same few passes again and again."""
+    observed = list(curve.seconds)
+    for turn in range(1500):
+        for tokens, times in ((rows, plain), (rows * wide, drafted)):
+            seconds = times[turn % len(times)]
+            observed.append(seconds)
+            curve = curve.learned(tokens, seconds, rate, plain=rows)
+    _holds(curve, observed)
+    assert len(curve.knots) < 7 + 12
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+@pytest.mark.parametrize("factor", [0.5, 0.95, 1.0, 2.0])
+def test_plain_passes_of_any_batch_teach_their_own_cost(rows: int, factor: float) -> None:
+    """Where the number of rows is no width of the curve, 13,500 of them once led to a division by zero."""
+    curve = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
+    took = factor * curve(rows)
+    for _ in range(14_000 if factor < 1 else 1000):
+        curve = curve.learned(rows, took, 0.1, plain=rows)
+    assert curve(rows) == pytest.approx(took)
+    assert min(took, 1.0) * (1 - 1e-9) <= curve.seconds[0] and curve.seconds[-1] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0, 50.0])
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_a_machine_that_changes_is_followed(factor: float, rows: int) -> None:
+    line = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
+    curve = line
+    for turn in range(200):
+        tokens = rows * (1 + turn % 5)
+        curve = curve.learned(tokens, factor * line(tokens), 0.1, plain=rows)
+    for tokens in (rows * k for k in range(1, 6)):
+        assert curve(tokens) == pytest.approx(factor * line(tokens), rel=0.2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+def test_dear_drafts_do_not_make_plain_passes_dear(rows: int) -> None:
+    curve = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
+    before = curve(rows)
+    for _ in range(300):
+        curve = curve.learned(2 * rows, 20.0, 0.1, plain=rows)
+    assert curve(rows) == pytest.approx(before, rel=0.01) and curve(2 * rows) == pytest.approx(20.0, rel=0.05)
+
+
+def test_one_hiccup_moves_little() -> None:
+    line = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
+    curve = line
+    for _ in range(50):
+        curve = curve.learned(4, 1.2, 0.1, plain=1)
+    assert curve.learned(4, 1e4, 0.1, plain=1)(4) <= 1.2 * (1 + 0.1 * HICCUP)
+
+
+def test_passes_wider_than_any_before_are_learnt() -> None:
+    curve = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
+    for _ in range(100):
+        curve = curve.learned(300, 12.0, 0.1, plain=64).learned(64, 5.0, 0.1, plain=64)
+    assert curve(300) == pytest.approx(12.0, rel=0.3) and curve(64) == pytest.approx(5.0)
+
+
+def test_a_typical_curve_goes_through_what_is_known_and_yields_to_passes() -> None:
+    curve = Curve.typical(5, 0.3)
+    assert curve(5) == pytest.approx(0.3)
+    for _ in range(16):
+        curve = curve.learned(16, 0.9, 0.1, plain=5)
+    assert curve(16) == pytest.approx(0.9, rel=0.05) and curve(5) == pytest.approx(0.3)
