@@ -288,7 +288,7 @@ def test_the_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest
         ([*base, "--data", str(data), "--threads", "0"], "give at least 1"),
         (["train", "llma", *base[2:], "--data", str(data)], "llma has nothing to learn: train one of gad"),
         (["train", "gad:j=4", *base[2:], "--data", str(data)], "the training of gad has no knob 'j'"),
-        (["train", "gad:k=0", *base[2:], "--data", str(data)], "give each at least 1"),
+        (["train", "gad:k=0", *base[2:], "--data", str(data)], "gad:k=0: give a whole number, 1 to 64"),
         ([*base, "--target", str(tmp_path / "decoder"), "--data", str(data)], "is not an encoder-decoder"),
     ):
         assert main(args) == 2

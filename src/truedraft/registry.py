@@ -17,6 +17,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from truedraft.card import values_of
 from truedraft.errors import Refused
 
 KINDS = {"drafters": "Drafter", "accept": "Rule", "accept.lossy": "LossyRule", "control": "Control"}
@@ -116,7 +117,7 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
             raise Refused(f"cannot read {part!r} in {spec!r}: knobs are written name:knob=value,knob=value")
         try:
             knobs[key.strip()] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             knobs[key.strip()] = value
     return name, knobs
 
@@ -125,7 +126,8 @@ def built(cls: Any, name: str, spec: str, knobs: Mapping[str, Any]) -> Any:
     """An instance of a dataclass from its knobs; `name` and `spec` are what messages call it.
 
     Raises:
-        Refused: unknown knob, or a value that it does not take.
+        Refused: unknown knob, or a value that it does not take: declared knobs check themselves (`card.knob`), of
+            others the default says what they take.
     """
     allowed = list(inspect.signature(cls).parameters)
     for key in knobs:
@@ -134,7 +136,7 @@ def built(cls: Any, name: str, spec: str, knobs: Mapping[str, Any]) -> Any:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(allowed) or 'none'}."
             raise Refused(f"{name} has no knob {key!r}: {hint}")
         default = inspect.signature(cls).parameters[key].default
-        if isinstance(default, int | float):
+        if isinstance(default, int | float) and values_of(cls, key) is None:
             sign = "" if default < 0 else "non-negative "
             if type(knobs[key]) is not type(default) or (sign and knobs[key] < 0):
                 raise Refused(f"{name}:{key}={knobs[key]!r}: give a {sign}{type(default).__name__}, like {default}")

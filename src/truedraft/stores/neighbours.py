@@ -157,14 +157,9 @@ class Search:
     layer: whose states, where there is no store. k: how many are looked for.
     alpha, tau: the model's weight is sigmoid((r - alpha) / tau), r the similarity of the nearest neighbour over that of
         the farthest. A similarity is minus a squared distance: r is from 0 (one stands out) to 1 (all are alike).
-
-    Raises:
-        Refused: numbers that make no sense.
     """
 
     def __init__(self, store: Any, layer: int, k: int, alpha: float, tau: float):
-        if k < 1 or tau <= 0:
-            raise Refused(f"nest:k={k},tau={tau}: give one neighbour or more, and a tau above 0")
         self.store: Neighbours | None = (
             store if store is None or isinstance(store, Neighbours) else Neighbours.open(store)
         )
