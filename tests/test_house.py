@@ -79,7 +79,7 @@ ALLOWED = {
     "files": {"errors"},
     # accelerated: drafters are trained on what their target says; drafters: the contract of those that learn
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
-    "stores": {"tree", "errors", "files", "stores"},
+    "stores": {"tree", "card", "errors", "files", "stores"},
     "registry": {"errors", "card", "drafters"},
     "loading": {"assets", "errors", "runtime"},
     "assets": {"errors"},

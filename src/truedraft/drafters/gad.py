@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import gcd
+from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from truedraft.card import Card, knob
+from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._filling import Kept, kept
 from truedraft.drafters._learned import Learner, Line, read_learnt
@@ -272,6 +273,8 @@ class Gad(Drafter):
     nodes: int = knob(0, 0, 1024)  # of a tree of the likeliest paths; published 0: a chain of the likeliest tokens
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str | PathLike | Filler | None):
+            raise Refused(f"gad:model={shown(self.model)}: give the folder of a checkpoint, or a Filler")
         self._filler: Filler | None = self.model if isinstance(self.model, Filler) else None
         self._kept: Kept | None = None
         self.forget()

@@ -63,9 +63,7 @@ class InputGuided(PerRow[Place]):
     )
     takes_references: ClassVar[bool] = True
     length: int = knob(40, 1, 1024)  # tokens drafted; published: all that is left
-    shortest: int = knob(
-        2, 1, 1024
-    )  # tokens that must agree where a place is found first, or from afar; published 1 to n
+    shortest: int = knob(2, 1, 1024)  # that must agree where a place is found first, or from afar; published 1 to n
     reach: int = knob(64, 0, 1_000_000)  # tokens about the old place in which it is found again; published: everywhere
     patience: int = knob(16, 0, 1_000_000)  # wrong tokens in a row after which the place is given up; unpublished
 

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from truedraft.card import shown
 from truedraft.errors import Refused
 from truedraft.stores import _file
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton, loaded
@@ -107,7 +108,7 @@ def corpora(given: Any) -> tuple[Corpus, ...]:
     """Corpora from None, a Corpus or its file, files with `;` between them, or a list of these.
 
     Raises:
-        Refused: one cannot be opened.
+        Refused: it is none of these, or one cannot be opened.
     """
     if given is None:
         return ()
@@ -115,6 +116,8 @@ def corpora(given: Any) -> tuple[Corpus, ...]:
         given = [part.strip() for part in given.split(";")]
     elif isinstance(given, Corpus | PathLike):
         given = [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(one, Corpus | str | PathLike) for one in given):
+        raise Refused(f"corpus={shown(given)}: give a Corpus, its file, or a list of these")
     return tuple(one if isinstance(one, Corpus) else Corpus.open(one) for one in given)
 
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from truedraft.card import shown
 from truedraft.errors import Refused
 from truedraft.stores import _file
 from truedraft.tree import Row
@@ -157,9 +158,14 @@ class Search:
     layer: whose states, where there is no store. k: how many are looked for.
     alpha, tau: the model's weight is sigmoid((r - alpha) / tau), r the similarity of the nearest neighbour over that of
         the farthest. A similarity is minus a squared distance: r is from 0 (one stands out) to 1 (all are alike).
+
+    Raises:
+        Refused: the store is none, or cannot be opened.
     """
 
     def __init__(self, store: Any, layer: int, k: int, alpha: float, tau: float):
+        if store is not None and not isinstance(store, Neighbours | str | PathLike):
+            raise Refused(f"store={shown(store)}: give Neighbours or their file")
         self.store: Neighbours | None = (
             store if store is None or isinstance(store, Neighbours) else Neighbours.open(store)
         )
