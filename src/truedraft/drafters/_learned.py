@@ -95,7 +95,7 @@ def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[s
     maker = f"truedraft train {name} --target MODEL --data FILE --out {folder}"
     if not folder.is_dir():
         raise Refused(f"{name}: there is no folder {str(folder)!r} (`{maker}` makes one)")
-    about, arrays = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, maker)
+    about, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, maker)
     if about["fingerprint"] != fingerprint(model):
         raise Refused(
             f"{name}: {str(folder)!r} was trained for another model (a {about['target']}, fingerprint "

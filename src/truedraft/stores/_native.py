@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-
 CALLS = 2  # as in automaton.c
 ON_TREES = ("counted", "grown", "union", "follow", "settled")
 

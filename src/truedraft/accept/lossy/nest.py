@@ -91,7 +91,7 @@ class Nest(LossyRule):
     k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024
     alpha: float = knob(0.3, -1e6, 1e6)  # nearest over farthest at which they count half; authors' demo, unverified
     tau: float = knob(0.1, 0, 1e6, open=True)  # how fast that changes; authors' demo, unverified
-    gamma: float = knob(5e-4, 0, 1)  # share of the likeliest token's chance that suffices; authors' demo, unverified
+    gamma: float = knob(5e-4, 0, 1e9)  # share of the likeliest token's chance that suffices; authors' demo, unverified
 
     def __post_init__(self) -> None:
         self._search = Search(self.store, self.layer, self.k, self.alpha, self.tau)
