@@ -289,8 +289,11 @@ class Gad(Drafter):
             raise Refused("gad needs a checkpoint: draft='gad:model=FOLDER', made by `truedraft train gad`")
         if not isinstance(self.model, Filler):
             about, weights = read_learnt(Path(self.model).expanduser(), "gad", target.model)
-            self._filler = Filler(Shape(**about["shape"]), target.model)
-            self._filler.load_state_dict(weights)
+            try:
+                self._filler = Filler(Shape(**about["shape"]), target.model)
+                self._filler.load_state_dict(weights)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise Refused(f"gad: what {str(self.model)!r} holds is no drafter of its shape: train one") from error
         assert self._filler is not None
         if self.length > self._filler.shape.masks:
             raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give less")
