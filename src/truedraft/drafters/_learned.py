@@ -96,9 +96,10 @@ def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[s
     if not folder.is_dir():
         raise Refused(f"{name}: there is no folder {str(folder)!r} (`{maker}` makes one)")
     about, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, maker)
-    if about.get("fingerprint") != fingerprint(model):
+    theirs, mine = about.get("fingerprint"), fingerprint(model)
+    if theirs != mine:
         raise Refused(
-            f"{name}: {str(folder)!r} was trained for another model (a {about.get('target')}, fingerprint "
-            f"{about.get('fingerprint')}; this is a {type(model).__name__}, {fingerprint(model)}): train one for this model"
+            f"{name}: {str(folder)!r} was trained for another model (a {about.get('target')}, fingerprint {theirs}; this "
+            f"is a {type(model).__name__}, {mine}): train one for this model"
         )
     return about, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
