@@ -99,7 +99,7 @@ def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[s
     theirs, mine = about.get("fingerprint"), fingerprint(model)
     if theirs != mine:
         raise Refused(
-            f"{name}: {str(folder)!r} was trained for another model (a {about.get('target')}, fingerprint {theirs}; this "
-            f"is a {type(model).__name__}, {mine}): train one for this model"
+            f"{name}: {str(folder)!r} was trained for another model (a {about.get('target')}, fingerprint {theirs}; "
+            f"this is a {type(model).__name__}, {mine}): train one for this model"
         )
     return about, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
