@@ -249,7 +249,7 @@ def tensor(pick: random.Random, given: Any) -> Any:
     if change == 8:
         return given.unsqueeze(some(pick, 0, -1))
     if change == 9:
-        return given[some(pick, 0, slice(0), slice(1), slice(None, None, 2))]
+        return given[some(pick, slice(0), slice(1), slice(None, None, 2), *([0] if len(given) else []))]
     if change == 10:
         return given[..., some(pick, slice(1, None), slice(0), slice(-1))]
     return torch.cat([given, given[..., -1:]], -1)
