@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PROMPT ?=
 
-.PHONY: demo test lint bench real clean
+.PHONY: demo test lint bench real fuzz sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/truedraft demo $(if $(PROMPT),--prompt '$(PROMPT)')
@@ -20,6 +20,12 @@ lint: $(VENV)/dev
 
 real: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+fuzz: $(VENV)/dev
+	$(BIN)/python tools/fuzz.py
+
+sanitize: $(VENV)/dev
+	$(BIN)/python tools/sanitize.py
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/generate.py

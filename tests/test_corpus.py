@@ -200,6 +200,64 @@ def lying(file: Path, changes: dict[str, Any]) -> None:
     save_file(arrays, str(file), said)
 
 
+CUT = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from corpus_readers import drafts_of
+from truedraft import Corpus, Refused
+path = Path(sys.argv[1])
+content = path.read_bytes()
+for change in (
+    lambda: os.truncate(path, 9000), lambda: os.truncate(path, 0), lambda: path.write_bytes(bytes(len(content))),
+    lambda: Corpus.built([[1, 2]]).save(path), path.unlink,
+):
+    path.write_bytes(content)
+    corpus = Corpus.open(path)
+    first = drafts_of(corpus)
+    change()
+    try:
+        print("the same" if drafts_of(corpus) == first else "others", flush=True)
+    except Refused as refused:
+        print(refused, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files in use may be cut")
+def test_a_corpus_that_is_cut_while_it_is_open_is_refused_and_one_that_is_replaced_goes_on(file: Path) -> None:
+    """In another process, which would not survive a look behind the end of the file."""
+    command = [sys.executable, "-c", CUT, str(file), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    changed = f"corpus '{file}' was changed while it was in use: open it anew, and replace such files whole"
+    assert done.stdout.splitlines() == [changed] * 3 + ["the same"] * 2, done
+
+
+@compiled
+@pytest.mark.parametrize("state", [1, 5, 100])
+def test_links_that_lead_in_circles_are_refused(file: Path, state: int) -> None:
+    arrays = {name: array.copy() for name, array in Corpus.open(file).automaton.arrays().items()}
+    content = file.read_bytes()
+    link, length, count = range(8 * state, 8 * state + 5)[0], 8 * state + 1, 8 * state + 4
+    for place, value in ((link, state), (length, 0), (length, -1), (count, 0), (count, -9), (0, 1), (1, 1)):
+        changed = arrays["state"].copy()
+        changed[place] = value
+        file.write_bytes(content)
+        lying(file, {"state": changed})
+        with pytest.raises(Refused, match="damaged"):
+            Corpus.open(file)
+
+
+def test_what_a_corpus_says_of_itself_is_checked(file: Path) -> None:
+    with safe_open(str(file), framework="np") as given:
+        arrays, metadata = {name: given.get_tensor(name) for name in given.keys()}, given.metadata()  # noqa: SIM118
+    for changes in ({"tokens": "x"}, {"documents": -1}, {"tokenizer": None}, {"fingerprint": [1]}, {"more": 1}):
+        about = json.dumps(json.loads(metadata["about"]) | changes)
+        sums = json.dumps(_file._checksums(arrays, about))
+        save_file(arrays, str(file), metadata | {"about": about, "checksums": sums})
+        with pytest.raises(Refused, match="damaged"):
+            Corpus.open(file)
+
+
 @compiled
 def test_arrays_that_lie_are_refused(file: Path) -> None:
     whole = Corpus.open(file)
@@ -410,6 +468,19 @@ def test_what_was_said_is_saved_and_taken_up_by_namespace(tmp_path: Path) -> Non
         again.load(tmp_path / "nowhere", None, vocabulary=8)
     Memory(10).save(tmp_path / "empty.tdm")
     again.load(tmp_path / "empty.tdm", None, vocabulary=8)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lengths": [3]}, {"lengths": [-1, 9]}, {"lengths": 5}, {"namespaces": [1]}, {"fingerprint": None}, {}]
+)
+def test_a_memory_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    about = {"namespaces": ["a"], "lengths": [4], "fingerprint": ""} | changes
+    token = np.array([1, 2, 3, -1], np.int32 if changes else np.float32)
+    _file.write(tmp_path / "a.tdm", "memory", 1, about, {"token": token})
+    memory = Memory(100)
+    with pytest.raises(Refused, match="damaged"):
+        memory.load(tmp_path / "a.tdm", None, vocabulary=8)
+    assert not len(memory)
 
 
 def test_an_accelerated_model_remembers_across_processes(tmp_path: Path) -> None:

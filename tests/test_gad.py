@@ -18,9 +18,10 @@ import truedraft
 from test_seq2seq import both, early, sources, tiny
 from truedraft import Refused, registry
 from truedraft.cli import main
-from truedraft.drafters._learned import WEIGHTS
+from truedraft.drafters._learned import VERSION, WEIGHTS
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.runtime import native
+from truedraft.stores import _file
 from truedraft.train.drafter import train_drafter
 from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import Pair, pad_to
@@ -259,6 +260,11 @@ def test_what_gad_cannot_do_is_refused(toy: Any, checkpoint: Path, tmp_path: Pat
     (tmp_path / WEIGHTS).write_bytes(whole[:-9] + bytes(9))
     with pytest.raises(Refused, match="is damaged"):
         truedraft.accelerate(model, draft=f"gad:model={tmp_path}")
+    about, arrays, _ = _file.read(checkpoint / WEIGHTS, "gad drafter", VERSION, "")
+    for changes in ({"shape": {"masks": 6}}, {"shape": {**about["shape"], "masks": 5}}, {"shape": None}):
+        _file.write(tmp_path / WEIGHTS, "gad drafter", VERSION, about | changes, arrays)
+        with pytest.raises(Refused, match="no drafter of its shape"):
+            truedraft.accelerate(model, draft=f"gad:model={tmp_path}")
     other = CONFIG_MAPPING["pegasus"](**{**model.config.to_dict(), "pad_token_id": 0})
     torch.manual_seed(4)
     with pytest.raises(Refused, match="was trained for another model"):
@@ -290,7 +296,7 @@ def test_the_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest
         ([*base, "--data", str(data), "--threads", "0"], "give at least 1"),
         (["train", "llma", *base[2:], "--data", str(data)], "llma has nothing to learn: train one of gad"),
         (["train", "gad:j=4", *base[2:], "--data", str(data)], "the training of gad has no knob 'j'"),
-        (["train", "gad:k=0", *base[2:], "--data", str(data)], "give each at least 1"),
+        (["train", "gad:k=0", *base[2:], "--data", str(data)], "gad:k=0: give a whole number, 1 to 64"),
         ([*base, "--target", str(tmp_path / "decoder"), "--data", str(data)], "is not an encoder-decoder"),
     ):
         assert main(args) == 2

@@ -228,7 +228,10 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
         "token_type_ids",
     ),
     "a seed that is none": (lambda f: f.generate(_IDS, seed=1.5, do_sample=True, max_new_tokens=4), r"seed=1\.5"),
-    "a knob of another type": (lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup:n=abc"), "non-negative int"),
+    "a knob of another type": (
+        lambda f: truedraft.accelerate(tiny(), draft="prompt-lookup:n=abc"),
+        "give a whole number, 1 to 1,024",
+    ),
     "a control that is none": (lambda f: truedraft.accelerate(tiny(), control=3), "control=3"),
     "references twice": (
         lambda f: f.generate(_IDS, references=[[5]], prompt_lookup_num_tokens=3, max_new_tokens=4),

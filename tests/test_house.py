@@ -74,13 +74,13 @@ ALLOWED = {
     "sampling": {"tree", "errors"},
     "stopping": {"tree", "sampling"},
     "stats": set(),
-    "card": set(),
+    "card": {"errors"},
     "errors": set(),
     "files": {"errors"},
     # accelerated: drafters are trained on what their target says; drafters: the contract of those that learn
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
-    "stores": {"tree", "errors", "files", "stores"},
-    "registry": {"errors", "drafters"},
+    "stores": {"tree", "card", "errors", "files", "stores"},
+    "registry": {"errors", "card", "drafters"},
     "loading": {"assets", "errors", "runtime"},
     "assets": {"errors"},
 }

@@ -271,7 +271,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("32 numbers, the model's 16", lambda: Search(Neighbours.built(tiny(), TEXTS), -1, 9, 0.3, 0.1).fit(_narrow())),
     ("k=0", lambda: registry.load("drafters", "nest", k=0)),
     ("tau=0.0", lambda: registry.load("accept", "lossy/nest", tau=0.0)),
-    ("give a int, like -2", lambda: registry.load("accept", "lossy/nest", layer=-2.5)),
+    ("a whole number, -1,024 to 1,024", lambda: registry.load("accept", "lossy/nest", layer=-2.5)),
 ]
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from ctypes import byref, c_int32
+from typing import Any
 
 import pytest
 import torch
 
 from truedraft.drafters.token_recycling import template
+from truedraft.runtime import native as runtime
 from truedraft.stores import _native, trigrams
 from truedraft.stores._native import Cursor, library
 from truedraft.stores._pure import Pure
@@ -136,6 +141,63 @@ def test_a_cursor_in_a_text_that_grows_stays_right(form: str) -> None:
 
 def test_the_compiled_form_is_in_use_where_it_was_built() -> None:
     assert isinstance(automaton(), Native) == (library() is not None)
+
+
+@pytest.mark.parametrize("loader", [_native.library, runtime.library])
+def test_a_library_of_other_sources_counts_as_not_built(loader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks a symbol: the interpreter's own has none of ours."""
+    monkeypatch.delenv("TRUEDRAFT_NATIVE", raising=False)
+    if loader.__wrapped__() is None:
+        pytest.skip("it was not compiled")
+    stale = ctypes.PyDLL(None)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda path: stale)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path, *mode: stale)
+    assert loader.__wrapped__() is None
+
+
+def test_a_module_of_other_sources_counts_as_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRUEDRAFT_NATIVE", raising=False)
+    monkeypatch.setattr(_native, "import_module", lambda name: random)
+    assert _native.trees.__wrapped__() is None
+
+
+@pytest.mark.skipif(library() is None, reason="the structures were not compiled")
+def test_numbers_from_outside_do_no_harm() -> None:
+    """Counts below zero and beyond all arrays, cursors of other texts, tokens without a line."""
+    made = automaton()
+    made.extend([pick % 5 for pick in range(300)])
+    for state, length in ((10**6, 5), (-3, 5), (7, 10**6), (7, -5), (2**31 - 1, 2**31 - 1)):
+        cursor = Cursor(state, length, 1, 1)
+        for use in (
+            lambda: made.grow(cursor.copy(), 10**6, deep=10**6),
+            lambda: made.copy(cursor.copy(), 1, 10**9),
+            lambda: made.suffixes(cursor),
+            lambda: made.first(cursor),
+            lambda: made.follow(cursor.copy(), [1, 2]),
+            lambda: made.shorten(cursor.copy(), 3),
+        ):
+            use()
+    assert made.grow(Cursor(), -5) == ([], [], []) and made.copy(Cursor(), 1, -5) == []
+    raw = [c_int32() for _ in range(3)]
+    assert lib is not None and lib.truedraft_grow(byref(made._a), byref(Cursor()), -1, 1, 8, 9, *map(byref, raw)) == 0
+    assert likeliest(torch.randn(2, 9), 0) == likeliest(torch.randn(2, 9), -4) == [[], []]
+    table = Successors(4)
+    with pytest.raises(ValueError, match="2 tokens, and scores of 3"):
+        table.learn([1, 2], torch.randn(3, 9))
+    table.learn([-7], torch.randn(1, 9))
+    assert table.of(-7) == [] and not any(map(table.of, range(9)))
+    for rows in (2**40, 2**62):
+        with pytest.raises(MemoryError):
+            trigrams.Native(rows)
+    flat = trigrams.Native(64)
+    flat.weigh([1, 2, 3, 1, 2, 3], 0.0, 3.0)
+    assert flat.search(1, 2, 9, 3, 32.0, 0.0, 5).shares[:1] == [0.0]
+    flat._table.clock = 2**31 - 2
+    flat.weigh(list(range(50)), 1.0, 3.0)
+    assert flat.search(47, 48, 9, 3, 32.0, 8.0, 5).tokens == [49]
+    if (native := _native.trees()) is not None:
+        tokens, *_ = native.union([((1, 2, 3), (-1, 0, 0), (1.0, math.nan, 0.5), frozenset())], 5, [math.nan])
+        assert sorted(tokens) == [1, 2, 3]
 
 
 def test_the_likeliest_are_those_of_topk() -> None:

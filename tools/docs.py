@@ -10,6 +10,7 @@ import tokenize
 from pathlib import Path
 
 from truedraft import registry
+from truedraft.card import values_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "methods.md"
 TITLES = {
@@ -24,13 +25,14 @@ TITLES = {
 
 
 def knobs(method: type) -> list[str]:
-    """One line per knob: its default and its trailing comment."""
+    """One line per knob: its default, the values that it takes and its trailing comment."""
     comments = {}
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(method)).readline):
         if token.type == tokenize.COMMENT:
             comments[token.line.split(":")[0].strip()] = token.string.lstrip("# ")
     fields = [f for f in dataclasses.fields(method) if not f.name.startswith("_")]
-    return [f"- `{f.name}` = `{f.default}`: {comments.get(f.name, '')}" for f in fields]
+    takes = {f.name: f" ({values})" for f in fields if (values := values_of(method, f.name)) is not None}
+    return [f"- `{f.name}` = `{f.default}`{takes.get(f.name, '')}: {comments.get(f.name, '')}" for f in fields]
 
 
 def section(kind: str, name: str) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import os
 import secrets
-import shutil
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +16,11 @@ from truedraft.errors import Refused
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written under another name, and renamed at the end; where that is not reached, it is removed.
+def replacing(path: Path) -> Iterator[Path]:
+    """The name of an empty file to be written, renamed at the end; where that is not reached, it is removed.
 
-    Links are followed, and an existing file's permissions kept.
+    Links are followed. An existing file's permissions are kept, and while it is written only the owner may read the new
+    one; a file that is new has those that files usually get.
 
     Raises:
         OSError: it cannot be written; what stood there still does.
@@ -27,16 +28,27 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        private = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if path.exists() else 0o666)
-        with open(private, "wb") as file:
-            yield file
-        if path.exists():
-            shutil.copymode(path, part)
+        replaces = path.exists()
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if replaces else 0o666))
+        mode = stat.S_IMODE((path if replaces else part).stat().st_mode)
+        yield part
+        part.chmod(mode)
         os.replace(part, path)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written as by `replacing`.
+
+    Raises:
+        OSError: it cannot be written; what stood there still does.
+    """
+    with replacing(path) as part, open(part, "wb") as file:
+        yield file
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -11,12 +11,14 @@ import ast
 import difflib
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from truedraft.card import shown, values_of
 from truedraft.errors import Refused
 
 KINDS = {"drafters": "Drafter", "accept": "Rule", "accept.lossy": "LossyRule", "control": "Control"}
@@ -113,10 +115,10 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
     for part in filter(None, given.split(",")):
         key, eq, value = part.partition("=")
         if not eq:
-            raise Refused(f"cannot read {part!r} in {spec!r}: knobs are written name:knob=value,knob=value")
+            raise Refused(f"cannot read {shown(part)} in {shown(spec)}: knobs are written name:knob=value,knob=value")
         try:
             knobs[key.strip()] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             knobs[key.strip()] = value
     return name, knobs
 
@@ -125,20 +127,23 @@ def built(cls: Any, name: str, spec: str, knobs: Mapping[str, Any]) -> Any:
     """An instance of a dataclass from its knobs; `name` and `spec` are what messages call it.
 
     Raises:
-        Refused: unknown knob, or a value that it does not take.
+        Refused: unknown knob, or a value that it does not take: declared knobs check themselves (`card.knob`), of
+            others the default says what they take.
     """
     allowed = list(inspect.signature(cls).parameters)
     for key in knobs:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(allowed) or 'none'}."
-            raise Refused(f"{name} has no knob {key!r}: {hint}")
+            raise Refused(f"{name} has no knob {shown(key)}: {hint}")
         default = inspect.signature(cls).parameters[key].default
-        if isinstance(default, int | float):
+        if isinstance(default, int | float) and values_of(cls, key) is None:
             sign = "" if default < 0 else "non-negative "
-            if type(knobs[key]) is not type(default) or (sign and knobs[key] < 0):
-                raise Refused(f"{name}:{key}={knobs[key]!r}: give a {sign}{type(default).__name__}, like {default}")
+            if type(knobs[key]) is not type(default) or not math.isfinite(knobs[key]) or (sign and knobs[key] < 0):
+                raise Refused(
+                    f"{name}:{key}={shown(knobs[key])}: give a {sign}{type(default).__name__}, like {default}"
+                )
     try:
         return cls(**knobs)
     except TypeError as e:
-        raise Refused(f"{name} cannot be built from {spec!r}: {e}") from e
+        raise Refused(f"{name} cannot be built from {shown(spec)}: {e}") from e

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from typer import Option
@@ -36,14 +38,17 @@ def listing() -> dict[str, list[dict[str, Any]]]:
 
 
 def _entry(name: str, cls: Any) -> dict[str, Any]:
-    knobs = inspect.signature(cls).parameters.values()
+    from truedraft.card import values_of
+
+    knobs = inspect.signature(cls).parameters
     entry = {
         "name": name,
         "idea": cls.card.idea,
         "family": cls.card.family,
         "paper": cls.card.paper,
         "needs": list(cls.card.needs),
-        "knobs": {k.name: None if k.default is k.empty else k.default for k in knobs},
+        "knobs": {k.name: None if k.default is k.empty else k.default for k in knobs.values()},
+        "takes": {k: str(values) for k in knobs if (values := values_of(cls, k)) is not None},
         "presets": {preset: dict(values) for preset, values in cls.card.presets.items()},
     }
     return entry | ({"guarantee": cls.guarantee} if hasattr(cls, "guarantee") else {})
@@ -64,9 +69,11 @@ def _print(found: dict[str, list[dict[str, Any]]]) -> None:
         for e in entries:
             named = [e["name"], *(f"  {preset}: {_knobs(values)}" for preset, values in e["presets"].items())]
             guarantee = [e["guarantee"]] if "guarantee" in e else []
-            table.add_row("\n".join(named), e["idea"], _knobs(e["knobs"]), *guarantee, e["paper"])
+            table.add_row("\n".join(named), e["idea"], _knobs(e["knobs"], e["takes"]), *guarantee, e["paper"])
         console.print(table)
 
 
-def _knobs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{knob}={value}" for knob, value in values.items())
+def _knobs(values: dict[str, Any], takes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Knobs with their values and, in brackets, those that they take."""
+    shown = (f"{knob}={value}" + (f" ({takes[knob]})" if knob in takes else "") for knob, value in values.items())
+    return ", ".join(shown)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice, zip_longest
 from statistics import median
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.control._base import Control
 from truedraft.control._probing import Probing
 from truedraft.drafters._base import Drafter, Prices
@@ -112,10 +112,10 @@ class Cost(Control):
         idea="Verify as much of each draft as raises expected tokens per second on this machine.",
         family="cost model",
     )
-    memory: float = 0.9  # weight that an observation keeps at each later one
-    survival: float = 0.85  # chance given to a later one, if those before it are right
-    slack: float = 0.015  # share of the time that drafts which are not verified, or are tried, may cost
-    rate: float = 0.1  # how fast the costs follow the passes at hand
+    memory: float = knob(0.9, 0, 1)  # weight that an observation keeps at each later one
+    survival: float = knob(0.85, 0, 1)  # chance given to a later one, if those before it are right
+    slack: float = knob(0.015, 0, 1)  # share of the time that drafts which are not verified, or are tried, may cost
+    rate: float = knob(0.1, 0, 1)  # how fast the costs follow the passes at hand
 
     def __post_init__(self) -> None:
         self._rows: dict[int, Odds] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.targets.decoder import DecoderTarget
@@ -18,7 +18,7 @@ from truedraft.tree import Row
 @dataclass
 class Fixed(Control):
     card = Card(paper="none", idea="Always draft and verify as much as the drafter offers.", family="fixed")
-    nodes: int = 0  # nodes drafted per row and pass; 0 stands for the drafter's own size
+    nodes: int = knob(0, 0, 4096)  # nodes drafted per row and pass; 0 stands for the drafter's own size
 
     def open(
         self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool, steps: int

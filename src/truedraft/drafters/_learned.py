@@ -95,10 +95,11 @@ def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[s
     maker = f"truedraft train {name} --target MODEL --data FILE --out {folder}"
     if not folder.is_dir():
         raise Refused(f"{name}: there is no folder {str(folder)!r} (`{maker}` makes one)")
-    about, arrays = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, maker)
-    if about["fingerprint"] != fingerprint(model):
+    about, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, maker)
+    theirs, mine = about.get("fingerprint"), fingerprint(model)
+    if theirs != mine:
         raise Refused(
-            f"{name}: {str(folder)!r} was trained for another model (a {about['target']}, fingerprint "
-            f"{about['fingerprint']}; this is a {type(model).__name__}, {fingerprint(model)}): train one for this model"
+            f"{name}: {str(folder)!r} was trained for another model (a {about.get('target')}, fingerprint {theirs}; "
+            f"this is a {type(model).__name__}, {mine}): train one for this model"
         )
     return about, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}

@@ -17,6 +17,9 @@ from truedraft.sampling import Laws
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree, Draws, Row, Wanted
 
+NODES = 1024  # of a draft that is written out level by level, at most
+BRANCHES = f"how many children a node has, level by level, as in '4x2x1', {NODES:,} nodes in all at most"
+
 
 @dataclass(eq=False)
 class Plant:
@@ -250,12 +253,12 @@ def branched(text: str) -> tuple[int, ...]:
     """Branching factors of the levels from the root on: "4x2x1" has four children below the root, two below each.
 
     Raises:
-        Refused: not such a text.
+        ValueError: not such a text, or a tree of more than `NODES`.
     """
-    factors = text.split("x")
-    if not all(f.isdecimal() and int(f) > 0 for f in factors):
-        raise Refused(f"branches={text!r}: write how many children a node has, level by level, as in '4x2x1'")
-    return tuple(map(int, factors))
+    factors = tuple(map(int, text.split("x")))
+    if len(factors) > NODES or not all(1 <= factor <= NODES for factor in factors) or nodes_of(factors) > NODES:
+        raise ValueError
+    return factors
 
 
 def nodes_of(factors: Sequence[int]) -> int:

@@ -7,9 +7,10 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from truedraft.card import shown
 from truedraft.errors import Refused
 from truedraft.loading import load
 from truedraft.targets.decoder import DecoderTarget
@@ -20,7 +21,13 @@ CHUNK = 64  # tokens that are read in one pass, where the model has fallen behin
 
 
 def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """A draft model from itself or its name; with its tokenizer where it was named."""
+    """A draft model from itself or its name; with its tokenizer where it was named.
+
+    Raises:
+        Refused: it is neither, or cannot be loaded.
+    """
+    if not isinstance(model, str | PathLike | nn.Module | None):
+        raise Refused(f"model={shown(model)}: give a model of transformers, or the name of one")
     return load(str(model), argument="the draft model") if isinstance(model, str | PathLike) else (model, None)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import root_of
 from truedraft.stores.memory import Tenants
@@ -38,16 +38,16 @@ class Aded(WithCorpora[Trigrams]):
         ),
     )
     takes_references: ClassVar[bool] = True
-    nodes: int = 24  # of the tree; published 24, at most 64
-    simulations: int = 150  # published 150
-    depth: int = 4  # published 4
-    c1: float = 32.0  # weight of the untried; published 32
-    c2: float = 8.0  # how slowly that grows; published 8
-    window: int = 16  # last tokens whose trigrams gain weight before each step; published 16
-    gain: float = 0.04  # weight gained; published 0.04
-    most: float = 3.0  # weight of a trigram; published 3.0
-    rows: int = 262_144  # pairs of tokens that a namespace keeps, the longest unused forgotten; unpublished
-    namespaces: int = 16  # that are kept, the longest unused forgotten; unpublished
+    nodes: int = knob(24, 1, 64)  # of the tree; published 24
+    simulations: int = knob(150, 1, 10_000)  # published 150
+    depth: int = knob(4, 1, 16)  # published 4
+    c1: float = knob(32.0, 0, 1e6)  # weight of the untried; published 32
+    c2: float = knob(8.0, 1e-3, 1e6)  # how slowly that grows; published 8
+    window: int = knob(16, 2, 1024)  # last tokens whose trigrams gain weight before each step; published 16
+    gain: float = knob(0.04, 1e-6, 1e3)  # weight gained; published 0.04
+    most: float = knob(3.0, 1e-6, 1e6)  # weight of a trigram; published 3.0
+    rows: int = knob(262_144, 1, 4_194_304)  # pairs of tokens of a namespace, the longest unused forgotten; unpublished
+    namespaces: int = knob(16, 1, 65_536)  # that are kept, the longest unused forgotten; unpublished
     corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc); published: UltraChat, code
 
     def forget(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._copying import InText
 from truedraft.drafters._texts import Told, root_of
 from truedraft.drafters._trees import KEEPS
@@ -31,8 +31,8 @@ class Anpd(InText):
             "2.52; agents' traces 1.64."
         ),
     )
-    n: int = 5  # longest n-gram, its successor counted; published about 5 (unverified)
-    length: int = 6  # tokens drafted; published about 6 (unverified)
+    n: int = knob(5, 2, 1024)  # longest n-gram, its successor counted; published about 5 (unverified)
+    length: int = knob(6, 1, 1024)  # tokens drafted; published about 6 (unverified)
 
     def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
         state.follow(row)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import Told, root_of, told
 from truedraft.drafters._trees import counted
@@ -52,13 +52,13 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
         ),
     )
     takes_references: ClassVar[bool] = True
-    nodes: int = 64  # of the tree; published 64
-    longest: int = 16  # tokens of the longest suffix looked for; published about 16
-    deep: int = 10  # tokens of a continuation; unpublished
-    context: int = 3  # tokens that the cache is keyed by; unpublished
-    kept: int = 4  # alternatives for each key; unpublished
-    entries: int = 200_000  # keys of a namespace's cache, the longest unused forgotten; unpublished
-    namespaces: int = 64  # that are kept, the longest unused forgotten; unpublished
+    nodes: int = knob(64, 1, 1024)  # of the tree; published 64
+    longest: int = knob(16, 1, 1024)  # tokens of the longest suffix looked for; published about 16
+    deep: int = knob(10, 1, 128)  # tokens of a continuation; unpublished
+    context: int = knob(3, 1, 64)  # tokens that the cache is keyed by; unpublished
+    kept: int = knob(4, 1, 16)  # alternatives for each key; unpublished
+    entries: int = knob(200_000, 1, 10_000_000)  # keys of a namespace, the longest unused forgotten; unpublished
+    namespaces: int = knob(64, 1, 65_536)  # that are kept, the longest unused forgotten; unpublished
     corpus: Any = None  # a Corpus of code or its file, or several (a.tdc;b.tdc); published: public code
 
     def forget(self) -> None:

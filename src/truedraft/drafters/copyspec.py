@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._copying import Copying
 
 
@@ -28,8 +28,8 @@ class CopySpec(Copying):
             "2.28; agents' traces 1.42."
         ),
     )
-    gamma: int = 3  # tokens that must match; published 3 in the evaluation, 5 in the code's interface
-    length: int = 10  # tokens copied; published 10
+    gamma: int = knob(3, 1, 1024)  # tokens that must match; published 3 in the evaluation, 5 in the code's interface
+    length: int = knob(10, 1, 1024)  # tokens copied; published 10
 
     @property
     def span(self) -> tuple[int, int]:

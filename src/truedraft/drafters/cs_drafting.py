@@ -23,16 +23,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from truedraft import registry
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter, PerRow
-from truedraft.drafters._model import unnamed
+from truedraft.drafters._model import NODES, unnamed
 from truedraft.drafters._reader import Reader, loaded
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.stores.memory import Memory
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Wanted
+
+LENGTHS = (
+    "a row for the target and one for each draft model, each a length shorter than the one before, as in '13x10;10', "
+    f"with 1 to {NODES:,} tokens in all for the target"
+)
 
 
 @dataclass(eq=False)
@@ -78,8 +83,8 @@ class CsDrafting(Drafter):
         ),
     )
     model: Any = None  # draft models, the largest first: a list of models, or names with ';' between; published 1 or 2
-    lengths: str = "5x10;10"  # row i: tokens of each drafter for reviewer i, 0 the target; published: see the presets
-    lenience: float = 5.0  # a draft model lets pass what it would say were it so many times as likely; published 2 to 5
+    lengths: str = knob("5x10;10", form=LENGTHS, reader=lambda text: table_of(text))  # published: see the presets
+    lenience: float = knob(5.0, 1, 1e9)  # by which a draft model takes a draft to be likelier; published 2 to 5
     bottom: Any = "max-gram"  # the drafter below the models, or its name; published max-gram
 
     hope = 0.7
@@ -92,9 +97,7 @@ class CsDrafting(Drafter):
         self._readers = [Reader(model) for model, _ in known]
         self._tokenizers = [tokenizer for _, tokenizer in known if tokenizer is not None]
         self.tokenizer = self._tokenizers[0] if self._tokenizers else None
-        self._table = table_of(str(self.lengths))
-        if self.lenience < 1:
-            raise Refused(f"lenience={self.lenience}: give 1.0 (what the draft model itself would say) or more")
+        self._table = table_of(self.lengths)
         below = registry.load("drafters", self.bottom) if isinstance(self.bottom, str) else self.bottom
         if not isinstance(below, PerRow):
             raise Refused(f"bottom={self.bottom!r} cannot go on from another's draft: give a drafter like 'max-gram'")
@@ -257,16 +260,14 @@ def table_of(text: str) -> list[list[int]]:
     """The upper triangle of the matrix of lengths: "13x10;10" is [[13, 10], [10]].
 
     Raises:
-        Refused: not such a text, or rows that do not grow shorter by one, down to one of one length.
+        ValueError: not such a text, rows that do not grow shorter by one, down to one of one length, or lengths that
+            draft nothing or too much.
     """
     rows = [row.strip().split("x") for row in text.split(";")]
     shapes = [len(row) for row in rows] == list(range(len(rows), 0, -1))
     if not shapes or not all(n.isdecimal() for row in rows for n in row) or len(rows) < 2:
-        raise Refused(
-            f"lengths={text!r}: write a row for the target and one for each draft model, each a length shorter than "
-            "the one before, as in '13x10;10'"
-        )
+        raise ValueError
     table = [[int(n) for n in row] for row in rows]
-    if not sum(table[0]):
-        raise Refused(f"lengths={text!r} drafts nothing: give the target a token or more")
+    if not 1 <= sum(table[0]) <= NODES or max(map(max, table)) > NODES:
+        raise ValueError
     return table

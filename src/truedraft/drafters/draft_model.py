@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._model import ModelDrafter, Plant
 from truedraft.tree import Draws
 
@@ -31,8 +31,8 @@ class DraftModel(ModelDrafter):
         published="T5-XXL drafted by T5-small: 2.6x to 3.4x; Chinchilla 70B by a 4B: 1.9x to 2.5x.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    length: int = 7  # tokens drafted at most; published 3 to 10, with the best at 7 for T5-small
-    confidence: float = 0.0  # end a draft behind a token with less than this chance; transformers has 0.4
+    length: int = knob(7, 1, 256)  # tokens drafted at most; published 3 to 10, with the best at 7 for T5-small
+    confidence: float = knob(0.0, 0, 1)  # end a draft behind a token with less than this chance; transformers has 0.4
 
     @property
     def width(self) -> int:

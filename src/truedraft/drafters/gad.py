@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import gcd
+from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from truedraft.card import Card
+from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._filling import Kept, kept
 from truedraft.drafters._learned import Learner, Line, read_learnt
@@ -140,18 +141,16 @@ class Filling(Learner):
     """
 
     name: ClassVar[str] = "gad"
-    k: int = 8  # masks; published 25, 5 in the authors' script
-    layers: int = 2  # published: as many as the target
-    places: int = 4  # of a line where masks begin, in one step
-    dropout: float = 0.1  # published 0.1
-    glance: float = 0.0  # share of wrong tokens shown at the beginning; GLAT 0.5, which learnt more slowly here
-    glance_end: float = 0.3  # and at the end, if any are; GLAT 0.3
+    k: int = knob(8, 1, 64)  # masks; published 25, 5 in the authors' script
+    layers: int = knob(2, 1, 64)  # published: as many as the target
+    places: int = knob(4, 1, 1024)  # of a line where masks begin, in one step
+    dropout: float = knob(0.1, 0, 0.9)  # published 0.1
+    glance: float = knob(0.0, 0, 1)  # share of wrong tokens shown at first; GLAT 0.5, which learnt more slowly here
+    glance_end: float = knob(0.3, 0, 1)  # and at the end, if any are; GLAT 0.3
 
     def begin(self, model: PreTrainedModel) -> None:
         if not model.config.is_encoder_decoder:
             raise Refused(f"{type(model).__name__} is not an encoder-decoder: {CANNOT['decoder']}")
-        if min(self.k, self.layers, self.places) < 1:
-            raise Refused(f"gad:k={self.k},layers={self.layers},places={self.places}: give each at least 1")
         self.model = model.requires_grad_(False)
         self.module: Filler = Filler.fresh(model, self.layers, self.k, self.dropout)
 
@@ -270,10 +269,12 @@ class Gad(Drafter):
     )
     learner = Filling
     model: Any = None  # folder of a checkpoint (`truedraft train gad`), or a Filler
-    length: int = 0  # masks filled, 0 for as many as it was trained with; published 25, 5 in the authors' script
-    nodes: int = 0  # of a tree of the likeliest paths; published 0: a chain of the likeliest tokens
+    length: int = knob(0, 0, 1024)  # masks filled, 0 for all that were trained; published 25, authors' script 5
+    nodes: int = knob(0, 0, 1024)  # of a tree of the likeliest paths; published 0: a chain of the likeliest tokens
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str | PathLike | Filler | None):
+            raise Refused(f"gad:model={shown(self.model)}: give the folder of a checkpoint, or a Filler")
         self._filler: Filler | None = self.model if isinstance(self.model, Filler) else None
         self._kept: Kept | None = None
         self._going: set[Row] = set()
@@ -289,8 +290,11 @@ class Gad(Drafter):
             raise Refused("gad needs a checkpoint: draft='gad:model=FOLDER', made by `truedraft train gad`")
         if not isinstance(self.model, Filler):
             about, weights = read_learnt(Path(self.model).expanduser(), "gad", target.model)
-            self._filler = Filler(Shape(**about["shape"]), target.model)
-            self._filler.load_state_dict(weights)
+            try:
+                self._filler = Filler(Shape(**about["shape"]), target.model)
+                self._filler.load_state_dict(weights)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise Refused(f"gad: what {str(self.model)!r} holds is no drafter of its shape: train one") from error
         assert self._filler is not None
         if self.length > self._filler.shape.masks:
             raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give less")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.chance import likeliest
-from truedraft.drafters._model import Branching, Plant
+from truedraft.drafters._model import BRANCHES, Branching, Plant, branched
 from truedraft.tree import Draws
 
 
@@ -29,7 +29,7 @@ class GreedyMultiDraft(Branching):
         published="Acceptance above recursive rejection and K-SEQ at equal numbers of drafts.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    branches: str = "3x2x1"  # children of a node, level by level; the paper compares 2 to 8 at one level
+    branches: str = knob("3x2x1", form=BRANCHES, reader=branched)  # level by level; the paper compares 2 to 8 at one
 
     @property
     def draws(self) -> Draws:

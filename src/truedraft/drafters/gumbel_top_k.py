@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from truedraft.card import Card
-from truedraft.drafters._model import Branching, Plant
+from truedraft.card import Card, knob
+from truedraft.drafters._model import BRANCHES, Branching, Plant, branched
 from truedraft.tree import Draws
 
 
@@ -28,7 +28,7 @@ class GumbelTopK(Branching):
         published="RSD-C, Llama 2 70B drafted by 115M, trees of 30 tokens: block efficiency above chain and SpecTr.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    branches: str = "2x2x2"  # children of a node, level by level; published e.g. 2x2x2 for three levels
+    branches: str = knob("2x2x2", form=BRANCHES, reader=branched)  # level by level; published e.g. 2x2x2
 
     @property
     def draws(self) -> Draws:

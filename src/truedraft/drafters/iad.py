@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
 from truedraft.drafters._trees import onward
@@ -83,9 +83,9 @@ class Iad(PerRow[Source]):
         ),
     )
     takes_references: ClassVar[bool] = True
-    length: int = 64  # tokens drafted; published: all that is left
-    places: int = 1  # drafted from where the last tokens stand in several; published 1: then nothing is drafted
-    edits: bool = False  # whether drafts also go on behind one token replaced, inserted or left out; published: no
+    length: int = knob(64, 1, 1024)  # tokens drafted; published: all that is left
+    places: int = knob(1, 1, 16)  # drafted from where the last tokens stand in several; published 1: none then
+    edits: bool = knob(False)  # whether drafts also go on behind a token replaced, inserted or left out; published: no
 
     @property
     def width(self) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import Told, root_of, told
 from truedraft.drafters._trees import onward
@@ -62,10 +62,10 @@ class InputGuided(PerRow[Place]):
         ),
     )
     takes_references: ClassVar[bool] = True
-    length: int = 40  # tokens drafted; published: all that is left
-    shortest: int = 2  # tokens that must agree where a place is first found, or found again from afar; published 1 to n
-    reach: int = 64  # tokens before and behind the old place in which it is found again; published: everywhere
-    patience: int = 16  # wrong tokens in a row after which the place is given up; unpublished
+    length: int = knob(40, 1, 1024)  # tokens drafted; published: all that is left
+    shortest: int = knob(2, 1, 1024)  # that must agree where a place is found first, or from afar; published 1 to n
+    reach: int = knob(64, 0, 1_000_000)  # tokens about the old place in which it is found again; published: everywhere
+    patience: int = knob(16, 0, 1_000_000)  # wrong tokens in a row after which the place is given up; unpublished
 
     @property
     def width(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._copying import Copying
 
 
@@ -27,9 +27,9 @@ class Llma(Copying):
             "2.95; agents' traces 1.64."
         ),
     )
-    trigger: int = 1  # shortest n-gram that starts a copy; published default 1
-    longest: int = 5  # longest n-gram looked for; published 5
-    length: int = 19  # tokens copied; published k = 20 with the last token itself counted
+    trigger: int = knob(1, 1, 1024)  # shortest n-gram that starts a copy; published default 1
+    longest: int = knob(5, 1, 1024)  # longest n-gram looked for; published 5
+    length: int = knob(19, 1, 1024)  # tokens copied; published k = 20 with the last token itself counted
 
     @property
     def span(self) -> tuple[int, int]:

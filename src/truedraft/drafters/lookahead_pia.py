@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._copying import Remembering
 from truedraft.drafters._texts import Told, root_of
 from truedraft.drafters._trees import counted
@@ -35,10 +35,10 @@ class LookaheadPia(Remembering):
             "3.15; agents' traces 2.37."
         ),
     )
-    branch: int = 8  # tokens of a branch; published 8 in the code, 12 to 32 in runs
-    nodes: int = 64  # of the tree, the paper's decoding length; published 64
-    outputs: float = 1e-4  # weight of what earlier rows said, against the row's own text; published 1e-4
-    memory: int = 4_000_000  # tokens of earlier outputs that are kept; published 65,536 nodes a trie
+    branch: int = knob(8, 1, 128)  # tokens of a branch; published 8 in the code, 12 to 32 in runs
+    nodes: int = knob(64, 1, 1024)  # of the tree, the paper's decoding length; published 64
+    outputs: float = knob(1e-4, 0, 1)  # weight of what earlier rows said, against the row's own text; published 1e-4
+    memory: int = knob(4_000_000, 1, 1_000_000_000)  # tokens of earlier outputs kept; published 65,536 nodes a trie
 
     @property
     def width(self) -> int:

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import Told, root_of, told
 from truedraft.drafters._trees import keeps
@@ -37,9 +37,9 @@ class MaxGram(PerRow[tuple[Told, Successors]]):
         published="Given only inside the cascade: see cs-drafting.",
         measured="Tokens a pass, nano, greedy, drafts in full: story 2.3, edit 6.2, shorten 8.3, chat 5.6.",
     )
-    length: int = 10  # tokens drafted; published 10
-    shortest: int = 1  # tokens that must match for a copy; published 1 (unverified)
-    namespaces: int = 64  # whose pairs are kept, the longest unused forgotten; published: one table of Wikipedia
+    length: int = knob(10, 1, 1024)  # tokens drafted; published 10
+    shortest: int = knob(1, 1, 1024)  # tokens that must match for a copy; published 1 (unverified)
+    namespaces: int = knob(64, 1, 65_536)  # kept, the longest unused forgotten; published: one table of Wikipedia
 
     takes_references: ClassVar[bool] = True
 

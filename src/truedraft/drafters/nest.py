@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
 from truedraft.stores.neighbours import Near, Search
@@ -48,12 +48,12 @@ class Nest(PerRow[Standing]):
     )
     takes_references: ClassVar[bool] = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
-    layer: int = -2  # whose output is compared, -1 the last; that of the authors' code
-    k: int = 1024  # neighbours looked for; that of the authors' code, published a few hundred to 1024
-    alpha: float = 0.3  # similarity of nearest over farthest at which they get half the say; authors' demo, unverified
-    tau: float = 0.1  # how fast that changes; authors' demo, unverified
-    delta: float = 0.5  # say of the model from which on nothing is drafted; authors' code, unverified
-    length: int = 64  # tokens copied; published up to 64
+    layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
+    k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024
+    alpha: float = knob(0.3, -1e6, 1e6)  # nearest over farthest at which they count half; authors' demo, unverified
+    tau: float = knob(0.1, 0, 1e6, open=True)  # how fast that changes; authors' demo, unverified
+    delta: float = knob(0.5, 0, 1)  # say of the model from which on nothing is drafted; authors' code, unverified
+    length: int = knob(64, 1, 1024)  # tokens copied; published up to 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

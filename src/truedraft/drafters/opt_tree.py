@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._model import ModelDrafter, Plant
 from truedraft.tree import DraftTree
 
@@ -29,10 +29,10 @@ class OptTree(ModelDrafter):
         published="Up to 3.2x; over ten tokens a pass for Llama 2 70B drafted by 7B with large trees.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    nodes: int = 24  # offered; published 60
-    beam: int = 8  # continued at each level; published `nodes`, EAGLE-2 has 10
-    length: int = 6  # levels; published 10 at most
-    gain: float = 0.5  # stop where a level adds less than this to the expected acceptance; published 0.5
+    nodes: int = knob(24, 1, 1024)  # offered; published 60
+    beam: int = knob(8, 1, 256)  # continued at each level; published `nodes`, EAGLE-2 has 10
+    length: int = knob(6, 1, 64)  # levels; published 10 at most
+    gain: float = knob(0.5, 0, 1e3)  # stop where a level adds less than this to the expected acceptance; published 0.5
 
     @property
     def width(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._copying import Copying
 
 
@@ -28,8 +28,8 @@ class PromptLookup(Copying):
             "2.65; agents' traces 1.61."
         ),
     )
-    n: int = 3  # longest n-gram looked for; published default 3, transformers' own default is 2
-    length: int = 10  # tokens copied; published default 10
+    n: int = knob(3, 1, 1024)  # longest n-gram looked for; published default 3, transformers' own default is 2
+    length: int = knob(10, 1, 1024)  # tokens copied; published default 10
 
     @property
     def span(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import root_of
 from truedraft.drafters._trees import counted
@@ -31,9 +31,9 @@ class Rest(WithCorpora[Places]):
         published="1.62x to 2.36x on text and code (7B and 13B models, one GPU).",
     )
     corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc; `truedraft corpus build`)
-    longest: int = 16  # tokens of the longest suffix looked for; published 16
-    nodes: int = 64  # of the tree; published 64
-    deep: int = 10  # tokens of a continuation; published 10
+    longest: int = knob(16, 1, 1024)  # tokens of the longest suffix looked for; published 16
+    nodes: int = knob(64, 1, 1024)  # of the tree; published 64
+    deep: int = knob(10, 1, 128)  # tokens of a continuation; published 10
 
     def ready(self, target: DecoderTarget) -> None:
         super().ready(target)

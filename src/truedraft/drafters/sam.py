@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import Told, root_of, told
 from truedraft.drafters._trees import copied, counted
@@ -35,10 +35,10 @@ class Sam(WithCorpora[tuple[Told, Places]]):
         ),
     )
     takes_references: ClassVar[bool] = True
-    threshold: int = 5  # shortest match that is copied from; published 5
-    bias: int = 5  # by how much a match in the corpus must be longer; published 5
-    length: int = 40  # tokens of a chain; published 40
-    nodes: int = 60  # nodes of a tree at most, 4 for each matched token; published 60
+    threshold: int = knob(5, 1, 1024)  # shortest match that is copied from; published 5
+    bias: int = knob(5, 0, 1024)  # by how much a match in the corpus must be longer; published 5
+    length: int = knob(40, 1, 1024)  # tokens of a chain; published 40
+    nodes: int = knob(60, 1, 1024)  # nodes of a tree at most, 4 for each matched token; published 60
     corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc); published: texts of the same kind as the task
 
     @property

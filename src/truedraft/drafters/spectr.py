@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._model import ModelDrafter, Plant
 from truedraft.tree import Draws
 
@@ -28,8 +28,8 @@ class SpecTr(ModelDrafter):
         published="PaLM 2 Bison drafted by Gecko on LM1B, 8 continuations of 8: 2.13x (single draft 1.55x).",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    paths: int = 8  # continuations; published 8
-    length: int = 8  # tokens of each; published 8
+    paths: int = knob(8, 1, 64)  # continuations; published 8
+    length: int = knob(8, 1, 64)  # tokens of each; published 8
 
     @property
     def width(self) -> int:

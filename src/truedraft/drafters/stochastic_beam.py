@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._model import ModelDrafter, Plant
 from truedraft.tree import Draws
 
@@ -31,8 +31,8 @@ class StochasticBeam(ModelDrafter):
         published="RSD-S, Llama 2 70B drafted by 115M: the highest block efficiency of the trees compared.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    beam: int = 4  # sequences kept at each level; published 2 to 6
-    length: int = 5  # levels; published 2 to 5
+    beam: int = knob(4, 1, 64)  # sequences kept at each level; published 2 to 6
+    length: int = knob(5, 1, 64)  # levels; published 2 to 5
 
     @property
     def width(self) -> int:

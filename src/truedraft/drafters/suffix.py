@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._copying import Remembering
 from truedraft.drafters._texts import Told, root_of
 from truedraft.drafters._trees import counted
@@ -38,12 +38,12 @@ class Suffix(Remembering):
             "2.83; agents' traces 2.26."
         ),
     )
-    depth: int = 64  # tokens of match and draft together; published 64
-    alpha: float = 1.0  # nodes for each matched token; published 1.0
-    offset: float = 0.0  # nodes besides; published 0.0
-    rare: float = 0.1  # least share of the matches that a node must have followed; published 0.1
-    branches: int = 8  # children of a node at most: 1 drafts chains; published both, chains and trees
-    memory: int = 4_000_000  # tokens of earlier outputs that are kept; published 100,000 outputs, oldest forgotten
+    depth: int = knob(64, 1, 1024)  # tokens of match and draft together; published 64
+    alpha: float = knob(1.0, 0, 1e3)  # nodes for each matched token; published 1.0
+    offset: float = knob(0.0, 0, 1e3)  # nodes besides; published 0.0
+    rare: float = knob(0.1, 0, 1)  # least share of the matches that a node must have followed; published 0.1
+    branches: int = knob(8, 1, 8)  # children of a node at most: 1 drafts chains; published both, chains and trees
+    memory: int = knob(4_000_000, 1, 1_000_000_000)  # tokens of earlier outputs kept; published 100,000 outputs
 
     @property
     def width(self) -> int:

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
 from truedraft.stores.memory import Tenants
@@ -41,10 +41,10 @@ class TokenRecycling(PerRow[Successors]):
             "costs more than it gives where text is copied: 0.8x to 0.9x of decoding without drafts."
         ),
     )
-    nodes: int = 80  # of the tree; published 80
-    depth: int = 6  # of the tree; published 6
-    successors: int = 8  # kept for each token; published 8
-    namespaces: int = 64  # that are kept, the longest unused forgotten; published: one for all
+    nodes: int = knob(80, 1, 1024)  # of the tree; published 80
+    depth: int = knob(6, 1, 64)  # of the tree; published 6
+    successors: int = knob(8, 1, 16)  # kept for each token; published 8
+    namespaces: int = knob(64, 1, 65_536)  # that are kept, the longest unused forgotten; published: one for all
 
     def forget(self) -> None:
         super().forget()

@@ -1,21 +1,25 @@
 """Arrays in a file in the format of `safetensors`: written whole or not at all, mapped into memory and checked.
 
 The metadata say what the file is, its version, what it is about and a checksum of that and of every array.
+
+A mapped file may be replaced at any time: whoever has it open goes on with the old one. It must not be cut or written
+to in place. `Unchanged` notices that before the next use, which is refused; a process that reads the mapping at the
+very moment when the file is cut is ended by the system (SIGBUS).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import finalize
 
 from truedraft.errors import Refused
+from truedraft.files import replacing
 
 PART = 1 << 24  # bytes checked at a time
 
@@ -33,25 +37,53 @@ def write(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    path, words = Path(path), json.dumps(about)
+    words = json.dumps(about)
     said = {"format": f"truedraft {kind}", "version": str(version)}
     said |= {"about": words, "checksums": json.dumps(_checksums(arrays, words))}
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        part.touch()
-        mode = part.stat().st_mode
-        save_file(dict(arrays), str(part), said)
-        part.chmod(mode)  # safetensors lets only the owner read
-        os.replace(part, path)
+        with replacing(Path(path)) as part:
+            save_file(dict(arrays), str(part), said)
     except SafetensorError as e:
         raise OSError(str(e)) from e
-    finally:
-        with suppress(OSError):
-            part.unlink()
 
 
-def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file is about, and its arrays by name, mapped and checked.
+class Unchanged:
+    """Calling it makes sure that a mapped file is what it was: neither cut nor written to since it was opened.
+
+    name: what the file is called in messages.
+
+    Raises:
+        OSError: the file cannot be opened.
+        Refused: on a call, it is not.
+    """
+
+    def __init__(self, path: str | PathLike[str], name: str):
+        self._name, self._file = name, os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self._file)
+        self._before = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._file)
+        return found.st_size, found.st_mtime_ns
+
+    def __call__(self) -> None:
+        if self._state() != self._before:
+            raise Refused(f"{self._name} was changed while it was in use: open it anew, and replace such files whole")
+
+
+class Read(NamedTuple):
+    """A file's contents.
+
+    about: what it is about. arrays: by name, mapped. unchanged: to be called before these are used.
+    """
+
+    about: dict[str, Any]
+    arrays: dict[str, Any]
+    unchanged: Unchanged
+
+
+def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read:
+    """A file, mapped and checked.
 
     maker: what makes such files, for messages.
 
@@ -64,6 +96,7 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> tupl
     if not Path(path).is_file():
         raise Refused(f"{file_is}: there is no such file (`{maker}` makes one)")
     try:
+        unchanged = Unchanged(path, file_is)
         with safe_open(str(path), framework="pt") as file:
             said = file.metadata() or {}
             if said.get("format") != f"truedraft {kind}":
@@ -74,10 +107,12 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> tupl
         wrong = set(json.loads(said["checksums"]).items()) ^ set(_checksums(arrays, said["about"]).items())
         if wrong:
             raise ValueError(f"the checksum of {min(wrong)[0]!r} differs")
-        return dict(json.loads(said["about"])), arrays
+        about = dict(json.loads(said["about"]))
+        unchanged()
+        return Read(about, arrays, unchanged)
     except Refused:
         raise
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as e:
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
         raise Refused(f"{file_is} is damaged, or none ({' '.join(str(e).split())}): build it anew") from e
 
 

@@ -13,6 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+CALLS = 2  # as in automaton.c
+ON_TREES = ("counted", "grown", "union", "follow", "settled")
+
 
 class Cursor(ctypes.Structure):
     """A place in an automaton: the longest suffix of what was read that occurs in its text.
@@ -72,7 +75,7 @@ def library() -> ctypes.PyDLL | None:
         ("sound", c_int, [one]),
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
-        ("succeed", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, ints]),
+        ("succeed", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, ints, c_int64]),
         ("table", c_int, [POINTER(Table), c_int64]),
         ("table_copy", c_int, [POINTER(Table), POINTER(Table)]),
         ("table_free", None, [POINTER(Table)]),
@@ -80,9 +83,11 @@ def library() -> ctypes.PyDLL | None:
         ("search", c_int64, [POINTER(Table), *[c_int32] * 4, c_double, c_double, c_int32, ints, ints, c_void_p]),
         ("store_layout", c_int64, []),
     ):
-        function = getattr(lib, f"truedraft_{name}")
+        if (function := getattr(lib, f"truedraft_{name}", None)) is None:
+            return None  # built from other sources than these
         function.restype, function.argtypes = result, arguments
-    return lib if lib.truedraft_store_layout() == ctypes.sizeof(Layout) * 4096 + ctypes.sizeof(Cursor) else None
+    layout = (CALLS * 4096 + ctypes.sizeof(Layout)) * 4096 + ctypes.sizeof(Cursor)
+    return lib if lib.truedraft_store_layout() == layout else None
 
 
 @cache
@@ -91,6 +96,7 @@ def trees() -> Any:
     if os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
         return None
     try:
-        return import_module("truedraft.stores._trees")
+        module = import_module("truedraft.stores._trees")
     except ImportError:
         return None
+    return module if all(hasattr(module, name) for name in ON_TREES) else None

@@ -28,6 +28,10 @@ static int likelier(const void *a, const void *b) {
    returns how many there are then, -1 on an error. `at`: room for the place of every node of the tree. */
 static int32_t added(Node *node, int32_t n, int32_t most, int32_t *at, PyObject *tree, int32_t k, double weight) {
     PyObject *tokens, *parents, *hopes, *probes;
+    if (!PyTuple_Check(tree)) {
+        PyErr_SetString(PyExc_TypeError, "a tree is a tuple of tokens, parents, hopes and probes");
+        return -1;
+    }
     if (!PyArg_ParseTuple(tree, "O!O!O!O", &PyTuple_Type, &tokens, &PyTuple_Type, &parents, &PyTuple_Type, &hopes, &probes))
         return -1;
     Py_ssize_t size = PyTuple_GET_SIZE(tokens);
@@ -48,6 +52,7 @@ static int32_t added(Node *node, int32_t n, int32_t most, int32_t *at, PyObject 
             Py_XDECREF(here);
         }
         if (PyErr_Occurred() || probe < 0) return -1;
+        if (hope != hope) hope = 0; /* NaN has no order */
         if (parent < 0 || parent >= i) {
             PyErr_SetString(PyExc_ValueError, "parents must point backwards");
             return -1;
@@ -98,11 +103,12 @@ static PyObject *union_of(PyObject *self, PyObject *args) {
     PyObject *trees, *weights;
     Py_ssize_t budget;
     if (!PyArg_ParseTuple(args, "O!nO!", &PyList_Type, &trees, &budget, &PyList_Type, &weights)) return NULL;
-    int32_t count = (int32_t)PyList_GET_SIZE(trees), n = 1, kept = 0, out = 1;
-    if (!count || count > TREES || PyList_GET_SIZE(weights) != count) {
+    Py_ssize_t given = PyList_GET_SIZE(trees);
+    if (given < 1 || given > TREES || PyList_GET_SIZE(weights) != given) {
         PyErr_SetString(PyExc_ValueError, "one to 31 trees, and a weight for each");
         return NULL;
     }
+    int32_t count = (int32_t)given, n = 1, kept = 0, out = 1;
     Py_ssize_t most = 1;
     for (int32_t k = 0; k < count; k++) {
         PyObject *tree = PyList_GET_ITEM(trees, k);
@@ -118,6 +124,7 @@ static PyObject *union_of(PyObject *self, PyObject *args) {
     for (int32_t k = 0; k < count && n > 0; k++) {
         PyObject *tree = PyList_GET_ITEM(trees, k);
         double weight = PyFloat_AsDouble(PyList_GET_ITEM(weights, k));
+        if (weight != weight) weight = 0;
         n = PyErr_Occurred() ? -1 : added(node, n, (int32_t)most, at, tree, k, weight);
     }
     PyObject *result = NULL;
@@ -273,7 +280,7 @@ static PyObject *grown(PyObject *self, PyObject *args) {
     Py_ssize_t nodes = ranks.len / (Py_ssize_t)sizeof(int32_t), n = 1;
     const int32_t *line = table.buf, *parent = parents.buf, *rank = ranks.buf;
     int64_t known = count > 0 ? table.len / (int64_t)sizeof(int32_t) / count : 0;
-    int32_t *room = PyMem_Malloc((size_t)(4 * nodes + 4) * sizeof(int32_t));
+    int32_t *room = nodes < INT32_MAX ? PyMem_Malloc((size_t)(4 * nodes + 4) * sizeof(int32_t)) : NULL;
     int32_t *token = room, *above = token + nodes + 1, *from = above + nodes + 1, *place = from + nodes + 1;
     PyObject *result = NULL;
     int sound = parents.len == ranks.len && hopes.len == nodes * (Py_ssize_t)sizeof(double);

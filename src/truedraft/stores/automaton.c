@@ -5,7 +5,11 @@ A state stands for all strings that end at the same places of the text. The text
 occur, and a state with many continuations keeps the most frequent eight at hand. Counts, latest ends and those eight
 are kept for strings of up to `cap` tokens, so that a token costs no more than that.
 
-Memory belongs to this file while the text grows, and to the caller where it was mapped from a file (room 0). */
+Memory belongs to this file while the text grows, and to the caller where it was mapped from a file (room 0).
+
+Numbers from outside are not trusted: every entry point brings cursor and counts into their ranges first. Walks end
+because links lead to shorter strings and lists of edges to earlier edges; of a mapped file `truedraft_sound` makes sure
+of that. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -244,6 +248,13 @@ static int extend(Automaton *a, int32_t token) {
     return 1;
 }
 
+/* A cursor that some other automaton was read with, or none at all, stands at the beginning. */
+static void placed(const Automaton *a, Cursor *c) {
+    if (c->state < 0 || c->state >= a->states) c->state = 0;
+    if (!c->state || c->length < 0) c->length = 0;
+    c->state = holding(a, c->state, c->length);
+}
+
 static void step(const Automaton *a, Cursor *c, int32_t token) {
     int32_t s = holding(a, c->state, c->length), next;
     while (!(next = next_of(a, s, token)) && s) s = a->state[s].link, c->length = a->state[s].len;
@@ -254,7 +265,7 @@ static void step(const Automaton *a, Cursor *c, int32_t token) {
 /* Returns 1, or 0 where memory is out. */
 int truedraft_begin(Automaton *a, int32_t cap) {
     memset(a, 0, sizeof *a);
-    a->cap = cap;
+    a->cap = cap > 0 ? cap : 1;
     return fresh(a, (State){0}) == 0;
 }
 
@@ -264,6 +275,7 @@ void truedraft_free(Automaton *a) {
 }
 
 int truedraft_extend(Automaton *a, const int32_t *tokens, int64_t count) {
+    if (!a->state_room) return 0; /* of a file */
     for (int64_t i = 0; i < count; i++)
         if (!extend(a, tokens[i])) return 0;
     return 1;
@@ -272,6 +284,8 @@ int truedraft_extend(Automaton *a, const int32_t *tokens, int64_t count) {
 /* The text's own cursor: each token is looked for first and learnt when the next one comes, so that the text never
    finds itself. */
 int truedraft_read(Automaton *a, Cursor *c, const int32_t *tokens, int64_t count) {
+    if (!a->state_room) return 0;
+    placed(a, c);
     for (int64_t i = 0; i < count; i++) {
         if (c->has_pending && !extend(a, c->pending)) return 0;
         step(a, c, tokens[i]);
@@ -281,23 +295,28 @@ int truedraft_read(Automaton *a, Cursor *c, const int32_t *tokens, int64_t count
 }
 
 void truedraft_follow(const Automaton *a, Cursor *c, const int32_t *tokens, int64_t count) {
+    placed(a, c);
     for (int64_t i = 0; i < count; i++) step(a, c, tokens[i]);
 }
 
 /* The cursor at its last `length` tokens, or fewer. */
 void truedraft_shorten(const Automaton *a, Cursor *c, int32_t length) {
     if (length < c->length) c->length = length;
-    c->state = holding(a, c->state, c->length);
+    placed(a, c);
 }
 
 /* The place of the last token of the first occurrence of a cursor's string. */
-int32_t truedraft_first(const Automaton *a, const Cursor *c) { return a->state[holding(a, c->state, c->length)].end; }
+int32_t truedraft_first(const Automaton *a, const Cursor *c) {
+    Cursor here = *c;
+    placed(a, &here);
+    return a->state[here.state].end;
+}
 
 /* Copies what followed the first or the latest occurrence of the longest suffix of a cursor's string that has `shortest`
    tokens or more and is followed by `enough`. Returns how many tokens, 0 for none; c is left at the suffix found. */
 int64_t truedraft_copy(const Automaton *a, Cursor *c, int32_t shortest, int64_t count, int64_t enough, int latest, int32_t *out) {
     int64_t text = a->tokens + (c->has_pending != 0);
-    c->state = holding(a, c->state, c->length);
+    placed(a, c);
     for (; c->state && c->length >= shortest; c->state = a->state[c->state].link, c->length = a->state[c->state].len) {
         int64_t from = (latest ? a->state[c->state].last : a->state[c->state].end) + 1, n = 0;
         for (; n < count && from + n < text; n++) {
@@ -358,7 +377,10 @@ int64_t truedraft_grow(const Automaton *a, const Cursor *c, int64_t nodes, int32
     int32_t depth[256], at[TOP];
     int size = 0;
     int64_t n = 0;
-    int32_t s = holding(a, c->state, c->length), node = -1;
+    Cursor here = *c;
+    placed(a, &here);
+    int32_t s = here.state, node = -1;
+    if (nodes < 0) nodes = 0;
     if (nodes > 256) nodes = 256;
     for (;;) {
         if ((node < 0 ? 0 : depth[node]) < deep) {
@@ -384,27 +406,31 @@ int64_t truedraft_grow(const Automaton *a, const Cursor *c, int64_t nodes, int32
 
 /* The suffixes of a cursor's string, longest first, one for each state: length and count. Returns how many. */
 int64_t truedraft_suffixes(const Automaton *a, const Cursor *c, int64_t most, int32_t *length, int32_t *count) {
+    Cursor here = *c;
+    placed(a, &here);
     int64_t n = 0;
-    int32_t m = c->length;
-    for (int32_t s = holding(a, c->state, m); s && n < most; s = a->state[s].link, m = a->state[s].len)
+    int32_t m = here.length;
+    for (int32_t s = here.state; s && n < most; s = a->state[s].link, m = a->state[s].len)
         length[n] = m, count[n] = a->state[s].count, n++;
     return n;
 }
 
 static int within(int64_t low, int64_t x, int64_t high) { return low <= x && x <= high; }
 
-/* Whether an automaton from a file can be read without leaving its arrays: every place is one of theirs, continuations
-   are tokens of the text, lists of edges end, and the table has free slots. */
+/* Whether an automaton from a file can be read without leaving its arrays and without end: every place is one of theirs,
+   links lead to shorter strings and lists of edges to earlier ones, continuations are tokens of the text, what stands
+   there was counted, and the table has free slots. */
 int truedraft_sound(const Automaton *a) {
     int64_t states = a->states - 1, filled = 0;
     int32_t largest = 0;
-    if (states < 0 || a->slots & (a->slots - 1)) return 0;
+    if (states < 0 || a->slots & (a->slots - 1) || a->state[0].len || a->state[0].link) return 0;
     for (int64_t i = 0; i < a->tokens; i++)
         if (a->token[i] > largest) largest = a->token[i];
     for (int64_t i = 0; i <= states; i++) {
         const State *s = &a->state[i];
         if (!within(0, s->link, states) || !within(0, s->target, states) || s->token > largest) return 0;
         if (!within(0, s->end, a->tokens) || !within(0, s->last, a->tokens)) return 0;
+        if (i && (s->count < 1 || s->len < 1 || a->state[s->link].len >= s->len)) return 0;
         if (!within(-a->tops, s->more, a->edges) || (s->more < 0 && !a->slots)) return 0;
     }
     for (int64_t i = 0; i < a->edges; i++) {
@@ -420,4 +446,8 @@ int truedraft_sound(const Automaton *a) {
     return filled < a->slots || !a->slots;
 }
 
-int64_t truedraft_store_layout(void) { return (int64_t)sizeof(Automaton) * 4096 + sizeof(Cursor); }
+enum { CALLS = 2 }; /* counts the changes of what the functions of this library take */
+
+int64_t truedraft_store_layout(void) {
+    return ((int64_t)CALLS * 4096 + (int64_t)sizeof(Automaton)) * 4096 + (int64_t)sizeof(Cursor);
+}

@@ -131,6 +131,7 @@ class Native:
         self._lib.truedraft_shorten(byref(self._a), byref(cursor), length)
 
     def copy(self, cursor: Cursor, shortest: int, count: int, enough: int = 1, latest: bool = False) -> list[int]:
+        count = max(min(count, len(self) + 1), 0)
         out = (c_int32 * count)()
         n = self._lib.truedraft_copy(byref(self._a), byref(cursor), shortest, count, enough, latest, out)
         return out[:n]
@@ -139,7 +140,8 @@ class Native:
         return self._lib.truedraft_first(byref(self._a), byref(cursor))
 
     def grow(self, cursor: Cursor, nodes: int, rarest: int = 1, wide: int = 8, deep: int = CAP) -> Grown:
-        room = c_int32 * min(nodes, MOST)
+        nodes = max(min(nodes, MOST), 0)
+        room = c_int32 * nodes
         tokens, parents, counts = room(), room(), room()
         n = self._lib.truedraft_grow(
             byref(self._a), byref(cursor), nodes, max(rarest, 1), wide, deep, tokens, parents, counts
@@ -169,10 +171,10 @@ class Mapped(Native):
     """
 
     def __init__(self, lib: ctypes.PyDLL, arrays: Mapping[str, Any]):
-        self._lib, self._a, self._held = lib, Layout(), dict(arrays)
+        self._lib, self._a, self._held = lib, Layout(), dict(arrays)  # room 0: the memory is not the library's
         for name, (count, width) in ARRAYS.items():
-            if len(arrays[name]) % width:
-                raise ValueError(f"{name!r} ends within an entry")
+            if len(arrays[name]) % width or arrays[name].ctypes.data % arrays[name].itemsize:
+                raise ValueError(f"{name!r} begins or ends within an entry")
             setattr(self._a, count, len(arrays[name]) // width)
             setattr(self._a, name, arrays[name].ctypes.data)
         if not lib.truedraft_sound(byref(self._a)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from os import PathLike
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from truedraft.card import shown
 from truedraft.errors import Refused
 from truedraft.stores import _file
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton, loaded
@@ -38,6 +39,20 @@ class About:
     tokens: int
     documents: int
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> About:
+        """From what a file says.
+
+        Raises:
+            TypeError, ValueError: it says something else.
+        """
+        made = cls(**given)
+        if not all(isinstance(text, str) for text in (made.tokenizer, made.fingerprint)):
+            raise ValueError("its tokenizer has no name")
+        if not all(isinstance(count, int) and count >= 0 for count in (made.tokens, made.documents)):
+            raise ValueError("its tokens are not counted")
+        return made
+
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
@@ -47,8 +62,19 @@ class Corpus:
     """
 
     about: About
-    automaton: Automaton
+    _automaton: Automaton
     name: str = "in memory"
+    _unchanged: Callable[[], None] = lambda: None
+
+    @property
+    def automaton(self) -> Automaton:
+        """The text, to be looked up in at once.
+
+        Raises:
+            Refused: its file was changed in place since it was opened.
+        """
+        self._unchanged()
+        return self._automaton
 
     @classmethod
     def built(cls, documents: Iterable[Sequence[int]], tokenizer: str = "", mark: str = "") -> Corpus:
@@ -96,10 +122,10 @@ class Corpus:
         Raises:
             Refused: there is none, or it is damaged, or of another version.
         """
-        about, arrays = _file.read(path, KIND, VERSION, "truedraft corpus build")
+        about, arrays, unchanged = _file.read(path, KIND, VERSION, "truedraft corpus build")
         try:
-            return cls(About(**about), loaded(arrays), str(path))
-        except (KeyError, TypeError, ValueError) as e:
+            return cls(About.of(about), loaded(arrays), str(path), unchanged)
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
             raise Refused(f"corpus {str(path)!r} is damaged ({e}): build it anew") from e
 
 
@@ -107,7 +133,7 @@ def corpora(given: Any) -> tuple[Corpus, ...]:
     """Corpora from None, a Corpus or its file, files with `;` between them, or a list of these.
 
     Raises:
-        Refused: one cannot be opened.
+        Refused: it is none of these, or one cannot be opened.
     """
     if given is None:
         return ()
@@ -115,6 +141,8 @@ def corpora(given: Any) -> tuple[Corpus, ...]:
         given = [part.strip() for part in given.split(";")]
     elif isinstance(given, Corpus | PathLike):
         given = [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(one, Corpus | str | PathLike) for one in given):
+        raise Refused(f"corpus={shown(given)}: give a Corpus, its file, or a list of these")
     return tuple(one if isinstance(one, Corpus) else Corpus.open(one) for one in given)
 
 

@@ -20,6 +20,7 @@ static int32_t kept(float *best, int32_t *at, int32_t n, int32_t count, float x,
    none (neither NaN nor the impossible, -inf, is one). A row is read once, for the largest of each of its columns, as if
    it were written in lines; only columns whose largest is among the `count` largest of these have to be searched. */
 void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, int32_t *out) {
+    if (count < 1 || count > MOST || width > INT32_MAX) return;
     int32_t columns = width < WIDE ? FEW : COLUMNS, at[MOST];
     float top[COLUMNS], best[MOST];
     for (int64_t r = 0; r < rows; r++, score += stride, out += count) {
@@ -40,9 +41,12 @@ void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_
 }
 
 /* Keeps the likeliest successors of tokens: those of `token[r]`, one more than each, in line `token[r]` of a table whose
-   lines have `count` places, 0 where there are fewer. A row of scores without a possible one changes nothing. */
-void truedraft_succeed(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, const int32_t *token, int32_t *table) {
+   lines have `count` places, 0 where there are fewer. A row of scores without a possible one changes nothing, nor does a token that has no line. */
+void truedraft_succeed(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, const int32_t *token,
+                       int32_t *table, int64_t lines) {
+    if (count < 1 || count > MOST || width > INT32_MAX) return;
     for (int64_t r = 0; r < rows; r++) {
+        if (token[r] < 0 || token[r] >= lines) continue;
         int32_t best[MOST], *line = table + (int64_t)token[r] * count;
         truedraft_likeliest(score + r * stride, 1, width, stride, count, best);
         for (int32_t i = 0; best[0] >= 0 && i < count; i++) line[i] = best[i] + 1;

@@ -33,9 +33,9 @@ def likeliest(scores: Tensor, count: int) -> list[list[int]]:
 
     Fewer where a row has fewer that are possible: neither -inf nor NaN is.
     """
-    count = min(count, scores.shape[-1])
+    count = max(min(count, scores.shape[-1]), 0)
     lib = library()
-    if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu" or count > MOST:
+    if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu" or not 1 <= count <= MOST:
         best, at = scores.masked_fill(scores.isnan(), -torch.inf).topk(count, dim=-1)
         return [row[: int(n)] for row, n in zip(at.tolist(), (best > -torch.inf).sum(-1), strict=True)]
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Generic, TypeVar
 
@@ -86,18 +86,34 @@ class Memory:
         Raises:
             Refused: there is none, or it is damaged, of another version or another tokenizer's; nothing was added.
         """
-        about, arrays = _file.read(path, KIND, VERSION, "save_memory")
+        about, arrays, _ = _file.read(path, KIND, VERSION, "save_memory")
+        try:
+            texts = _texts(about, arrays["token"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise Refused(f"memory {str(path)!r} is damaged ({e}): save one anew") from e
         if about["fingerprint"] and tokenizer is not None and about["fingerprint"] != fingerprint(tokenizer):
             raise Refused(f"memory {str(path)!r} was saved with another tokenizer: save one with this model's")
         tokens = arrays["token"]
         if len(tokens) and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
             raise Refused(f"memory {str(path)!r} holds token {tokens.max()}, and the model has {vocabulary}")
-        at = 0
-        for name, length in zip(about["namespaces"], about["lengths"], strict=True):
-            text, at = tokens[at : at + length], at + length
+        for name, text in texts:
             for said in np.split(text, np.flatnonzero(text == SEPARATOR) + 1):
                 if len(said) > 1:
                     self.add(name, said[said != SEPARATOR].tolist())
+
+
+def _texts(about: Mapping[str, Any], tokens: Any) -> list[tuple[str, Any]]:
+    """Namespace and tokens of each text of a file.
+
+    Raises:
+        KeyError, TypeError, ValueError: it does not say so.
+    """
+    names, lengths, mark = about["namespaces"], about["lengths"], about["fingerprint"]
+    if tokens.ndim != 1 or tokens.dtype != np.int32 or not all(isinstance(text, str) for text in (mark, *names)):
+        raise ValueError("its texts are of other kinds")
+    if not all(isinstance(length, int) and length >= 0 for length in lengths) or sum(lengths) != len(tokens):
+        raise ValueError("its texts have other lengths")
+    return list(zip(names, np.split(tokens, np.cumsum(lengths)[:-1]) if lengths else [], strict=True))
 
 
 def _count(part: Automaton) -> int:

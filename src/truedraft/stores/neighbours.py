@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from truedraft.card import shown
 from truedraft.errors import Refused
 from truedraft.stores import _file
 from truedraft.tree import Row
@@ -35,6 +36,7 @@ class Neighbours:
     layer: whose output they are, as in `output_hidden_states`: 0 the embeddings, -1 the last, normed.
     names: of the documents. starts: where each begins in `text`, and where the last one ends.
     text: (n,) token ids of all documents. keys: (m, H) states at all tokens that another follows.
+    unchanged: called before the states are used; raises Refused where their file was changed.
     """
 
     layer: int
@@ -42,8 +44,19 @@ class Neighbours:
     starts: tuple[int, ...]
     text: Tensor
     keys: Tensor
+    unchanged: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
+        if (
+            self.text.ndim != 1
+            or self.text.dtype != torch.long
+            or self.keys.ndim != 2
+            or not self.keys.is_floating_point()
+        ):
+            raise ValueError("its texts or states are of other kinds")
+        ends = [0, *self.starts[1:-1], len(self.text)]
+        if list(self.starts) != sorted(set(ends)) or len(self.names) != len(self.starts) - 1:
+            raise ValueError("its documents have no beginning or no name")
         first = torch.zeros(len(self.text) + 1, dtype=torch.bool)
         first[list(self.starts)] = True
         self._said = (~first[:-1]).nonzero()[:, 0]  # place of the token that follows each key
@@ -91,15 +104,19 @@ class Neighbours:
         Raises:
             Refused: there is none, or it is damaged, or of another version.
         """
-        about, arrays = _file.read(path, KIND, VERSION, MAKER)
+        about, arrays, unchanged = _file.read(path, KIND, VERSION, MAKER)
         try:
-            names, starts = tuple(about["names"]), tuple(about["starts"])
-            return cls(about["layer"], names, starts, *(torch.from_numpy(arrays[k]) for k in ("text", "keys")))
+            layer, names, starts = about["layer"], tuple(about["names"]), tuple(about["starts"])
+            if not all(isinstance(number, int) for number in (layer, *starts)):
+                raise ValueError("its documents are not numbered")
+            text, keys = torch.from_numpy(arrays["text"].copy()), torch.from_numpy(arrays["keys"])
+            return cls(layer, names, starts, text, keys, unchanged)
         except (KeyError, TypeError, ValueError, IndexError) as e:
             raise Refused(f"{KIND} {str(path)!r} is damaged ({e}): build it anew") from e
 
     def compared(self, states: Tensor) -> Tensor:
         """(n, m) minus the squared distances of (n, H) states from all keys, over the root of H."""
+        self.unchanged()
         if self.keys.device != states.device:
             self.keys = self.keys.to(states.device)
         size = self.keys.shape[1]
@@ -159,12 +176,12 @@ class Search:
         the farthest. A similarity is minus a squared distance: r is from 0 (one stands out) to 1 (all are alike).
 
     Raises:
-        Refused: numbers that make no sense.
+        Refused: the store is none, or cannot be opened.
     """
 
     def __init__(self, store: Any, layer: int, k: int, alpha: float, tau: float):
-        if k < 1 or tau <= 0:
-            raise Refused(f"nest:k={k},tau={tau}: give one neighbour or more, and a tau above 0")
+        if store is not None and not isinstance(store, Neighbours | str | PathLike):
+            raise Refused(f"store={shown(store)}: give Neighbours or their file")
         self.store: Neighbours | None = (
             store if store is None or isinstance(store, Neighbours) else Neighbours.open(store)
         )
@@ -177,9 +194,13 @@ class Search:
         Raises:
             Refused: the model has no such layer, or the store was made with another model.
         """
-        size, self._model = _check_layer(model, self.layer).hidden_size, model
+        config = _check_layer(model, self.layer)
+        size, self._model = config.hidden_size, model
         if self.store is not None and (theirs := self.store.keys.shape[1]) != size:
             raise Refused(f"the neighbours' states have {theirs} numbers, the model's {size}: build them with it")
+        vocabulary = config.vocab_size
+        if self.store is not None and len(text := self.store.text) and not 0 <= text.min() <= text.max() < vocabulary:
+            raise Refused(f"the neighbours' texts hold tokens that a model of {vocabulary} has not: build them with it")
 
     def has(self, row: Row) -> bool:
         """Whether there is any text to look in for a row."""

@@ -44,7 +44,7 @@ class Successors:
         self._table = np.zeros((0, count), np.int32)  # successors + 1, the likeliest first; 0: none
 
     def of(self, token: int) -> list[int]:
-        if token >= len(self._table):
+        if not 0 <= token < len(self._table):
             return []
         return [int(one) - 1 for one in self._table[token] if one]
 
@@ -52,7 +52,12 @@ class Successors:
         """What followed each of `tokens` now.
 
         scores: (len(tokens), V); a row without a possible token changes nothing.
+
+        Raises:
+            ValueError: not a row for each token.
         """
+        if len(tokens) != len(scores):
+            raise ValueError(f"{len(tokens)} tokens, and scores of {len(scores)}")
         if (most := max(scores.shape[-1], max(tokens) + 1)) > len(self._table):
             known, self._table = self._table, np.zeros((most, self.count), np.int32)
             self._table[: len(known)] = known
@@ -62,7 +67,7 @@ class Successors:
             given = array("i", tokens)
             lib.truedraft_succeed(
                 scores.data_ptr(), *scores.shape, scores.stride(0), self.count,
-                given.buffer_info()[0], self._table.ctypes.data,
+                given.buffer_info()[0], self._table.ctypes.data, len(self._table),
             )  # fmt: skip
             return
         for token, best in zip(tokens, likeliest(scores, self.count), strict=True):

@@ -23,6 +23,8 @@ typedef struct {
     int32_t clock;
 } Table;
 
+enum { SETS = 1 << 24 }; /* at most: a table of some 15 GB */
+
 static Row *set_of(const Table *t, int32_t first, int32_t second) {
     uint64_t x = (uint64_t)(uint32_t)first << 32 | (uint32_t)second;
     x ^= x >> 32;
@@ -39,14 +41,16 @@ static const Row *row_of(const Table *t, int32_t first, int32_t second) {
 }
 
 int truedraft_table(Table *t, int64_t sets) {
-    t->sets = sets, t->clock = 0;
+    t->row = 0, t->sets = sets, t->clock = 0;
+    if (sets < 1 || sets > SETS || sets & (sets - 1)) return 0;
     t->row = calloc((size_t)(sets * WAYS), sizeof(Row));
     return t->row != 0;
 }
 
 int truedraft_table_copy(Table *t, const Table *from) {
     if (!truedraft_table(t, from->sets)) return 0;
-    memcpy(t->row, from->row, (size_t)(from->sets * WAYS) * sizeof(Row));
+    for (int64_t i = 0; i < from->sets * WAYS; i++) /* free rows cost no memory until they are written */
+        if (from->row[i].used) t->row[i] = from->row[i];
     t->clock = from->clock;
     return 1;
 }
@@ -54,6 +58,15 @@ int truedraft_table_copy(Table *t, const Table *from) {
 void truedraft_table_free(Table *t) {
     free(t->row);
     t->row = 0;
+}
+
+/* The time of a use; when 31 bits are full, all that was before counts as equally long ago. */
+static int32_t now(Table *t) {
+    if (t->clock == INT32_MAX) {
+        for (int64_t i = 0; i < t->sets * WAYS; i++) t->row[i].used = t->row[i].used != 0;
+        t->clock = 1;
+    }
+    return ++t->clock;
 }
 
 /* Adds `weight` to every trigram of a run of tokens, up to `most` each. */
@@ -72,7 +85,7 @@ void truedraft_weigh(Table *t, const int32_t *token, int64_t count, float weight
             memset(row, 0, sizeof *row);
             row->first = token[i], row->second = token[i + 1];
         }
-        row->used = ++t->clock;
+        row->used = now(t);
         int at = 0;
         while (at < row->count && row->token[at] != token[i + 2]) at++;
         if (at == row->count) {
@@ -109,7 +122,7 @@ static int expand(const Table *t, Node *node, int *nodes, int at) {
     for (int i = 0; i < row->count; i++)
         node[(*nodes)++] = (Node){.token = row->token[i], .before = node[at].token, .parent = at,
                                   .depth = node[at].depth + 1, .first = -1, .weight = row->weight[i],
-                                  .share = row->weight[i] / sum};
+                                  .share = sum > 0 ? row->weight[i] / sum : 0};
     return row->count;
 }
 

@@ -89,7 +89,7 @@ def _flat(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _read(path: Path, about: dict[str, Any]) -> list[Line]:
-    found, arrays = file.read(path, KIND, VERSION, "truedraft train")
+    found, arrays, _ = file.read(path, KIND, VERSION, "truedraft train")
     for part, other in (("fingerprint", "another model said"), ("sources", "was said to other lines")):
         if found[part] != about[part]:
             raise Refused(f"--out: {str(path)!r} holds what {other}: remove it, or give another folder")

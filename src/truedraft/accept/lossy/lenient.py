@@ -17,9 +17,8 @@ from torch import Tensor
 from truedraft.accept._base import Offer
 from truedraft.accept._rounds import as_law, said
 from truedraft.accept.lossy._base import LossyRule
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.chance import Chance
-from truedraft.errors import Refused
 from truedraft.tree import Row, Wanted
 
 
@@ -33,11 +32,7 @@ class Lenient(LossyRule):
     )
     samples: ClassVar[bool] = True
     wants: ClassVar[Wanted] = "law"
-    lenience: float = 0.5  # published 1 down to 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lenience <= 1:
-            raise Refused(f"lenient:lenience={self.lenience}: give a factor above 0 and at most 1 (1 is exact)")
+    lenience: float = knob(0.5, 0, 1, open=True)  # published 1 (exact) down to 0.1
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return said(scores, offers, rows, chance, self._forgiving)

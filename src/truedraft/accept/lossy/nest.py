@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from truedraft.accept._base import Offer
 from truedraft.accept._rounds import as_law, said
 from truedraft.accept.lossy._base import LossyRule
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
@@ -87,11 +87,11 @@ class Nest(LossyRule):
     wants: ClassVar[Wanted] = "likeliest"
     takes_references: ClassVar[bool] = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
-    layer: int = -2  # whose output is compared, -1 the last; that of the authors' code
-    k: int = 1024  # neighbours looked for; that of the authors' code, published a few hundred to 1024
-    alpha: float = 0.3  # similarity of nearest over farthest at which they get half the say; authors' demo, unverified
-    tau: float = 0.1  # how fast that changes; authors' demo, unverified
-    gamma: float = 5e-4  # share of the likeliest token's chance that always suffices; authors' demo, unverified
+    layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
+    k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024
+    alpha: float = knob(0.3, -1e6, 1e6)  # nearest over farthest at which they count half; authors' demo, unverified
+    tau: float = knob(0.1, 0, 1e6, open=True)  # how fast that changes; authors' demo, unverified
+    gamma: float = knob(5e-4, 0, 1e9)  # share of the likeliest token's chance that suffices; authors' demo, unverified
 
     def __post_init__(self) -> None:
         self._search = Search(self.store, self.layer, self.k, self.alpha, self.tau)

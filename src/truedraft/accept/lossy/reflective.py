@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.accept._base import Offer, first_children
 from truedraft.accept.lossy._base import LossyRule
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
@@ -35,12 +35,10 @@ class Reflective(LossyRule):
     )
     samples: ClassVar[bool] = False
     wants: ClassVar[Wanted] = "likeliest"
-    share: float = 0.3  # of the second look in the mixture; the paper's knob between quality and speed
-    prompt: str = " Read it again and repeat it: "  # between the draft and its repetition; of one's own making
+    share: float = knob(0.3, 0, 1)  # of the second look, 0 is exact; the paper's knob between quality and speed
+    prompt: str = knob(" Read it again and repeat it: ")  # between the draft and its repetition; of one's own making
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        if not 0 <= self.share <= 1:
-            raise Refused(f"reflective:share={self.share}: give a share from 0 (exact) to 1")
         if tokenizer is None:
             raise Refused("rule='lossy/reflective' has a prompt of its own: give accelerate() the model's tokenizer")
         self._prompt: list[int] = tokenizer(self.prompt, add_special_tokens=False)["input_ids"]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from truedraft.accept._base import Offer
 from truedraft.accept.lossy._base import LossyRule
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.chance import Chance
-from truedraft.errors import Refused
 from truedraft.tree import Row, Wanted
 
 
@@ -31,12 +30,8 @@ class TopBeta(LossyRule):
     )
     samples: ClassVar[bool] = False
     wants: ClassVar[Wanted] = "likeliest"
-    beta: int = 3  # rank that is good enough; published 3 and 5
-    gap: float = 1.0  # log-probability that a kept token may be behind the likeliest; published 1 to 6
-
-    def __post_init__(self) -> None:
-        if self.beta < 1:
-            raise Refused(f"top-beta:beta={self.beta}: give a rank of at least 1 (1 is greedy)")
+    beta: int = knob(3, 1, 1_000_000)  # rank that is good enough, 1 is greedy; published 3 and 5
+    gap: float = knob(1.0, 0, 1e9)  # log-probability that a kept token may be behind the likeliest; published 1 to 6
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         best, tokens = scores.topk(min(self.beta, scores.shape[-1]))

@@ -18,7 +18,7 @@ from torch import Tensor
 from truedraft.accept._base import Offer
 from truedraft.accept._rounds import said
 from truedraft.accept.lossy._base import LossyRule
-from truedraft.card import Card
+from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.tree import Row, Wanted
 
@@ -33,8 +33,8 @@ class Typical(LossyRule):
     )
     samples: ClassVar[bool] = True
     wants: ClassVar[Wanted] = "likeliest"
-    epsilon: float = 0.09  # probability that is always enough; published 0.09 (posterior threshold)
-    delta: float = 0.3  # share of exp(-entropy) that is enough too; published 0.3, the root of the threshold
+    epsilon: float = knob(0.09, 0, 1)  # probability that is always enough; published 0.09 (posterior threshold)
+    delta: float = knob(0.3, 0, 1e6)  # share of exp(-entropy) that is enough too; published 0.3, the threshold's root
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return said(scores, offers, rows, chance, self._typical)

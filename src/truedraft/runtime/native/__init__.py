@@ -109,12 +109,15 @@ def library() -> ctypes.CDLL | None:
         lib = ctypes.CDLL(str(built[-1]))
     except OSError:
         return None
-    lib.truedraft_pass.argtypes = [POINTER(Op), c_int64, POINTER(Pass), c_int64, c_int32]
-    lib.truedraft_pass.restype = c_int32
-    lib.truedraft_linear.argtypes = [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]
-    lib.truedraft_linear.restype = c_int32
-    lib.truedraft_choose.argtypes = [c_int32]
-    lib.truedraft_layout.restype = c_int64
+    for name, result, arguments in (
+        ("pass", c_int32, [POINTER(Op), c_int64, POINTER(Pass), c_int64, c_int32]),
+        ("linear", c_int32, [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]),
+        ("choose", c_int32, [c_int32]),
+        ("layout", c_int64, []),
+    ):
+        if (function := getattr(lib, f"truedraft_{name}", None)) is None:
+            return None  # built from another version of pass.c
+        function.restype, function.argtypes = result, arguments
     layout = 0
     for size in (Op.weight.offset, Op.eps.offset, ctypes.sizeof(Op), ctypes.sizeof(Pass)):
         layout = layout * 4096 + size

@@ -1,0 +1,81 @@
+"""Build the extensions with sanitizers, and run the native tests and the fuzzer with them: python tools/sanitize.py
+
+AddressSanitizer and UndefinedBehaviorSanitizer of gcc, on Linux. The build goes to a temporary folder; what is
+installed stays as it is. Other arguments than these go to tools/fuzz.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import setuptools  # noqa: F401  it provides distutils
+
+from distutils.core import run_setup  # isort: skip
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
+FLAGS += ["-fno-var-tracking", "-fno-var-tracking-assignments"]  # which take gcc minutes
+TESTS = ("stores", "corpus", "runtime", "pairs", "linears", "quantize", "knobs", "files", "nest", "compose")
+
+
+def built(folder: Path) -> Path:
+    """The package with extensions that check themselves; the folder to import it from.
+
+    A folder that holds it already is used as it is.
+    """
+    source = folder / "src"
+    if source.exists():
+        return source
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
+    os.chdir(ROOT)
+    setup = run_setup("setup.py", stop_after="init")
+    for extension in setup.ext_modules:
+        kept = [flag for flag in extension.extra_compile_args if not flag.startswith("-O")]
+        extension.extra_compile_args = [*kept, *FLAGS]
+        extension.extra_link_args = [*(extension.extra_link_args or []), *FLAGS[:1]]
+        extension.optional = False
+    build = setup.get_command_obj("build_ext")
+    build.build_lib, build.build_temp = str(source), str(folder / "objects")
+    build.ensure_finalized()
+    build.run()
+    return source
+
+
+def library(name: str) -> str:
+    return subprocess.run(
+        ["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", action="store_true", help="the tests alone")
+    parser.add_argument("--fuzz", action="store_true", help="the fuzzer alone")
+    parser.add_argument("--build", type=Path, help="a folder to keep the build in, and to take it from next time")
+    options, others = parser.parse_known_args()
+    commands = {
+        "tests": ["-m", "pytest", *(str(ROOT / "tests" / f"test_{name}.py") for name in TESTS)],
+        "fuzz": [str(ROOT / "tools" / "fuzz.py"), *others],
+    }
+    chosen = [name for name in commands if getattr(options, name)] or list(commands)
+    with tempfile.TemporaryDirectory(prefix="truedraft-sanitized-") as folder:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(built(options.build or Path(folder))),
+            "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so.6')}",
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "OMP_NUM_THREADS": "1",
+        }
+        runs = [subprocess.run([sys.executable, *commands[name]], env=environment, cwd=ROOT) for name in chosen]
+    return int(any(run.returncode for run in runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
