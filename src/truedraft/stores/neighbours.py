@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 from truedraft.stores import _file
 from truedraft.tree import Row
 
@@ -96,7 +96,7 @@ class Neighbours:
             names, starts = tuple(about["names"]), tuple(about["starts"])
             return cls(about["layer"], names, starts, *(torch.from_numpy(arrays[k]) for k in ("text", "keys")))
         except (KeyError, TypeError, ValueError, IndexError) as e:
-            raise Refused(f"{KIND} {str(path)!r} is damaged ({e}): build it anew") from e
+            raise Refused(f"{KIND} {str(path)!r} is damaged ({why(e)}): build it anew") from e
 
     def compared(self, states: Tensor) -> Tensor:
         """(n, m) minus the squared distances of (n, H) states from all keys, over the root of H."""
