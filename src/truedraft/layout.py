@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-SEPARATORS = "|+?>:;,/="  # of names, which are best broken behind one of these
+SEPARATORS = ("|+?>:;,/=", "-_.")  # of names, which are best broken behind one of the first, next behind the others
 PLAIN = 60  # columns of text whose reader's width is unknown
 
 
@@ -19,8 +19,8 @@ def fold(text: str, width: int) -> list[str]:
     They are broken at spaces. Only a word that is longer than a line is broken itself, behind a separator of names
     where it has one, so that its pieces join to the word.
     """
-    rest = max(width, 1) - 1
-    line = rf"\S.{{0,{rest}}}(?=\s|$)|\S.{{0,{rest}}}(?<=[{re.escape(SEPARATORS)}])|\S.{{0,{rest}}}"
+    ends = [r"(?=\s|$)", *(f"(?<=[{re.escape(marks)}])" for marks in SEPARATORS), ""]
+    line = "|".join(rf"\S.{{0,{max(width, 1) - 1}}}{end}" for end in ends)
     return [found.rstrip() for found in re.findall(line, text)] or [""]
 
 

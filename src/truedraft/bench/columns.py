@@ -36,8 +36,8 @@ def interval(f: Figures) -> str:
 def speed(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
     """Equality first, then speed. `rounds`: how many were measured."""
     sure = "95 % interval of its median" if rounds >= SURE else f"slowest and fastest of {rounds} rounds"
-    columns = [
-        Column[Figures]("way", WAY, lambda f: f.side),
+    columns: list[Column[Figures]] = [
+        Column("way", WAY, lambda f: f.side),
         Column("identical", IDENTICAL, lambda f: "yes" if f.differs is None else "NO"),
         Column("speed-up", SPEED_UP, lambda f: "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x"),
         Column("from-to", f"of the speed-up: {sure}", interval),
@@ -62,8 +62,8 @@ def notes(figures: Sequence[Figures]) -> list[str]:
 
 
 def latency(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
-    columns = [
-        Column[Figures]("way", "", lambda f: f.side),
+    columns: list[Column[Figures]] = [
+        Column("way", "", lambda f: f.side),
         Column("first token ms", "from the call to the first new token", lambda f: _ms(f.time_to_first_token)),
         Column("ms/token", "time per token after the first, on average", lambda f: _ms(f.time_per_output_token)),
         Column(
@@ -85,8 +85,8 @@ def latency(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
 
 def known(attained: Sequence[Attained]) -> Table[Attained]:
     """Speed-ups with drafts that are right at a set rate."""
-    columns = [
-        Column[Attained]("workload", "", lambda a: a.workload),
+    columns: list[Column[Attained]] = [
+        Column("workload", "", lambda a: a.workload),
         Column("right", "probability with which a drafted token is the true one", lambda a: f"{a.rate:g}"),
         Column("drafted", "tokens drafted per pass", lambda a: str(a.drafted)),
         Column("tokens/pass", ACCEPTED, lambda a: _decimals(a.mean_acceptance_length)),
@@ -99,8 +99,8 @@ def known(attained: Sequence[Attained]) -> Table[Attained]:
 
 def roofline(rows: Sequence[Row], machine: Machine) -> Table[Row]:
     """Passes against what the machine reads and multiplies."""
-    columns = [
-        Column[Row]("width", "tokens that a pass scores at once", lambda r: str(r.width)),
+    columns: list[Column[Row]] = [
+        Column("width", "tokens that a pass scores at once", lambda r: str(r.width)),
         Column("measured ms", "time of a pass", lambda r: _ms(r.seconds)),
         Column(
             "over width 1",
@@ -126,8 +126,8 @@ def free(rows: Sequence[Row]) -> str:
 
 def replayed(found: Sequence[Replayed], tokenizer: str) -> Table[Replayed]:
     """Drafters on recorded outputs."""
-    columns = [
-        Column[Replayed]("drafter", "", lambda f: f.way),
+    columns: list[Column[Replayed]] = [
+        Column("drafter", "", lambda f: f.way),
         Column("tokens/pass", ACCEPTED, lambda f: _decimals(f.mean_acceptance_length)),
         Column(
             "drafted/pass", "drafted tokens that a pass verifies, on average", lambda f: f"{f.drafted_per_pass:.1f}"

@@ -30,7 +30,8 @@ th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid var(--line);
 td,thead th{white-space:nowrap}thead th{color:var(--dim);font-weight:600}
 th:first-child{position:sticky;left:0;background:var(--bg);text-align:left;font-weight:400;min-width:9rem;
 max-width:22rem;padding-left:0;white-space:normal;overflow-wrap:anywhere}
-tbody th[scope=rowgroup]{font-weight:600;padding-top:.8rem}
+tbody th[scope=rowgroup]{font-weight:600;padding-top:.8rem;max-width:none}
+th span{display:inline-block;position:sticky;left:0;max-width:calc(100vw - 3rem)}
 .bad{color:var(--bad)}
 @media(max-width:40rem){th:first-child{max-width:11rem}dl{grid-template-columns:1fr}dd{margin:0 0 .4rem}}
 """
@@ -116,7 +117,7 @@ def _speed(figures: Sequence[Figures], rounds: int) -> list[str]:
     shares = _shares(figures)
     if shares:
         parts += ["<h2>Where the time goes</h2>", _paragraph(
-            "Target: passes of the model. Draft: making drafts. Engine: everything else."
+            "Target: passes of the model; its share is the figure on the right. Draft: making drafts. Engine: the rest."
         ), plots.keys([("target", 2), ("draft", 1), ("engine", 5)]), *shares]  # fmt: skip
     return [*parts, _section(columns.latency(figures, rounds))]
 
@@ -177,9 +178,12 @@ def _section(table: Table[Any]) -> str:
     heads = "".join(f'<th scope="col">{escape(column.head)}</th>' for column in shown)
     parts = []
     for name, entries in table.groups.items():
-        title = f'<tr><th scope="rowgroup" colspan="{len(shown)}">{escape(name)}</th></tr>' if name else ""
-        lines = [[escape(column.cell(entry)) for column in shown] for entry in entries]
-        cells = [f'<th scope="row">{first}</th>' + "".join(f"<td>{c}</td>" for c in rest) for first, *rest in lines]
+        title = f'<tr><th scope="rowgroup" colspan="{len(shown)}"><span>{escape(name)}</span></th></tr>' if name else ""
+        lines = [[column.cell(entry) for column in shown] for entry in entries]
+        cells = [
+            f'<th scope="row">{plots.breakable(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+            for first, *rest in lines
+        ]
         parts.append(f"<tbody>{title}{''.join(f'<tr>{line}</tr>' for line in cells)}</tbody>")
     return (
         f'<h2>{escape(table.title)}</h2>\n<div class="scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead>'

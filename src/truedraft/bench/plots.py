@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil
+
+from truedraft.layout import SEPARATORS
 
 COLORS = ("#4a78d0", "#d9703f", "#2a9d8f", "#9465c9", "#b07a33", "#7a848e", "#d0405a", "#3a9ac4")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 480, 220, 64, 42, 14
@@ -41,6 +44,12 @@ class Bar:
     mark: float | None = None
 
 
+def breakable(name: str) -> str:
+    """A name as HTML that may be broken behind its separators."""
+    marks = re.escape(SEPARATORS[0])
+    return "<wbr>".join(map(escape, re.split(f"(?<=[{marks}])", name)))
+
+
 def bars(found: Sequence[Bar]) -> str:
     return "".join(map(_bar, found))
 
@@ -53,7 +62,7 @@ def _bar(bar: Bar) -> str:
         low, high = bar.whisker
         shapes.append(f'<span class="whisker" style="left:{low:.2%};width:{high - low:.2%}"></span>')
     return (
-        f'<div class="bar"><span class="name">{escape(bar.name)}</span>'
+        f'<div class="bar"><span class="name">{breakable(bar.name)}</span>'
         f'<span class="track">{"".join(shapes)}</span><span>{escape(bar.value)}</span></div>'
     )
 
@@ -63,7 +72,7 @@ def keys(names: Sequence[tuple[str, int]]) -> str:
     lines = [f'<svg viewBox="0 0 32 14"><path d="M0 7H32" {_stroke(style, 8)}/></svg>' for _, style in names]
     return (
         '<ul class="keys">'
-        + "".join(f"<li>{line}{escape(name)}</li>" for line, (name, _) in zip(lines, names, strict=True))
+        + "".join(f"<li>{line}{breakable(name)}</li>" for line, (name, _) in zip(lines, names, strict=True))
         + "</ul>"
     )
 

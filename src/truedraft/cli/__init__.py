@@ -10,7 +10,7 @@ import typer
 
 from truedraft.cli import audit, bench, corpus, correct, demo, generate, methods, train, translate
 from truedraft.cli._streams import guarded
-from truedraft.errors import why
+from truedraft.errors import Refused, why
 
 app = typer.Typer(
     name="truedraft",
@@ -25,6 +25,8 @@ for command in (
     app.command()(command)
 app.add_typer(corpus.app, name="corpus")
 
+WRITERS = ("correct", "corpus", "train", "translate")  # commands whose results may be files
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, that of the process by default, and return its exit code.
@@ -38,6 +40,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run(args: list[str]) -> int:
     try:
+        if sys.stdout is None and not {*WRITERS} & {*args[:1]}:
+            raise Refused("standard output is closed, where the result was to go: leave it open")
         code = app(args or ["--help"], prog_name="truedraft", standalone_mode=False, obj=args) or 0
         if sys.stdout is not None:
             sys.stdout.flush()

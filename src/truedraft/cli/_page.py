@@ -38,7 +38,7 @@ def origin(command: Sequence[str]) -> dict[str, str]:
     return {
         "command": shlex.join(["truedraft", *command]),
         "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "processor": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        "processor": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "versions": f"truedraft {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from truedraft.cli._models import load_tokenizer, machine
 from truedraft.cli._page import origin, write_page
-from truedraft.cli._tables import show
+from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def replay_files(
         about = {"tokenizer": tokenizer[0], "machine": machine(), "note": NOTE}
         print(json.dumps({**about, "replay": [asdict(f) for f in found]}, indent=2))
     else:
-        show(console(), replayed(found, tokenizer[0]))
-        console().print(NOTE)
+        out = console()
+        print_table(out, replayed(found, tokenizer[0]))
+        print_folded(out, NOTE)
     return 0

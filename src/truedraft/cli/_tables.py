@@ -14,25 +14,36 @@ NAMES = 20  # columns of the terminal that the names of entries get at least, if
 GAP = 2  # between columns
 
 
-def show(out: Console, table: Table[Any]) -> None:
+def print_table(out: Console, table: Table[Any]) -> None:
     """A table, and below it what its columns mean; columns without room stand in a further table, names repeated."""
     from rich.cells import cell_len
 
     heads = [column.head for column in table.filled]
-    rows: list[list[str]] = []  # cells, or the name of a group alone
-    for group, entries in table.groups.items():
-        rows += [[group]] if group else []
-        rows += [[column.cell(entry) for column in table.filled] for entry in entries]
-    cells = [[row[k] for row in rows if len(row) == len(heads)] for k in range(len(heads))]
-    widths = [max(map(cell_len, [*head.split(), *texts])) for head, texts in zip(heads, cells, strict=True)]
-    for i, part in enumerate(_parts(widths[1:], out.width - min(widths[0], NAMES))):
-        shown = [[row[0], *(row[k] for k in part if len(row) > 1)] for row in [heads, *rows]]
-        names = max(out.width - sum(widths[k] + GAP for k in part), 1)
-        _draw(out, f"{table.title} (continued)" if i else table.title, shown, [names, *(widths[k] for k in part)])
+    groups = {
+        name: [[column.cell(entry) for column in table.filled] for entry in entries]
+        for name, entries in table.groups.items()
+    }
+    columns = zip(heads, *(row for rows in groups.values() for row in rows), strict=True)
+    widths = [max(map(cell_len, [*head.split(), *cells])) for head, *cells in columns]
+    print_folded(out, table.title, "bold")
+    out.print()
+    for part in _parts(widths[1:], out.width - min(widths[0], NAMES)):
+        names = max(min(widths[0], out.width - sum(widths[k] + GAP for k in part)), 1)
+        drawn = [names, *(widths[k] for k in part)]
+        _draw(out, [], drawn, [heads[0], *(heads[k] for k in part)])
+        for group, rows in groups.items():
+            if group:
+                print_folded(out, group, "bold")
+            _draw(out, [[row[0], *(row[k] for k in part)] for row in rows], drawn)
         out.print()
     if table.legend:
         out.print(labelled(table.legend, out.width), style="dim")
         out.print()
+
+
+def print_folded(out: Console, text: str, style: str | None = None) -> None:
+    """A line of text, folded."""
+    out.print("\n".join(fold(text, out.width)), style=style)
 
 
 def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
@@ -48,20 +59,16 @@ def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
     return parts
 
 
-def _draw(out: Console, title: str, rows: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
-    """A table of headings and rows; a row of one cell is the name of a group."""
+def _draw(out: Console, rows: Sequence[Sequence[str]], widths: Sequence[int], heads: Sequence[str] = ()) -> None:
+    """Rows in columns of these widths, the first for names; below headings, if there are any."""
     from rich.box import SIMPLE_HEAD, Box
     from rich.table import Table as Drawn
 
     box = Box(str(SIMPLE_HEAD).replace("─", "-"), ascii=True) if out.options.ascii_only else SIMPLE_HEAD
-    drawn = Drawn(
-        title=title, title_justify="left", title_style="bold", box=box, show_edge=False, pad_edge=False,
-        padding=(0, GAP - 1, 0, 0),
-    )  # fmt: skip
-    heads, *rest = rows
-    drawn.add_column(heads[0], overflow="fold", max_width=widths[0])
-    for head, width in zip(heads[1:], widths[1:], strict=True):
-        drawn.add_column(head, justify="right", overflow="fold", width=width)
-    for name, *figures in rest:
-        drawn.add_row("\n".join(fold(name, widths[0])), *figures, style=None if figures else "bold")
+    drawn = Drawn(box=box, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_header=bool(heads))
+    for k, width in enumerate(widths):
+        head = heads[k] if heads else ""
+        drawn.add_column(head, justify="right" if k else "left", vertical="bottom", overflow="fold", width=width)
+    for name, *figures in rows:
+        drawn.add_row("\n".join(fold(name, widths[0])), *figures)
     out.print(drawn)

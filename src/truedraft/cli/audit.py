@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from truedraft.cli._models import load
-from truedraft.cli._tables import show
+from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, read, waiting
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table, grouped, labelled
@@ -107,8 +107,8 @@ def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
     lines = [
         ("model", f"{found.model}, {found.dtype}"),
         ("passes by", found.runtime),
-        ("drafters", ", ".join(found.drafters)),
-        ("modes", ", ".join(found.modes)),
+        ("drafters", "; ".join(found.drafters)),
+        ("modes", "; ".join(found.modes)),
         ("batches", ", ".join(map(str, found.batches))),
         ("compared", f"{found.tokens:,} tokens with model.generate, from {found.prompts} prompts"),
         ("differences", f"{counts['tie']} ties, {counts['numerics']} by numerics, {counts['bug']} bugs"),
@@ -118,10 +118,10 @@ def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
     out.print(labelled(lines, out.width))
     out.print()
     if found.found:
-        show(out, _differences(found.found, tokenizer))
+        print_table(out, _differences(found.found, tokenizer))
     if tested:
-        show(out, _laws(tested))
-        out.print(tested[0].caption)
+        print_table(out, _laws(tested))
+        print_folded(out, tested[0].caption)
     exact = found.exact and all(law.holds for law in tested)
     out.print("exact" if exact else "NOT exact: see the bugs above")
 
@@ -130,8 +130,8 @@ def _differences(found: list[Divergence], tokenizer: Any) -> Table[Divergence]:
     def word(token: int) -> str:
         return "(ended)" if token < 0 else repr(tokenizer.decode([token]))
 
-    columns = [
-        Column[Divergence]("prompt", "", lambda d: f"prompt {d.prompt}"),
+    columns: list[Column[Divergence]] = [
+        Column("prompt", "", lambda d: f"prompt {d.prompt}"),
         Column("kind", "tie: rounding decides; numerics: within noise; bug: neither", lambda d: d.kind),
         Column("new token", "its place among the new ones, from 0", lambda d: str(d.position)),
         Column("expected", "what model.generate has there", lambda d: word(d.expected)),
@@ -147,8 +147,8 @@ def _differences(found: list[Divergence], tokenizer: Any) -> Table[Divergence]:
 
 
 def _laws(tested: list[Law]) -> Table[Law]:
-    columns = [
-        Column[Law]("rule", "", lambda law: law.rule),
+    columns: list[Column[Law]] = [
+        Column("rule", "", lambda law: law.rule),
         Column("verdict", "", lambda law: "holds" if law.holds else "BROKEN"),
         Column("p-value", "probability of such a sample if the law holds", lambda law: f"{law.p_value:.2g}"),
         Column("tokens", "that were drawn", lambda law: str(law.tokens)),

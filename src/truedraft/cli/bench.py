@@ -16,7 +16,7 @@ from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
 from truedraft.cli._page import check_page, origin, write_page
 from truedraft.cli._replay import replay_files
-from truedraft.cli._tables import show
+from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
 
@@ -234,12 +234,12 @@ def _print(
 
     out = console()
     if figures:
-        show(out, columns.speed(figures, rounds))
-        show(out, columns.latency(figures, rounds))
+        print_table(out, columns.speed(figures, rounds))
+        print_table(out, columns.latency(figures, rounds))
         for note in columns.notes(figures):
-            out.print(note)
+            print_folded(out, note)
     if attained:
-        show(out, columns.known(attained))
+        print_table(out, columns.known(attained))
     if rows and machine is not None:
-        show(out, columns.roofline(rows, machine))
-        out.print(columns.free(rows))
+        print_table(out, columns.roofline(rows, machine))
+        print_folded(out, columns.free(rows))

@@ -14,7 +14,7 @@ from typer import Option
 
 from truedraft import assets
 from truedraft.cli._models import accelerated
-from truedraft.cli._tables import show
+from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import Pieces, console, read, waiting
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table
@@ -79,14 +79,14 @@ def demo(
             outcome = Outcome(Case(case.name, case.text, WARM_UP))
             _run_plain(fast, outcome)
             _run_fast(fast, outcome, None)
-    out.print(f"{model}, greedy.")
+    print_folded(out, f"{model}, greedy.")
     out.print("Green: drafted and accepted.", style=DRAFTED, end=" ")
     out.print("Plain: the model's own word.")
     outcomes = [run(fast, case, out) for case in todo]
-    show(out, _table(outcomes))
+    print_table(out, _table(outcomes))
     for outcome in outcomes:
         if outcome.differs is not None:
-            out.print(f"{outcome.case.name}: differs from new token {outcome.differs} on")
+            print_folded(out, f"{outcome.case.name}: differs from new token {outcome.differs} on")
     return int(any(outcome.differs is not None for outcome in outcomes))
 
 
@@ -115,8 +115,6 @@ def run(fast: Accelerated, case: Case, out: Console) -> Outcome:
     Raises:
         KeyboardInterrupt: Ctrl-C.
     """
-    from rich.text import Text
-
     outcome, pieces = Outcome(case), Pieces(fast.tokenizer)  # type: ignore[arg-type]
 
     def show(done: Pass) -> None:
@@ -124,7 +122,8 @@ def run(fast: Accelerated, case: Case, out: Console) -> Outcome:
             out.out(pieces.feed(emission.tokens[: emission.drafted]), style=DRAFTED, end="", highlight=False)
             out.out(pieces.feed(emission.tokens[emission.drafted :]), end="", highlight=False)
 
-    out.rule(Text(case.name), align="left", style="dim")
+    out.print()
+    print_folded(out, case.name, "bold underline")
     for turn in range(1, ROUNDS + 1):
         with waiting(f"transformers alone, round {turn} of {ROUNDS}"):
             _run_plain(fast, outcome)
@@ -175,8 +174,8 @@ def _timed(generate: Callable[..., Any], fast: Accelerated, case: Case, **settin
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table[Outcome]:
-    columns = [
-        Column[Outcome]("prompt", "", lambda o: o.case.name),
+    columns: list[Column[Outcome]] = [
+        Column("prompt", "", lambda o: o.case.name),
         Column("identical", "whether all tokens equal those of model.generate", _identical),
         Column("speed-up", "time of transformers' generate over that of truedraft", _speed_up),
         Column("plain tokens/s", "transformers' generate", lambda o: _rate(o.plain, o.plain_seconds)),
