@@ -30,6 +30,7 @@ from truedraft.bench.replay import Replayed
 from truedraft.bench.roofline import Machine, Row
 from truedraft.cli import _tables, audit, demo, main
 from truedraft.cli._page import origin, processor
+from truedraft.cli._text import console
 from truedraft.errors import why
 from truedraft.layout import Column, Table, fold, labelled
 from truedraft.stats import Attribution, Emission, Pass, Report
@@ -152,13 +153,13 @@ def test_a_table_keeps_figures_whole_and_names_complete(
     assert all(" ".join(means.split()[:3]) in explained for _, means in table.legend)
 
 
-def test_columns_without_room_go_below_with_the_names_again(printed: Callable[..., list[str]]) -> None:
+def test_givenwithout_room_go_below_with_the_names_again(printed: Callable[..., list[str]]) -> None:
     table = columns.speed(figures(5), 5)
     parts = [sum(line.startswith("transformers  ") for line in printed(table, width)) // 2 for width in (60, 80, 120)]
     assert parts[0] > parts[1] >= parts[2] == 1
 
 
-def test_empty_columns_are_left_out() -> None:
+def test_empty_givenare_left_out() -> None:
     table = Table("t", [Column("a", "", str), Column("b", "", lambda _: "")], {"": [1, 2]})
     assert [column.head for column in table.filled] == ["a"]
 
@@ -205,6 +206,13 @@ def test_a_report_reads_in_sixty_columns() -> None:
         assert words in flat
     texts = [line[len("passes by  ") :] for line in text.splitlines()]
     assert "".join(texts).count(DRAFTER) == 1 and MODEL in "".join(texts)
+
+
+@pytest.mark.parametrize(("given", "width"), [("60", 60), ("0", 120), ("", 120)])
+def test_the_width_is_that_of_the_terminal(given: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", given)
+    monkeypatch.setattr(sys, "__stdout__", io.StringIO())
+    assert console().width == width
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -28,7 +28,7 @@ dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere;max-width:46rem}
 table{border-collapse:collapse;font-size:.9em;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid var(--line);vertical-align:bottom}
 td,thead th{white-space:nowrap}thead th{color:var(--dim);font-weight:600}
-th:first-child{position:sticky;left:0;background:var(--bg);text-align:left;font-weight:400;min-width:9rem;
+th:first-child{position:sticky;left:0;background:var(--bg);text-align:left;font-weight:400;min-width:min(15rem,42vw);
 max-width:22rem;padding-left:0;white-space:normal;overflow-wrap:anywhere}
 tbody th[scope=rowgroup]{font-weight:600;padding-top:.8rem;max-width:none}
 th span{display:inline-block;position:sticky;left:0;max-width:calc(100vw - 3rem)}

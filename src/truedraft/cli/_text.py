@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,11 +63,11 @@ class Pieces:
 
 
 def console() -> Console:
-    """Standard output, its text as it is given; where it is no terminal, as wide as COLUMNS says, or 120."""
+    """Standard output, its text as it is given; as wide as the terminal or COLUMNS, and 120 where there is neither."""
     from rich.console import Console
 
-    known = os.environ.get("COLUMNS", "").isdigit() or Console().is_terminal
-    return Console(width=None if known else 120, markup=False, highlight=False, emoji=False)
+    width = shutil.get_terminal_size((120, 24)).columns
+    return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
 @contextmanager
