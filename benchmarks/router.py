@@ -16,7 +16,8 @@ from pathlib import Path
 from rich.console import Console
 
 from truedraft import assets, registry
-from truedraft.bench.page import COLORS, STYLE
+from truedraft.bench.page import document
+from truedraft.bench.plots import COLORS
 from truedraft.bench.recordings import Recording
 from truedraft.bench.replay import ReplayTarget, replayed
 from truedraft.drafters._compose import Route, name_of
@@ -83,11 +84,8 @@ def plot(steps: list[tuple[int, str, int]], begins: list[tuple[str, int]]) -> st
                     f'<rect x="{x:.1f}" y="{base - high}" width="{wide:.1f}" height="{high}" fill="{COLORS[i]}"/>'
                 )
     svg = f'<svg viewBox="0 0 {width} {60 + line * len(parts)}">{"".join(shapes)}</svg>'
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>truedraft: a router at work</title>"
-        f"<style>{STYLE}</style><body><h1>Which drafter the router chooses</h1><p>Tokens said from left to right; "
-        f"a mark is a pass, as high as the tokens that it gave.</p>{svg}</body></html>\n"
-    )
+    explained = "<p>Tokens from left to right; a mark is a pass, as high as the tokens that it gave.</p>"
+    return document("Which drafter the router chooses", [explained, svg])
 
 
 def main() -> None:

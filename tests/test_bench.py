@@ -18,9 +18,8 @@ from models import tiny
 from truedraft import Refused
 from truedraft.bench import compare as comparing
 from truedraft.bench.compare import Clock, Side, compare, interval, transformers_side, truedraft_side
-from truedraft.bench.oracle import Attained, Oracle, theory
-from truedraft.bench.page import page
-from truedraft.bench.roofline import Gauge, Machine, Row, measure_passes, roofline
+from truedraft.bench.oracle import Oracle, theory
+from truedraft.bench.roofline import Gauge, Machine, measure_passes, roofline
 from truedraft.bench.workloads import Item, Workload, embedded, from_file
 from truedraft.cli import main
 from truedraft.cli._models import load
@@ -196,20 +195,6 @@ def test_references_of_prompts_are_read_from_files(tmp_path: Path) -> None:
     assert from_file(tmp_path / "a.jsonl", 1)[0].items == (Item("one day", ("tom", "ben")),)
 
 
-def test_the_page_is_whole_and_needs_nothing_else() -> None:
-    model, tokenizer = load("nano")
-    sides = [
-        transformers_side("plain", model),
-        truedraft_side("<none>", truedraft.accelerate(model, tokenizer, draft=None)),
-    ]
-    figures = compare(sides, STORY, tokenizer, model.device, rounds=1)
-    text = page("t", ["a & b"], figures, Machine(1e9, 1e9), [Row(1, 0.1, 0.2, "reading"), Row(2, 0.1, 0.3, "reading")],
-                [Attained("a<b", 0.8, 4, 3.4, 2.0, 1.5)])  # fmt: skip
-    assert text.startswith("<!doctype html>") and text.count("<svg") == 3 and "&lt;none&gt;" in text
-    assert "a&lt;b" in text and "75%" in text
-    assert "http" not in text and "<script" not in text
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html = tmp_path / "page.html"
     options = ["--limit", "1", "--rounds", "1", "--max-new-tokens", "6", "--draft", "prompt-lookup"]
@@ -218,6 +203,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {f["workload"] for f in found["figures"]} == {"story", "edit", "shorten", "chat"}
     assert all(f["differs"] is None and f["speed_up"] for f in found["figures"])
     assert found["roofline"][0]["width"] == 1 and html.read_text().startswith("<!doctype html>")
+    assert f"truedraft bench nano {' '.join(options)} --json --html {html}" in html.read_text()
     assert main(["bench", "nano", *options]) == 0
     said = capsys.readouterr().out
     assert "transformers lookup" in said and "transformers assisted" in said

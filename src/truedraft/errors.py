@@ -1,4 +1,8 @@
-"""What is refused."""
+"""What is refused, and why something failed."""
+
+from __future__ import annotations
+
+import re
 
 
 class Refused(ValueError):
@@ -7,3 +11,9 @@ class Refused(ValueError):
 
 class NoRoom(Refused):
     """There is not the memory for so many rows or positions."""
+
+
+def why(error: BaseException) -> str:
+    """The reason for an error, in words: without `[Errno 2]`, and with the name of its type where it has no words."""
+    words = (isinstance(error, OSError) and error.strerror) or str(error)
+    return re.sub(r"\[Errno -?\d+\] ", "", words) or type(error).__name__

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft import assets
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -95,10 +95,10 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         raise _unloadable(name, argument, source, e) from e
 
 
-def _unloadable(name: str, argument: str, source: Path | str, why: Exception) -> Refused:
+def _unloadable(name: str, argument: str, source: Path | str, error: Exception) -> Refused:
     where = "" if isinstance(source, Path) else " (no such folder here, so the hub was asked)"
-    reason = " ".join(str(why).strip().partition("\n")[0].split()) or type(why).__name__
-    if isinstance(why, ImportError):
+    reason = " ".join(why(error).strip().partition("\n")[0].split())
+    if isinstance(error, ImportError):
         reason = reason.partition(". ")[0]
         if "sentencepiece" in reason.lower():
             reason += "; pip install 'truedraft[translate]'"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ParamSpec, TypeVar
+
+from truedraft.layout import labelled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -155,19 +157,23 @@ class Report:
         printer.text(str(self))
 
     def __str__(self) -> str:
-        rate = (
-            "nothing drafted"
-            if self.acceptance_rate is None
-            else f"{self.acceptance_rate:.0%} of drafted nodes accepted"
-        )
-        where = ", ".join(f"{p} {self.seconds.get(p, 0.0) / self._working:.0%}" for p in ("prefill", "draft", "target"))
-        lines = [
-            f"drafter {self.drafter}, rule {self.rule} (guarantee: {self.guarantee}), control {self.control}",
-            f"{self.tokens} tokens in {len(self.passes)} passes: "
-            f"mean acceptance length {self.mean_acceptance_length:.2f}, {rate}",
-            f"{self.tokens_per_second:.1f} tokens/s; time: {where}; passes by {self.runtime}",
-        ]
+        return labelled(self.described())
+
+    def described(self) -> Iterator[tuple[str, str]]:
+        """The figures in words, each with a label."""
+        yield "drafter", self.drafter
+        yield "rule", f"{self.rule} (guarantee: {self.guarantee})"
+        yield "control", self.control
+        yield "passes by", self.runtime
+        yield "tokens", f"{self.tokens} in {len(self.passes)} passes"
+        yield "accepted", f"mean acceptance length {self.mean_acceptance_length:.2f}"
+        rate = self.acceptance_rate
+        yield "", "nothing drafted" if rate is None else f"{rate:.0%} of drafted nodes accepted"
+        yield "speed", f"{self.tokens_per_second:.1f} tokens/s"
+        parts = ("prefill", "draft", "target")
+        yield "time", ", ".join(f"{part} {self.seconds.get(part, 0.0) / self._working:.0%}" for part in parts)
         if self.attributions:
             copied, sources = sum(a.end - a.start for a in self.attributions), {a.source for a in self.attributions}
-            lines.append(f"{copied} tokens copied, {len(self.attributions)} spans of {', '.join(sorted(sources))}")
-        return "\n".join(lines + self.notes)
+            yield "copied", f"{copied} tokens copied, {len(self.attributions)} spans of {', '.join(sorted(sources))}"
+        for note in self.notes:
+            yield "note", note

@@ -1,193 +1,191 @@
-"""One self-contained HTML page of a benchmark: tables, and plots drawn as SVG."""
+"""One self-contained HTML page of a benchmark: where its figures come from, tables, plots, and what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
+from truedraft.bench import columns, plots
 from truedraft.bench.compare import Figures
 from truedraft.bench.oracle import Attained
+from truedraft.bench.replay import Replayed
 from truedraft.bench.roofline import Machine, Row
+from truedraft.layout import Table, grouped
 
-COLORS = ("#4361ee", "#e76f51", "#2a9d8f", "#8338ec", "#bc6c25", "#6c757d", "#d00000", "#0077b6")
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:64rem;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1rem 0;font-size:13px}td,th{padding:.25rem .6rem;text-align:right;border-bottom:
-1px solid #ddd}td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}.no{color:#b00020}
-svg{margin:.5rem 0 1.5rem;max-width:100%;height:auto}text{font:12px system-ui,sans-serif;fill:#333}h2{margin-top:2rem}
+:root{color-scheme:light dark;--fg:#1f2328;--bg:#fff;--dim:#59636e;--line:#d1d9e0;--faint:#eef1f4;--bad:#b00020}
+@media(prefers-color-scheme:dark){:root{--fg:#e3e8ee;--bg:#12161b;--dim:#9aa5b1;--line:#3a434d;--faint:#222931;
+--bad:#ff7b8a}}
+*{box-sizing:border-box}
+body{font:16px/1.5 system-ui,sans-serif;margin:1.5rem auto;max-width:72rem;padding:0 1rem;color:var(--fg);
+background:var(--bg)}
+h1,h2,h3{line-height:1.25;overflow-wrap:anywhere}h2{margin:2.5rem 0 .5rem}h3{font-size:1em;margin:1.2rem 0 .3rem}
+p{max-width:46rem}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:.8rem 0;font-size:.9em}
+dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere;max-width:46rem}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;font-size:.9em;font-variant-numeric:tabular-nums}
+th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid var(--line);vertical-align:bottom}
+td,thead th{white-space:nowrap}thead th{color:var(--dim);font-weight:600}
+th:first-child{position:sticky;left:0;background:var(--bg);text-align:left;font-weight:400;min-width:min(15rem,42vw);
+max-width:22rem;padding-left:0;white-space:normal;overflow-wrap:anywhere}
+tbody th[scope=rowgroup]{font-weight:600;padding-top:.8rem;max-width:none}
+th span{display:inline-block;position:sticky;left:0;max-width:calc(100vw - 3rem)}
+.bad{color:var(--bad)}
+@media(max-width:40rem){th:first-child{max-width:11rem}dl{grid-template-columns:1fr}dd{margin:0 0 .4rem}}
 """
-WIDTH, HEIGHT, LEFT, BOTTOM = 760, 260, 60, 40
-LABELS = 300  # room for the names of bars
+
+WHAT = (
+    "truedraft drafts several tokens cheaply, has the model verify them in one forward pass, and keeps those that the "
+    "model would have chosen itself. So the text stays the same, and fewer passes are needed for it."
+)
+TURNS = (
+    "All ways generate from the same prompts, in turns within one process, so that whatever else the machine does "
+    "falls on all of them."
+)
 
 
-def page(
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page that needs nothing else; `parts` are HTML, the title is text."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}{plots.STYLE}</style>\n</head>\n"
+        f"<body>\n<h1>{escape(title)}</h1>\n{chr(10).join(parts)}\n</body>\n</html>\n"
+    )
+
+
+def measured(
     title: str,
-    about: Sequence[str],
+    facts: Mapping[str, str],
     figures: Sequence[Figures],
+    rounds: int,
     machine: Machine | None = None,
     rows: Sequence[Row] = (),
     attained: Sequence[Attained] = (),
 ) -> str:
-    """The page as text.
+    """The page of what was measured with a model.
 
     Args:
-        about: lines on what was measured and where.
-        figures: of all workloads and sides.
+        facts: what the figures are figures of, by name.
+        figures: of all workloads and ways, medians of so many rounds.
         machine, rows: a roofline, where one was measured.
         attained: speed-ups with known answers, where they were measured.
     """
-    parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in about)]
+    parts = [_paragraph(WHAT), _defined(facts.items())]
     if figures:
-        parts += ["<h2>Figures</h2>", _table(figures), "<h2>Speed-up over transformers generate</h2>", _bars(figures)]
-        if plot := _positions(figures):
-            parts += ["<h2>Accepted to at least this position</h2>", plot]
-        parts += ["<h2>Where the time goes</h2>", _shares(figures)]
+        parts += _speed(figures, rounds)
     if attained:
-        parts += ["<h2>Known answers, each drafted token right with a given probability</h2>", _known(attained)]
+        parts.append(_section(columns.known(attained)))
     if rows and machine is not None:
-        said = f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.rate / 1e9:.0f} fp32 GFLOP/s"
-        parts += [f"<h2>Latency of a pass by width ({said})</h2>", _latency(rows)]
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+        parts += [_section(columns.roofline(rows, machine)), _paragraph(columns.free(rows)), _latency(rows)]
+    return document(title, parts)
 
 
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.1f}"
+def replayed(title: str, facts: Mapping[str, str], found: Sequence[Replayed], tokenizer: str, note: str) -> str:
+    """The page of drafters on recorded outputs.
+
+    Args:
+        facts: what the figures are figures of, by name.
+        tokenizer: that the outputs were read with.
+        note: what a replay cannot measure.
+    """
+    table = columns.replayed(found, tokenizer)
+    most = max(f.mean_acceptance_length for f in found)
+    parts = [_paragraph(WHAT), _paragraph(note), _defined(facts.items()), _section(table)]
+    parts += ["<h2>Tokens per pass</h2>", _paragraph("The dashed line is plain decoding, one token per pass.")]
+    for name, group in table.groups.items():
+        lengths = [(f.way, f.mean_acceptance_length) for f in group]
+        shown = [plots.Bar(way, f"{n:.2f}", [(n / most, 0)], mark=1 / most) for way, n in lengths]
+        parts += [f"<h3>{escape(name)}</h3>", plots.bars(shown)]
+    return document(title, parts)
 
 
-def _rows(heads: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    """A table of cells that are HTML already."""
-    parts = ["<tr>" + "".join(f"<th>{h}</th>" for h in heads) + "</tr>"]
-    parts += ["<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>" for cells in lines]
-    return f"<table>{''.join(parts)}</table>"
+def _speed(figures: Sequence[Figures], rounds: int) -> list[str]:
+    single = " One round was measured: there are no intervals, and what the machine did besides is not averaged out."
+    parts = [_paragraph(TURNS + (single if rounds == 1 else "")), _section(columns.speed(figures, rounds))]
+    parts += [_paragraph(note, bad=True) for note in columns.notes(figures)]
+    parts += ["<h2>Speed-up over transformers</h2>", _paragraph(
+        "The dashed line is transformers' generate."
+        + (" The thin lines are the intervals of the table." if any(map(columns.interval, figures)) else "")
+    ), *_bars(figures)]  # fmt: skip
+    if plot := _positions(figures):
+        parts += ["<h2>How far drafts are right</h2>", _paragraph(
+            "Of the passes that verified a draft, the share in which at least so many drafted tokens were accepted."
+        ), plot]  # fmt: skip
+    shares = _shares(figures)
+    if shares:
+        parts += ["<h2>Where the time goes</h2>", _paragraph(
+            "Target: passes of the model; its share is the figure on the right. Draft: making drafts. Engine: the rest."
+        ), plots.keys([("target", 2), ("draft", 1), ("engine", 5)]), *shares]  # fmt: skip
+    return [*parts, _section(columns.latency(figures, rounds))]
 
 
-def _known(attained: Sequence[Attained]) -> str:
-    heads = ("workload", "rate", "drafted", "accepted", "theory", "attained", "share")
-    return _rows(heads, [
-        (escape(a.workload), f"{a.rate:g}", a.drafted, f"{a.mean_acceptance_length:.2f}", f"{a.theory:.2f}x",
-         f"{a.attained:.2f}x", f"{a.share:.0%}")
-        for a in attained
-    ])  # fmt: skip
-
-
-def _table(figures: Sequence[Figures]) -> str:
-    heads = (
-        "workload", "way", "batch", "T", "identical", "tokens/s", "TTFT ms", "ms/token", "ITL p50/p95 ms", "passes",
-        "accepted", "draft share", "MB", "speed-up", "by drafts, of at most",
-    )  # fmt: skip
-    lines: list[Sequence[object]] = []
-    for f in figures:
-        latency = "" if f.inter_token_latency is None else "/".join(_ms(s) for s in f.inter_token_latency)
-        speed = "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x ({f.speed_up[1]:.2f}-{f.speed_up[2]:.2f})"
-        same = "yes" if f.differs is None else f"<span class=no>no: {escape(f.differs)}</span>"
-        by_drafts = "" if f.bound is None else f"{f.against_no_drafts:.2f} of {f.bound:.2f}"
-        lines.append((
-            escape(f.workload), escape(f.side), f.batch, f.temperature, same, f"{f.tokens_per_second:.1f}",
-            _ms(f.time_to_first_token), _ms(f.time_per_output_token), latency, f.passes or "",
-            "" if f.mean_acceptance_length is None else f"{f.mean_acceptance_length:.2f}",
-            "" if f.draft_share is None else f"{f.draft_share:.0%}", f.peak_memory >> 20, speed, by_drafts,
-        ))  # fmt: skip
-    return _rows(heads, lines)
-
-
-def _svg(body: str, height: int = HEIGHT) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">{body}</svg>'
-
-
-def _label(f: Figures) -> str:
-    return f"{f.workload}, {f.side}, batch {f.batch}, T={f.temperature:g}"
-
-
-def _bars(figures: Sequence[Figures]) -> str:
-    """Horizontal bars with the interval of the median as a line; a dashed line at 1."""
-    shown = [(f, f.speed_up) for f in figures if f.speed_up is not None]
-    most = max([1.2, *(s[2] for _, s in shown)])
-    left, step = LABELS, 22
-
-    def x(value: float) -> float:
-        return left + (WIDTH - left - 60) * value / most
-
-    body = []
-    for i, (f, (middle, low, high)) in enumerate(shown):
-        y = 10 + i * step
-        body.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(_label(f))}</text>')
-        body.append(
-            f'<rect x="{left}" y="{y}" width="{x(middle) - left:.1f}" height="15" fill="{COLORS[0]}" opacity=".75"/>'
-        )
-        body.append(f'<path d="M{x(low):.1f} {y + 7}H{x(high):.1f}" stroke="#222" stroke-width="2"/>')
-        body.append(f'<text x="{x(max(middle, high)) + 6:.1f}" y="{y + 12}">{middle:.2f}x</text>')
-    height = 20 + len(shown) * step
-    body.append(f'<path d="M{x(1):.1f} 4V{height - 6}" stroke="#888" stroke-dasharray="4 3"/>')
-    return _svg("".join(body), height)
+def _bars(figures: Sequence[Figures]) -> list[str]:
+    shown = [f for f in figures if f.speed_up is not None]
+    most = max([1.2, *(f.speed_up[2] for f in shown if f.speed_up)])
+    parts = []
+    for name, group in grouped(shown, columns.label).items():
+        found = []
+        for f in group:
+            middle, low, high = f.speed_up or (0.0, 0.0, 0.0)
+            whisker = (low / most, high / most) if columns.interval(f) else None
+            found.append(plots.Bar(f.side, f"{middle:.2f}x", [(middle / most, 0)], whisker, 1 / most))
+        parts += [f"<h3>{escape(name)}</h3>", plots.bars(found)]
+    return parts
 
 
 def _positions(figures: Sequence[Figures]) -> str:
-    lines = [(f"{f.workload}, {f.side}", [1.0, *f.acceptance_by_position]) for f in figures if f.acceptance_by_position]
-    if not lines:
-        return ""
-    return _curves([(n, list(enumerate(v))) for n, v in lines], "position in the draft", 1.0, lambda v: f"{v:.0%}")
+    drawn = []
+    for name, group in grouped((f for f in figures if f.acceptance_by_position), columns.label).items():
+        lines = [(f.side, [1.0, *f.acceptance_by_position]) for f in group]
+        plot = plots.curves(lines, "drafted tokens", 1.0, lambda v: f"{v:.0%}")
+        drawn.append(f"<div><h3>{escape(name)}</h3>{plot}</div>")
+    return f'<div class="plots">{"".join(drawn)}</div>' if drawn else ""
 
 
-def _shares(figures: Sequence[Figures]) -> str:
-    """Target, drafting and everything else, as parts of the whole time."""
-    shown = [f for f in figures if f.draft_share is not None and f.target_share is not None]
-    left, step, width = LABELS, 22, WIDTH - LABELS - 20
-    body = []
-    for i, f in enumerate(shown):
-        y, at = 26 + i * step, float(left)
-        target, draft = f.target_share or 0.0, f.draft_share or 0.0
-        body.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(_label(f))}</text>')
-        for share, color in ((target, COLORS[2]), (draft, COLORS[1]), (max(1 - target - draft, 0.0), COLORS[5])):
-            body.append(f'<rect x="{at:.1f}" y="{y}" width="{share * width:.1f}" height="15" fill="{color}"/>')
-            at += share * width
-    for k, (name, color) in enumerate((("target", COLORS[2]), ("draft", COLORS[1]), ("engine", COLORS[5]))):
-        body.append(f'<rect x="{left + k * 90}" y="4" width="12" height="12" fill="{color}"/>')
-        body.append(f'<text x="{left + k * 90 + 17}" y="15">{name}</text>')
-    return _svg("".join(body), 36 + len(shown) * step)
+def _shares(figures: Sequence[Figures]) -> list[str]:
+    parts = []
+    for name, group in grouped((f for f in figures if f.draft_share is not None), columns.label).items():
+        found = []
+        for f in group:
+            target, draft = f.target_share or 0.0, f.draft_share or 0.0
+            rest = max(1 - target - draft, 0.0)
+            found.append(plots.Bar(f.side, f"{target:.0%}", [(target, 2), (draft, 1), (rest, 5)]))
+        parts += [f"<h3>{escape(name)}</h3>", plots.bars(found)]
+    return parts
 
 
 def _latency(rows: Sequence[Row]) -> str:
-    return _curves(
-        [
-            ("measured", [(float(k), row.seconds) for k, row in enumerate(rows)]),
-            ("floor", [(float(k), row.floor) for k, row in enumerate(rows)]),
-        ],
-        "width",
-        max(row.seconds for row in rows),
-        lambda v: f"{v * 1e3:.1f} ms",
-        [str(row.width) for row in rows],
+    lines = [("measured", [row.seconds for row in rows]), ("floor", [row.floor for row in rows])]
+    top = max(seconds for _, points in lines for seconds in points)
+    return plots.curves(lines, "width", top, lambda v: f"{v * 1e3:.1f} ms", [str(row.width) for row in rows])
+
+
+def _paragraph(text: str, bad: bool = False) -> str:
+    opened = '<p class="bad">' if bad else "<p>"
+    return f"{opened}{escape(text)}</p>"
+
+
+def _defined(terms: Iterable[tuple[str, str]]) -> str:
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in terms)}</dl>"
+
+
+def _section(table: Table[Any]) -> str:
+    """A heading, the table and what its columns mean."""
+    shown = table.filled
+    heads = "".join(f'<th scope="col">{escape(column.head)}</th>' for column in shown)
+    parts = []
+    for name, entries in table.groups.items():
+        title = f'<tr><th scope="rowgroup" colspan="{len(shown)}"><span>{escape(name)}</span></th></tr>' if name else ""
+        lines = [[column.cell(entry) for column in shown] for entry in entries]
+        cells = [
+            f'<th scope="row">{plots.breakable(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+            for first, *rest in lines
+        ]
+        parts.append(f"<tbody>{title}{''.join(f'<tr>{line}</tr>' for line in cells)}</tbody>")
+    return (
+        f'<h2>{escape(table.title)}</h2>\n<div class="scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead>'
+        f"{''.join(parts)}</table></div>\n{_defined(table.legend)}"
     )
-
-
-def _curves(
-    lines: Sequence[tuple[str, Sequence[tuple[float, float]]]],
-    label: str,
-    top: float,
-    said: Callable[[float], str],
-    ticks: Sequence[str] | None = None,
-) -> str:
-    """Lines over a common axis from 0 to `top`; `said` writes a value of it."""
-    last = max(x for _, points in lines for x, _ in points) or 1.0
-    right = WIDTH - 200
-
-    def place(x: float, y: float) -> str:
-        return f"{LEFT + (right - LEFT) * x / last:.1f} {HEIGHT - BOTTOM - (HEIGHT - BOTTOM - 14) * y / top:.1f}"
-
-    body = [f'<path d="M{place(0, top)}L{place(0, 0)}L{place(last, 0)}" fill="none" stroke="#888"/>']
-    for share in (0.0, 0.5, 1.0):
-        x, y = place(0, top * share).split()
-        body.append(f'<text x="{float(x) - 6}" y="{float(y) + 4}" text-anchor="end">{said(top * share)}</text>')
-    for k in range(int(last) + 1):
-        x, y = place(k, 0).split()
-        body.append(f'<text x="{x}" y="{float(y) + 16}" text-anchor="middle">{ticks[k] if ticks else k}</text>')
-    body.append(f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">{escape(label)}</text>')
-    for i, (name, points) in enumerate(lines):
-        color = COLORS[i % len(COLORS)]
-        body.append(
-            f'<path d="M{"L".join(place(x, y) for x, y in points)}" fill="none" stroke="{color}" stroke-width="2"/>'
-        )
-        body.append(f'<text x="{right + 12}" y="{20 + i * 17}" style="fill:{color}">{escape(name)}</text>')
-    return _svg("".join(body))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from truedraft import assets
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 
 # eight categories of MT-Bench are one kind of Spec-Bench
 CHAT = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -108,7 +108,7 @@ def text_of(path: Path, option: str) -> str:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return raw.decode()
     except (OSError, UnicodeDecodeError, gzip.BadGzipFile) as e:
-        raise Refused(f"{option} {path} cannot be read: {e}") from e
+        raise Refused(f"{option} {path} cannot be read: {why(e)}") from e
 
 
 def objects(path: Path, text: str, option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

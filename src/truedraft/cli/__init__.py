@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import typer
 
 from truedraft.cli import audit, bench, corpus, correct, demo, generate, methods, train, translate
+from truedraft.cli._streams import guarded
+from truedraft.errors import Refused, why
 
 app = typer.Typer(
     name="truedraft",
@@ -23,20 +25,34 @@ for command in (
     app.command()(command)
 app.add_typer(corpus.app, name="corpus")
 
+WRITERS = ("correct", "corpus", "train", "translate")  # commands whose results may be files
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, that of the process by default, and return its exit code.
 
     Expected errors (`Refused`, OSError, ValueError, a wrong option) become one line on stderr and code 2; Ctrl-C
-    is 130.
+    is 130; 141 is that nobody reads standard output any more.
     """
-    args = list(sys.argv[1:] if args is None else args)
+    given = list(sys.argv[1:] if args is None else args)
+    return guarded(lambda: _run(given))
+
+
+def _run(args: list[str]) -> int:
     try:
-        return app(args or ["--help"], prog_name="truedraft", standalone_mode=False) or 0
+        if sys.stdout is None and not {*WRITERS} & {*args[:1]}:
+            raise Refused("standard output is closed, where the result was to go: leave it open")
+        code = app(args or ["--help"], prog_name="truedraft", standalone_mode=False, obj=args) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        raise
     except Exception as e:
         usage = getattr(e, "format_message", None)  # typer's own errors; their class moved between its versions
         if usage is None and not isinstance(e, OSError | ValueError):
             raise
-        message = " ".join(str(usage() if usage else e).split())
+        file = getattr(e, "filename", None)
+        message = " ".join(f"{'' if file is None else f'{file}: '}{usage() if usage else why(e)}".split())
         print(f"error: {message}", file=sys.stderr)
         return 2

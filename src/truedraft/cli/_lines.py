@@ -15,8 +15,9 @@ from typer import Argument, Option
 
 from truedraft.cli._diff import coloured, marked
 from truedraft.cli._models import accelerated
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 from truedraft.files import whole
+from truedraft.layout import labelled
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
@@ -166,7 +167,7 @@ def opened(name: str) -> Iterator[Source]:
         try:
             file = stack.enter_context(Path(name).open("rb"))
         except OSError as e:
-            raise Refused(f"FILE {name}: {e.strerror}") from e
+            raise Refused(f"FILE {name}: {why(e)}") from e
         yield Source(file, f"FILE {name}")
 
 
@@ -210,7 +211,7 @@ def rewrite(
             except OSError as e:
                 if place.target is None:
                     raise
-                raise Refused(f"{place.target} cannot be written: {e.strerror}") from e
+                raise Refused(f"{place.target} cannot be written: {why(e)}") from e
     return _told(rewriter, report)
 
 
@@ -269,9 +270,9 @@ def _interrupted(tally: Tally, target: Path | None) -> int:
 def _told(rewriter: Rewriter, report: bool) -> int:
     """Notes, figures and the comparison, on stderr; returns the exit code."""
     tally, say = rewriter.tally, lambda text: print(text, file=sys.stderr)
-    for why, noted in tally.notes.items():
+    for reason, noted in tally.notes.items():
         lines = ", ".join(map(str, sorted(noted.lines)))
-        say(f"note: {noted.count:,} {'place' if noted.count == 1 else 'places'}, on lines {lines}: {why}")
+        say(f"note: {noted.count:,} {'place' if noted.count == 1 else 'places'}, on lines {lines}: {reason}")
     own = rewriter.fast.model.generation_config
     if (own.num_beams or 1) > 1:
         say(f"note: this model's own settings search with {own.num_beams} beams; lines are said greedily")
@@ -290,15 +291,22 @@ def _told(rewriter: Rewriter, report: bool) -> int:
 
 
 def _figures(tally: Tally) -> str:
-    lines = [f"{tally.lines:,} lines, {tally.changed:,} changed; {tally.pieces:,} sources given to the model"]
-    if tally.report is not None:
-        r, seconds = tally.report, max(tally.seconds, 1e-9)
-        lines += [
-            f"drafter {r.drafter}, rule {r.rule} (guarantee: {r.guarantee}), control {r.control}",
-            f"{tally.tokens:,} tokens in {tally.passes:,} passes; of a source {tally.row_passes / tally.pieces:.2f} "
-            f"passes, {tally.tokens / tally.row_passes:.2f} tokens per pass",
-            f"{tally.pieces / seconds:.1f} sources/s, {tally.tokens / seconds:.1f} tokens/s; passes by {r.runtime}",
-        ]
-        if tally.plain_seconds:
-            lines.append(f"model.generate alone: {tally.pieces / tally.plain_seconds:.1f} sources/s")
-    return "\n".join(lines)
+    return labelled(_described(tally))
+
+
+def _described(tally: Tally) -> Iterator[tuple[str, str]]:
+    yield "lines", f"{tally.lines:,}, {tally.changed:,} of them changed"
+    yield "sources", f"{tally.pieces:,} given to the model"
+    if tally.report is None:
+        return
+    r, seconds = tally.report, max(tally.seconds, 1e-9)
+    yield "drafter", r.drafter
+    yield "rule", f"{r.rule} (guarantee: {r.guarantee})"
+    yield "control", r.control
+    yield "passes by", r.runtime
+    yield "tokens", f"{tally.tokens:,} in {tally.passes:,} passes"
+    each = f"{tally.row_passes / tally.pieces:.2f} passes, {tally.tokens / tally.row_passes:.2f} tokens per pass"
+    yield "per source", each
+    yield "speed", f"{tally.pieces / seconds:.1f} sources/s, {tally.tokens / seconds:.1f} tokens/s"
+    if tally.plain_seconds:
+        yield "", f"model.generate alone: {tally.pieces / tally.plain_seconds:.1f} sources/s"

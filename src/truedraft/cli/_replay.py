@@ -1,4 +1,4 @@
-"""`truedraft bench --replay`: drafters against recorded outputs, in one table."""
+"""`truedraft bench --replay`: drafters against recorded outputs, in one table; and as a page."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.cli._models import load_tokenizer, machine
+from truedraft.cli._page import origin, write_page
+from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from truedraft.bench.replay import Replayed
 
 NOTE = (
@@ -30,11 +30,15 @@ def replay_files(
     limit: int | None,
     budget: int | None,
     as_json: bool,
+    html: Path | None,
+    command: Sequence[str],
 ) -> int:
     """Run every drafter over every file and write what came of it.
 
     Args:
         tokenizer: its name, and what that is called in messages.
+        html: where to write the figures as a page.
+        command: the arguments of the command line, for that page.
 
     Returns:
         The exit code.
@@ -43,6 +47,7 @@ def replay_files(
         Refused: a file, a drafter or the tokenizer will not do.
     """
     with waiting("reading the recordings") as say:
+        from truedraft.bench.columns import replayed
         from truedraft.bench.recordings import conversations, tokenized
         from truedraft.bench.replay import check_replayable, replay
         from truedraft.parts import drafter_of
@@ -56,31 +61,16 @@ def replay_files(
             recordings = tokenized(file.name.split(".jsonl")[0], talks, encode)
             for draft in drafts:
                 found += replay(recordings, draft, budget or 0, progress=say)
+    if html is not None:
+        from truedraft.bench import page
+
+        facts = {"recordings": ", ".join(map(str, files)), "tokenizer": tokenizer[0], **origin(command)}
+        write_page(html, page.replayed("truedraft bench --replay", facts, found, tokenizer[0], NOTE))
     if as_json:
         about = {"tokenizer": tokenizer[0], "machine": machine(), "note": NOTE}
         print(json.dumps({**about, "replay": [asdict(f) for f in found]}, indent=2))
     else:
-        for name in dict.fromkeys(f.file for f in found):
-            console().print(_table(name, [f for f in found if f.file == name], tokenizer[0]))
-        console().print(NOTE)
+        out = console()
+        print_table(out, replayed(found, tokenizer[0]))
+        print_folded(out, NOTE)
     return 0
-
-
-def _table(file: str, found: Sequence[Replayed], tokenizer: str) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title=f"Replay of {file}, in tokens of {Path(tokenizer).name}",
-        caption="accepted: tokens per pass, bonus included; drafted: nodes per pass; right: share of these; "
-        "µs: drafting per pass",
-    )
-    heads = ("kind", "way", "outputs", "tokens", "passes", "accepted", "drafted", "right", "µs")
-    for head in heads:
-        table.add_column(head, no_wrap=head in ("kind", "way"), overflow="fold")
-    for f in found:
-        table.add_row(
-            f.kind, f.way, str(f.outputs), str(f.tokens), str(f.passes), f"{f.mean_acceptance_length:.2f}",
-            f"{f.drafted_per_pass:.1f}", "" if f.accepted_share is None else f"{f.accepted_share:.0%}",
-            f"{f.drafting_microseconds:.0f}",
-        )  # fmt: skip
-    return table

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,7 @@ def read(path: Path, option: str) -> str:
     except UnicodeDecodeError as e:
         raise Refused(f"{option} {path}: not UTF-8 text") from e
     except OSError as e:
-        raise Refused(f"{option} {path}: {e.strerror}") from e
+        raise Refused(f"{option} {path}: {why(e)}") from e
 
 
 class Pieces:
@@ -62,11 +63,11 @@ class Pieces:
 
 
 def console() -> Console:
-    """Standard output, 120 columns wide where it is no terminal."""
+    """Standard output, its text as it is given; as wide as the terminal or COLUMNS, and 120 where there is neither."""
     from rich.console import Console
 
-    found = Console()
-    return found if found.is_terminal else Console(width=120)
+    width = shutil.get_terminal_size((120, 24)).columns
+    return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
 @contextmanager

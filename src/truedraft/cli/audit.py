@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from truedraft.cli._models import load
-from truedraft.cli._text import read, waiting
+from truedraft.cli._tables import print_folded, print_table
+from truedraft.cli._text import console, read, waiting
 from truedraft.errors import Refused
+from truedraft.layout import Column, Table, grouped, labelled
 
 if TYPE_CHECKING:
     from truedraft.audit.laws import Law
-    from truedraft.audit.tokens import Audit
+    from truedraft.audit.tokens import Audit, Divergence
 
 EXACT, INEXACT = 0, 1
 
@@ -100,46 +102,58 @@ def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
 
 
 def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(markup=False, highlight=False)
+    out = console()
     counts = found.as_dict()["divergences"]
-    console.print(
-        f"{found.model} in {found.dtype}, by {found.runtime}\n"
-        f"{found.prompts} prompts; {', '.join(found.modes)}; batches of {', '.join(map(str, found.batches))}; "
-        f"drafters {', '.join(found.drafters)}\n"
-        f"{found.tokens:,} tokens compared with model.generate: "
-        f"{counts['tie']} ties, {counts['numerics']} by numerics, {counts['bug']} bugs\n"
-        f"logits of the model itself are off by up to {found.noise:.2g} ({found.precise}); "
-        f"those of the engine by up to {found.worst_row:.2g} times that"
-    )
+    lines = [
+        ("model", f"{found.model}, {found.dtype}"),
+        ("passes by", found.runtime),
+        ("drafters", "; ".join(found.drafters)),
+        ("modes", "; ".join(found.modes)),
+        ("batches", ", ".join(map(str, found.batches))),
+        ("compared", f"{found.tokens:,} tokens with model.generate, from {found.prompts} prompts"),
+        ("differences", f"{counts['tie']} ties, {counts['numerics']} by numerics, {counts['bug']} bugs"),
+        ("noise", f"logits of the model itself are off by up to {found.noise:.2g} ({found.precise}); "
+         f"those of the engine by up to {found.worst_row:.2g} times that"),
+    ]  # fmt: skip
+    out.print(labelled(lines, out.width))
+    out.print()
     if found.found:
-        table = Table(title="First differences", title_justify="left")
-        for heading in ("drafter", "mode", "batch", "prompt", "position", "expected", "got", "gap", "noise", "kind"):
-            table.add_column(heading)
-        for d in found.found:
-            words = ["(ended)" if t < 0 else repr(tokenizer.decode([t])) for t in (d.expected, d.got)]
-            gap = "" if d.gap is None else f"{d.gap:.2g}"
-            table.add_row(
-                d.drafter, d.mode, str(d.batch), str(d.prompt), str(d.position), *words, gap, f"{d.noise:.2g}", d.kind
-            )
-        console.print(table)
+        print_table(out, _differences(found.found, tokenizer))
     if tested:
-        _print_laws(console, tested)
+        print_table(out, _laws(tested))
+        print_folded(out, tested[0].caption)
     exact = found.exact and all(law.holds for law in tested)
-    console.print("exact" if exact else "NOT exact: see the bugs above")
+    out.print("exact" if exact else "NOT exact: see the bugs above")
 
 
-def _print_laws(console: Any, tested: list[Law]) -> None:
-    from rich.table import Table
+def _differences(found: list[Divergence], tokenizer: Any) -> Table[Divergence]:
+    def word(token: int) -> str:
+        return "(ended)" if token < 0 else repr(tokenizer.decode([token]))
 
-    table = Table(title="Laws", title_justify="left", caption=tested[0].caption, caption_justify="left")
-    for heading in ("rule", "drafter", "settings", "tokens", "p-value", "a bias caught", "verdict"):
-        table.add_column(heading)
-    for law in tested:
-        verdict = "holds" if law.holds else "BROKEN"
-        table.add_row(
-            law.rule, law.drafter, law.settings, str(law.tokens), f"{law.p_value:.2g}", f"{law.bias:.2%}", verdict
-        )
-    console.print(table)
+    columns: list[Column[Divergence]] = [
+        Column("prompt", "", lambda d: f"prompt {d.prompt}"),
+        Column("kind", "tie: rounding decides; numerics: within noise; bug: neither", lambda d: d.kind),
+        Column("new token", "its place among the new ones, from 0", lambda d: str(d.position)),
+        Column("expected", "what model.generate has there", lambda d: word(d.expected)),
+        Column("got", "", lambda d: word(d.got)),
+        Column(
+            "gap",
+            "between the scores of the two, in higher precision",
+            lambda d: "" if d.gap is None else f"{d.gap:.2g}",
+        ),
+        Column("noise", "what such scores of the model itself are off by", lambda d: f"{d.noise:.2g}"),
+    ]
+    return Table("First differences", columns, grouped(found, lambda d: f"{d.drafter}, {d.mode}, batch {d.batch}"))
+
+
+def _laws(tested: list[Law]) -> Table[Law]:
+    columns: list[Column[Law]] = [
+        Column("rule", "", lambda law: law.rule),
+        Column("verdict", "", lambda law: "holds" if law.holds else "BROKEN"),
+        Column("p-value", "probability of such a sample if the law holds", lambda law: f"{law.p_value:.2g}"),
+        Column("tokens", "that were drawn", lambda law: str(law.tokens)),
+        Column(
+            "a bias caught", "the least mass in the wrong place that so many tokens show", lambda law: f"{law.bias:.2%}"
+        ),
+    ]
+    return Table("Laws", columns, grouped(tested, lambda law: f"{law.drafter}, {law.settings}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -15,14 +14,13 @@ from typer import Argument, Context, Option
 from truedraft import assets
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
+from truedraft.cli._page import check_page, origin, write_page
 from truedraft.cli._replay import replay_files
+from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
-from truedraft.files import write_whole
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from truedraft.bench.compare import Figures, Side
     from truedraft.bench.oracle import Attained
     from truedraft.bench.roofline import Machine, Row
@@ -36,7 +34,7 @@ UNUSED = {
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
                  "baselines", "assistant"),
     "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "baselines",
-               "assistant", "dtype", "quantize", "oracle", "roofline", "html"),
+               "assistant", "dtype", "quantize", "oracle", "roofline"),
 }  # fmt: skip
 REPLAYED = ("tokenizer", "questions", "budget")  # what only recorded outputs use
 
@@ -78,13 +76,13 @@ def bench(
     _check_numbers(
         {"--limit": [limit], "--rounds": [rounds], "--batch": batch or [], "--budget": [budget]}, temperature
     )
+    if html is not None:
+        check_page(html)
     modes = [mode for mode, wanted in (("oracle", oracle), ("roofline", roofline)) if wanted]
     _refuse_unused(context, ["replay"] if replay else modes)
     if replay:
         reads = _tokenizer(context, model, tokenizer)
-        return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, as_json)
-    if html is not None:
-        _check_writable(html)
+        return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, as_json, html, context.obj)
     with waiting("loading the model") as say:
         loaded, reader = load(model, dtype, quantize)
         sources = _check_sources(loaded, modes)
@@ -107,14 +105,15 @@ def bench(
                     room = _room(loaded, workload)
                     figures += compare(sides, workload, reader, loaded.device, size, rounds, temp, seed, room, say)
     if html is not None:
-        about = [f"{model}, {quantize or loaded.dtype}, {measured_on()}"]
-        about.append(f"{rounds} rounds, medians with 95 % intervals.")
-        _write(html, f"truedraft bench: {model}", about, figures, machine, rows, attained)
+        from truedraft.bench.page import measured
+
+        facts = {"model": model, "weights": quantize or str(loaded.dtype).removeprefix("torch."), **origin(context.obj)}
+        write_page(html, measured(f"truedraft bench: {model}", facts, figures, rounds, machine, rows, attained))
     if as_json:
         of_model = {"model": model, "dtype": str(loaded.dtype), "quantized": quantize}
         print(json.dumps({**of_model, **_result(figures, attained, rows)}, indent=2))
     else:
-        _print(figures, attained, machine, rows)
+        _print(figures, attained, machine, rows, rounds)
     return int(any(f.differs is not None for f in figures))
 
 
@@ -228,98 +227,19 @@ def _check_numbers(counts: Mapping[str, Sequence[int | None]], temperatures: Seq
         raise Refused(f"--temperature {min(temperatures)} must not be negative")
 
 
-def _check_writable(path: Path) -> None:
-    """Raises Refused, before anything is measured, for a page that could not be written."""
-    if path.is_dir():
-        raise Refused(f"--html {path} is a folder: name a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise Refused(f"--html {path}: {path.parent} is no folder that can be written")
-
-
-def _write(path: Path, *parts: Any) -> None:
-    """The page of these parts, as `bench.page.page` takes them."""
-    from truedraft.bench.page import page
-
-    try:
-        write_whole(path, page(*parts))
-    except OSError as e:
-        raise Refused(f"--html {path}: {e.strerror}") from e
-
-
 def _print(
-    figures: Sequence[Figures], attained: Sequence[Attained], machine: Machine | None, rows: Sequence[Row]
+    figures: Sequence[Figures], attained: Sequence[Attained], machine: Machine | None, rows: Sequence[Row], rounds: int
 ) -> None:
-    from rich.table import Table
+    from truedraft.bench import columns
 
     out = console()
     if figures:
-        out.print(_speed(figures))
-        out.print(_latency(figures))
-        for f in figures:
-            if f.differs is not None:
-                out.print(f"{f.workload}, {f.side}: {f.differs}", markup=False)
-        for name, cut in {f.workload: f.cut for f in figures if f.cut}.items():
-            out.print(f"{name}: {cut} prompts are longer than the model's context allows; their ends were read.")
+        print_table(out, columns.speed(figures, rounds))
+        print_table(out, columns.latency(figures, rounds))
+        for note in columns.notes(figures):
+            print_folded(out, note)
     if attained:
-        table = Table(title="Known answers, each drafted token right with the given probability")
-        for head in ("workload", "rate", "drafted", "accepted", "theory", "attained", "share"):
-            table.add_column(head)
-        for a in attained:
-            table.add_row(
-                a.workload, f"{a.rate:g}", str(a.drafted), f"{a.mean_acceptance_length:.2f}", f"{a.theory:.2f}x",
-                f"{a.attained:.2f}x", f"{a.share:.0%}",
-            )  # fmt: skip
-        out.print(table)
+        print_table(out, columns.known(attained))
     if rows and machine is not None:
-        table = Table(
-            title=f"A pass by width; this machine reads {machine.bandwidth / 1e9:.0f} GB/s and multiplies "
-            f"{machine.rate / 1e9:.0f} fp32 GFLOP/s"
-        )
-        for head in ("width", "floor", "bound by", "measured", "of width 1", "attained"):
-            table.add_column(head)
-        for row in rows:
-            table.add_row(
-                str(row.width), f"{row.floor * 1e3:.2f} ms", row.bound, f"{row.seconds * 1e3:.2f} ms",
-                f"{row.seconds / rows[0].seconds:.2f}x", f"{row.attained:.0%}",
-            )  # fmt: skip
-        out.print(table)
-        paid = next((row.width for row in rows if row.bound == "multiplying"), None)
-        out.print(
-            f"Verification stops being free at width {paid}." if paid else "Verification is free at every width here."
-        )
-
-
-def _speed(figures: Sequence[Figures]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="Speed: medians, over transformers generate in the same round, with 95 % intervals")
-    heads = ("workload", "way", "batch", "T", "same", "tok/s", "passes", "accepted", "draft", "speed-up", "by drafts")
-    for head in heads:
-        table.add_column(head, no_wrap=head == "way")
-    for f in figures:
-        most = "" if f.bound is None or f.against_no_drafts is None else f"{f.against_no_drafts:.2f} of {f.bound:.2f}"
-        table.add_row(
-            f.workload, f.side, str(f.batch), f"{f.temperature:g}", "yes" if f.differs is None else "NO",
-            f"{f.tokens_per_second:.0f}", "" if f.passes is None else str(f.passes),
-            "" if f.mean_acceptance_length is None else f"{f.mean_acceptance_length:.2f}",
-            "" if f.draft_share is None else f"{f.draft_share:.0%}",
-            "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x ({f.speed_up[1]:.2f}-{f.speed_up[2]:.2f})", most,
-        )  # fmt: skip
-    return table
-
-
-def _latency(figures: Sequence[Figures]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title="Latency in ms: to the first token, per token after it, between tokens (median, 95th percentile)"
-    )
-    for head in ("workload", "way", "batch", "T", "first", "per token", "p50", "p95", "memory, MB"):
-        table.add_column(head, no_wrap=head == "way")
-    for f in figures:
-        seconds = [f.time_to_first_token, f.time_per_output_token, *(f.inter_token_latency or (None, None))]
-        table.add_row(
-            f.workload, f.side, str(f.batch), f"{f.temperature:g}",
-            *("" if t is None else f"{t * 1e3:.2f}" for t in seconds), str(f.peak_memory >> 20),
-        )  # fmt: skip
-    return table
+        print_table(out, columns.roofline(rows, machine))
+        print_folded(out, columns.free(rows))

@@ -13,12 +13,13 @@ from typer import Option
 
 from truedraft import assets
 from truedraft.cli._models import accelerated
-from truedraft.cli._text import Pieces, read, waiting
+from truedraft.cli._tables import print_folded, print_table
+from truedraft.cli._text import Pieces, console, read, waiting
 from truedraft.errors import Refused
+from truedraft.layout import Column, Table
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from truedraft.accelerated import Accelerated
     from truedraft.stats import Pass, Report
@@ -67,26 +68,24 @@ def demo(
     \f
     Returns the exit code: 1 where a token differs. Raises Refused for a bad argument, KeyboardInterrupt for Ctrl-C.
     """
-    from rich.console import Console
-
     if max_new_tokens is not None and max_new_tokens < 1:
         raise Refused(f"--max-new-tokens {max_new_tokens} must be at least 1")
     todo = cases(prompt, instruction, max_new_tokens)
-    console = Console(highlight=False)
+    out = console()
     fast = accelerated(model, dtype, draft, quantize=quantize)
     with waiting("warming up, and measuring what a pass costs here"):
         for case in todo:
             outcome = Outcome(Case(case.name, case.text, WARM_UP))
             _run_plain(fast, outcome)
             _run_fast(fast, outcome, None)
-    console.out(f"{model}, greedy. ", end="", highlight=False)
-    console.out("Green: drafted and accepted.", style=DRAFTED, end="", highlight=False)
-    console.out(" Plain: the model's own word.", highlight=False)
-    outcomes = [run(fast, case, console) for case in todo]
-    console.print(_table(outcomes))
+    print_folded(out, f"{model}, greedy.")
+    out.print("Green: drafted and accepted.", style=DRAFTED, end=" ")
+    out.print("Plain: the model's own word.")
+    outcomes = [run(fast, case, out) for case in todo]
+    print_table(out, _table(outcomes))
     for outcome in outcomes:
         if outcome.differs is not None:
-            console.out(f"{outcome.case.name}: differs from new token {outcome.differs} on", highlight=False)
+            print_folded(out, f"{outcome.case.name}: differs from new token {outcome.differs} on")
     return int(any(outcome.differs is not None for outcome in outcomes))
 
 
@@ -109,29 +108,28 @@ def cases(prompt: Path | None, instruction: str | None, tokens: int | None) -> l
     return [Case(prompt.name, text, tokens or 200)]
 
 
-def run(fast: Accelerated, case: Case, console: Console) -> Outcome:
-    """Plain and accelerated in turns, the first accelerated round written to the console as it comes.
+def run(fast: Accelerated, case: Case, out: Console) -> Outcome:
+    """Plain and accelerated in turns, the first accelerated round written to `out` as it comes.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
     """
-    from rich.text import Text
-
     outcome, pieces = Outcome(case), Pieces(fast.tokenizer)  # type: ignore[arg-type]
 
     def show(done: Pass) -> None:
         for emission in done.emitted:
-            console.out(pieces.feed(emission.tokens[: emission.drafted]), style=DRAFTED, end="", highlight=False)
-            console.out(pieces.feed(emission.tokens[emission.drafted :]), end="", highlight=False)
+            out.out(pieces.feed(emission.tokens[: emission.drafted]), style=DRAFTED, end="", highlight=False)
+            out.out(pieces.feed(emission.tokens[emission.drafted :]), end="", highlight=False)
 
-    console.rule(Text(case.name), align="left", style="dim")
+    out.print()
+    print_folded(out, case.name, "bold underline")
     for turn in range(1, ROUNDS + 1):
         with waiting(f"transformers alone, round {turn} of {ROUNDS}"):
             _run_plain(fast, outcome)
         if turn == 1:
-            console.out(case.text, style="dim", end="", highlight=False)
+            out.out(case.text, style="dim", end="", highlight=False)
             _run_fast(fast, outcome, show)
-            console.out(pieces.end() + "\n")
+            out.out(pieces.end() + "\n")
         else:
             with waiting(f"accelerated, round {turn} of {ROUNDS}"):
                 _run_fast(fast, outcome, None)
@@ -170,31 +168,32 @@ def _timed(generate: Callable[..., Any], fast: Accelerated, case: Case, **settin
     return ids, time.perf_counter() - start
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
+def _table(outcomes: Sequence[Outcome]) -> Table[Outcome]:
+    columns: list[Column[Outcome]] = [
+        Column("prompt", "", lambda o: o.case.name),
+        Column("identical", "whether all tokens equal those of model.generate", _identical),
+        Column("speed-up", "time of transformers' generate over that of truedraft", _speed_up),
+        Column("plain tokens/s", "transformers' generate", lambda o: _rate(o.plain, o.plain_seconds)),
+        Column("drafted tokens/s", "truedraft", lambda o: _rate(o.fast, o.fast_seconds)),
+        Column("tokens", "that were written", lambda o: str(len(o.fast))),
+        Column("passes", "forward passes of the model for them", lambda o: str(len(_report(o).passes))),
+        Column("tokens/pass", "mean acceptance length", lambda o: f"{_report(o).mean_acceptance_length:.2f}"),
+    ]
+    return Table(f"Medians of {ROUNDS} rounds, drafter {_report(outcomes[0]).drafter}", columns, {"": outcomes})
 
-    table = Table(caption=f"medians of {ROUNDS} rounds", caption_justify="left")
-    table.add_column("prompt")
-    for outcome in outcomes:
-        table.add_column(Text(outcome.case.name), justify="right")
-    figures = [_figures(outcome) for outcome in outcomes]
-    for heading in figures[0]:
-        table.add_row(heading, *(column[heading] for column in figures))
-    return table
+
+def _report(outcome: Outcome) -> Report:
+    assert outcome.report is not None, "the case was run"
+    return outcome.report
 
 
-def _figures(outcome: Outcome) -> dict[str, str]:
-    report = outcome.report
-    assert report is not None
-    plain, fast = statistics.median(outcome.plain_seconds), statistics.median(outcome.fast_seconds)
-    return {
-        "drafter": report.drafter,
-        "passes": str(len(report.passes)),
-        "mean acceptance length": f"{report.mean_acceptance_length:.2f}",
-        "tokens": str(len(outcome.fast)),
-        "tokens/s plain": f"{len(outcome.plain) / plain:.1f}",
-        "tokens/s accelerated": f"{len(outcome.fast) / fast:.1f}",
-        "speed-up": f"{plain / fast:.2f}x",
-        "identical": "yes" if outcome.differs is None else "no",
-    }
+def _identical(outcome: Outcome) -> str:
+    return "yes" if outcome.differs is None else "NO"
+
+
+def _speed_up(outcome: Outcome) -> str:
+    return f"{statistics.median(outcome.plain_seconds) / statistics.median(outcome.fast_seconds):.2f}x"
+
+
+def _rate(tokens: Sequence[int], seconds: Sequence[float]) -> str:
+    return f"{len(tokens) / statistics.median(seconds):.0f}"

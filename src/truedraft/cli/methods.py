@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
 from typer import Option
 
+from truedraft.cli._text import console, waiting
+from truedraft.layout import labelled
+
+WIDTH = 100  # columns of a text that reads well, at most
 TITLES = {
     "drafters": "Drafters (--draft)",
     "accept": "Acceptance rules (--rule)",
@@ -20,8 +24,6 @@ TITLES = {
 
 def methods(as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False) -> None:
     """List every drafter, acceptance rule and control, with its idea, knobs and paper."""
-    from truedraft.cli._text import waiting
-
     with waiting("reading the cards"):
         found = listing()
     if as_json:
@@ -55,22 +57,26 @@ def _entry(name: str, cls: Any) -> dict[str, Any]:
 
 
 def _print(found: dict[str, list[dict[str, Any]]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 140
+    out = console()
+    width = min(out.width, WIDTH)
     for kind, entries in found.items():
-        table = Table(title=TITLES[kind], title_justify="left", show_lines=True)
-        table.add_column("name and presets", no_wrap=True)
-        for heading in ("idea", "knobs", *(["guarantee"] if kind.startswith("accept") else []), "paper"):
-            table.add_column(heading)
-        for e in entries:
-            named = [e["name"], *(f"  {preset}: {_knobs(values)}" for preset, values in e["presets"].items())]
-            guarantee = [e["guarantee"]] if "guarantee" in e else []
-            table.add_row("\n".join(named), e["idea"], _knobs(e["knobs"], e["takes"]), *guarantee, e["paper"])
-        console.print(table)
+        out.print(TITLES[kind], style="bold underline")
+        out.print()
+        for entry in entries:
+            out.print(entry["name"], style="bold")
+            out.print(labelled([(f"  {head}", text) for head, text in _described(entry)], width))
+            out.print()
+
+
+def _described(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the listing says of a method, by heading."""
+    yield "idea", entry["idea"]
+    yield "knobs", _knobs(entry["knobs"], entry["takes"])
+    for preset, values in entry["presets"].items():
+        yield "preset", f"{preset}: {_knobs(values)}"
+    yield "guarantee", entry.get("guarantee", "")
+    yield "needs", ", ".join(entry["needs"])
+    yield "paper", entry["paper"]
 
 
 def _knobs(values: dict[str, Any], takes: Mapping[str, str] = MappingProxyType({})) -> str:

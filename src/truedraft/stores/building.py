@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 from truedraft.stores.automaton import SEPARATOR, automaton
 from truedraft.stores.corpus import About, Corpus, fingerprint
 from truedraft.stores.texts import Texts
@@ -84,7 +84,7 @@ def build_corpus(
     try:
         Corpus(about, made).save(path)
     except OSError as e:
-        raise Refused(f"corpus {str(path)!r} cannot be written: {e.strerror or e}") from e
+        raise Refused(f"corpus {str(path)!r} cannot be written: {why(e)}") from e
     return Built(
         str(path), documents, about.tokens, watch.characters, path.stat().st_size,
         time.perf_counter() - watch.start, watch.tokenising, _peak_memory(), dict(texts.skipped),

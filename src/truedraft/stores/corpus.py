@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from truedraft.card import shown
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 from truedraft.stores import _file
 from truedraft.stores.automaton import SEPARATOR, Automaton, automaton, loaded
 
@@ -126,7 +126,7 @@ class Corpus:
         try:
             return cls(About.of(about), loaded(arrays), str(path), unchanged)
         except (KeyError, TypeError, ValueError, OverflowError) as e:
-            raise Refused(f"corpus {str(path)!r} is damaged ({e}): build it anew") from e
+            raise Refused(f"corpus {str(path)!r} is damaged ({why(e)}): build it anew") from e
 
 
 def corpora(given: Any) -> tuple[Corpus, ...]:

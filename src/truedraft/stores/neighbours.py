@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from truedraft.card import shown
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 from truedraft.stores import _file
 from truedraft.tree import Row
 
@@ -112,7 +112,7 @@ class Neighbours:
             text, keys = torch.from_numpy(arrays["text"].copy()), torch.from_numpy(arrays["keys"])
             return cls(layer, names, starts, text, keys, unchanged)
         except (KeyError, TypeError, ValueError, IndexError) as e:
-            raise Refused(f"{KIND} {str(path)!r} is damaged ({e}): build it anew") from e
+            raise Refused(f"{KIND} {str(path)!r} is damaged ({why(e)}): build it anew") from e
 
     def compared(self, states: Tensor) -> Tensor:
         """(n, m) minus the squared distances of (n, H) states from all keys, over the root of H."""

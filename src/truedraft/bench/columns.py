@@ -1,0 +1,162 @@
+"""The tables of a benchmark, for terminal and page alike: headings, what they mean, figures as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from truedraft.bench.compare import Figures
+from truedraft.bench.oracle import Attained
+from truedraft.bench.replay import Replayed
+from truedraft.bench.roofline import Machine, Row
+from truedraft.layout import Column, Table, grouped
+
+SURE = 6  # rounds from which on the extremes hold the median with 95 % confidence
+WAY = "how the text was generated: by transformers, or by truedraft with this drafter"
+IDENTICAL = "whether every token equals that of model.generate; where one differs there is no speed-up"
+SPEED_UP = "time of transformers' generate over the time of this way, in the same round: 2.00x is twice as fast"
+TOKENS_PER_SECOND = "new tokens per second, prompts' own passes included in the time"
+PASSES = "forward passes of the model, those over prompts included"
+ACCEPTED = (
+    "mean acceptance length: tokens that a text gains by a pass, the one that needs no draft included; plain is 1"
+)
+
+
+def label(f: Figures) -> str:
+    """What ways are compared on."""
+    return f"{f.workload}, batch {f.batch}, {'greedy' if f.temperature == 0 else f'temperature {f.temperature:g}'}"
+
+
+def interval(f: Figures) -> str:
+    """Of the speed-up; a single round has none, and plain transformers none over itself."""
+    if f.speed_up is None or f.speed_up[1] == f.speed_up[2]:
+        return ""
+    return f"{f.speed_up[1]:.2f}-{f.speed_up[2]:.2f}"
+
+
+def speed(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
+    """Equality first, then speed. `rounds`: how many were measured."""
+    sure = "95 % interval of its median" if rounds >= SURE else f"slowest and fastest of {rounds} rounds"
+    columns: list[Column[Figures]] = [
+        Column("way", WAY, lambda f: f.side),
+        Column("identical", IDENTICAL, lambda f: "yes" if f.differs is None else "NO"),
+        Column("speed-up", SPEED_UP, lambda f: "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x"),
+        Column("from-to", f"of the speed-up: {sure}", interval),
+        Column("tokens/s", TOKENS_PER_SECOND, lambda f: f"{f.tokens_per_second:.0f}"),
+        Column("passes", PASSES, lambda f: str(f.passes or "")),
+        Column("tokens/pass", ACCEPTED, lambda f: _decimals(f.mean_acceptance_length)),
+        Column("drafting", "share of the time that making drafts takes", lambda f: _percent(f.draft_share)),
+        Column("by drafts", "speed-up over the same engine without drafts", lambda f: _decimals(f.against_no_drafts)),
+        Column("of at most", "what that could be if nothing but passes took time", lambda f: _decimals(f.bound)),
+    ]
+    return Table(f"Speed, {medians(rounds)}", columns, grouped(figures, label))
+
+
+def notes(figures: Sequence[Figures]) -> list[str]:
+    """What the tables leave out: where tokens differ, and prompts that were shortened."""
+    differ = [f"{label(f)}, {f.side}: {f.differs}" for f in figures if f.differs is not None]
+    cut = {f.workload: f.cut for f in figures if f.cut}
+    return differ + [
+        f"{name}: {count} prompts are longer than the model's context allows; their ends were read."
+        for name, count in cut.items()
+    ]
+
+
+def latency(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
+    columns: list[Column[Figures]] = [
+        Column("way", "", lambda f: f.side),
+        Column("first token ms", "from the call to the first new token", lambda f: _ms(f.time_to_first_token)),
+        Column("ms/token", "time per token after the first, on average", lambda f: _ms(f.time_per_output_token)),
+        Column(
+            "gap median ms",
+            "between a token and the one before; tokens of one pass come together",
+            lambda f: _ms(f.inter_token_latency and f.inter_token_latency[0]),
+        ),
+        Column(
+            "gap 95 % ms",
+            "95 of 100 gaps are no longer than this",
+            lambda f: _ms(f.inter_token_latency and f.inter_token_latency[1]),
+        ),
+        Column(
+            "memory MB", "largest resident memory of the process, all ways in one", lambda f: str(f.peak_memory >> 20)
+        ),
+    ]
+    return Table(f"Latency, {medians(rounds)}", columns, grouped(figures, label))
+
+
+def known(attained: Sequence[Attained]) -> Table[Attained]:
+    """Speed-ups with drafts that are right at a set rate."""
+    columns: list[Column[Attained]] = [
+        Column("workload", "", lambda a: a.workload),
+        Column("right", "probability with which a drafted token is the true one", lambda a: f"{a.rate:g}"),
+        Column("drafted", "tokens drafted per pass", lambda a: str(a.drafted)),
+        Column("tokens/pass", ACCEPTED, lambda a: _decimals(a.mean_acceptance_length)),
+        Column("theory", "speed-up over no drafts if nothing but passes took time", lambda a: f"{a.theory:.2f}x"),
+        Column("attained", "speed-up over no drafts, measured", lambda a: f"{a.attained:.2f}x"),
+        Column("share", "attained, of what theory allows", lambda a: _percent(a.share)),
+    ]
+    return Table("Known answers, each drafted token right with a set probability", columns, {"": attained})
+
+
+def roofline(rows: Sequence[Row], machine: Machine) -> Table[Row]:
+    """Passes against what the machine reads and multiplies."""
+    columns: list[Column[Row]] = [
+        Column("width", "tokens that a pass scores at once", lambda r: str(r.width)),
+        Column("measured ms", "time of a pass", lambda r: _ms(r.seconds)),
+        Column(
+            "over width 1",
+            "time of the pass over that of a pass of one token",
+            lambda r: f"{r.seconds / rows[0].seconds:.2f}x",
+        ),
+        Column(
+            "floor ms", "the least that this machine needs to read the weights and multiply", lambda r: _ms(r.floor)
+        ),
+        Column("bound by", "which of the two takes longer", lambda r: r.bound),
+        Column("attained", "the floor as a share of the time measured", lambda r: _percent(r.attained)),
+    ]
+    read, rate = machine.bandwidth / 1e9, machine.rate / 1e9
+    title = f"Latency of a pass by width; this machine reads {read:.0f} GB/s and multiplies {rate:.0f} fp32 GFLOP/s"
+    return Table(title, columns, {"": rows})
+
+
+def free(rows: Sequence[Row]) -> str:
+    """Up to which width verification costs nothing but the reading of the weights."""
+    paid = next((row.width for row in rows if row.bound == "multiplying"), None)
+    return f"Verification stops being free at width {paid}." if paid else "Verification is free at every width here."
+
+
+def replayed(found: Sequence[Replayed], tokenizer: str) -> Table[Replayed]:
+    """Drafters on recorded outputs."""
+    columns: list[Column[Replayed]] = [
+        Column("drafter", "", lambda f: f.way),
+        Column("tokens/pass", ACCEPTED, lambda f: _decimals(f.mean_acceptance_length)),
+        Column(
+            "drafted/pass", "drafted tokens that a pass verifies, on average", lambda f: f"{f.drafted_per_pass:.1f}"
+        ),
+        Column("right", "share of the drafted tokens that were accepted", lambda f: _percent(f.accepted_share)),
+        Column(
+            "drafting µs/pass",
+            "time that the drafter takes, in microseconds",
+            lambda f: f"{f.drafting_microseconds:.0f}",
+        ),
+        Column("outputs", "recorded answers", lambda f: str(f.outputs)),
+        Column("tokens", "of these answers", lambda f: str(f.tokens)),
+        Column("passes", "of the model, that these would have taken", lambda f: str(f.passes)),
+    ]
+    name = tokenizer.rstrip("/").rpartition("/")[2]
+    return Table(f"Replay, in tokens of {name}", columns, grouped(found, lambda f: f"{f.file}, {f.kind}"))
+
+
+def medians(rounds: int) -> str:
+    return "one round" if rounds == 1 else f"medians of {rounds} rounds"
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

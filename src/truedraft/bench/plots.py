@@ -1,0 +1,117 @@
+"""Plots of a page, as HTML and SVG. Names are HTML beside the shapes: they wrap, and have the size of other text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil
+
+from truedraft.layout import SEPARATORS
+
+COLORS = ("#4a78d0", "#d9703f", "#2a9d8f", "#9465c9", "#b07a33", "#7a848e", "#d0405a", "#3a9ac4")
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 480, 220, 64, 42, 14
+TICKS = 8  # on the horizontal axis, at most
+
+STYLE = """
+.bar{display:grid;grid-template-columns:15rem 1fr 4rem;gap:0 .75rem;align-items:center;margin:.3rem 0}
+.bar .name{text-align:right;overflow-wrap:anywhere;line-height:1.25}
+.track{position:relative;display:flex;height:1.1rem;background:var(--faint)}
+.whisker{position:absolute;top:50%;height:2px;margin-top:-1px;min-width:2px;background:var(--fg)}
+.mark{position:absolute;top:-.3rem;bottom:-.3rem;border-left:1px dashed var(--fg)}
+.keys{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;padding:0;margin:.4rem 0;list-style:none;font-size:.9em}
+.keys li{overflow-wrap:anywhere}.keys svg{width:1.6em;height:.7em;margin-right:.4em}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:0 2rem}
+figure{margin:0 0 1rem;min-width:0}figure>svg{width:100%;height:auto;max-width:40rem}
+svg text{font:13px system-ui,sans-serif;fill:var(--fg)}
+@media(max-width:40rem){.bar{grid-template-columns:1fr 4rem}.bar .name{grid-column:1/3;text-align:left}}
+"""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar: parts of it as (share of the whole width, number of their colour), and marks at shares of the width.
+
+    whisker: from where to where an interval reaches.
+    mark: a dashed line to compare with.
+    """
+
+    name: str
+    value: str
+    parts: Sequence[tuple[float, int]]
+    whisker: tuple[float, float] | None = None
+    mark: float | None = None
+
+
+def breakable(name: str) -> str:
+    """A name as HTML that may be broken behind its separators."""
+    marks = re.escape(SEPARATORS[0])
+    return "<wbr>".join(map(escape, re.split(f"(?<=[{marks}])", name)))
+
+
+def bars(found: Sequence[Bar]) -> str:
+    return "".join(map(_bar, found))
+
+
+def _bar(bar: Bar) -> str:
+    shapes = [f'<span style="width:{share:.2%};background:{COLORS[color]}"></span>' for share, color in bar.parts]
+    if bar.mark is not None:
+        shapes.append(f'<span class="mark" style="left:{bar.mark:.2%}"></span>')
+    if bar.whisker is not None:
+        low, high = bar.whisker
+        shapes.append(f'<span class="whisker" style="left:{low:.2%};width:{high - low:.2%}"></span>')
+    return (
+        f'<div class="bar"><span class="name">{breakable(bar.name)}</span>'
+        f'<span class="track">{"".join(shapes)}</span><span>{escape(bar.value)}</span></div>'
+    )
+
+
+def keys(names: Sequence[tuple[str, int]]) -> str:
+    """What colours and dashes stand for; names with the number of their style."""
+    lines = [f'<svg viewBox="0 0 32 14"><path d="M0 7H32" {_stroke(style, 8)}/></svg>' for _, style in names]
+    return (
+        '<ul class="keys">'
+        + "".join(f"<li>{line}{breakable(name)}</li>" for line, (name, _) in zip(lines, names, strict=True))
+        + "</ul>"
+    )
+
+
+def _stroke(style: int, width: int = 2) -> str:
+    """Colours in turn; once all were used, dashed."""
+    dashes = f' stroke-dasharray="{4 * (style // len(COLORS))} 3"' if style >= len(COLORS) else ""
+    return f'fill="none" stroke="{COLORS[style % len(COLORS)]}" stroke-width="{width}"{dashes}'
+
+
+def curves(
+    lines: Sequence[tuple[str, Sequence[float]]],
+    label: str,
+    top: float,
+    value: Callable[[float], str],
+    ticks: Sequence[str] | None = None,
+) -> str:
+    """Lines over a common axis of 0, 1, 2, ..., up to the value `top`, which `value` writes.
+
+    label: of the horizontal axis.
+    ticks: what stands there for 0, 1, 2, ...
+    """
+    last = max(len(points) for _, points in lines) - 1
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across, up = (WIDTH - LEFT - 14) / max(last, 1), (HEIGHT - BOTTOM - TOP) / top
+        return round(LEFT + x * across, 1), round(HEIGHT - BOTTOM - y * up, 1)
+
+    def path(points: Sequence[tuple[float, float]]) -> str:
+        return "M" + "L".join(f"{x} {y}" for x, y in (place(*point) for point in points))
+
+    body = [f'<path d="{path([(0, top), (0, 0), (last, 0)])}" fill="none" stroke="currentColor" opacity=".5"/>']
+    for share in (0.0, 0.5, 1.0):
+        x, y = place(0, top * share)
+        body.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{escape(value(top * share))}</text>')
+    for k in range(0, last + 1, max(1, ceil(last / TICKS))):
+        x, y = place(k, 0)
+        body.append(f'<text x="{x}" y="{y + 17}" text-anchor="middle">{escape(ticks[k] if ticks else str(k))}</text>')
+    body.append(f'<text x="{WIDTH - 14}" y="{HEIGHT - 6}" text-anchor="end">{escape(label)}</text>')
+    body += [f'<path d="{path(list(enumerate(points)))}" {_stroke(i)}/>' for i, (_, points) in enumerate(lines)]
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
+    return f"<figure>{svg}{keys([(name, i) for i, (name, _) in enumerate(lines)])}</figure>"

@@ -1,0 +1,53 @@
+"""Pages that a command writes: where they go, and where their figures come from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from truedraft import __version__
+from truedraft.errors import Refused, why
+from truedraft.files import write_whole
+
+
+def check_page(path: Path) -> None:
+    """Raises Refused, before anything is measured, for a page that could not be written."""
+    if path.is_dir():
+        raise Refused(f"--html {path} is a folder: name a file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise Refused(f"--html {path}: {path.parent} is no folder that can be written")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, whole or not at all; raises Refused where that fails."""
+    try:
+        write_whole(path, text)
+    except OSError as e:
+        raise Refused(f"--html {path}: {why(e)}") from e
+
+
+def origin(command: Sequence[str]) -> dict[str, str]:
+    """What the figures of this process are figures of, by name: command, date, machine, versions."""
+    import torch
+    import transformers
+
+    return {
+        "command": shlex.join(["truedraft", *command]),
+        "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "processor": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}",
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "versions": f"truedraft {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+    }
+
+
+def processor() -> str:
+    """The name of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
