@@ -28,7 +28,7 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
     """
     check_hosted(model)
     kind = Seq2SeqTarget if model.config.is_encoder_decoder else DecoderTarget
-    target = kind(model, runtime)
+    target = kind(model, runtime, strict)
     try:
         check_exact(target)
     except Refused:
