@@ -31,7 +31,8 @@ def threads() -> Iterator[None]:
 
 
 def target_of(architecture: str, dtype: torch.dtype, runtime: str = "auto") -> DecoderTarget:
-    target = DecoderTarget(tiny(architecture, dtype), runtime)
+    """By compiled passes alone, prompts too."""
+    target = DecoderTarget(tiny(architecture, dtype), runtime, strict=True)
     assert target.why_stock is None
     return target
 

@@ -237,6 +237,17 @@ class Scores:
     context: Sequence[int]
 
 
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of prompts that were read one after another, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    return Scores(
+        torch.cat([part.logits for part in parts]),
+        {layer: [state for part in parts for state in part.hidden[layer]] for layer in parts[0].hidden},
+        [n for part in parts for n in part.context],
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """The accepted path of one row's tree and the token that follows it.

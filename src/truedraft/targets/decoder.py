@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import psutil
@@ -24,8 +25,8 @@ from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
 from truedraft.runtime.lean import LeanPass
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
-from truedraft.targets.stock import LinearsPass, StockPass
-from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
+from truedraft.targets.stock import LinearsPass, PromptPass, StockPass, long_prompt
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
 
 BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill with zeros for texts
 
@@ -37,10 +38,12 @@ class DecoderTarget:
         model: a causal language model of `transformers`, in eval mode.
         runtime: "auto" for compiled passes or captured graphs where they can stand in for the model's own forward,
             else "stock".
+        strict: passes do not depend on how many tokens they read, prompts' neither.
 
     Attributes:
         runner: what makes the passes.
         blank: inputs of the model whose zeros change nothing, as they mark text among images.
+        long: tokens from which on a prompt is read by the model's own forward; None where `runner` reads them all.
         why_stock: why it is the model's own forward, where something faster was asked for.
 
     Raises:
@@ -49,7 +52,7 @@ class DecoderTarget:
 
     family = "decoder"
 
-    def __init__(self, model: PreTrainedModel, runtime: str = "auto"):
+    def __init__(self, model: PreTrainedModel, runtime: str = "auto", strict: bool = False):
         if runtime not in ("auto", "stock"):
             raise Refused(f"runtime={runtime!r}: give 'auto' (compiled passes where they can be had) or 'stock'")
         self._made_of = fingerprint(model)
@@ -63,6 +66,11 @@ class DecoderTarget:
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
         self.vocabulary: int = self.config.vocab_size
         self.runner, self.why_stock = self._runner(runtime)
+        self.long = None if strict else self._long()
+        self._reader = PromptPass(self.model, self.layer_types, self.window)
+
+    def _long(self) -> int | None:
+        return long_prompt(self.dtype) if isinstance(self.runner, LeanPass | LinearsPass) else None
 
     def _runner(self, runtime: str) -> tuple[LeanPass | GraphPass | StockPass, str | None]:
         if runtime == "stock":
@@ -118,6 +126,7 @@ class DecoderTarget:
     @cache.setter
     def cache(self, cache: RowCache | None) -> None:
         self._cache = cache
+        self._reader.attach(cache)
         try:
             self.runner.attach(cache)
         except Unsuited as why:  # the model was changed since
@@ -191,10 +200,23 @@ class DecoderTarget:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
-        """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens."""
-        scores = self.runner.prefill(prompts, self.taps)
+        """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens.
+
+        By whichever is faster here, which depends on a prompt's own length alone: not on drafts, nor on other rows.
+        """
+        parts: list[Scores] = []
+        for long, group in groupby(prompts, self._is_long):
+            parts.append(self.read(list(group)) if long else self.runner.prefill(list(group), self.taps))
         self.wait()
-        return scores
+        return joined(parts)
+
+    @torch.no_grad()
+    def read(self, prompts: Sequence[Prompt]) -> Scores:
+        """Read the prompts of new rows by the model's own forward; see `prefill`."""
+        return self._reader.prefill(prompts, self.taps)
+
+    def _is_long(self, prompt: Prompt) -> bool:
+        return self.long is not None and len(prompt) >= self.long
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree]) -> Scores:

@@ -29,7 +29,7 @@ from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
 from truedraft.targets.positions import Positions
 from truedraft.targets.stock import StockPass
-from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
 
 OWN = {"encoder_outputs", "inputs_embeds", "input_features", "output_attentions", "output_hidden_states"}
 SOURCE = 32  # positions of a source that passes are measured with
@@ -77,11 +77,7 @@ class Seq2SeqPass(StockPass):
             hidden = {layer: list(out.decoder_hidden_states[layer]) for layer in taps.hidden}
             parts.append(Scores(out.logits[:, -1:], hidden, [length - 1] * len(batch)))
             cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
-        return Scores(
-            torch.cat([part.logits for part in parts]),
-            {layer: [h for part in parts for h in part.hidden[layer]] for layer in taps.hidden},
-            [n for part in parts for n in part.context],
-        )
+        return joined(parts)
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
@@ -142,6 +138,9 @@ class Seq2SeqTarget(DecoderTarget):
         expected = self.model.get_encoder()(input_ids=ids, attention_mask=heard).last_hidden_state.float()
         error = (encoder.states(ids, heard).float() - expected)[heard.bool()].abs().max() / expected.std()
         return encoder if error < (1e-3 if self.dtype == torch.float32 else 0.25) else None
+
+    def _long(self) -> int | None:
+        return None  # what a decoder begins with is short
 
     def _own_forward(self) -> Seq2SeqPass:
         return Seq2SeqPass(self.model, compiled=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,13 @@ from truedraft.caches.rows import RowCache
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.weights import Unsuited
 from truedraft.targets.padded import Padded
-from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
+
+# Tokens of a prompt from which on the model's own forward is the faster one: in fp32, in bf16 by the processor's units,
+# and in bf16 without any.
+LONG = {"float32": 256, "amx_bf16": 32, "avx512_bf16": 64, "widened": 4096}
+ROOM = 1 << 30  # bytes of activations that reading a prompt may take ...
+PART = 2048  # ... and how much of a longer one is read at a time
 
 
 class StockPass:
@@ -42,28 +50,29 @@ class StockPass:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows; neighbours of equal length share a call."""
-        cursor = self.cache.cursor
-        logits: list[Tensor] = []
-        hidden: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
-        for length, group in groupby(prompts, len):
-            batch = list(group)
-            first = len(cursor.lengths)
-            cursor.lengths += [0] * len(batch)
-            cursor.begin(first, first + len(batch), length, self.device)
-            positions = torch.arange(length, device=self.device)[None].expand(len(batch), -1)
-            inputs: dict[str, Any]
-            if batch[0].embeds is not None:
-                inputs = {"inputs_embeds": torch.stack([p.embeds for p in batch])}  # type: ignore[misc]
-            else:
-                inputs = {"input_ids": torch.stack([p.ids for p in batch])}  # type: ignore[misc]
-            if self._cut_logits:
-                inputs["logits_to_keep"] = 1
-            out = self.forward(inputs, None, positions, taps)
-            logits += list(out.logits[:, -1:])
-            for layer, kept in hidden.items():
-                kept += list(out.hidden_states[layer])
-            cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
-        return Scores(torch.stack(logits), hidden, [len(p) - 1 for p in prompts])
+        return joined([self._read(list(group), length, taps) for length, group in groupby(prompts, len)])
+
+    def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
+        """Read prompts of one length together, at most `most` positions of each at a time."""
+        cursor, length = self.cache.cursor, len(batch[0])
+        name, given = "input_ids", [p.ids for p in batch]
+        if batch[0].embeds is not None:
+            name, given = "inputs_embeds", [p.embeds for p in batch]
+        inputs = torch.stack(given)  # type: ignore[arg-type]
+        cut = {"logits_to_keep": 1} if self._cut_logits else {}
+        states: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
+        first = len(cursor.lengths)
+        for start in range(0, length, most):
+            end = min(start + most, length)
+            cursor.lengths[first:] = [start] * len(batch)
+            cursor.begin(first, first + len(batch), end - start, self.device)
+            positions = torch.arange(start, end, device=self.device)[None].expand(len(batch), -1)
+            out = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
+            for layer, parts in states.items():
+                parts.append(out.hidden_states[layer])
+        cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
+        hidden = {layer: list(torch.cat(parts, 1)) for layer, parts in states.items()}
+        return Scores(out.logits[:, -1:], hidden, [length - 1] * len(batch))
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
@@ -108,6 +117,52 @@ class StockPass:
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill_(
             ~seen, torch.finfo(self.model.dtype).min
         )
+
+
+def long_prompt(dtype: torch.dtype) -> int:
+    """Tokens from which on a model's own forward reads a prompt faster than compiled passes, on this processor.
+
+    By its instructions, not by timing: so a prompt is read the same way, and has the same bits, in every call.
+    """
+    if dtype != torch.bfloat16:
+        return LONG["float32"]
+    return next((LONG[units] for units in ("amx_bf16", "avx512_bf16") if units in _instructions()), LONG["widened"])
+
+
+@cache
+def _instructions() -> frozenset[str]:
+    """What the processor can do, as Linux names it; empty where it says nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+class PromptPass(StockPass):
+    """The model's own forward for the prompts of a target whose other passes are compiled.
+
+    A prompt is read alone, so that neither its keys and values nor its scores depend on its neighbours; in one call, or
+    in parts of PART positions where its activations would take more than ROOM bytes, which depends on its length and
+    the model's sizes alone.
+    """
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
+        scores = joined([self._read([prompt], self._most(len(prompt)), taps) for prompt in prompts])
+        hidden = {layer: [state.float() for state in states] for layer, states in scores.hidden.items()}
+        return Scores(scores.logits.float(), hidden, scores.context)  # as compiled passes give them
+
+    def _most(self, length: int) -> int:
+        """Positions of a prompt of this length that are read in one call."""
+        config = self.model.config.get_text_config(decoder=True)
+        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        numbers = 8 * config.hidden_size + 4 * wide
+        if not self._cut_logits:
+            numbers += 2 * config.vocab_size
+        if config._attn_implementation == "eager":
+            numbers += 3 * config.num_attention_heads * length
+        return length if length * numbers * self.model.dtype.itemsize <= ROOM else PART
 
 
 class LinearsPass(StockPass):

@@ -1,0 +1,203 @@
+"""Long prompts: read by the model's own forward into the same cache, and each as if it were alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import truedraft
+from drafters_for_tests import HiddenReader
+from models import V, ragged, tiny
+from nets import text_net
+from truedraft import DraftTree
+from truedraft.runtime import native
+from truedraft.runtime.lean import LeanPass
+from truedraft.runtime.programs import PROGRAMS
+from truedraft.targets import stock
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Prompt, Scores, Taps
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+EVERY = pytest.mark.parametrize("architecture", PROGRAMS)
+SEED = 1  # of prompts for which no router is near a tie in bf16, where rounding would choose the expert
+LONG = 24  # of the prompts here, those that are long
+TREE = DraftTree((3, 4, 5, 6), (-1, 0, 0, 2))
+
+
+@pytest.fixture(autouse=True)
+def long_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "LONG", dict.fromkeys(stock.LONG, LONG))
+
+
+def prompt(n: int, seed: int = 0) -> Prompt:
+    return Prompt(torch.randint(1, V, (n,), generator=torch.Generator().manual_seed(1000 * seed + n)))
+
+
+def bits(target: DecoderTarget, prompts: list[Prompt], capacity: int) -> list[list[Tensor]]:
+    """Of each row: its first logits, its states, what the cache keeps of it, and the logits of a tree behind it."""
+    target.reserve(len(prompts), capacity)
+    read = target.prefill(prompts)
+    assert target.cache is not None
+    kept = [
+        [t[i, :, : len(p) - 1].clone() for layer in target.cache.layers for t in (layer.keys, layer.values)]
+        for i, p in enumerate(prompts)
+    ]
+    scored = target.score([TREE] * len(prompts))
+    rows = range(len(prompts))
+    states = [[state[i] for s in (read, scored) for state in s.hidden.values()] for i in rows]
+    target.cache = None
+    return [[read.logits[i], scored.logits[i], *states[i], *kept[i]] for i in rows]
+
+
+def far(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).abs().max() / b.float().std())
+
+
+@EVERY
+@BOTH
+@pytest.mark.parametrize("part", [None, 16])
+def test_a_long_prompt_has_the_same_bits_alone_and_in_a_batch(
+    architecture: str, dtype: torch.dtype, part: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands beside it, and however large the cache is, which depends on the drafter."""
+    if part:
+        monkeypatch.setattr(stock, "ROOM", 0)
+        monkeypatch.setattr(stock, "PART", part)
+    target = DecoderTarget(tiny(architecture, dtype))
+    target.taps = Taps((0, 1, -1))
+    prompts = [
+        prompt(37),
+        prompt(5),
+        prompt(37, seed=1),
+        prompt(61),
+        prompt(61, seed=1),
+        prompt(LONG),
+        prompt(LONG - 1),
+    ]
+    together = bits(target, prompts, 83)
+    for i, (p, row) in enumerate(zip(prompts, together, strict=True)):
+        (alone,) = bits(target, [p], 71 + i)
+        assert all(torch.equal(a, b) for a, b in zip(alone, row, strict=True)), len(p)
+
+
+@EVERY
+@BOTH
+def test_both_ways_of_reading_write_the_same_cache_but_for_rounding(
+    architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call and in parts; and what drafters see of the hidden layers is the same."""
+    model, found = tiny(architecture, dtype), []
+    for room, part in ((stock.ROOM, 16), (0, 16), (0, 7)):
+        monkeypatch.setattr(stock, "ROOM", room)
+        monkeypatch.setattr(stock, "PART", part)
+        for strict in (False, True):
+            target = DecoderTarget(model, strict=strict)
+            target.taps = Taps((0, 1, 2, -1))
+            prompts = [prompt(41, seed=SEED), prompt(30, seed=SEED + 1)]
+            found.append(bits(target, prompts, 64))
+            assert type(target.runner) is LeanPass
+    tolerance = 2e-5 if dtype == torch.float32 else 0.1
+    for other in found[1:]:
+        for row, expected in zip(other, found[0], strict=True):
+            assert all(a.shape == b.shape and far(a, b) < tolerance for a, b in zip(row, expected, strict=True))
+            assert all(a.dtype == b.dtype for a, b in zip(row, expected, strict=True))
+
+
+@BOTH
+def test_a_prompt_read_in_one_call_gives_the_model_s_own_logits(dtype: torch.dtype) -> None:
+    """To the bit, where `model.generate` reads it alone."""
+    model = tiny("llama", dtype)
+    fast = truedraft.accelerate(model)
+    given: dict[str, Any] = dict(max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    ids = prompt(50).ids[None]  # type: ignore[index]
+    assert torch.equal(fast.generate(ids, **given).logits[0], model.generate(ids, **given).logits[0])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "olmo", "phimoe"])
+def test_text_behind_long_prompts_is_that_of_model_generate(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short and long ones together, with compiled passes and where only linear layers are compiled."""
+    model = tiny(architecture, torch.float32)
+    monkeypatch.setattr(stock, "LONG", dict.fromkeys(stock.LONG, 12))
+    inputs = ragged(model, 5)
+    assert inputs["attention_mask"].sum(1).tolist() == [5, 8, 11, 14, 17]
+    settings = dict(max_new_tokens=20, do_sample=False)
+    for name in ("suffix", "oracle", "plain", "taps"):
+        text_net(model, name, inputs, **settings)
+
+
+def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of prompts that the model's own forward will have read."""
+    seen: list[int] = []
+    prefill = stock.PromptPass.prefill
+
+    def noted(self: stock.PromptPass, prompts: list[Prompt], taps: Taps) -> Scores:
+        seen.extend(map(len, prompts))
+        return prefill(self, prompts, taps)
+
+    monkeypatch.setattr(stock.PromptPass, "prefill", noted)
+    return seen
+
+
+@pytest.mark.parametrize(("how", "read"), [({}, [LONG, 40]), ({"strict": True}, []), ({"runtime": "stock"}, [])])
+def test_only_its_length_says_who_reads_a_prompt(
+    how: dict[str, Any], read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts or without, and whatever they look at; strictly, compiled passes read them all."""
+    model, seen = tiny("llama", torch.float32), readers(monkeypatch)
+    lengths = [LONG, 3, 40, LONG - 1]
+    ids = torch.zeros(4, 40, dtype=torch.long)
+    for row, n in zip(ids, lengths, strict=True):
+        row[40 - n :] = prompt(n).ids
+    mask = torch.stack([torch.arange(40) >= 40 - n for n in lengths]).long()
+    for draft in (None, "auto", HiddenReader(vocabulary=V, head=model.get_output_embeddings())):
+        seen.clear()
+        fast = truedraft.accelerate(model, draft=draft, control="fixed", **how)
+        fast.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert seen == read
+
+
+def test_prompts_given_as_embeddings_are_read_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = tiny("llama", torch.float32), readers(monkeypatch)
+    embeds = model.get_input_embeddings()(prompt(40).ids)[None]
+    given = dict(inputs_embeds=embeds, max_new_tokens=9, do_sample=False)
+    assert torch.equal(truedraft.accelerate(model).generate(**given), model.generate(**given))
+    assert seen == [40]
+
+
+def test_the_rule_knows_the_processor_s_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The better the units, the shorter the prompts that are left to the compiled pass; fp32 does not ask."""
+    monkeypatch.undo()
+    found: list[int] = []
+    for flags in ({"amx_bf16", "avx512_bf16"}, {"avx512_bf16"}, {"avx2"}):
+        monkeypatch.setattr(stock, "_instructions", lambda flags=flags: frozenset(flags))
+        found.append(stock.long_prompt(torch.bfloat16))
+        assert stock.long_prompt(torch.float32) == stock.LONG["float32"]
+    assert found == sorted(found) and len(set(found)) == 3
+
+
+def test_activations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call reads more positions than there is room for, and only the last one's logits are made."""
+    monkeypatch.setattr(stock, "ROOM", 1 << 16)
+    monkeypatch.setattr(stock, "PART", 32)
+    model = tiny("llama", torch.float32)
+    calls: list[tuple[int, int]] = []
+
+    def noted(module: PreTrainedModel, args: Any, kwargs: Any, out: Any) -> None:
+        calls.append((kwargs["input_ids"].shape[1], out.logits.shape[1]))
+
+    target = DecoderTarget(model)
+    handle = model.register_forward_hook(noted, with_kwargs=True)
+    try:
+        target.long = LONG
+        target.reserve(2, 128)
+        target.runner = DecoderTarget(tiny("llama", torch.float32), "stock").runner  # hooks are run by forwards only
+        target.runner.attach(target.cache)
+        target.prefill([prompt(100)])
+    finally:
+        handle.remove()
+    assert calls == [(32, 1), (32, 1), (32, 1), (4, 1)]
