@@ -206,7 +206,8 @@ class DecoderTarget:
         """
         parts: list[Scores] = []
         for long, group in groupby(prompts, self._is_long):
-            parts.append(self.read(list(group)) if long else self.runner.prefill(list(group), self.taps))
+            batch = list(group)
+            parts.append(self.read(batch) if long else self.runner.prefill(batch, self.taps))
         self.wait()
         return joined(parts)
 
