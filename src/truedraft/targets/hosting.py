@@ -89,14 +89,17 @@ def check_exact(target: DecoderTarget) -> None:
         finally:
             target.cache = None
     _check_reader(target, prompts, expected[::2, 0], tolerance)
-    for (row, path), plain in zip(cases, expected, strict=True):
-        error = _difference(scores[row, list(path)], plain)
-        if not error <= tolerance:
-            raise Refused(
-                f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain decoding by "
-                f"{error:.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or positions, "
-                "or padding changes its text"
-            )
+    found = torch.stack([scores[row, list(path)] for row, path in cases])
+    errors = _differences(found, expected)
+    strays = (
+        0 if target.dtype in (torch.float32, torch.float64) else 1
+    )  # in bf16 a near-tie of experts may fall otherwise
+    if int((errors <= tolerance).logical_not().sum()) > strays:
+        raise Refused(
+            f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain decoding by "
+            f"{float(errors.max()):.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or "
+            "positions, or padding changes its text"
+        )
 
 
 def _check_reader(target: DecoderTarget, prompts: Sequence[Prompt], plain: Tensor, tolerance: float) -> None:
@@ -115,9 +118,14 @@ def _check_reader(target: DecoderTarget, prompts: Sequence[Prompt], plain: Tenso
         target.cache = None
 
 
+def _differences(found: Tensor, plain: Tensor) -> Tensor:
+    """The largest of each position, in standard deviations of the plain logits. Both (..., V)."""
+    return (found - plain).abs().amax(-1) / plain.std(-1).mean().clamp_min(1e-6)
+
+
 def _difference(found: Tensor, plain: Tensor) -> float:
-    """The largest, in standard deviations of the plain logits."""
-    return ((found - plain).abs().max() / plain.std(-1).mean().clamp_min(1e-6)).item()
+    """The largest of all positions."""
+    return _differences(found, plain).max().item()
 
 
 def _blank(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor, tolerance: float) -> Iterator[str]:
