@@ -58,7 +58,7 @@ class Lookahead(PerRow[Window]):
             "change the answer 2.11; agents' traces 1.67."
         ),
     )
-    window: int = knob(15, 1, 64)  # positions guessed, W; published 15 for 7B, 10 for 13B, 7 for 34B and above (A100)
+    window: int = knob(15, 0, 64)  # positions guessed, W; published 15 for 7B, 10 for 13B, 7 for 34B and above (A100)
     guesses: int = knob(15, 1, 64)  # n-grams kept for each first token and verified, G; published as W
     n: int = knob(5, 2, 16)  # tokens of an n-gram, N; published 5
     prompted: bool = knob(True)  # whether n-grams of the prompt are in the pool from the start; published as an option
