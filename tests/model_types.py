@@ -109,8 +109,8 @@ def built(kind: str, name: str) -> PreTrainedModel:
     torch.manual_seed(7)
     made, config = getattr(transformers, name), CONFIG_MAPPING[kind]()
     config = type(config).from_dict(_merged(shrunk(config.to_dict()), BESIDES.get(kind, {})))
-    if made.config_class is not None and not isinstance(config, made.config_class):
-        config = config.get_text_config(decoder=True)
+    if type(text := config.get_text_config(decoder=True)) is made.config_class:
+        config = text
     model = made(config).eval()
     settings = getattr(model, "generation_config", None)
     for setting, token in (("bos_token_id", 1), ("pad_token_id", 0), ("decoder_start_token_id", 1)):
