@@ -42,7 +42,7 @@ _HEADS = {"head_dim": 8}
 _MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
 # What some need besides.
 BESIDES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "paddleocr_vl"), _MROPE),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glmga", "glm_ocr", "paddleocr_vl"), _MROPE),
     "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), _HEADS),
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
@@ -109,8 +109,8 @@ def built(kind: str, name: str) -> PreTrainedModel:
     torch.manual_seed(7)
     made, config = getattr(transformers, name), CONFIG_MAPPING[kind]()
     config = type(config).from_dict(_merged(shrunk(config.to_dict()), BESIDES.get(kind, {})))
-    if made.config_class is not None and not isinstance(config, made.config_class):
-        config = config.get_text_config(decoder=True)
+    if type(text := config.get_text_config(decoder=True)) is made.config_class:
+        config = text
     model = made(config).eval()
     settings = getattr(model, "generation_config", None)
     for setting, token in (("bos_token_id", 1), ("pad_token_id", 0), ("decoder_start_token_id", 1)):
