@@ -93,8 +93,6 @@ class RowLayer(SlotLayer):
             start = c.lengths[c.first]
             keys[:, :, start : start + c.width] = key_states
             values[:, :, start : start + c.width] = value_states
-            if start == 0:  # as they came: what a prompt makes of them does not depend on how they lie here
-                return key_states, value_states
         else:
             keys[c.row, :, c.place] = key_states.transpose(1, 2)
             values[c.row, :, c.place] = value_states.transpose(1, 2)
