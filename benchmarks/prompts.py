@@ -3,8 +3,8 @@
     python benchmarks/prompts.py [--lengths 512 4096 16384] [--rounds 5] [--json benchmarks/results/prompts.json]
 
 `generate` with `max_new_tokens=1` on random Llamas, the sides in turns within one process and starting with another one
-each round; ratios are taken round by round, and figures are medians. `--cpu` counts the process's time on its cores, not
-the clock's: for machines that do other work beside it, with one thread.
+each round; ratios are taken round by round, and figures are medians. `--cpu` counts the process's time on its cores,
+not the clock's: for machines that do other work beside it, with one thread.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
                 )  # fmt: skip
                 table.add_row(
                     size, dtype, f"{length:,}", *(f"{seconds['transformers']:.3f}",),
-                    *(text for name in ("no drafts", "auto") for text in (f"{seconds[name]:.3f}", f"{ratios[name]:.3f}")),
+                    *(f"{figures[name]:.3f}" for name in ("no drafts", "auto") for figures in (seconds, ratios)),
                 )  # fmt: skip
                 print(json.dumps(results[-1]), flush=True)
                 if args.json:
