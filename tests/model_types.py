@@ -109,7 +109,10 @@ def built(kind: str, name: str) -> PreTrainedModel:
     torch.manual_seed(7)
     made, config = getattr(transformers, name), CONFIG_MAPPING[kind]()
     config = type(config).from_dict(_merged(shrunk(config.to_dict()), BESIDES.get(kind, {})))
-    if type(text := config.get_text_config(decoder=True)) is made.config_class:
+    if (
+        type(config) is not made.config_class
+        and type(text := config.get_text_config(decoder=True)) is made.config_class
+    ):
         config = text
     model = made(config).eval()
     settings = getattr(model, "generation_config", None)
