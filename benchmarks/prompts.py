@@ -3,8 +3,8 @@
     python benchmarks/prompts.py [--lengths 512 4096 16384] [--rounds 5] [--json benchmarks/results/prompts.json]
 
 `generate` with `max_new_tokens=1` on random Llamas, the sides in turns within one process and starting with another one
-each round; ratios are taken round by round, and figures are medians. `--cpu` counts the process's time on its cores,
-not the clock's: for machines that do other work beside it, with one thread.
+each round; ratios are taken round by round, and figures are medians. `--cpu` counts the process's time on one core, not
+the clock's: for machines that do other work beside it.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     clock = time.process_time if args.cpu else time.perf_counter
+    if args.cpu:
+        torch.set_num_threads(1)  # threads that wait would be counted
     table = Table(title="seconds to the first token, and times those of transformers")
     for column in ("model", "dtype", "prompt", "transformers", "no drafts", "ratio", "auto", "ratio"):
         table.add_column(column, justify="right")
@@ -99,10 +101,8 @@ def main() -> None:
                     {"model": size, "dtype": dtype, "prompt": length, "seconds": seconds, "ratios": ratios,
                      "rounds": taken}
                 )  # fmt: skip
-                table.add_row(
-                    size, dtype, f"{length:,}", *(f"{seconds['transformers']:.3f}",),
-                    *(f"{figures[name]:.3f}" for name in ("no drafts", "auto") for figures in (seconds, ratios)),
-                )  # fmt: skip
+                figures = [f(n) for n in taken for f in (lambda n: f"{seconds[n]:.3f}", lambda n: f"{ratios[n]:.3f}")]
+                table.add_row(size, dtype, f"{length:,}", figures[0], *figures[2:])
                 print(json.dumps(results[-1]), flush=True)
                 if args.json:
                     args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from truedraft import DraftTree
 from truedraft.runtime import native
 from truedraft.runtime.lean import LeanPass
 from truedraft.runtime.programs import PROGRAMS
+from truedraft.runtime.quantize import quantize
 from truedraft.targets import stock
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Prompt, Scores, Taps
@@ -178,6 +179,15 @@ def test_the_rule_knows_the_processor_s_bf16_units(monkeypatch: pytest.MonkeyPat
         found.append(stock.long_prompt(torch.bfloat16))
         assert stock.long_prompt(torch.float32) == stock.LONG["float32"]
     assert found == sorted(found) and len(set(found)) == 3
+
+
+def test_quantised_weights_are_read_by_compiled_passes() -> None:
+    """torchao widens them anew for every call of a layer."""
+    pytest.importorskip("torchao")
+    model = tiny.__wrapped__("llama", torch.float32)
+    assert DecoderTarget(model).long == LONG
+    quantize(model, "int8")
+    assert DecoderTarget(model).long is None
 
 
 def test_activations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,10 @@ class DecoderTarget:
         self._reader = PromptPass(self.model, self.layer_types, self.window)
 
     def _long(self) -> int | None:
-        return long_prompt(self.dtype) if isinstance(self.runner, LeanPass | LinearsPass) else None
+        quantised = any(type(p).__module__.startswith("torchao.") for p in self.model.parameters())
+        if quantised or not isinstance(self.runner, LeanPass | LinearsPass):
+            return None
+        return long_prompt(self.dtype)
 
     def _runner(self, runtime: str) -> tuple[LeanPass | GraphPass | StockPass, str | None]:
         if runtime == "stock":
