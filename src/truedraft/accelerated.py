@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from truedraft import registry
+from truedraft import registry, reports
 from truedraft.accept._base import Rule
+from truedraft.accept._ties import NearTies
 from truedraft.arguments import (
     Document,
     behind,
@@ -23,6 +23,7 @@ from truedraft.arguments import (
     check_arguments,
     check_lengths,
     check_settings,
+    check_ties,
     namespaces_of,
     prompts_of,
     references_of,
@@ -34,6 +35,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
+from truedraft.outputs import Stream, output_of
 from truedraft.parts import DRAWN, check_vocabulary, drafter_of, part
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.sampling import History, Laws
@@ -43,6 +45,7 @@ from truedraft.stopping import longest as longest_of
 from truedraft.stores.memory import Memory
 from truedraft.targets.decoder import check_hosted
 from truedraft.targets.hosting import hosted
+from truedraft.targets.reference import Reference
 from truedraft.tree import Row
 
 
@@ -77,6 +80,7 @@ class Accelerated:
         control: str | Control,
         runtime: str,
         strict: bool,
+        ties: str,
     ):
         self.target = hosted(model, runtime, strict)
         self.model, self.tokenizer = model, tokenizer
@@ -84,6 +88,8 @@ class Accelerated:
         self._assistants: dict[Any, Drafter] = {}
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
         self.control: Control = part(control, "control", Control)
+        check_ties(ties, model, self.rule)
+        self.ties = ties
         self._fit(self.drafter)
         self._report: Report | None = None
 
@@ -239,16 +245,11 @@ class Accelerated:
         rule.ready(laws)
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
-        engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
-        notes = _notes(rows, laws, stops)
-        if rule.guarantee == "none":
-            notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have said")
-        report = Report(
-            name_of(drafter), name_of(rule), rule.guarantee, name_of(self.control), self.target.runtime,
-            notes,
-        )  # fmt: skip
-        self._report, report.seconds = report, watch.seconds
-        stream = _Stream(call.streamer, rows, history)
+        held: Any = NearTies(rule, laws, self.target.noise, self._again(batch, longest + steps, laws))
+        engine = Engine(self.target, drafter, held, self.control, laws, stops, chance, history, watch)
+        self._report = report = reports.begun(self.target, drafter, rule, self.control, watch)
+        report.notes += reports.notes_on(rows, laws, stops)
+        stream = Stream(call.streamer, rows, history)
         passes = engine.run(rows, prompts)
         advance = watch.timed("all", lambda: next(passes, None))
         try:
@@ -263,10 +264,20 @@ class Accelerated:
             warnings.warn("generation was interrupted; what had been generated is returned", stacklevel=2)
         finally:
             passes.close()
-            report.runtime = self.target.runtime
-            report.attributions = rule.attributions()
+            reports.ended(report, self.target, held)
         stream.end()
-        return _output(model, rows, history, laws, returns)
+        return output_of(model, rows, history, laws, returns)
+
+    def _again(self, rows: int, capacity: int, laws: Laws) -> Reference | None:
+        """Where the logits of near-ties come from, if not from the pass."""
+        if self.ties == "keep":
+            return None
+        if laws.strangers:
+            raise Refused(
+                f"ties='recheck' scores some tokens twice, and {', '.join(laws.strangers)} may count its calls: leave "
+                "one of them out"
+            )
+        return Reference(self.target, rows, capacity)
 
     def _drafter_of(self, config: GenerationConfig, call: _Call) -> Drafter:
         references, assistant = call.references, call.assistant
@@ -327,6 +338,7 @@ def accelerate(
     runtime: str = "auto",
     strict: bool = False,
     quantize: str | None = None,
+    ties: str = "keep",
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, and says what the model alone would have said.
 
@@ -348,6 +360,9 @@ def accelerate(
             different widths); with the compiled pass it cannot.
         quantize: "int8" or "int4" quantises the weights of the model itself, by torchao: fewer bytes to read, another
             model. What is said is then exactly what the quantised model says, and `model.generate` says it too.
+        ties: "recheck" scores tokens whose best two are closer than the rounding of this dtype again as
+            `model.generate` does, by the model's own forward a token at a time: near its text in bf16, at about its
+            cost. "keep" keeps those of the pass.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly or quantised, or a name is unknown.
@@ -355,43 +370,4 @@ def accelerate(
     if quantize is not None:
         check_hosted(model)
         quantized(model, quantize)
-    return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
-
-
-class _Stream:
-    """Feeds a streamer as `generate` does: one token per row and step, once every row has reached the step."""
-
-    def __init__(self, streamer: Any, rows: Sequence[Row], history: History):
-        self.streamer, self.rows, self.history, self.sent = streamer, rows, history, 0
-
-    def put(self) -> None:
-        if self.streamer is None:
-            return
-        going = [row.step for row in self.rows if not row.ended]
-        reached = min(going) if going else max(row.step for row in self.rows)
-        for step in range(self.sent, reached):
-            self.streamer.put(self.history.column(step).cpu())
-        self.sent = reached
-
-    def end(self) -> None:
-        if self.streamer is not None:
-            self.streamer.end()
-
-
-def _output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
-    steps = max(row.step for row in rows)
-    sequences: Any = history.batch(steps).clone()
-    if not returns:
-        return sequences
-    scores, logits = (None if kept is None else tuple(kept[:steps]) for kept in (laws.scores, laws.logits))
-    kind: Any = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-    return kind(sequences=sequences, scores=scores, logits=logits)
-
-
-def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
-    if len(rows) == 1 or not stops.in_step:
-        return []
-    if strangers := laws.strangers + stops.strangers:
-        return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
-    cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
-    return [f"rows advanced together, because {cause}"]
+    return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, ties)

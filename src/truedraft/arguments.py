@@ -7,10 +7,12 @@ from numbers import Integral
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 
+from truedraft.accept._base import Rule
 from truedraft.chance import Chance, PositionNoise, StreamNoise
+from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
 from truedraft.stores.references import References, Text
 from truedraft.targets.decoder import DecoderTarget
@@ -238,3 +240,16 @@ def _document(
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         raise Refused(f"{where} has token ids outside the model's vocabulary of {vocabulary}")
     return tuple(int(t) for t in ids)
+
+
+def check_ties(ties: str, model: PreTrainedModel, rule: Rule | None) -> None:
+    """Raises Refused for a value of `ties` that is unknown, or that this model or rule cannot serve."""
+    if ties not in ("keep", "recheck"):
+        raise Refused(f"ties={ties!r}: give 'keep', or 'recheck' (near-ties scored again as model.generate does)")
+    if ties == "recheck" and model.config.is_encoder_decoder:
+        raise Refused("ties='recheck' is for decoder language models, and this is an encoder-decoder: leave it out")
+    if ties == "recheck" and rule is not None and rule.guarantee != "tokens":
+        raise Refused(
+            f"ties='recheck' is for rules that give the tokens of model.generate, and {name_of(rule)} does not: "
+            "leave one of them out"
+        )

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+COARSE = ("bfloat16", "float16")  # dtypes in which texts of two ways of computing often part
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -83,6 +85,10 @@ class Report:
     seconds: wall time by part: calibrate (measuring costs, once per model and machine), prefill, draft, observe (what
         drafters do when rows begin and after passes), control, target, all.
     attributions: spans of the output that were copied from documents, of rules that tell.
+    reference: what the guarantee refers to.
+    dtype: of the model, as text.
+    near_ties: the share of the emitted tokens that another came so close to that rounding in this dtype could have
+        chosen it; None where that was not seen (rules that do not take the largest of their scores).
     """
 
     drafter: str
@@ -95,6 +101,9 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
     attributions: tuple[Attribution, ...] = ()
+    reference: str = ""
+    dtype: str = ""
+    near_ties: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -137,6 +146,8 @@ class Report:
             "drafter": self.drafter,
             "rule": self.rule,
             "guarantee": self.guarantee,
+            "reference": self.reference,
+            "near_ties": None if self.near_ties is None else round(self.near_ties, 6),
             "control": self.control,
             "runtime": self.runtime,
             "notes": self.notes,
@@ -163,6 +174,9 @@ class Report:
             f"mean acceptance length {self.mean_acceptance_length:.2f}, {rate}",
             f"{self.tokens_per_second:.1f} tokens/s; time: {where}; passes by {self.runtime}",
         ]
+        if self.near_ties or self.dtype in COARSE:
+            near = "" if self.near_ties is None else f"; {self.near_ties:.1%} of the tokens were near-ties"
+            lines.insert(1, f"reference: {self.reference}{near}")
         if self.attributions:
             copied, sources = sum(a.end - a.start for a in self.attributions), {a.source for a in self.attributions}
             lines.append(f"{copied} tokens copied, {len(self.attributions)} spans of {', '.join(sorted(sources))}")

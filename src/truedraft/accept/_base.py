@@ -111,6 +111,22 @@ class Rule(ABC):
         """
         return None
 
+    def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
+        """(k, V) whose largest entries were the tokens of the `choose` just made; None where they are not so chosen.
+
+        scores: (k, V) that `choose` was given.
+        """
+        return None
+
+    def floor(self, best: Tensor, margin: float) -> Tensor:
+        """What the largest keys might fall to if scores fell by `margin`."""
+        return best - margin
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        """Every pass as it was, after the walk."""
+
     def attributions(self) -> tuple[Attribution, ...]:
         """After a call: which spans of what was said stand where in given documents."""
         return ()

@@ -8,6 +8,7 @@ rejection sampling does when drafts are sampled, and exactly as often when they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,6 +35,12 @@ class Seeded(Rule):
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return chance.pick(scores.softmax(-1), rows)
+
+    def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
+        return chance.keys
+
+    def floor(self, best: Tensor, margin: float) -> Tensor:
+        return best * math.exp(-margin)
 
     def ahead(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance

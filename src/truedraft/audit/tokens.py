@@ -150,7 +150,7 @@ def audit(
     found = Audit(name, str(model.dtype).removeprefix("torch."), precise.dtype, prompts=len(prompts))
     found.drafters, found.modes, found.batches = list(sides), [str(mode) for mode in modes], list(batches)
     for side in sides.values():
-        side.drafter = Listener(side.drafter)
+        side.drafter = Listener(side.drafter)  # type: ignore[assignment]
     try:
         for mode in modes:
             for batch in batches:
@@ -168,7 +168,7 @@ def audit(
                             found.found.append(Divergence(**place, **one))  # type: ignore[arg-type]
     finally:
         for side in sides.values():
-            side.drafter = side.drafter.drafter  # type: ignore[attr-defined]
+            side.drafter = side.drafter.inner  # type: ignore[attr-defined]
     found.runtime = next(iter(sides.values())).target.runtime
     return found
 

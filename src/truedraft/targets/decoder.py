@@ -38,12 +38,14 @@ class DecoderTarget:
     Attributes:
         runner: what makes the passes.
         why_stock: why it is the model's own forward, where something faster was asked for.
+        noise: by how much its logits and those of the model's own forward differ, at most; 0 until it was measured.
 
     Raises:
         Refused: the model cannot be hosted exactly; the message says why.
     """
 
     family = "decoder"
+    noise = 0.0
 
     def __init__(self, model: PreTrainedModel, runtime: str = "auto"):
         if runtime not in ("auto", "stock"):

@@ -50,6 +50,8 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
 def check_exact(target: DecoderTarget) -> None:
     """Compare a tree pass with plain forwards of its paths, on this model and machine, before it is trusted.
 
+    Sets `target.noise`, the largest difference met between the logits of both, and at least a rounding of the largest.
+
     Raises:
         Refused: the model's own arithmetic does not survive trees (a mask or position that it ignores).
     """
@@ -64,13 +66,17 @@ def check_exact(target: DecoderTarget) -> None:
     target.prefill(prompts)
     scores = target.score([tree, tree]).logits.float()
     target.cache = None
+    target.noise = 0.0
     for row, before in enumerate(befores):
         for leaf in (3, 4):
             path = tree.path(leaf)
             plain = torch.tensor([before + [tree.tokens[i] for i in path]], device=target.device)
             expected = _plain(model, plain, prompts[row])[0, -len(path) :].float()
             spread = expected.std(-1).mean().clamp_min(1e-6)
-            error = ((scores[row, list(path)] - expected).abs().max() / spread).item()
+            off = (scores[row, list(path)] - expected).abs().max()
+            rounding = torch.finfo(target.dtype).eps * expected.abs().max()
+            target.noise = max(target.noise, off.item(), rounding.item())
+            error = (off / spread).item()
             tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
             if not error <= tolerance:
                 raise Refused(
