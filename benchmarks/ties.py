@@ -1,11 +1,14 @@
-"""Coarse dtypes: how many texts differ from `model.generate`, with near-ties kept and scored again, and what that costs.
+"""How many texts in a coarse dtype differ from `model.generate`, near-ties kept or scored again, and what that costs.
 
     python benchmarks/ties.py MODEL ... --stories FILE [--texts 1000] [--tokens 120] [--dtype bfloat16] [--out FILE]
 
 Greedy, a prompt at a time, on openings of stories (one story a line). `keep` is the default, `recheck` is
-`accelerate(ties="recheck")`; both are run without drafts and with the default ones, whose texts must be the same. Times
-are of the process, in turns on every tenth text. What is known is written after every tenth text, so that a long run may
-be ended, and shorter ones compared; `--known FOLDER` keeps what `model.generate` wrote for a later run.
+`accelerate(ties="recheck")`. On every fiftieth text all ways generate in turns: with and without drafts they must
+write the same, and the times are of the process in these turns. A compiled pass gives the same bits at every width, so
+for the texts between, one pass over what `model.generate` wrote says where either way leaves it: `keep` where the best token is
+another, `recheck` where it is and is no near-tie. Elsewhere all texts are generated.
+
+`--known FOLDER` keeps what `model.generate` wrote in a file for each model; `--texts 0` takes as many as it holds.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,9 @@ import truedraft
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
+from truedraft.runtime.lean import LeanPass
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import DraftTree, Prompt
 
 SIDES: dict[str, dict[str, Any]] = {
     "keep": {"draft": None},
@@ -31,7 +38,8 @@ SIDES: dict[str, dict[str, Any]] = {
     "keep, drafts": {},
     "recheck, drafts": {"ties": "recheck"},
 }
-TIMED = 10  # every so many texts all sides take turns
+ALONE = ("keep", "recheck")
+TIMED = 50  # every so many texts all sides take turns
 
 
 def openings(path: Path, count: int) -> list[str]:
@@ -57,46 +65,68 @@ class Known:
         return self.texts[i]  # type: ignore[no-any-return]
 
 
-def compared(
-    name: str, prompts: Sequence[str], tokens: int, dtype: str, known: Path | None
-) -> Iterator[dict[str, Any]]:
-    """The figures of one model after every few texts."""
+def left(target: DecoderTarget, prompt: Tensor, text: Sequence[int]) -> tuple[dict[str, bool], int]:
+    """Whether either way leaves a text, by one pass over it; and how many of its tokens are near-ties."""
+    target.reserve(1, len(prompt) + len(text) + 1)
+    try:
+        target.prefill([Prompt(prompt)])
+        logits = target.score([DraftTree.chain(int(prompt[-1]), text[:-1])]).logits[0]
+    finally:
+        target.cache = None
+    best, token = logits.max(-1)
+    near = (logits >= best[:, None] - 2 * target.noise).sum(-1) > 1
+    other = token != torch.tensor(text)
+    return {"keep": bool(other.any()), "recheck": bool((other & ~near).any())}, int(near.sum())
+
+
+def compared(name: str, prompts: Sequence[str], tokens: int, dtype: str, known: Path | None, all_known: bool) -> Any:
+    """The figures of one model."""
     model, tokenizer = load(name, dtype)
     sides = {side: truedraft.accelerate(model, tokenizer, **given) for side, given in SIDES.items()}
     encoded = [tokenizer(p, return_tensors="pt", return_token_type_ids=False).input_ids for p in prompts]
+    target = sides["keep"].target
+    same_bits = isinstance(target.runner, LeanPass)
 
     def written(generate: Any, ids: Tensor) -> list[int]:
         return generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
     expected = Known(known, lambda i: written(model.generate, encoded[i]))
-    differ = dict.fromkeys(SIDES, 0)
-    seconds = dict.fromkeys(("model.generate", *SIDES), 0.0)
-    near = chosen = 0.0
+    if all_known:
+        encoded = encoded[: len(expected.texts)]
+    differ: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    near = chosen = timed = 0
     for i, ids in enumerate(encoded):
-        timed = i % TIMED == 0
-        texts: dict[str, list[int]] = {}
-        for side in SIDES if timed else ("keep", "recheck"):
-            began = time.process_time()
-            texts[side] = written(sides[side].generate, ids)
-            seconds[side] += timed * (time.process_time() - began)
-            differ[side] += texts[side] != expected(i)
-        report = sides["keep"].report()
-        near, chosen = near + (report.near_ties or 0.0) * report.tokens, chosen + report.tokens
-        if timed:
+        found = None
+        if same_bits:
+            found, close = left(target, ids[0], expected(i))
+            near, chosen = near + close, chosen + len(expected(i))
+        if not same_bits or i % TIMED == 0:
+            texts = {}
+            for side in SIDES if i % TIMED == 0 else ALONE:
+                began = time.process_time()
+                texts[side] = written(sides[side].generate, ids)
+                seconds[side] += (i % TIMED == 0) * (time.process_time() - began)
+            generated = {side: texts[side] != expected(i) for side in ALONE}
+            assert found in (None, generated), f"text {i}: one pass says {found}, generated are {generated}"
+            found = generated
+        if not same_bits:
+            report = sides["keep"].report()
+            near, chosen = near + round((report.near_ties or 0.0) * report.tokens), chosen + report.tokens
+        if i % TIMED == 0:
             began = time.process_time()
             assert written(model.generate, ids) == expected(i), "model.generate does not repeat itself"
             seconds["model.generate"] += time.process_time() - began
-            if sides["keep"].target.runner.name == "compiled pass":  # the same at every width
-                assert texts["keep"] == texts["keep, drafts"]
-                assert texts["recheck"] == texts["recheck, drafts"], f"drafts changed text {i}"
-        if timed or i == len(encoded) - 1:
-            yield {
-                "model": Path(name).name, "dtype": dtype, "runtime": sides["keep"].target.runtime, "texts": i + 1,
-                "tokens": tokens, "noise": sides["keep"].target.noise, "near_ties": near / chosen,
-                "differ": {side: differ[side] for side in ("keep", "recheck")},
-                "differ_per_1000": {s: round(1000 * differ[s] / (i + 1), 1) for s in ("keep", "recheck")},
-                "times_of_model.generate": {s: round(t / seconds["model.generate"], 3) for s, t in seconds.items()},
-            }  # fmt: skip
+            timed += 1
+            assert not same_bits or all(texts[s] == texts[f"{s}, drafts"] for s in ALONE), f"drafts changed text {i}"
+        assert found is not None
+        differ.update(side for side in ALONE if found[side])
+    return {
+        "model": Path(name).name, "dtype": dtype, "runtime": target.runtime, "texts": len(encoded), "tokens": tokens,
+        "noise": target.noise, "near_ties": round(near / chosen, 4), "differ": {s: differ[s] for s in ALONE},
+        "differ_per_1000": {s: round(1000 * differ[s] / len(encoded), 1) for s in ALONE}, "timed": timed,
+        "times_of_model.generate": {s: round(t / seconds["model.generate"], 3) for s, t in seconds.items()},
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -109,12 +139,11 @@ if __name__ == "__main__":
     parser.add_argument("--known", type=Path, help="a folder")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    prompts = openings(arguments.stories, arguments.texts)
-    found: dict[str, dict[str, Any]] = {}
+    prompts = openings(arguments.stories, arguments.texts or 1000)
+    found: list[dict[str, Any]] = []
     for name in arguments.models:
         known = arguments.known and arguments.known / f"ref-{Path(name).name}.jsonl"
-        for figures in compared(name, prompts, arguments.tokens, arguments.dtype, known):
-            found[name] = figures
-            if arguments.out:
-                write_whole(arguments.out, json.dumps({"machine": machine(), "models": list(found.values())}, indent=1))
-        print(json.dumps(found[name], indent=1), flush=True)
+        found.append(compared(name, prompts, arguments.tokens, arguments.dtype, known, not arguments.texts))
+        print(json.dumps(found[-1], indent=1), flush=True)
+        if arguments.out:
+            write_whole(arguments.out, json.dumps({"machine": machine(), "models": found}, indent=1))

@@ -26,6 +26,6 @@ class Delegate:
         own = any(name in vars(kind).get("__annotations__", ()) for kind in type(self).__mro__)
         object.__setattr__(self if own else self.inner, name, value)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return self.inner.__class__

@@ -83,6 +83,7 @@ def _table(figures: Sequence[Figures]) -> str:
         latency = "" if f.inter_token_latency is None else "/".join(_ms(s) for s in f.inter_token_latency)
         speed = "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x ({f.speed_up[1]:.2f}-{f.speed_up[2]:.2f})"
         same = "yes" if f.differs is None else f"<span class=no>no: {escape(f.differs)}</span>"
+        same += "" if f.apart is None else f"<br>{escape(f.apart)}"
         by_drafts = "" if f.bound is None else f"{f.against_no_drafts:.2f} of {f.bound:.2f}"
         lines.append((
             escape(f.workload), escape(f.side), f.batch, f.temperature, same, f"{f.tokens_per_second:.1f}",
