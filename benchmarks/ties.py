@@ -5,8 +5,8 @@
 Greedy, a prompt at a time, on openings of stories (one story a line). `keep` is the default, `recheck` is
 `accelerate(ties="recheck")`. On every fiftieth text all ways generate in turns: with and without drafts they must
 write the same, and the times are of the process in these turns. A compiled pass gives the same bits at every width, so
-for the texts between, one pass over what `model.generate` wrote says where either way leaves it: `keep` where the best token is
-another, `recheck` where it is and is no near-tie. Elsewhere all texts are generated.
+for the texts between, one pass over what `model.generate` wrote says where either way leaves it: `keep` where the best
+token is another, `recheck` where it is and is no near-tie. Elsewhere all texts are generated.
 
 `--known FOLDER` keeps what `model.generate` wrote in a file for each model; `--texts 0` takes as many as it holds.
 """

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from truedraft.accept._base import Offer, Rule
 from truedraft.chance import Chance
 from truedraft.delegate import Delegate
 from truedraft.sampling import Laws
+from truedraft.stores.likeliest import two_largest
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 
@@ -28,26 +30,23 @@ class NearTies(Delegate):
 
     Attributes:
         margin: scores that are no further apart are near-ties.
-        chosen, near: tokens chosen, and how many of them within the margin of another.
     """
 
     laws: Laws
     margin: float
-    chosen: int
-    near: int | Tensor
     _again: Callable[[Row], Tensor] | None
     _at_once: bool
+    _best: list[Tensor]  # (k, 2) keys, the two largest wherever a token was chosen
 
     def __init__(self, rule: Rule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
         super().__init__(rule)
         self.laws, self.margin = laws, 2 * noise * laws.gain
-        self.chosen = self.near = 0
-        self._again, self._at_once = again, False
+        self._again, self._at_once, self._best = again, False, []
 
     @property
     def rate(self) -> float | None:
         """The share of the chosen tokens that were near-ties; None where that was not seen."""
-        return int(self.near) / self.chosen if self.chosen else None
+        return float(self._near(torch.cat(self._best)).double().mean()) if self._best else None
 
     def ahead(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
@@ -61,9 +60,10 @@ class NearTies(Delegate):
         places = [i for i, row in enumerate(rows) if not row.ended]  # the others wait for these
         if (keys := self.inner.keys(scores, chance)) is None or not places:
             return tokens
-        near = self._count(keys if len(places) == len(rows) else keys[places])
+        self._best.append(two_largest(keys if len(places) == len(rows) else keys[places]))
         if self._again is not None:
-            for i in (i for i, close in zip(places, near.tolist(), strict=True) if close):
+            near = self._near(self._best[-1]).tolist()
+            for i in (place for place, close in zip(places, near, strict=True) if close):
                 again = self.laws.again(rows[i], self._again(rows[i])[None])
                 tokens[i] = self.inner.choose(again, [offers[i]], [rows[i]], chance)[0]
         return tokens
@@ -72,19 +72,23 @@ class NearTies(Delegate):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         if self._at_once:
-            for b, one in enumerate(accepted):
-                if (keys := self.inner.keys(_on(scores.logits[b], one.path), None)) is not None:
-                    self._count(keys)
+            paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(rows, accepted, strict=True)]
+            if any(paths) and (keys := self.inner.keys(_on(scores.logits, paths), None)) is not None:
+                self._best.append(two_largest(keys))
         self.inner.observe(rows, trees, scores, accepted)
 
-    def _count(self, keys: Tensor) -> Tensor:
-        """(k,) whether another token's key is near the best; added up where the keys are, without waiting for them."""
-        near = (keys >= self.inner.floor(keys.amax(-1, keepdim=True), self.margin)).sum(-1) > 1
-        self.chosen += len(keys)
-        self.near = self.near + near.sum()
-        return near
+    def _near(self, best: Tensor) -> Tensor:
+        """(k,) whether the second of two keys is near the first."""
+        return best[:, 1] >= self.inner.floor(best[:, 0], self.margin)
 
 
-def _on(logits: Tensor, path: Sequence[int]) -> Tensor:
-    """(k, V) of a path; without a copy where it is the first nodes."""
-    return logits[: len(path)] if path[-1] == len(path) - 1 else logits[list(path)]
+def _emitted(row: Row, count: int) -> int:
+    """How many of the last `count` tokens of a row are its own, and no padding behind its end."""
+    return count if row.end is None else max(count - len(row.tokens) + row.end, 0)
+
+
+def _on(logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """(k, V) logits of the paths' nodes; without a copy where they are the first nodes of one row."""
+    if len(paths) == 1 and paths[0][-1] == len(paths[0]) - 1:
+        return logits[0, : len(paths[0])]
+    return logits[[b for b, path in enumerate(paths) for _ in path], [node for path in paths for node in path]]

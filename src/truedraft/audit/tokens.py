@@ -152,11 +152,12 @@ def audit(
     Raises:
         KeyboardInterrupt: Ctrl-C; its `finished` is the audit of what was compared until then.
     """
-    precise = Precise(model)
-    found = Audit(name, str(model.dtype).removeprefix("torch."), precise.dtype, prompts=len(prompts))
+    found = Audit(name, str(model.dtype).removeprefix("torch."), "", prompts=len(prompts))
     found.runtime = next(iter(sides.values())).target.runtime
     found.drafters, found.modes, found.batches = list(sides), [str(mode) for mode in modes], list(batches)
     with heard(*sides.values()), finished(found):
+        precise = Precise(model)
+        found.precise = precise.dtype
         for mode in modes:
             settings = _settings(model, mode, tokens)
             for batch in batches:

@@ -75,7 +75,7 @@ def audit(
             found = compare(target, tokenizer, sides, chosen, model, max_new_tokens, batches, modes, show)
             tested = law_audit(target, tokenizer, parts, chosen, progress=show) if laws else []
         except KeyboardInterrupt as stop:
-            found = replace(getattr(stop, "finished", found), interrupted=True)
+            found = getattr(stop, "finished", None) or replace(found, interrupted=True)  # of the tokens, or the laws
     if as_json:
         print(json.dumps({**found.as_dict(), **({"laws": [law.as_dict() for law in tested]} if laws else {})}))
     else:
