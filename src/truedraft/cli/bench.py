@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,18 +101,10 @@ def bench(
 
             attained = attain(loaded, reader, todo, say, rounds)
         elif not roofline:
-            from truedraft.bench.compare import compare
-
             theirs = _baselines(model, assistant, loaded, dtype) if baselines else []
-            try:
-                for temp, size in product(temperature or [0.0], batch or [1]):
-                    alone = size == 1 and temp == 0  # the only place where transformers promises the same tokens
-                    sides = _sides(loaded, reader, draft or DRAFTS, control, ties, theirs if alone else [])
-                    for workload in todo:
-                        room = _room(loaded, workload)
-                        figures += compare(sides, workload, reader, loaded.device, size, rounds, temp, seed, room, say)
-            except KeyboardInterrupt:
-                interrupted = True
+            settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
+            sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
+            interrupted = _compare(figures, sides, theirs, todo, loaded, reader, *settings, say)
     if html is not None:
         about = [f"{model}, {quantize or loaded.dtype}, {measured_on()}"]
         about.append(f"{rounds} rounds, medians with 95 % intervals.")
@@ -125,6 +118,35 @@ def bench(
         print("interrupted: the workloads that were finished are shown", file=sys.stderr)
         return 130
     return int(any(f.differs is not None and f.passes is not None for f in figures))
+
+
+def _compare(
+    figures: list[Figures],
+    sides: Callable[[Sequence[Side]], list[Side]],
+    baselines: Sequence[Side],
+    workloads: Sequence[Workload],
+    model: Any,
+    tokenizer: Any,
+    rounds: int,
+    seed: int,
+    settings: Iterable[tuple[float, int]],
+    say: Callable[[str], None],
+) -> bool:
+    """Add the figures of every workload as it is finished, for each temperature and batch size; whether Ctrl-C came."""
+    from truedraft.bench.compare import compare
+
+    try:
+        for temperature, size in settings:
+            alone = size == 1 and temperature == 0  # the only place where transformers promises the same tokens
+            ways = sides(baselines if alone else [])
+            for workload in workloads:
+                room = _room(model, workload)
+                figures += compare(
+                    ways, workload, tokenizer, model.device, size, rounds, temperature, seed, room, say
+                )  # fmt: skip
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[Row]) -> dict[str, Any]:
