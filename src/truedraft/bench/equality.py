@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from truedraft.audit.precise import Precise
-from truedraft.audit.tokens import explain
+from truedraft.audit.tokens import Kind, explain
 from truedraft.bench.workloads import Item
 
 if TYPE_CHECKING:
@@ -62,10 +62,11 @@ def _kinds(
     unequal = [n for n, out in enumerate(texts) if _difference(out, expected[n], 0)]
     if settings["do_sample"]:
         return {"sampled": sum(_rows_apart(texts[n], expected[n]) for n in unequal)}
-    precise = Precise(side.fast.model) if unequal else None
-    kinds = [
-        kind for n in unequal for kind in explain(side.fast, precise, calls[n][1], settings["max_new_tokens"])
-    ]  # fmt: skip
+    kinds: list[Kind] = []
+    if unequal:
+        precise = Precise(side.fast.model)
+        for n in unequal:
+            kinds += explain(side.fast, precise, calls[n][1], settings["max_new_tokens"])
     return {kind: kinds.count(kind) for kind in ("tie", "numerics", "bug")}
 
 
