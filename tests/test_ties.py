@@ -132,6 +132,20 @@ def test_the_rate_of_near_ties_is_that_of_the_scores(settings: dict[str, Any], n
     assert 0 < near < TOKENS and rate == pytest.approx(near / TOKENS) == fast.report().near_ties
 
 
+def test_sampled_on_a_device_that_is_far_near_ties_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", torch.bfloat16, 1.5)
+    given = dict(**ragged(model, 3), max_new_tokens=12, do_sample=True, pad_token_id=0, eos_token_id=7)
+    rates = []
+    for far in (False, True):
+        monkeypatch.setattr("truedraft.chance.far", lambda device, far=far: far)
+        fast = truedraft.accelerate(model, draft="auto", control="fixed")
+        fast.target.noise = 0.3
+        torch.manual_seed(4)
+        fast.generate(**given)
+        rates.append(fast.report().near_ties)
+    assert rates[0] == pytest.approx(rates[1]) and rates[0] > 0
+
+
 def test_reports_name_the_reference_and_are_short_in_fp32() -> None:
     coarse, fine = (truedraft.accelerate(tiny("llama", d, 1.5)) for d in (torch.bfloat16, torch.float32))
     for fast in (coarse, fine):

@@ -22,7 +22,8 @@ TINY = np.finfo(np.float32).tiny  # in the place of an exact 0, which would pick
 class Chance(Protocol):
     """Where tokens are drawn from.
 
-    keys: (k, V) of the last `pick`, law / noise, of which its tokens are the largest; None where they are not so drawn.
+    keys: law / noise of the tokens drawn last, (k, V) or (rows, nodes, V), which are the largest; None where there are
+        none.
     """
 
     keys: Tensor | None = None
@@ -70,11 +71,6 @@ def likeliest(law: Tensor, count: int) -> list[int]:
     """The tokens of a (V,) law with the largest values, at most `count`, none of those that it rules out."""
     value, token = law.topk(min(count, len(law)))
     return token[value > 0].tolist()
-
-
-def drawn(law: Tensor, noise: Tensor) -> list:
-    """The token that each law draws with its noise, as nested lists; -1 where a law is NaN."""
-    return largest_of(law / noise)
 
 
 def largest_of(keys: Tensor) -> list:

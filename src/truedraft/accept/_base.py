@@ -112,9 +112,9 @@ class Rule(ABC):
         return None
 
     def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
-        """(k, V) whose largest entries were the tokens of the `choose` just made; None where they are not so chosen.
+        """Like the scores, what the tokens just chosen are the largest of; None where they are not so chosen.
 
-        scores: (k, V) that `choose` was given.
+        scores: (k, V) that `choose` was given, or (rows, nodes, V) that `ahead` was.
         """
         return None
 

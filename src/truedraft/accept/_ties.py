@@ -35,13 +35,13 @@ class NearTies(Delegate):
     laws: Laws
     margin: float
     _again: Callable[[Row], Tensor] | None
-    _at_once: bool
+    _at_once: Chance | None  # of the pass, where its tokens are known at every node
     _best: list[Tensor]  # (k, 2) keys, the two largest wherever a token was chosen
 
     def __init__(self, rule: Rule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
         super().__init__(rule)
         self.laws, self.margin = laws, 2 * noise * laws.gain
-        self._again, self._at_once, self._best = again, False, []
+        self._again, self._at_once, self._best = again, None, []
 
     @property
     def rate(self) -> float | None:
@@ -52,7 +52,7 @@ class NearTies(Delegate):
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
         found = None if self._again is not None else self.inner.ahead(logits, rows, trees, laws, chance)
-        self._at_once = found is not None
+        self._at_once = None if found is None else chance
         return found
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
@@ -71,10 +71,10 @@ class NearTies(Delegate):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        if self._at_once:
+        if self._at_once is not None and (keys := self.inner.keys(scores.logits, self._at_once)) is not None:
             paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(rows, accepted, strict=True)]
-            if any(paths) and (keys := self.inner.keys(_on(scores.logits, paths), None)) is not None:
-                self._best.append(two_largest(keys))
+            if any(paths):
+                self._best.append(two_largest(_on(keys, paths)))
         self.inner.observe(rows, trees, scores, accepted)
 
     def _near(self, best: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def _emitted(row: Row, count: int) -> int:
     return count if row.end is None else max(count - len(row.tokens) + row.end, 0)
 
 
-def _on(logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """(k, V) logits of the paths' nodes; without a copy where they are the first nodes of one row."""
+def _on(keys: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """(k, V) of the paths' nodes; without a copy where they are the first nodes of one row."""
     if len(paths) == 1 and paths[0][-1] == len(paths[0]) - 1:
-        return logits[0, : len(paths[0])]
-    return logits[[b for b, path in enumerate(paths) for _ in path], [node for path in paths for node in path]]
+        return keys[0, : len(paths[0])]
+    return keys[[b for b, path in enumerate(paths) for _ in path], [node for path in paths for node in path]]

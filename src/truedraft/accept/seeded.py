@@ -17,7 +17,7 @@ from torch import Tensor
 
 from truedraft.accept._base import Offer, Rule
 from truedraft.card import Card, Guarantee
-from truedraft.chance import Chance, drawn
+from truedraft.chance import Chance, largest_of
 from truedraft.sampling import Laws
 from truedraft.tree import DraftTree, Row, Wanted
 
@@ -46,4 +46,7 @@ class Seeded(Rule):
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
         noise = chance.ahead(logits, rows, trees) if laws.apart else None
-        return None if noise is None else drawn(laws.everywhere(logits).softmax(-1), noise)
+        if noise is None:
+            return None
+        chance.keys = laws.everywhere(logits).softmax(-1) / noise
+        return largest_of(chance.keys)
