@@ -102,6 +102,16 @@ def test_scores_that_are_returned_are_those_of_the_choice() -> None:
     assert torch.equal(torch.stack(out.scores), torch.stack(expected.scores).float())
 
 
+def test_scores_of_a_batch_in_step_are_those_of_the_choices() -> None:
+    model = twins()
+    fast = truedraft.accelerate(model, draft="prompt-lookup", control="fixed", ties="recheck")
+    given = dict(**ragged(model, 2), max_new_tokens=12, do_sample=False, pad_token_id=0, repetition_penalty=1.2)
+    expected = fast.generate(**given)
+    out = fast.generate(**given, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(out.sequences, expected)
+    assert torch.equal(torch.stack(out.scores, 1).argmax(-1), expected[:, -12:])
+
+
 @pytest.mark.parametrize(
     ("settings", "noise"),
     [

@@ -37,7 +37,7 @@ class Seeded(Rule):
         return chance.pick(scores.softmax(-1), rows)
 
     def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
-        return chance.keys
+        return getattr(chance, "keys", None)  # a caller's own source of noise may have none
 
     def floor(self, best: Tensor, margin: float) -> Tensor:
         return best * math.exp(-margin)
