@@ -63,7 +63,7 @@ ALLOWED = {
     # compiled code that runs a target's
     "drafters": {"registry", "runtime"}
     | {"tree", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
-    "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores"},
+    "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
     "control": {"tree", "card", "errors", "control", "drafters", "runtime", "targets"},
     "targets": {"tree", "caches", "runtime", "errors", "targets"},
     "caches": {"tree", "errors", "caches"},
@@ -76,6 +76,7 @@ ALLOWED = {
     "stats": {"layout"},
     "layout": set(),
     "card": {"errors"},
+    "delegate": set(),
     "errors": set(),
     "files": {"errors"},
     # accelerated: drafters are trained on what their target says; drafters: the contract of those that learn

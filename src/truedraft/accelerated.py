@@ -15,8 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from truedraft import registry
+from truedraft import registry, reports
 from truedraft.accept._base import Rule
+from truedraft.accept._ties import NearTies
 from truedraft.arguments import (
     Document,
     behind,
@@ -32,16 +33,16 @@ from truedraft.arguments import (
 )
 from truedraft.chance import Chance
 from truedraft.control._base import Control
-from truedraft.delegation import Delegate, renewed
 from truedraft.drafters._base import Bound, Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.outcome import cut, output
-from truedraft.outcome import notes as notes_of
 from truedraft.parts import DRAWN, check_vocabulary, drafter_of, part
+from truedraft.rechecking import check_ties, reference_of
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.sampling import History, Laws
+from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops, ends_of
 from truedraft.stopping import longest as longest_of
@@ -68,8 +69,8 @@ class _Call:
     sources: Tensor | None
 
 
-class Accelerated(Delegate):
-    """A model with drafts; made by `accelerate`. What it does not answer itself, the model does; see `Delegate`.
+class Accelerated(StandIn):
+    """A model with drafts; made by `accelerate`. What it does not answer itself, the model does; see `StandIn`.
 
     Attributes:
         model: the model as it was given, untouched.
@@ -85,6 +86,7 @@ class Accelerated(Delegate):
         control: str | Control,
         runtime: str,
         strict: bool,
+        ties: str,
     ):
         self.model, self.tokenizer = model, tokenizer
         self._parts, self._hosting = (draft, rule, control), (runtime, strict)
@@ -93,6 +95,8 @@ class Accelerated(Delegate):
         self._assisted: tuple[PreTrainedModel, dict[str, Any], Drafter] | None = None
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
         self.control: Control = part(control, "control", Control)
+        check_ties(ties, model, self.rule)
+        self.ties = ties
         self._fitted(self.drafter)
         self._report: Report | None = None
         self._complete()
@@ -118,7 +122,7 @@ class Accelerated(Delegate):
         """A deep copy of the model, accelerated in the same way; drafters have learnt nothing yet."""
         draft, rule, control = (renewed(part, memo) for part in self._parts)
         memo[id(self)] = made = Accelerated(
-            copy.deepcopy(self.model, memo), self.tokenizer, draft, rule, control, *self._hosting
+            copy.deepcopy(self.model, memo), self.tokenizer, draft, rule, control, *self._hosting, self.ties
         )
         return made
 
@@ -273,15 +277,11 @@ class Accelerated(Delegate):
         rule.ready(laws)
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
-        engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
-        notes = notes_of(rows, laws, stops)
-        if rule.guarantee == "none":
-            notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have said")
-        report = Report(
-            name_of(drafter), name_of(rule), rule.guarantee, name_of(self.control), self.target.runtime,
-            notes,
-        )  # fmt: skip
-        self._report, report.seconds = report, watch.seconds
+        again = reference_of(self.ties, self.target, batch, longest + steps, laws)
+        held: Any = NearTies(rule, laws, self.target.noise, again)
+        engine = Engine(self.target, drafter, held, self.control, laws, stops, chance, history, watch)
+        self._report = report = reports.begun(self.target, drafter, rule, self.control, watch)
+        report.notes += reports.notes_on(rows, laws, stops)
         stream = Stream(call.streamer, rows, history)
         passes = engine.run(rows, prompts)
         advance = watch.timed("all", lambda: next(passes, None))
@@ -300,8 +300,7 @@ class Accelerated(Delegate):
             raise
         finally:
             engine.close()
-            report.runtime = self.target.runtime
-            report.attributions = rule.attributions()
+            reports.ended(report, self.target, held)
 
     def _drafter_of(self, config: GenerationConfig, call: _Call) -> Drafter:
         references, assistant = call.references, call.assistant
@@ -364,6 +363,7 @@ def accelerate(
     runtime: str = "auto",
     strict: bool = False,
     quantize: str | None = None,
+    ties: str = "keep",
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, and says what the model alone would have said.
 
@@ -385,6 +385,9 @@ def accelerate(
             different widths); with the compiled pass it cannot.
         quantize: "int8" or "int4" quantises the weights of the model itself, by torchao: fewer bytes to read, another
             model. What is said is then exactly what the quantised model says, and `model.generate` says it too.
+        ties: "recheck" scores tokens whose best two are closer than the rounding of this dtype again as
+            `model.generate` does, by the model's own forward a token at a time: near its text in bf16, at about its
+            cost. "keep" keeps those of the pass.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly or quantised, or a name is unknown.
@@ -394,4 +397,4 @@ def accelerate(
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
-        return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
+        return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, ties)

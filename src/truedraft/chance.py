@@ -20,6 +20,14 @@ TINY = np.finfo(np.float32).tiny  # in the place of an exact 0, which would pick
 
 
 class Chance(Protocol):
+    """Where tokens are drawn from.
+
+    keys: law / noise of the tokens drawn last, (k, V) or (rows, nodes, V), which are the largest; None where there are
+        none.
+    """
+
+    keys: Tensor | None = None
+
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
         """One token per row, -1 where its law is NaN. law: (k, V) probabilities for the next tokens of the k rows."""
         ...
@@ -65,9 +73,9 @@ def likeliest(law: Tensor, count: int) -> list[int]:
     return token[value > 0].tolist()
 
 
-def drawn(law: Tensor, noise: Tensor) -> list:
-    """The token that each law draws with its noise, as nested lists; -1 where a law is NaN."""
-    value, token = (law / noise).max(-1)
+def largest_of(keys: Tensor) -> list:
+    """The places of the largest entries along the last dimension, as nested lists; -1 where one is NaN."""
+    value, token = keys.max(-1)
     return token.masked_fill_(value.isnan(), -1).tolist()
 
 
@@ -113,7 +121,8 @@ class StreamNoise(Chance):
             self._look(last, law)
         for _ in range(self.drawn, last + 1):
             self._draw(law)
-        return drawn(law, torch.stack([self.blocks[row.step][row.index] for row in rows]))
+        self.keys = law / torch.stack([self.blocks[row.step][row.index] for row in rows])
+        return largest_of(self.keys)
 
     def draw(self, law: Tensor, row: Row, count: int = 1, distinct: bool = False) -> list[int]:
         most = min(count, int(law.count_nonzero())) if distinct else count
@@ -205,7 +214,8 @@ class PositionNoise(Chance):
         for line, row in zip(noise, rows, strict=True):
             self._bits(row, row.step, 0).standard_exponential(dtype=np.float32, out=line)
         np.maximum(noise, TINY, out=noise)
-        return drawn(law, torch.from_numpy(noise).to(law.device))
+        self.keys = law / torch.from_numpy(noise).to(law.device)
+        return largest_of(self.keys)
 
 
 class Replay(Chance):

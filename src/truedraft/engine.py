@@ -76,6 +76,7 @@ class Engine:
                 self.chance.reached(max(row.step for row in rows))
                 self.target.commit([a.path for a in accepted])
                 observe(rows, trees, scores, accepted)
+                self.rule.observe(rows, trees, scores, accepted)
                 learn(rows, trees, accepted)
                 yield _record(rows, before, trees, accepted)
 

@@ -10,7 +10,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass
-from truedraft.stopping import Stops
 from truedraft.tree import Row
 
 
@@ -35,13 +34,3 @@ def output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: 
     scores, logits = (None if kept is None else tuple(kept[:steps]) for kept in (laws.scores, laws.logits))
     kind: Any = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
     return kind(sequences=sequences, scores=scores, logits=logits)
-
-
-def notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
-    """Why rows advance together, where they do."""
-    if len(rows) == 1 or not stops.in_step:
-        return []
-    if strangers := laws.strangers + stops.strangers:
-        return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
-    cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
-    return [f"rows advanced together, because {cause}"]

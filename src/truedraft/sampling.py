@@ -136,6 +136,27 @@ class Laws:
                 kept.append(values.clone())
         return scores
 
+    @property
+    def gain(self) -> float:
+        """How many times an error of the logits grows in the scores, at most, by temperature and repetition penalty."""
+        gain = 1.0
+        for p in self.processors:
+            penalty = float(getattr(p, "penalty", 1.0))
+            gain *= max(penalty, 1 / penalty) / float(getattr(p, "temperature", 1.0))
+        return gain
+
+    def again(self, row: Row, logits: Tensor) -> Tensor:
+        """(1, V) scores of a row's next token anew, of other logits (1, V); they take the place of those kept.
+
+        For processors that neither count their calls nor look across rows.
+        """
+        raw = logits.to(torch.float32)
+        scores = self._apart([row], raw) if self.processors else raw
+        for kept, values in ((self.scores, scores), (self.logits, raw)):
+            if kept is not None:
+                kept[-1][row.index] = values[0]
+        return scores
+
     def of_drafts(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
         """(k, V) scores of a drafter where each row would stand if it went on with its draft, a draft for each.
 
@@ -164,6 +185,10 @@ class Laws:
     def _process(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
         if self.in_step:
             return self.processors(self.history.batch(rows[0].step), raw.clone())  # type: ignore[arg-type]
+        return self._apart(rows, raw)
+
+    def _apart(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
+        """The same where no processor looks across rows."""
         if self.pointwise:
             return self.processors(self.history.ids[: len(rows), :0], raw.clone())  # type: ignore[arg-type]
         scores = torch.empty_like(raw)

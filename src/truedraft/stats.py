@@ -9,6 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from truedraft.layout import labelled
 
+COARSE = ("bfloat16", "float16")  # dtypes in which texts of two ways of computing often part
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -85,6 +87,10 @@ class Report:
     seconds: wall time by part: calibrate (measuring costs, a share of each call until they are known), prefill, draft,
         observe (what drafters do when rows begin and after passes), control, target, all.
     attributions: spans of the output that were copied from documents, of rules that tell.
+    reference: what the guarantee refers to.
+    dtype: of the model, as text.
+    near_ties: the share of the emitted tokens that another came so close to that rounding in this dtype could have
+        chosen it; None where that was not seen (rules that do not take the largest of their scores).
     """
 
     drafter: str
@@ -97,6 +103,9 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
     attributions: tuple[Attribution, ...] = ()
+    reference: str = ""
+    dtype: str = ""
+    near_ties: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -139,6 +148,8 @@ class Report:
             "drafter": self.drafter,
             "rule": self.rule,
             "guarantee": self.guarantee,
+            "reference": self.reference,
+            "near_ties": None if self.near_ties is None else round(self.near_ties, 6),
             "control": self.control,
             "runtime": self.runtime,
             "notes": self.notes,
@@ -163,6 +174,10 @@ class Report:
         """The figures in words, each with a label."""
         yield "drafter", self.drafter
         yield "rule", f"{self.rule} (guarantee: {self.guarantee})"
+        if self.near_ties or self.dtype in COARSE:
+            yield "reference", self.reference
+            if self.near_ties is not None:
+                yield "near-ties", f"{self.near_ties:.1%} of the tokens"
         yield "control", self.control
         yield "passes by", self.runtime
         yield "tokens", f"{self.tokens} in {len(self.passes)} passes"

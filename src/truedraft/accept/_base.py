@@ -111,6 +111,22 @@ class Rule(ABC):
         """
         return None
 
+    def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
+        """Like the scores, what the tokens just chosen are the largest of; None where they are not so chosen.
+
+        scores: (k, V) that `choose` was given, or (rows, nodes, V) that `ahead` was.
+        """
+        return None
+
+    def floor(self, best: Tensor, margin: float) -> Tensor:
+        """What the largest keys might fall to if scores fell by `margin`."""
+        return best - margin
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        """Every pass as it was, after the walk."""
+
     def attributions(self) -> tuple[Attribution, ...]:
         """After a call: which spans of what was said stand where in given documents."""
         return ()

@@ -34,6 +34,9 @@ class Greedy(Rule):
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return largest(scores)
 
+    def keys(self, scores: Tensor, chance: Chance) -> Tensor:
+        return scores
+
     def ahead(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:

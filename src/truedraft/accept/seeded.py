@@ -8,6 +8,7 @@ rejection sampling does when drafts are sampled, and exactly as often when they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from truedraft.accept._base import Offer, Rule
 from truedraft.card import Card, Guarantee
-from truedraft.chance import Chance, drawn
+from truedraft.chance import Chance, largest_of
 from truedraft.sampling import Laws
 from truedraft.tree import DraftTree, Row, Wanted
 
@@ -35,8 +36,17 @@ class Seeded(Rule):
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
         return chance.pick(scores.softmax(-1), rows)
 
+    def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
+        return getattr(chance, "keys", None)  # a caller's own source of noise may have none
+
+    def floor(self, best: Tensor, margin: float) -> Tensor:
+        return best * math.exp(-margin)
+
     def ahead(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
         noise = chance.ahead(logits, rows, trees) if laws.apart else None
-        return None if noise is None else drawn(laws.everywhere(logits).softmax(-1), noise)
+        if noise is None:
+            return None
+        chance.keys = laws.everywhere(logits).softmax(-1) / noise
+        return largest_of(chance.keys)

@@ -102,7 +102,8 @@ def law_audit(
     found = []
     for rule, drafter in pairs:
         fast = accelerate(model, tokenizer, draft=drafters[drafter], rule=rule, control="fixed")
-        fast.drafter = listener = Listener(fast.drafter)
+        listener: Any = Listener(fast.drafter)
+        fast.drafter = listener
         for settings, values in SETTINGS.items():
             progress(f"the law of {rule} with {drafter}, {settings}")
             placed: list[Tensor] = []

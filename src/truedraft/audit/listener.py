@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from truedraft.delegate import Delegate
 from truedraft.drafters._base import Drafter
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 
-class Listener(Drafter):
+class Listener(Delegate):
     """Another drafter, in whose place it stands, and what is heard of each row, in the order of its tokens.
 
     logits: row -> the raw logits (V,) behind each token that was said.
@@ -19,31 +20,16 @@ class Listener(Drafter):
         drawn from, their tokens where they are certain, or None.
     """
 
-    needs = property(lambda self: self.drafter.needs)
-    hope = property(lambda self: self.drafter.hope)
-    draws = property(lambda self: self.drafter.draws)
-    width = property(lambda self: self.drafter.width)
+    logits: dict[int, list[Tensor]]
+    offers: dict[int, list[Tensor | tuple[int, ...] | None]]
 
     def __init__(self, drafter: Drafter):
-        self.drafter = drafter
-        self.logits: dict[int, list[Tensor]] = {}
-        self.offers: dict[int, list[Tensor | tuple[int, ...] | None]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)
+        super().__init__(drafter)
+        self.logits, self.offers = {}, {}
 
     def open(self, *args: Any) -> None:
         self.logits, self.offers = {}, {}
-        self.drafter.open(*args)
-
-    def ready(self, *args: Any) -> None:
-        self.drafter.ready(*args)
-
-    def start(self, rows: Sequence[Row]) -> None:
-        self.drafter.start(rows)
-
-    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        return self.drafter.propose(rows, budget)
+        self.inner.open(*args)
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
@@ -51,10 +37,7 @@ class Listener(Drafter):
         for b, (row, tree, one) in enumerate(zip(rows, trees, accepted, strict=True)):
             self.logits.setdefault(row.index, []).extend(scores.logits[b, list(one.path)].float().cpu())
             self.offers.setdefault(row.index, []).extend(_offered(tree, node) for node in one.path)
-        self.drafter.observe(rows, trees, scores, accepted)
-
-    def end(self, row: Row) -> None:
-        self.drafter.end(row)
+        self.inner.observe(rows, trees, scores, accepted)
 
 
 def _offered(tree: DraftTree, node: int) -> Tensor | tuple[int, ...] | None:

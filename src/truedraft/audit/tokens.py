@@ -15,6 +15,7 @@ A row of the engine's that is not the model's is a bug even where the token came
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -80,6 +81,7 @@ class Audit:
     rows: rows of logits compared.
     noise: of the model's own logits, in `dtype`, against `precise`; the largest met.
     worst_row: the largest error of an engine's row, in units of that noise, where texts agreed.
+    interrupted: by Ctrl-C, so that less was compared than was asked for.
     """
 
     model: str
@@ -95,6 +97,7 @@ class Audit:
     noise: float = 0.0
     worst_row: float = 0.0
     found: list[Divergence] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def exact(self) -> bool:
@@ -145,20 +148,23 @@ def audit(
         batches: batch sizes.
         modes: how tokens are chosen.
         progress: told what is about to run.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; its `finished` is the audit of what was compared until then.
     """
-    precise = Precise(model)
-    found = Audit(name, str(model.dtype).removeprefix("torch."), precise.dtype, prompts=len(prompts))
+    found = Audit(name, str(model.dtype).removeprefix("torch."), "", prompts=len(prompts))
+    found.runtime = next(iter(sides.values())).target.runtime
     found.drafters, found.modes, found.batches = list(sides), [str(mode) for mode in modes], list(batches)
-    for side in sides.values():
-        side.drafter = Listener(side.drafter)
-    try:
+    with heard(*sides.values()), finished(found):
+        precise = Precise(model)
+        found.precise = precise.dtype
         for mode in modes:
+            settings = _settings(model, mode, tokens)
             for batch in batches:
                 for start in range(0, len(prompts), batch):
                     texts = list(prompts[start : start + batch])
                     progress(f"{mode}, prompts {start + 1} to {start + len(texts)}: the model alone")
                     inputs = _encoded(tokenizer, texts, model.device)
-                    settings = _settings(model, mode, tokens)
                     expected = _expected(model, precise, inputs, settings, mode)
                     found.noise = max(found.noise, *expected.noise)
                     for drafter, side in sides.items():
@@ -166,11 +172,39 @@ def audit(
                         for row, one in _compared(side, inputs, settings, mode, expected, found):
                             place = dict(drafter=drafter, mode=str(mode), batch=len(texts), prompt=start + row)
                             found.found.append(Divergence(**place, **one))  # type: ignore[arg-type]
-    finally:
-        for side in sides.values():
-            side.drafter = side.drafter.drafter  # type: ignore[attr-defined]
-    found.runtime = next(iter(sides.values())).target.runtime
     return found
+
+
+def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens: int) -> list[Kind]:
+    """Of what kind the first differences from `model.generate` are, greedily; one for each row that differs."""
+    mode, found = Mode(False), Audit("", "", precise.dtype)
+    settings = _settings(side.model, mode, tokens)
+    expected = _expected(side.model, precise, inputs, settings, mode)
+    with heard(side):
+        return [one["kind"] for _, one in _compared(side, inputs, settings, mode, expected, found)]
+
+
+@contextmanager
+def heard(*sides: Accelerated) -> Iterator[None]:
+    """Drafters with listeners in their places."""
+    for side in sides:
+        side.drafter = Listener(side.drafter)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for side in sides:
+            side.drafter = side.drafter.inner  # type: ignore[attr-defined]
+
+
+@contextmanager
+def finished(found: Audit) -> Iterator[None]:
+    """Ctrl-C ends the audit, which what was compared until then goes with, as `finished` of the exception."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        found.interrupted = True
+        stop.finished = found  # type: ignore[attr-defined]
+        raise
 
 
 def _encoded(tokenizer: Any, texts: list[str], device: torch.device) -> dict[str, Any]:
@@ -236,6 +270,8 @@ def _compared(
     """The rows that differ, each with the particulars of its first difference."""
     torch.manual_seed(mode.seed)
     ids = side.generate(**inputs, generation_config=settings)[:, expected.prompts.shape[1] :].cpu()
+    if side.report().interrupted:  # partial text differs for no fault of its own
+        raise KeyboardInterrupt
     listener: Any = side.drafter
     for row, (n, noise) in enumerate(zip(expected.lengths, expected.noise, strict=True)):
         want, got = expected.ids[row, :n].tolist(), ids[row].tolist()

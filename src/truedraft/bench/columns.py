@@ -52,13 +52,18 @@ def speed(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
 
 
 def notes(figures: Sequence[Figures]) -> list[str]:
-    """What the tables leave out: where tokens differ, and prompts that were shortened."""
+    """What the tables leave out: where tokens differ, and from what, and prompts that were shortened."""
     differ = [f"{label(f)}, {f.side}: {f.differs}" for f in figures if f.differs is not None]
     cut = {f.workload: f.cut for f in figures if f.cut}
-    return differ + [
-        f"{name}: {count} prompts are longer than the model's context allows; their ends were read."
-        for name, count in cut.items()
-    ]
+    apart = [f"{label(f)}, {f.side}: {f.apart}" for f in figures if f.apart is not None]
+    return (
+        differ
+        + apart
+        + [
+            f"{name}: {count} prompts are longer than the model's context allows; their ends were read."
+            for name, count in cut.items()
+        ]
+    )
 
 
 def latency(figures: Sequence[Figures], rounds: int) -> Table[Figures]:

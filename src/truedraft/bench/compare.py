@@ -1,7 +1,7 @@
 """Ways of generating, side by side on the same prompts: equality first, then speed.
 
 All ways take turns in one process, round by round, so that what else the machine does falls on all of them. A way
-whose tokens differ from plain `transformers` generate gets its first divergence printed and no speed-up.
+whose tokens differ from those of its reference (`equality.py`) gets its first divergence printed and no speed-up.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from truedraft.accelerated import Accelerated
+from truedraft.bench.equality import judged
 from truedraft.bench.workloads import Item, Workload
 from truedraft.stats import Pass, Report
 
@@ -59,12 +60,19 @@ class Side:
     """A way of generating.
 
     run: (inputs, settings, items, clock) -> (batch, new) token ids and, from truedraft, the report.
+    fast: the accelerated model that generates, where one does.
     fresh: called before every round: nothing is remembered of the one before, which had the same prompts.
     """
 
     name: str
     run: Run
     fresh: Callable[[], None] = lambda: None
+    fast: Accelerated | None = None
+
+    @property
+    def coarse(self) -> bool:
+        """Whether it is an accelerated model in a dtype below fp32."""
+        return self.fast is not None and self.fast.target.dtype.itemsize < torch.float32.itemsize
 
 
 def transformers_side(name: str, model: Any, **extra: Any) -> Side:
@@ -89,7 +97,7 @@ def truedraft_side(name: str, fast: Accelerated) -> Side:
         out = fast.generate(**inputs, **settings, **given, on_pass=clock.saw)
         return _new(out, inputs, fast.model), fast.report()
 
-    return Side(name, run, fast.forget)
+    return Side(name, run, fast.forget, fast)
 
 
 def _new(out: Tensor, inputs: dict[str, Any], model: Any) -> Tensor:
@@ -131,7 +139,9 @@ class Figures:
     """What a side did on a workload. Seconds are medians over rounds; `speed_up` is (median, low, high), where low and
     high hold the median with 95 % confidence (order statistics), against plain transformers in the same round.
 
-    differs: where the output first differed from plain transformers; None where all tokens were equal.
+    differs: where the output first differed from that of the reference; None where all tokens were equal.
+    beside_generate: texts that differ from plain transformers, by kind (tie, numerics, bug; sampled: not told apart);
+        None where that is the reference.
     cut: prompts of which only the end was read, because they were too long.
     bound: the most that drafts can give over the same engine without: mean acceptance length x cost of a plain pass
         over cost of a pass.
@@ -159,6 +169,15 @@ class Figures:
     bound: float | None = None
     runtime: str | None = None
     cut: int = 0
+    beside_generate: dict[str, int] | None = None
+
+    @property
+    def apart(self) -> str | None:
+        """The texts that differ from plain transformers, in words; None where there is nothing to say."""
+        if self.beside_generate is None:
+            return None
+        kinds = ", ".join(f"{kind} {count}" for kind, count in self.beside_generate.items() if count)
+        return f"texts that differ from transformers: {kinds or 'none'}"
 
 
 def _inputs(tokenizer: Any, texts: Sequence[str], room: int | None) -> Any:
@@ -201,17 +220,12 @@ def compare(
         text = [item.text for item in items]
         cut += sum(room is not None and len(tokenizer(one)["input_ids"]) > room for one in text)
         calls.append((items, _inputs(tokenizer, text, room).to(device), at))
-    expected: list[Tensor] = []
-    differs: list[str | None] = [None] * len(sides)
-    for k, side in enumerate(sides):  # the first time warms up, and settles equality
+    texts: list[list[Tensor]] = []
+    for side in sides:  # the first time warms up, and settles equality
         progress(f"{workload.name}: {side.name}, compared")
         side.fresh()
-        for number, (items, inputs, at) in enumerate(calls):
-            out, _, _, _ = _once(side, inputs, settings, items, seed)
-            if k == 0:
-                expected.append(out)
-            elif differs[k] is None:
-                differs[k] = _difference(out, expected[number], at)
+        texts.append([_once(side, inputs, settings, items, seed)[0] for items, inputs, _ in calls])
+    differs, beside = judged(sides, texts, calls, settings, progress)
     kept: list[list[Measured]] = [[Measured() for _ in range(rounds)] for _ in sides]
     for turn in range(rounds):
         for k in _rotated(len(sides), turn):
@@ -221,7 +235,8 @@ def compare(
                 out, report, clock, seconds = _once(sides[k], inputs, settings, items, seed)
                 emitted = _emitted(out, tokenizer.pad_token_id)
                 kept[k][turn].take(clock, seconds, emitted, len(items), report)
-    return [replace(f, cut=cut) for f in _figures(sides, kept, differs, workload, batch, temperature)]
+    found = _figures(sides, kept, differs, workload, batch, temperature)
+    return [replace(f, cut=cut, beside_generate=kinds) for f, kinds in zip(found, beside, strict=True)]
 
 
 def _once(
@@ -238,17 +253,6 @@ def _once(
 def _rotated(count: int, turn: int) -> Iterator[int]:
     """Every round begins with another side, so that none is always first."""
     return ((turn + k) % count for k in range(count))
-
-
-def _difference(out: Tensor, expected: Tensor, first: int) -> str | None:
-    if torch.equal(out, expected):
-        return None
-    shared = min(out.shape[1], expected.shape[1])
-    unequal = (out[:, :shared] != expected[:, :shared]).nonzero()
-    if not len(unequal):
-        return f"{out.shape[1]} tokens instead of {expected.shape[1]}"
-    row, at = unequal[0].tolist()
-    return f"prompt {first + row}, new token {at}: {int(out[row, at])} instead of {int(expected[row, at])}"
 
 
 def _emitted(new: Tensor, pad: int | None) -> int:

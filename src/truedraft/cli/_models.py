@@ -66,6 +66,7 @@ def accelerated(
     rule: str | None = None,
     argument: str = "MODEL",
     reads_sources: str | None = None,
+    ties: str = "keep",
 ) -> Accelerated:
     """A model by name with a drafter, a rule and a control by theirs; `draft` may also be "auto" or "none".
 
@@ -83,4 +84,4 @@ def accelerated(
         controller = registry.load("control", control)
         judge = None if rule is None else registry.load("accept", rule)
         loaded = load(name, dtype, quantize, argument, reads_sources)
-        return accelerate(*loaded, draft=drafter, rule=judge, control=controller)
+        return accelerate(*loaded, draft=drafter, rule=judge, control=controller, ties=ties)

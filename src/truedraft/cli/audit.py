@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from truedraft.audit.laws import Law
     from truedraft.audit.tokens import Audit, Divergence
 
-EXACT, INEXACT = 0, 1
+EXACT, INEXACT, INTERRUPTED = 0, 1, 130
 
 
 def audit(
@@ -33,6 +34,7 @@ def audit(
     seed: Annotated[list[int] | None, Option(help="Seed to sample under; repeatable. By default 0.")] = None,
     temperature: Annotated[float, Option(help="Of the sampled runs.")] = 1.0,
     control: Annotated[str, Option(help="fixed drafts all it can, so that more is put to the test.")] = "fixed",
+    ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     laws: Annotated[bool, Option("--laws", help="Also a test of the law, for rules that promise no more.")] = False,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
@@ -41,7 +43,8 @@ def audit(
     """Compare drafted with plain decoding on this machine, token by token, and explain every difference.
 
     \f
-    Returns the exit code: 0 where all differences are explained by numbers, else 1. Raises Refused for a bad argument.
+    Returns the exit code: 0 where all differences are explained by numbers, else 1; 130 after Ctrl-C. Raises Refused
+    for a bad argument.
     """
     batches, seeds = batch or [1, 4], [0] if seed is None else seed
     if min(batches) < 1 or max_new_tokens < 1 or temperature <= 0:
@@ -64,17 +67,23 @@ def audit(
         if laws and target.config.is_encoder_decoder:
             raise Refused("--laws tests decoder language models, and this is an encoder-decoder: drop --laws")
         sides = {
-            name: accelerate(target, tokenizer, draft=part, control=control)
+            name: accelerate(target, tokenizer, draft=part, control=control, ties=ties)
             for name, part in {"plain": None, **parts}.items()
         }
         chosen = texts or _embedded(target, tokenizer, max_new_tokens)
         modes = [Mode(False), *(Mode(True, s, temperature) for s in seeds), Mode(False, penalty=1.2)]
-        found = compare(target, tokenizer, sides, chosen, model, max_new_tokens, batches, modes, show)
-        tested = law_audit(target, tokenizer, parts, chosen, progress=show) if laws else []
+        tested: list[Law] = []
+        try:
+            found = compare(target, tokenizer, sides, chosen, model, max_new_tokens, batches, modes, show)
+            tested = law_audit(target, tokenizer, parts, chosen, progress=show) if laws else []
+        except KeyboardInterrupt as stop:
+            found = getattr(stop, "finished", None) or replace(found, interrupted=True)  # of the tokens, or the laws
     if as_json:
         print(json.dumps({**found.as_dict(), **({"laws": [law.as_dict() for law in tested]} if laws else {})}))
     else:
         _print(found, tested, tokenizer)
+    if found.interrupted:
+        return INTERRUPTED
     return EXACT if found.exact and all(law.holds for law in tested) else INEXACT
 
 
@@ -123,6 +132,8 @@ def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
         print_table(out, _laws(tested))
         print_folded(out, tested[0].caption)
     exact = found.exact and all(law.holds for law in tested)
+    if found.interrupted:
+        print_folded(out, "interrupted: this is what was compared until then")
     out.print("exact" if exact else "NOT exact: see the bugs above")
 
 

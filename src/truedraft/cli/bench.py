@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,10 +32,10 @@ DRAFTS = ["auto", "prompt-lookup-long"]
 LIMIT = 8
 # what the measurements that are no comparison do not use
 UNUSED = {
-    "oracle": ("draft", "limit", "batch", "temperature", "seed", "control", "baselines", "assistant"),
+    "oracle": ("draft", "limit", "batch", "temperature", "seed", "control", "ties", "baselines", "assistant"),
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
-                 "baselines", "assistant"),
-    "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "baselines",
+                 "ties", "baselines", "assistant"),
+    "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties", "baselines",
                "assistant", "dtype", "quantize", "oracle", "roofline"),
 }  # fmt: skip
 REPLAYED = ("tokenizer", "questions", "budget")  # what only recorded outputs use
@@ -53,6 +55,7 @@ def bench(
     rounds: Annotated[int, Option(help="Turns that every way takes.")] = 3,
     seed: Annotated[int, Option(help="Of torch, where temperature is not 0.")] = 0,
     control: Annotated[str, Option(help="How much is drafted (see `truedraft methods`).")] = "cost",
+    ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     baselines: Annotated[bool, Option(help="Also transformers' own prompt lookup and assisted decoding.")] = True,
     assistant: Annotated[
         str | None, Option(help="The model that drafts for transformers' assisted decoding; for nano, nano-draft.")
@@ -71,7 +74,7 @@ def bench(
     """Compare truedraft with transformers, in turns within one process; a way that is not identical has no speed-up.
 
     \f
-    Returns the exit code: 1 where a token differs. Raises Refused for a bad argument.
+    Returns the exit code: 1 where a token of truedraft differs, 130 after Ctrl-C. Raises Refused for a bad argument.
     """
     _check_numbers(
         {"--limit": [limit], "--rounds": [rounds], "--batch": batch or [], "--budget": [budget]}, temperature
@@ -89,21 +92,17 @@ def bench(
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
         machine, rows = _roofline(loaded) if roofline or (html and not sources) else (None, [])
         figures: list[Figures] = []
+        interrupted = False
         attained: list[Attained] = []
         if oracle:
             from truedraft.bench.oracle import attain
 
             attained = attain(loaded, reader, todo, say, rounds)
         elif not roofline:
-            from truedraft.bench.compare import compare
-
             theirs = _baselines(model, assistant, loaded, dtype) if baselines else []
-            for temp, size in product(temperature or [0.0], batch or [1]):
-                alone = size == 1 and temp == 0  # the only place where transformers promises the same tokens
-                sides = _sides(loaded, reader, draft or DRAFTS, control, theirs if alone else [])
-                for workload in todo:
-                    room = _room(loaded, workload)
-                    figures += compare(sides, workload, reader, loaded.device, size, rounds, temp, seed, room, say)
+            settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
+            sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
+            interrupted = _compare(figures, sides, theirs, todo, loaded, reader, *settings, say)
     if html is not None:
         from truedraft.bench.page import measured
 
@@ -114,7 +113,39 @@ def bench(
         print(json.dumps({**of_model, **_result(figures, attained, rows)}, indent=2))
     else:
         _print(figures, attained, machine, rows, rounds)
-    return int(any(f.differs is not None for f in figures))
+    if interrupted:
+        print("interrupted: the workloads that were finished are shown", file=sys.stderr)
+        return 130
+    return int(any(f.differs is not None and f.passes is not None for f in figures))
+
+
+def _compare(
+    figures: list[Figures],
+    sides: Callable[[Sequence[Side]], list[Side]],
+    baselines: Sequence[Side],
+    workloads: Sequence[Workload],
+    model: Any,
+    tokenizer: Any,
+    rounds: int,
+    seed: int,
+    settings: Iterable[tuple[float, int]],
+    say: Callable[[str], None],
+) -> bool:
+    """Add the figures of every workload as it is finished, for each temperature and batch size; whether Ctrl-C came."""
+    from truedraft.bench.compare import compare
+
+    try:
+        for temperature, size in settings:
+            alone = size == 1 and temperature == 0  # the only place where transformers promises the same tokens
+            ways = sides(baselines if alone else [])
+            for workload in workloads:
+                room = _room(model, workload)
+                figures += compare(
+                    ways, workload, tokenizer, model.device, size, rounds, temperature, seed, room, say
+                )  # fmt: skip
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[Row]) -> dict[str, Any]:
@@ -192,14 +223,16 @@ def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list
     return found
 
 
-def _sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, baselines: Sequence[Side]) -> list[Side]:
+def _sides(
+    model: Any, tokenizer: Any, drafts: Sequence[str], control: str, ties: str, baselines: Sequence[Side]
+) -> list[Side]:
     from truedraft import accelerate
     from truedraft.bench.compare import transformers_side, truedraft_side
 
     sides = [transformers_side("transformers", model), *baselines]
-    sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None)))
+    sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None, ties=ties)))
     for draft in drafts:
-        fast = accelerate(model, tokenizer, draft=draft, control=control)
+        fast = accelerate(model, tokenizer, draft=draft, control=control, ties=ties)
         sides.append(truedraft_side(draft, fast))
     return sides
 

@@ -28,6 +28,7 @@ def generate(
     draft: Annotated[str, Option(help="A drafter, `name:knob=value`, or none (see `truedraft methods`).")] = "auto",
     rule: Annotated[str | None, Option(help="An acceptance rule; by default the text is the model's own.")] = None,
     control: Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")] = "cost",
+    ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     reference: Annotated[list[Path] | None, Option(help="A text that the output may copy from; repeatable.")] = None,
     max_new_tokens: Annotated[int, Option(help="Most tokens to write.")] = 128,
     min_new_tokens: Annotated[int | None, Option(help="Fewest tokens to write.")] = None,
@@ -73,7 +74,7 @@ def generate(
     output = _output(stream, as_json, report, num_return_sequences)
     documents = [read(path, "--reference") for path in reference or ()]
     request = Request(read_prompt(prompt, file), read_settings(fields, settings or ()), documents, seed, chat)
-    fast = accelerated(model, dtype, draft, control, quantize, rule)
+    fast = accelerated(model, dtype, draft, control, quantize, rule, ties=ties)
     return output.write(fast, output.run(fast, request))
 
 

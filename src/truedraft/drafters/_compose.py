@@ -352,7 +352,7 @@ def name_of(part: object) -> str:
         return part.name
     if isinstance(part, Plain):
         return "plain"
-    return type(part).__module__.rpartition(".")[2].replace("_", "-")
+    return part.__class__.__module__.rpartition(".")[2].replace("_", "-")
 
 
 def _doubt(tree: DraftTree) -> float:

@@ -46,3 +46,12 @@ def likeliest(scores: Tensor, count: int) -> list[list[int]]:
     if -1 in found:
         return [[i for i in found[at : at + count] if i >= 0] for at in range(0, rows * count, count)]
     return [found[at : at + count] for at in range(0, rows * count, count)]
+
+
+def two_largest(scores: Tensor) -> Tensor:
+    """(rows, 2): the two largest scores of each row of (rows, width); a device is not waited for."""
+    if scores.device.type == "cpu":
+        places = likeliest(scores, 2)
+        if all(len(row) == 2 for row in places):
+            return scores.gather(1, torch.tensor(places))
+    return scores.topk(2, -1).values

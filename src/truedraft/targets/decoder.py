@@ -45,12 +45,14 @@ class DecoderTarget:
         blank: inputs of the model whose zeros change nothing, as they mark text among images.
         long: tokens from which on a prompt is read by the model's own forward; None where `runner` reads them all.
         why_stock: why it is the model's own forward, where something faster was asked for.
+        noise: by how much its logits and those of the model's own forward differ, at most; 0 until it was measured.
 
     Raises:
         Refused: the model cannot be hosted exactly; the message says why.
     """
 
     family = "decoder"
+    noise = 0.0
 
     def __init__(self, model: PreTrainedModel, runtime: str = "auto", strict: bool = False):
         if runtime not in ("auto", "stock"):

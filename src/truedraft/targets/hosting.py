@@ -66,6 +66,10 @@ def _refused(model: Any, what: str) -> Iterator[None]:
 def check_exact(target: DecoderTarget) -> None:
     """Compare a tree pass with plain decoding along its paths, on this model and machine, before it is trusted.
 
+    Sets `target.noise`, the largest difference met between the logits of both, and at least a rounding of the largest.
+
+    Sets `target.noise`, the largest difference met between the logits of both, and at least a rounding of the largest.
+
     Raises:
         Refused: the model's own arithmetic does not survive trees (a mask or position that it ignores), or its own
             `generate` does not continue a text.
@@ -91,6 +95,8 @@ def check_exact(target: DecoderTarget) -> None:
     _check_reader(target, prompts, expected[::2, 0], tolerance)
     found = torch.stack([scores[row, list(path)] for row, path in cases])
     errors = _differences(found, expected)
+    rounding = torch.finfo(target.dtype).eps * expected.abs().max()
+    target.noise = max(float((found - expected).abs().max()), float(rounding))
     strays = (
         0 if target.dtype in (torch.float32, torch.float64) else 1
     )  # in bf16 a near-tie of experts may fall otherwise

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from truedraft.errors import Refused
 
 
-class Delegate:
+class StandIn:
     """Stands in for `model`: whatever it does not have itself is asked of the model, and set on the model.
 
     Nothing is copied: `config`, `generation_config`, `device`, `forward`, `num_parameters` ... are the model's own.

@@ -1,0 +1,94 @@
+"""Near-ties: choices between tokens that are closer than the logits are exact; counted, and on request made again.
+
+Two ways of computing one forward round differently, and where the best two tokens lie within that difference, they may
+choose differently: so does a pass over several tokens from one over one, and the compiled pass from the model's own
+forward. The noise is measured when a model is hosted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from truedraft.accept._base import Offer, Rule
+from truedraft.chance import Chance
+from truedraft.delegate import Delegate
+from truedraft.sampling import Laws
+from truedraft.stores.likeliest import two_largest
+from truedraft.tree import Accepted, DraftTree, Row, Scores
+
+
+class NearTies(Delegate):
+    """A rule in one call, its choices held against the noise of the logits.
+
+    Args:
+        noise: what a logit is off by, at most.
+        again: row -> (V,) logits of its next token, in the place of those within the noise; None keeps these. They must
+            depend on the row's tokens alone, so that the text does not depend on what was drafted.
+
+    Attributes:
+        margin: scores that are no further apart are near-ties.
+    """
+
+    laws: Laws
+    margin: float
+    _again: Callable[[Row], Tensor] | None
+    _at_once: Chance | None  # of the pass, where its tokens are known at every node
+    _best: list[Tensor]  # (k, 2) keys, the two largest wherever a token was chosen
+
+    def __init__(self, rule: Rule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
+        super().__init__(rule)
+        self.laws, self.margin = laws, 2 * noise * laws.gain
+        self._again, self._at_once, self._best = again, None, []
+
+    @property
+    def rate(self) -> float | None:
+        """The share of the chosen tokens that were near-ties; None where that was not seen."""
+        return float(self._near(torch.cat(self._best)).double().mean()) if self._best else None
+
+    def ahead(
+        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
+    ) -> list[list[int]] | None:
+        found = None if self._again is not None else self.inner.ahead(logits, rows, trees, laws, chance)
+        self._at_once = None if found is None else chance
+        return found
+
+    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        tokens: list[int] = self.inner.choose(scores, offers, rows, chance)
+        places = [i for i, row in enumerate(rows) if not row.ended]  # the others wait for these
+        if (keys := self.inner.keys(scores, chance)) is None or not places:
+            return tokens
+        self._best.append(two_largest(keys if len(places) == len(rows) else keys[places]))
+        if self._again is not None:
+            near = self._near(self._best[-1]).tolist()
+            for i in (place for place, close in zip(places, near, strict=True) if close):
+                again = self.laws.again(rows[i], self._again(rows[i])[None])
+                tokens[i] = self.inner.choose(again, [offers[i]], [rows[i]], chance)[0]
+        return tokens
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        if self._at_once is not None and (keys := self.inner.keys(scores.logits, self._at_once)) is not None:
+            paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(rows, accepted, strict=True)]
+            if any(paths):
+                self._best.append(two_largest(_on(keys, paths)))
+        self.inner.observe(rows, trees, scores, accepted)
+
+    def _near(self, best: Tensor) -> Tensor:
+        """(k,) whether the second of two keys is near the first."""
+        return best[:, 1] >= self.inner.floor(best[:, 0], self.margin)
+
+
+def _emitted(row: Row, count: int) -> int:
+    """How many of the last `count` tokens of a row are its own, and no padding behind its end."""
+    return count if row.end is None else max(count - len(row.tokens) + row.end, 0)
+
+
+def _on(keys: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """(k, V) of the paths' nodes; without a copy where they are the first nodes of one row."""
+    if len(paths) == 1 and paths[0][-1] == len(paths[0]) - 1:
+        return keys[0, : len(paths[0])]
+    return keys[[b for b, path in enumerate(paths) for _ in path], [node for path in paths for node in path]]

@@ -1,0 +1,41 @@
+"""What `ties="recheck"` asks for, checked, and made where a call can have it."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from truedraft.accept._base import Rule
+from truedraft.drafters._compose import name_of
+from truedraft.errors import Refused
+from truedraft.sampling import Laws
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.reference import Reference
+
+
+def check_ties(ties: str, model: PreTrainedModel, rule: Rule | None) -> None:
+    """Raises Refused for a value of `ties` that is unknown, or that this model or rule cannot serve."""
+    if ties not in ("keep", "recheck"):
+        raise Refused(f"ties={ties!r}: give 'keep', or 'recheck' (near-ties scored again as model.generate does)")
+    if ties == "recheck" and model.config.is_encoder_decoder:
+        raise Refused("ties='recheck' is for decoder language models, and this is an encoder-decoder: leave it out")
+    if ties == "recheck" and rule is not None and rule.guarantee != "tokens":
+        raise Refused(
+            f"ties='recheck' is for rules that give the tokens of model.generate, and {name_of(rule)} does not: "
+            "leave one of them out"
+        )
+
+
+def reference_of(ties: str, target: DecoderTarget, rows: int, capacity: int, laws: Laws) -> Reference | None:
+    """Where the logits of near-ties come from in a call, if not from the pass.
+
+    Raises:
+        Refused: a processor may count its calls; or there is no memory for a second cache.
+    """
+    if ties == "keep":
+        return None
+    if laws.strangers:
+        raise Refused(
+            f"ties='recheck' scores some tokens twice, and {', '.join(laws.strangers)} may count its calls: leave "
+            "one of them out"
+        )
+    return Reference(target, rows, capacity)

@@ -1,0 +1,57 @@
+"""The report of a call: what was in play, and what its guarantee refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from truedraft.accept._base import Rule
+from truedraft.accept._ties import NearTies
+from truedraft.control._base import Control
+from truedraft.drafters._base import Drafter
+from truedraft.drafters._compose import name_of
+from truedraft.runtime.lean import LeanPass
+from truedraft.sampling import Laws
+from truedraft.stats import Report, Stopwatch
+from truedraft.stopping import Stops
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Row
+
+
+def begun(target: DecoderTarget, drafter: Drafter, rule: Rule, control: Control, watch: Stopwatch) -> Report:
+    """The report of a call that begins."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    report = Report(
+        name_of(drafter), name_of(rule), rule.guarantee, name_of(control), target.runtime, dtype=dtype,
+        reference=_reference(target, rule, dtype), seconds=watch.seconds,
+    )  # fmt: skip
+    if rule.guarantee == "none":
+        report.notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have said")
+    return report
+
+
+def ended(report: Report, target: DecoderTarget, rule: NearTies) -> None:
+    """What is known after the last pass."""
+    report.runtime = target.runtime
+    report.attributions = rule.attributions()
+    report.near_ties = rule.rate
+
+
+def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
+    """Why rows advanced together, where they did."""
+    if len(rows) == 1 or not stops.in_step:
+        return []
+    if strangers := laws.strangers + stops.strangers:
+        return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
+    cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
+    return [f"rows advanced together, because {cause}"]
+
+
+def _reference(target: DecoderTarget, rule: Rule, dtype: str) -> str:
+    if rule.guarantee == "none":
+        return "none"
+    of = {"tokens": "plain decoding", "distribution": "the law of plain sampling"}[rule.guarantee]
+    same_bits = isinstance(target.runner, LeanPass)
+    ties = f"up to ties of {dtype}"
+    if same_bits:
+        return f"{of} through the same pass, to the bit; model.generate {ties}"
+    return f"{of} through the same pass and model.generate, both {ties}"

@@ -1,0 +1,59 @@
+"""The reference that `model.generate` is: a row read as it reads it, the prompt at once and then a token at a time."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from truedraft.targets.decoder import DecoderTarget, check_room
+from truedraft.tree import Row
+
+
+class Reference:
+    """The logits of `model.generate`, a row by itself: the model's own forward over keys and values of its own making.
+
+    A row is read as far as it is asked for, so that one that is never asked for costs nothing.
+
+    Args:
+        rows: of the call.
+        capacity: positions that a row may come to hold.
+
+    Raises:
+        NoRoom: a second cache does not fit in memory beside the target's.
+    """
+
+    def __init__(self, target: DecoderTarget, rows: int, capacity: int):
+        self.model: Any = target.model
+        self.config = target.config
+        self.device = target.device
+        layers = len(target.layer_types)
+        check_room(target.config, layers, 2 * rows, capacity, target.dtype, target.device)
+        cut = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self._last: dict[str, Any] = {"logits_to_keep": 1} if cut else {}
+        self._read: dict[int, tuple[int, DynamicCache, Tensor]] = {}  # row -> tokens read, their KV, the last's logits
+
+    @torch.no_grad()
+    def __call__(self, row: Row) -> Tensor:
+        """(V,) logits of the row's next token."""
+        if row.index not in self._read:
+            self._read[row.index] = self._begun(row)
+        length, cache, logits = self._read[row.index]
+        for token in row.tokens[length:]:
+            ids = torch.tensor([[token]], device=self.device)
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+        self._read[row.index] = len(row.tokens), cache, logits
+        return logits
+
+    def _begun(self, row: Row) -> tuple[int, DynamicCache, Tensor]:
+        cache = DynamicCache(config=self.config)
+        prompt = row.given
+        if prompt is not None and prompt.embeds is not None:
+            given = {"inputs_embeds": prompt.embeds[None]}
+        else:
+            given = {"input_ids": torch.tensor([row.tokens[: row.prompt]], device=self.device)}
+        out = self.model(**given, past_key_values=cache, use_cache=True, **self._last)
+        return row.prompt, cache, out.logits[0, -1]

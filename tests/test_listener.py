@@ -1,0 +1,200 @@
+"""Whoever is listened to is asked exactly what it is asked otherwise; and Ctrl-C ends audits and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import seq2seq_models
+import truedraft
+from models import ragged, tiny
+from truedraft import DraftTree
+from truedraft.audit.listener import Listener
+from truedraft.audit.tokens import Mode, audit
+from truedraft.bench import compare as comparing
+from truedraft.cli import main
+from truedraft.delegate import Delegate
+from truedraft.drafters._base import Drafter, PerRow
+from truedraft.drafters._compose import name_of
+from truedraft.tree import Row
+
+from drafters_for_tests import Noise  # isort: skip
+
+
+class Asked(Noise):
+    """Notes what it is asked, and says of itself what no other drafter does."""
+
+    takes_references = True
+    hope = 0.83
+    by_level = True
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary=20)
+        self.calls: list[Any] = []
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        self.calls.append(("propose", [list(r.tokens) for r in rows], list(budget), self.prices is None))
+        return super().propose(rows, budget)
+
+    def forget(self) -> None:
+        self.calls.append("forget")
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    def call(self: Asked, *given: Any) -> Any:
+        self.calls.append((name, [_plain(one) for one in given]))
+        return getattr(Noise, name)(self, *given)
+
+    return call
+
+
+for _name in ("ready", "read", "open", "start", "observe", "end", "memories"):
+    setattr(Asked, _name, _noted(_name))
+
+
+def _plain(given: Any) -> Any:
+    """What was given, as far as it can be compared."""
+    if isinstance(given, Row):
+        return given.index, list(given.tokens), given.room, tuple(given.references), given.source, given.namespace
+    if isinstance(given, list | tuple):
+        return [_plain(one) for one in given]
+    if isinstance(given, DraftTree):
+        return given.tokens, given.parent
+    return given if isinstance(given, str | int | float) else type(given).__name__
+
+
+def asked(model: Any, inputs: dict[str, Any], listened: bool, **given: Any) -> list[Any]:
+    drafter = Asked()
+    fast = truedraft.accelerate(model, draft=drafter, control="fixed")
+    if listened:
+        fast.drafter = Listener(drafter)  # type: ignore[assignment]
+    fast.generate(**inputs, max_new_tokens=8, do_sample=False, **given)
+    fast.forget()
+    assert fast.report().drafter == "test-listener"
+    return drafter.calls
+
+
+def test_a_drafter_is_asked_the_same_of_a_decoder() -> None:
+    model = tiny("llama", torch.float32)
+    inputs = ragged(model, 3)
+    calls = asked(model, inputs, True, references=[[5, 6, 7]])
+    assert calls == asked(model, inputs, False, references=[[5, 6, 7]])
+    assert any(call[0] == "propose" and any(call[2]) for call in calls)
+
+
+def test_a_drafter_is_asked_the_same_of_an_encoder_decoder() -> None:
+    model, tokenizer = seq2seq_models.model(), seq2seq_models.tokenizer()
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]])}
+    calls = asked(model, inputs, True)
+    assert calls == asked(model, inputs, False)
+    (start,) = [call for call in calls if call[0] == "start"]
+    assert start[1][0][0][3], "the source is a document to draft from"
+    assert len(tokenizer) > 0
+
+
+def test_what_a_listener_says_of_itself_is_what_the_drafter_says() -> None:
+    drafter = Asked()
+    listener: Any = Listener(drafter)
+    for name in (n for n in dir(Drafter) if not n.startswith("_") and n not in ("open", "observe")):
+        assert getattr(listener, name) == getattr(drafter, name), name
+    listener.prices = prices = object()
+    assert drafter.prices is prices and listener.prices is prices
+    assert isinstance(listener, Asked) and name_of(listener) == name_of(drafter)
+
+
+def test_a_delegate_keeps_its_own_and_passes_on_the_rest() -> None:
+    class Loud(Delegate):
+        volume: int
+
+        def forget(self) -> None:
+            self.volume = 11
+
+    drafter = Asked()
+    loud: Any = Loud(drafter)
+    loud.forget()
+    loud.seed = 5
+    assert loud.volume == 11 and not hasattr(drafter, "volume") and drafter.seed == 5 and drafter.calls == []
+    assert not isinstance(loud, PerRow)
+    with pytest.raises(AttributeError, match="nothing"):
+        loud.nothing  # noqa: B018
+
+
+class Digits:
+    pad_token_id, truncation_side = 0, "left"
+
+    def __call__(self, text: str | list[str], **_: Any) -> Any:
+        lines = [[int(t) for t in line.split()] for line in ([text] if isinstance(text, str) else text)]
+        return {"input_ids": torch.tensor(lines), "attention_mask": torch.ones(len(lines), len(lines[0])).long()}
+
+
+def stopped(patch: pytest.MonkeyPatch, fast: Any, after: int, partial: bool) -> None:
+    """Ctrl-C in the call of `generate` after so many: raised, or noted in the report of a text that is cut short."""
+    generate, calls = fast.generate, []
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) <= after:
+            return generate(*args, **kwargs)
+        if not partial:
+            raise KeyboardInterrupt
+        out = generate(*args, **kwargs)
+        fast.report().interrupted = True
+        return out[:, :-2]
+
+    patch.setattr(fast, "generate", cut)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_an_interrupted_audit_stops_and_has_what_was_finished(partial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", torch.float32)
+    fast = truedraft.accelerate(model, draft="prompt-lookup")
+    drafter = fast.drafter
+    stopped(monkeypatch, fast, 2, partial)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        audit(
+            model, Digits(), {"lookup": fast}, ["3 1 4", "5 9 2", "6 5 3"], tokens=6, batches=[1], modes=[Mode(False)]
+        )
+    found = stop.value.finished  # type: ignore[attr-defined]
+    assert found.interrupted and found.exact and found.tokens == 12 and found.as_dict()["interrupted"]
+    assert fast.drafter is drafter
+
+
+def test_the_command_prints_what_was_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from truedraft.accelerated import Accelerated
+
+    calls, generate = [], Accelerated.generate
+
+    def cut(self: Accelerated, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Accelerated, "generate", cut)
+    words = ["--max-new-tokens", "4", "--prompt", "one day", "--prompt", "tom", "--batch", "1", "--draft", "llma"]
+    assert main(["audit", "nano", *words]) == 130
+    out = capsys.readouterr().out
+    assert "interrupted" in out and "8 tokens compared" in out and "0 bugs" in out
+
+
+def test_a_benchmark_prints_the_workloads_that_were_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, true = [], comparing.compare
+
+    def cut(sides: Any, workload: Any, *args: Any) -> Any:
+        if done:
+            raise KeyboardInterrupt
+        done.append(workload.name)
+        return true(sides, workload, *args)
+
+    monkeypatch.setattr(comparing, "compare", cut)
+    words = ["--limit", "1", "--rounds", "1", "--max-new-tokens", "4", "--draft", "llma", "--no-baselines"]
+    assert main(["bench", "nano", *words]) == 130
+    said = capsys.readouterr()
+    assert done[0] in said.out and "edit" not in said.out and "interrupted" in said.err

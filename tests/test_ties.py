@@ -1,0 +1,265 @@
+"""Near-ties: counted as they are, named in reports and benchmarks, and on request decided as `model.generate` does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+import seq2seq_models
+import truedraft
+from drafters_for_tests import Noise, Oracle
+from models import ragged, tiny
+from truedraft import Refused
+from truedraft.audit.tokens import noise_of
+from truedraft.bench.compare import compare, transformers_side, truedraft_side
+from truedraft.bench.workloads import Item, Workload
+from truedraft.cli import main
+
+TOKENS = 24
+PROMPTS = [[3, 1, 4, 3, 1, 4, 3], [9, 2, 6, 5, 9, 2, 6, 5, 9], [8, 9, 7], [5, 5, 8, 2]]
+
+
+def twins(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """A model in which every token has a twin of nearly its logits: every choice is a near-tie of the dtype."""
+    if dtype not in _TWINS:
+        model: Any = copy.deepcopy(tiny("llama", torch.float32))
+        g = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            head = model.lm_head.weight.clone()
+            head[1::2] = head[0:-1:2] * (1 + 1e-3 * torch.randn(head[1::2].shape, generator=g))
+            model.lm_head.weight = torch.nn.Parameter(head)
+        _TWINS[dtype] = model.to(dtype)
+    return _TWINS[dtype]
+
+
+_TWINS: dict[torch.dtype, PreTrainedModel] = {}
+
+
+def plainly(model: Any, prompt: list[int], **settings: Any) -> list[int]:
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, pad_token_id=0, **settings)
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def drafters(answers: dict[int, list[int]]) -> dict[str, Any]:
+    return {
+        "none": None,
+        "noise": Noise(),
+        "oracle": Oracle(answers=answers),
+        "auto": "auto",
+    }
+
+
+def test_the_engine_alone_chooses_otherwise() -> None:
+    model = twins()
+    fast = truedraft.accelerate(model, draft=None)
+    assert any(plainly(fast, p, do_sample=False) != plainly(model, p, do_sample=False) for p in PROMPTS)
+
+
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}], ids=["greedy", "penalty"])
+def test_recheck_gives_the_text_of_generate_whatever_is_drafted(settings: dict[str, Any], runtime: str) -> None:
+    model, width = twins(), max(map(len, PROMPTS))
+    expected = [plainly(model, p, do_sample=False, **settings) for p in PROMPTS]
+    padded = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    answers = {i: p + e for i, (p, e) in enumerate(zip(PROMPTS, expected, strict=True))}
+    for name, draft in drafters(answers).items():
+        fast = truedraft.accelerate(model, draft=draft, control="fixed", ties="recheck", runtime=runtime)
+        out = fast.generate(
+            padded, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **settings
+        )
+        assert out[:, width:].tolist() == expected, name
+        if name == "oracle":
+            assert fast.report().mean_acceptance_length > 1.2
+        assert plainly(fast, PROMPTS[0], do_sample=False, **settings) == expected[0], f"{name}, alone"
+
+
+@pytest.mark.parametrize("draft", [None, "auto"])
+def test_recheck_gives_the_sample_of_generate(draft: str | None) -> None:
+    model = twins()
+    fast = truedraft.accelerate(model, draft=draft, control="fixed", ties="recheck")
+    for seed, prompt in enumerate(PROMPTS):
+        torch.manual_seed(seed)
+        expected = plainly(model, prompt, do_sample=True, temperature=0.7)
+        after = torch.rand(1)
+        torch.manual_seed(seed)
+        assert plainly(fast, prompt, do_sample=True, temperature=0.7) == expected
+        assert torch.equal(torch.rand(1), after), "torch's stream stands elsewhere"
+
+
+def test_scores_that_are_returned_are_those_of_the_choice() -> None:
+    model = twins()
+    kept = dict(return_dict_in_generate=True, output_scores=True, output_logits=True, max_new_tokens=TOKENS)
+    expected = model.generate(torch.tensor([PROMPTS[0]]), do_sample=False, **kept)  # type: ignore[operator]
+    out = truedraft.accelerate(model, ties="recheck").generate(torch.tensor([PROMPTS[0]]), do_sample=False, **kept)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert torch.equal(torch.stack(out.logits), torch.stack(expected.logits).float())
+    assert torch.equal(torch.stack(out.scores), torch.stack(expected.scores).float())
+
+
+def test_scores_of_a_batch_in_step_are_those_of_the_choices() -> None:
+    model = twins()
+    fast = truedraft.accelerate(model, draft="prompt-lookup", control="fixed", ties="recheck")
+    given = dict(**ragged(model, 2), max_new_tokens=12, do_sample=False, pad_token_id=0, repetition_penalty=1.2)
+    expected = fast.generate(**given)
+    out = fast.generate(**given, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(out.sequences, expected)
+    assert torch.equal(torch.stack(out.scores, 1).argmax(-1), expected[:, -12:])
+
+
+@pytest.mark.parametrize(
+    ("settings", "noise"),
+    [
+        ({"do_sample": False}, 0.02),
+        ({"do_sample": False, "repetition_penalty": 1.3}, 0.02),
+        ({"do_sample": True, "temperature": 0.7}, 0.2),
+    ],
+    ids=["greedy", "penalty", "sampled"],
+)
+def test_the_rate_of_near_ties_is_that_of_the_scores(settings: dict[str, Any], noise: float) -> None:
+    """The gap of the two best by the scores that were returned; sampled, less the logarithm of the noise."""
+    model = tiny("llama", torch.bfloat16, 1.5)
+    prompt = torch.tensor([PROMPTS[1]])
+    fast = truedraft.accelerate(model, draft="auto", control="fixed")
+    fast.target.noise = noise
+    torch.manual_seed(4)
+    fast.generate(prompt, max_new_tokens=TOKENS, **settings)
+    rate = fast.report().near_ties
+    torch.manual_seed(4)
+    out = fast.generate(prompt, max_new_tokens=TOKENS, return_dict_in_generate=True, output_scores=True, **settings)
+    scale = settings.get("repetition_penalty", 1.0) / settings.get("temperature", 1.0)
+    near = 0
+    for step, scores in enumerate(out.scores):
+        if settings["do_sample"]:
+            scores = scores - noise_of(4, step, 1, scores.shape[-1]).log()
+        best, second = scores.double().topk(2).values[0].tolist()
+        near += best - second <= 2 * fast.target.noise * scale
+    assert 0 < near < TOKENS and rate == pytest.approx(near / TOKENS) == fast.report().near_ties
+
+
+def test_sampled_on_a_device_that_is_far_near_ties_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", torch.bfloat16, 1.5)
+    given = dict(**ragged(model, 3), max_new_tokens=12, do_sample=True, pad_token_id=0, eos_token_id=7)
+    rates = []
+    for far in (False, True):
+        monkeypatch.setattr("truedraft.chance.far", lambda device, far=far: far)
+        fast = truedraft.accelerate(model, draft="auto", control="fixed")
+        fast.target.noise = 0.3
+        torch.manual_seed(4)
+        fast.generate(**given)
+        rates.append(fast.report().near_ties)
+    assert rates[0] == pytest.approx(rates[1]) and rates[0] > 0
+
+
+def test_reports_name_the_reference_and_are_short_in_fp32() -> None:
+    coarse, fine = (truedraft.accelerate(tiny("llama", d, 1.5)) for d in (torch.bfloat16, torch.float32))
+    for fast in (coarse, fine):
+        fast.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False)
+    report = coarse.report()
+    assert report.near_ties and f"{report.near_ties:.1%} of the tokens were near-ties" in str(report)
+    assert "plain decoding through the same pass" in str(report) and "model.generate up to ties of bfloat16" in str(
+        report
+    )
+    assert report.as_dict()["near_ties"] == round(report.near_ties, 6) and report.as_dict()["reference"]
+    assert fine.report().near_ties == 0 and "near-ties" not in str(fine.report())
+
+
+def test_a_rule_that_draws_by_flips_has_no_near_ties_to_count() -> None:
+    fast = truedraft.accelerate(tiny("llama", torch.bfloat16), draft=None, rule="multi-round")
+    fast.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=4, do_sample=True)
+    assert fast.report().near_ties is None and "the law of plain sampling" in fast.report().reference
+
+
+class Counting(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        return scores
+
+
+def test_what_recheck_cannot_do_is_refused() -> None:
+    model = tiny("llama", torch.float32)
+    with pytest.raises(Refused, match=r"ties='both'.*'keep'"):
+        truedraft.accelerate(model, ties="both")
+    with pytest.raises(Refused, match=r"ties='recheck'.*rejection"):
+        truedraft.accelerate(model, rule="rejection", ties="recheck")
+    with pytest.raises(Refused, match=r"ties='recheck'.*encoder-decoder"):
+        truedraft.accelerate(seq2seq_models.model(), ties="recheck")
+    fast = truedraft.accelerate(model, ties="recheck")
+    with pytest.raises(Refused, match=r"ties='recheck'.*Counting"):
+        fast.generate(torch.tensor([[1, 2]]), max_new_tokens=2, logits_processor=LogitsProcessorList([Counting()]))
+
+
+def test_the_command_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "nano", "one day", "--max-new-tokens", "2", "--ties", "recheck"]) == 0
+    assert main(["generate", "nano", "one day", "--ties", "never"]) == 2
+    assert "ties='never'" in capsys.readouterr().err
+
+
+class Digits:
+    """A tokenizer of numbers."""
+
+    pad_token_id, truncation_side = 0, "left"
+
+    def __call__(self, text: str | list[str], **_: Any) -> Any:
+        lines = [[int(t) for t in line.split()] for line in ([text] if isinstance(text, str) else text)]
+        from transformers import BatchEncoding
+
+        ids = torch.tensor(lines)
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+WORK = Workload("digits", tuple(Item(" ".join(map(str, p))) for p in PROMPTS), TOKENS)
+
+
+def benched(model: PreTrainedModel, temperature: float = 0.0, **given: Any) -> list[Any]:
+    sides = [
+        transformers_side("transformers", model),
+        truedraft_side("no drafts", truedraft.accelerate(model, draft=None, **given)),
+        truedraft_side("noise", truedraft.accelerate(model, draft=Noise(), control="fixed", **given)),
+    ]
+    return compare(sides, WORK, Digits(), model.device, rounds=1, temperature=temperature)
+
+
+def test_bench_judges_coarse_dtypes_by_the_same_pass_and_tells_the_rest_apart() -> None:
+    model = twins()
+    fast = truedraft.accelerate(model, draft=None)
+    apart = sum(plainly(fast, p, do_sample=False) != plainly(model, p, do_sample=False) for p in PROMPTS)
+    plain, none, noise = benched(model)
+    assert plain.beside_generate is None and plain.apart is None
+    for side in (none, noise):
+        assert side.differs is None and side.speed_up is not None
+        assert side.beside_generate["bug"] == 0 and sum(side.beside_generate.values()) == apart > 0
+        assert "texts that differ from transformers: tie" in side.apart
+    rechecked = benched(model, ties="recheck")[1]
+    assert rechecked.beside_generate == {"tie": 0, "numerics": 0, "bug": 0} and rechecked.apart.endswith("none")
+    sampled = benched(model, 0.7)[1]
+    assert sampled.differs is None and set(sampled.beside_generate) == {"sampled"}
+
+
+def test_bench_compares_with_generate_itself_in_fp32() -> None:
+    assert all(f.differs is None and f.beside_generate is None for f in benched(tiny("llama", torch.float32)))
+
+
+def test_bench_finds_a_bug_in_a_coarse_dtype_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    import faults
+
+    faults.unchecked(faults.ACCEPTED_UNSEEN)(monkeypatch)
+    _, none, noise = benched(twins())
+    assert none.differs is None and noise.differs is not None and noise.speed_up is None
+
+
+def test_rows_of_different_lengths_count_once_each() -> None:
+    model = tiny("llama", torch.bfloat16, 1.5)
+    fast = truedraft.accelerate(model, draft="auto", control="fixed")
+    inputs = ragged(model, 3)
+    fast.generate(**inputs, max_new_tokens=10, do_sample=False)
+    together = fast.report().near_ties
+    alone = []
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        fast.generate(ids[mask.bool()][None], max_new_tokens=10, do_sample=False)
+        alone.append(fast.report().near_ties)
+    assert together == pytest.approx(sum(alone) / 3)
