@@ -141,7 +141,7 @@ def test_a_call_inside_a_call_is_refused_and_the_outer_one_goes_on() -> None:
 
     given = ragged(model, 1)
     assert torch.equal(fast.generate(**given, **GREEDY, streamer=Inner()), model.generate(**given, **GREEDY))
-    assert refusals and "a call inside a call" in refusals[0].replace("was made ", "")
+    assert refusals and "a call inside a call" in refusals[0]
 
 
 def test_a_failed_call_lets_the_next_one_in() -> None:

@@ -26,7 +26,7 @@ class CallLock:
     def held(self) -> Iterator[None]:
         if self._holder == threading.get_ident():
             raise Refused(
-                "a call was made inside a call that uses the same accelerated model or drafter: "
+                "a call inside a call that uses the same accelerated model or drafter: "
                 "use another accelerate(model) with a drafter of its own for the inner one"
             )
         with self._lock:
