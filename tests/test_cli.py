@@ -13,8 +13,17 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from truedraft import Refused, accelerated, assets, registry
 from truedraft.cli import _models, demo, main
@@ -252,6 +261,65 @@ def test_models_that_cannot_be_loaded(tmp_path, folder, capsys):
     shutil.copytree(folder, damaged)
     (damaged / "model.safetensors").write_bytes(b"no tensors")
     assert f"MODEL '{damaged}' cannot be loaded" in refused(capsys, "generate", str(damaged), "x")
+
+
+def changed(folder, path, change):
+    """A copy of a model's folder whose checkpoint's tensors are changed."""
+    shutil.copytree(folder, path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda t: t.pop(UP), f"lacks 1 tensor ({UP})"),
+        (lambda t: t.update({"model.layer": t.pop(UP)}), f"lacks 1 tensor ({UP})"),
+        (lambda t: t.update({UP: torch.zeros(3, 32)}), f"has, in other shapes, 1 tensor ({UP} is 3x32, not 64x32)"),
+        (lambda t: [t.pop(name) for name in list(t) if "layers.1" in name], "lacks 9 tensors (model.layers.1."),
+    ],
+)
+@pytest.mark.parametrize("as_draft", [False, True])
+def test_a_checkpoint_without_some_of_its_weights_is_refused(change, named, as_draft, folder, tmp_path, capsys):
+    name = changed(folder, tmp_path / "changed", change)
+    args = [folder, "x", "--draft", f"draft-model:model={name}"] if as_draft else [name, "x"]
+    said = refused(capsys, "generate", *args, "--max-new-tokens", "2")
+    assert named in said and f"{name!r}" in said and "config.json" in said
+
+
+def test_experts_that_a_checkpoint_lacks_are_named(tokenizer, tmp_path, capsys):
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=3,
+    )  # fmt: skip
+    for part in (MixtralForCausalLM(config), tokenizer):
+        part.save_pretrained(tmp_path / "whole")
+    lacking = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    name = changed(tmp_path / "whole", tmp_path / "changed", lambda tensors: tensors.pop(lacking))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in refused(capsys, "generate", name, "x")
+
+
+def test_tensors_without_a_use_are_noted_and_tied_heads_are_not(folder, tmp_path, capsys):
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "5"]) == 0
+    expected, silent = capsys.readouterr()
+    assert silent == ""
+    extra = changed(folder, tmp_path / "extra", lambda t: t.update({f"mtp.{i}": torch.zeros(1) for i in range(5)}))
+    for draft, argument in (("none", "MODEL"), (f"draft-model:model={extra}", "the draft model")):
+        given = extra if draft == "none" else folder
+        assert main(["generate", given, PROMPT, "--max-new-tokens", "5", "--draft", draft]) == 0
+        out, err = capsys.readouterr()
+        assert out == expected
+        assert err == (
+            f"note: {argument} '{extra}': its checkpoint has 5 tensors (mtp.0, mtp.1, mtp.2 and 2 more) that "
+            "LlamaForCausalLM does not use\n"
+        )
+    assert main(["generate", "nano", PROMPT, "--max-new-tokens", "2"]) == 0  # its head is its embedding
+    assert capsys.readouterr().err == ""
 
 
 def test_embedded_models(folder, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""What is refused."""
+"""What is refused, and what is only noted."""
 
 
 class Refused(ValueError):
@@ -7,3 +7,7 @@ class Refused(ValueError):
 
 class NoRoom(Refused):
     """There is not the memory for so many rows or positions."""
+
+
+class Note(UserWarning):
+    """Something that a user should know of and that changes no result; the command line prints it on stderr."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import traceback
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft import assets
-from truedraft.errors import Refused
+from truedraft.errors import Note, Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm")  # files that tokenizers are read from
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NAMED = 3  # tensors that a message names
+REMEDY = "download or save the model anew, with the config.json of these weights"
 
 
 def load(
@@ -33,7 +38,11 @@ def load(
         reads_sources: who needs an encoder-decoder, as messages call it; None where both kinds will do.
 
     Raises:
-        Refused: no such model or dtype, a damaged one, one that does not generate, or one of the other kind.
+        Refused: no such model or dtype, a damaged one, one that does not generate, one of the other kind, or a
+            checkpoint that lacks weights of its model.
+
+    Warns:
+        Note: the checkpoint has tensors that its model has no place for.
     """
     if dtype not in DTYPES:
         raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
@@ -57,7 +66,7 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(source, **side, **options)
         kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         precision = "float32" if embedded and dtype == "auto" else dtype
-        model: Any = kind.from_pretrained(source, dtype=precision, **options)
+        model: Any = _with_weights(kind, source, f"{argument} {name!r}", dtype=precision, **options)
     except Refused:
         raise
     except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
@@ -93,6 +102,43 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         return kind.from_pretrained(source, local_files_only=isinstance(source, Path))
     except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
         raise _unloadable(name, argument, source, e) from e
+
+
+def _with_weights(kind: Any, source: Path | str, model: str, **options: Any) -> PreTrainedModel:
+    """A model whose every weight is from its checkpoint: `from_pretrained` would make up what is not there."""
+    try:
+        loaded, info = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except RuntimeError as e:
+        if not (unconverted := _unconverted(e)):
+            raise
+        raise Refused(f"{model}: its checkpoint cannot be converted to {_some(unconverted)}: {REMEDY}") from e
+    shapes = [f"{n} is {_shape(found)}, not {_shape(wanted)}" for n, found, wanted in info["mismatched_keys"]]
+    faults = {"lacks": info["missing_keys"], "has, in other shapes,": shapes}
+    if any(faults.values()):
+        words = " and ".join(f"{fault} {_some(names)}" for fault, names in faults.items() if names)
+        raise Refused(f"{model}: its checkpoint {words}: {REMEDY}")
+    if unused := info["unexpected_keys"]:
+        text = f"{model}: its checkpoint has {_some(unused)} that {type(loaded).__name__} does not use"
+        warnings.warn(text, Note, stacklevel=3)
+    return loaded
+
+
+def _unconverted(error: Exception) -> Collection[str]:
+    """Names of the weights that could not be made from a checkpoint's tensors: `transformers` logs them, and raises."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if (found := getattr(frame.f_locals.get("loading_info"), "conversion_errors", None)) is not None:
+            return found
+    return ()
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(sorted(names)[:NAMED])
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return f"{len(names):,} {'tensor' if len(names) == 1 else 'tensors'} ({first}{more})"
+
+
+def _shape(shape: Collection[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _unloadable(name: str, argument: str, source: Path | str, why: Exception) -> Refused:

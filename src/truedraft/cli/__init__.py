@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from truedraft.cli import audit, bench, corpus, correct, demo, generate, methods, train, translate
+from truedraft.cli._text import notes_on_stderr
 
 app = typer.Typer(
     name="truedraft",
@@ -32,7 +33,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if args is None else args)
     try:
-        return app(args or ["--help"], prog_name="truedraft", standalone_mode=False) or 0
+        with notes_on_stderr():
+            return app(args or ["--help"], prog_name="truedraft", standalone_mode=False) or 0
     except Exception as e:
         usage = getattr(e, "format_message", None)  # typer's own errors; their class moved between its versions
         if usage is None and not isinstance(e, OSError | ValueError):
