@@ -11,3 +11,9 @@ class NoRoom(Refused):
 
 class Note(UserWarning):
     """Something that a user should know of and that changes no result; the command line prints it on stderr."""
+
+
+def reason(error: Exception) -> str:
+    """Why something failed, in one line, without the number and the file that the system's errors carry."""
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(words.split()) or type(error).__name__

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from truedraft.errors import Refused
+from truedraft.errors import Refused, reason
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise Refused(f"{path} cannot be read: {error}") from error
+        raise Refused(f"{path} cannot be read: {reason(error)}") from error
 
 
 def read_lines(path: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import traceback
 import warnings
 from collections.abc import Collection
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft import assets
 from truedraft.errors import Note, Refused
+from truedraft.runtime import QUANTIZED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,14 +46,7 @@ def load(
     Warns:
         Note: the checkpoint has tensors that its model has no place for.
     """
-    if dtype not in DTYPES:
-        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    if quantize is not None:
-        from truedraft.runtime.quantize import KINDS
-
-        if quantize not in KINDS:
-            raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
-    source = _source(name, argument)
+    source = check(name, dtype, quantize, argument)
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -82,6 +77,19 @@ def load(
     return model, tokenizer
 
 
+def check(name: str, dtype: str = "auto", quantize: str | None = None, argument: str = "MODEL") -> Path | str:
+    """What `load` refuses that can be told in no time; returns the folder, or the name for the hub.
+
+    Raises:
+        Refused: no such model, dtype or kind of weights, or a folder without a model.
+    """
+    if dtype not in DTYPES:
+        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    if quantize is not None and quantize not in QUANTIZED:
+        raise Refused(f"--quantize {quantize}: choose one of {', '.join(QUANTIZED)}")
+    return source_of(name, argument)
+
+
 def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:
     """The tokenizer of a model, or one in a folder of its own; a folder of GPT-2's two files will do.
 
@@ -91,7 +99,7 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
     Raises:
         Refused: no such tokenizer, or a damaged one.
     """
-    source = _source(name, argument, whole=False)
+    source = source_of(name, argument, whole=False)
     from transformers import AutoTokenizer, GPT2Tokenizer
 
     kind: Any = AutoTokenizer
@@ -151,10 +159,13 @@ def _unloadable(name: str, argument: str, source: Path | str, why: Exception) ->
     return Refused(f"{argument} {name!r} cannot be loaded{where}: {reason}")
 
 
-def _source(name: str, argument: str, whole: bool = True) -> Path | str:
+def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
     """The folder that a name stands for, or the name itself where only the hub can know it.
 
     whole: a folder has to hold a model.
+
+    Raises:
+        Refused: there is no such folder, or no model in it.
     """
     if not name:
         raise Refused(f"{argument} is empty: give a folder, a name on the hub, or an embedded model")
@@ -162,14 +173,25 @@ def _source(name: str, argument: str, whole: bool = True) -> Path | str:
         return assets.path(name)
     folder = Path(name).expanduser()
     if folder.exists():
-        if whole and not (folder / "config.json").is_file():
-            raise Refused(f"{argument} {name!r} is no model of transformers: it has no config.json")
+        if whole:
+            _check_config(folder, f"{argument} {name!r} is no model of transformers")
         return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise Refused(f"{argument} {name!r} does not exist")
     if "/" not in name and difflib.get_close_matches(name, assets.names(), cutoff=0.75):
         assets.path(name)
     return name
+
+
+def _check_config(folder: Path, no_model: str) -> None:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except ValueError as e:
+        raise Refused(f"{no_model}: its config.json is no JSON") from e
+    except OSError as e:
+        raise Refused(f"{no_model}: it has no config.json") from e
+    if not isinstance(config, dict):
+        raise Refused(f"{no_model}: its config.json is no JSON object")
 
 
 def _check_tokenizer(model: str, source: Path | str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from truedraft import registry
 from truedraft.cli._models import load_tokenizer, machine
 from truedraft.cli._text import console, waiting
 
@@ -42,6 +43,8 @@ def replay_files(
     Raises:
         Refused: a file, a drafter or the tokenizer will not do.
     """
+    for draft in drafts:
+        registry.check("drafters", draft)
     with waiting("reading the recordings") as say:
         from truedraft.bench.recordings import conversations, tokenized
         from truedraft.bench.replay import check_replayable, replay

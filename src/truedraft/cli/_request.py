@@ -11,6 +11,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truedraft.bench.workloads import Item, items_of
+from truedraft.cli._options import check_seeds
 from truedraft.cli._text import read, waiting
 from truedraft.errors import Refused
 
@@ -45,6 +47,7 @@ class Request:
     """One call of generate.
 
     prompt: as text.
+    place: where it stands among others, as messages begin; "" where it is alone.
     settings: fields of GenerationConfig.
     references: documents that the output may copy from.
     seed: for torch.manual_seed; None leaves torch's stream as it is.
@@ -56,6 +59,25 @@ class Request:
     references: Sequence[str]
     seed: int | None
     chat: bool
+    place: str = ""
+
+    def check(self, fast: Accelerated) -> None:
+        """Raises Refused for what can be told of it before anything is generated, by this request or another."""
+        from truedraft.arguments import check_lengths
+
+        vocabulary = fast.target.vocabulary
+        for token in self.settings.get("eos_token_id", ()):
+            if token >= vocabulary:
+                raise Refused(f"--eos {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
+        sources = fast.model.config.is_encoder_decoder
+        if self.chat and sources:
+            raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
+        try:
+            length = self._inputs(fast.tokenizer)["input_ids"].shape[1]
+            if not sources:
+                check_lengths(fast.target, length, self.settings["max_new_tokens"])
+        except Refused as e:
+            raise Refused(f"{self.place}{e}") from e
 
     def run(self, fast: Accelerated, on_pass: Callable[[Pass], None]) -> list[list[int]]:
         """The new ids of every text.
@@ -66,8 +88,6 @@ class Request:
         """
         import torch
 
-        if self.chat and fast.model.config.is_encoder_decoder:
-            raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
         inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast.tokenizer).items()}
         if self.seed is not None:
             torch.manual_seed(self.seed)
@@ -97,6 +117,21 @@ class Request:
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
+def read_prompts(prompt: str | None, file: Path | None, many: Path | None) -> Callable[[bool], Sequence[Item]]:
+    """What gives the prompts, once it is known whether they are sources: the one of `read_prompt`, or those of a file.
+
+    Raises:
+        Refused: the file cannot be read or has no prompts, or a prompt was given besides; or as `read_prompt`.
+    """
+    if many is None:
+        one = [Item(read_prompt(prompt, file))]
+        return lambda sources: one
+    if prompt is not None or file is not None:
+        raise Refused(f"--prompts and {'PROMPT' if file is None else '--file'} were both given: choose one")
+    items_of(many)
+    return lambda sources: [item for _, item in items_of(many, sources)]
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, a file, or standard input; the last two lose a final newline.
 
@@ -121,6 +156,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
+def check_seed(seed: int | None, sample: bool) -> None:
+    """Raises Refused for a seed that nothing is drawn under, or that torch does not take."""
+    if seed is not None:
+        check_seeds([seed])
+        if not sample:
+            raise Refused(f"--seed {seed} needs --sample: greedy text is the same under every seed")
+
+
 def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:
     """Fields of GenerationConfig from the options that were given (not None) and from `more`, each `key=value`.
 
@@ -128,6 +171,9 @@ def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, A
         Refused: a value or a combination that cannot be meant, or an unknown field; the message names the option.
     """
     _check(fields)
+    for token in fields["eos_token_id"] or ():
+        if token < 0:
+            raise Refused(f"--eos {token} must be a token id, at least 0")
     settings = {name: value for name, value in fields.items() if value is not None}
     return settings | dict(_setting(text, fields) for text in more)
 

@@ -14,6 +14,7 @@ from typer import Option
 
 from truedraft import assets
 from truedraft.cli._models import accelerated
+from truedraft.cli._options import Dtype, Quantize, Threads
 from truedraft.cli._text import Pieces, read, waiting
 from truedraft.errors import Refused
 
@@ -60,8 +61,9 @@ def demo(
     model: Annotated[str, Option(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
     draft: Annotated[str, Option(help="A drafter or `name:knob=value` (see `truedraft methods`).")] = "auto",
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt; 200 for prose, 400 for edits.")] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    threads: Threads = None,
 ) -> int:
     """Decode greedily with transformers alone and accelerated; show the text, the speed, whether the tokens agree.
 
@@ -74,7 +76,7 @@ def demo(
         raise Refused(f"--max-new-tokens {max_new_tokens} must be at least 1")
     todo = cases(prompt, instruction, max_new_tokens)
     console = Console(highlight=False)
-    fast = accelerated(model, dtype, draft, quantize=quantize)
+    fast = accelerated(model, dtype, draft, quantize=quantize, argument="--model", threads=threads)
     with waiting("warming up, and measuring what a pass costs here"):
         for case in todo:
             outcome = Outcome(Case(case.name, case.text, WARM_UP))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import Annotated, Any
+from typing import Any
 
-from typer import Option
+from truedraft.cli._options import AsJson
 
 TITLES = {
     "drafters": "Drafters (--draft)",
@@ -16,7 +16,7 @@ TITLES = {
 }
 
 
-def methods(as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False) -> None:
+def methods(as_json: AsJson = False) -> None:
     """List every drafter, acceptance rule and control, with its idea, knobs and paper."""
     from truedraft.cli._text import waiting
 

@@ -1,0 +1,66 @@
+"""Methods as their files declare them, read without importing them: that takes torch, and seconds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, make_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a method's file says of it.
+
+    knobs: a dataclass with the fields of the method's class; defaults that are no literals are None.
+    presets: name -> knobs, as on the card.
+    """
+
+    knobs: type
+    presets: Mapping[str, Mapping[str, Any]]
+
+
+@cache
+def declared(module: str) -> Declared:
+    """The method of a module, by its name; the class in it that has a card.
+
+    Raises:
+        TypeError: no class of the module has a card, or several have.
+    """
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    classes = [node for node in ast.parse(Path(spec.origin).read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
+    found = [(node, card) for node in classes if (card := _card(node)) is not None]
+    if len(found) != 1:
+        raise TypeError(f"{module} must define one class with a card, found {len(found)}")
+    node, card = found[0]
+    fields = [
+        (line.target.id, Any, _default(line.value))
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and not _of_class(line.annotation)
+    ]
+    presets = {word.arg: word.value for word in card.keywords}.get("presets")
+    return Declared(make_dataclass(node.name, fields), ast.literal_eval(presets) if presets else {})
+
+
+def _card(node: ast.ClassDef) -> ast.Call | None:
+    for line in node.body:
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "card" and isinstance(line.value, ast.Call):
+            return line.value
+    return None
+
+
+def _of_class(annotation: ast.expr) -> bool:
+    return ast.unparse(annotation).startswith("ClassVar")
+
+
+def _default(value: ast.expr | None) -> Any:
+    if value is None:
+        return field(default=MISSING)
+    try:
+        return field(default=ast.literal_eval(value))
+    except ValueError:  # computed; it is checked when the method is built
+        return field(default=None)
