@@ -57,7 +57,8 @@ def use_threads(threads: int | None) -> None:
     """
     if threads is None:
         return
-    if not 1 <= threads <= (cores := os.cpu_count() or 1):
+    cores = os.cpu_count() or 1
+    if not 1 <= threads <= cores:
         raise Refused(f"--threads {threads}: this machine has {cores} cores; give 1 to {cores}")
     import torch
 
