@@ -30,6 +30,8 @@ from truedraft import Refused, accelerated, assets, registry
 from truedraft.cli import _models, app, demo, main
 from truedraft.cli._text import Pieces
 
+pytestmark = pytest.mark.pythons
+
 PROMPT = "one day a cat saw a red ball. the cat saw a red"
 SENTENCES = [PROMPT, "the dog and the cat went to the park.", "she said, here is a ball for the dog."]
 
