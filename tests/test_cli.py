@@ -216,6 +216,13 @@ def refused(capsys, *args: str) -> str:
         (["x", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["x", "-n", "2"], "--num-return-sequences"),
         (["x", "--frob"], "--frob"),
+        (["x", "--stop", ""], "--stop '' is empty"),
+        (["x", "--min-new-tokens", "9", "--max-new-tokens", "3"], "--min-new-tokens 9 is above --max-new-tokens 3"),
+        (["x", "--sample", "-n", "1000000000"], "--num-return-sequences 1000000000 must be between 1 and 10,000"),
+        (["x", "--set", "max_length=5"], "use --max-new-tokens"),
+        (["x", "--set", "bos_token_id=abc"], "--set bos_token_id=abc: give a token id"),
+        (["x", "--draft", "prompt-lookup:n=2,n=3"], "gives n twice"),
+        (["x", "--draft", "draft-model:model=5"], "model=5: give a model of transformers, or its name"),
         (["x", "--seed", "1"], "--seed 1 needs --sample"),
         (["x", "--sample", "--seed=-1"], "--seed -1"),
         (["x", "--sample", "--seed", str(2**64)], "--seed"),
@@ -529,6 +536,17 @@ def test_demo_tells_where_tokens_differ(folder, tmp_path, monkeypatch, capsys):
     args = ["demo", "--model", folder, "--prompt", str(tmp_path / "prompt.txt"), "--max-new-tokens", "1"]
     assert main(args) == 1
     assert "prompt.txt: differs from new token 0 on" in capsys.readouterr().out
+
+
+def test_audit_refuses_a_length_without_an_end(folder, capsys):
+    assert "leaves no room" in refused(capsys, "audit", folder, "--prompt", "x", "--max-new-tokens", str(10**30))
+
+
+def test_demo_refuses_what_it_cannot_show(folder, tmp_path, capsys):
+    assert "'nano-gec' is an encoder-decoder" in refused(capsys, "demo", "--model", "nano-gec")
+    (tmp_path / "long.txt").write_text("a " * 300)
+    args = ["demo", "--model", folder, "--prompt", str(tmp_path / "long.txt")]
+    assert "the model's context has 256" in refused(capsys, *args)
 
 
 def test_first_difference():

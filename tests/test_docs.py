@@ -184,7 +184,8 @@ def test_examples_of_help_are_taken(example: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "truedraft generate nano x --frob", "truedraft generate", "truedraft frobnicate", "truedraft bench --rounds many",
+        "truedraft generate nano x --frob", "truedraft generate", "truedraft frobnicate",
+        "truedraft bench --rounds many",
         "truedraft generate nano x --draft frob", "truedraft generate nano x --draft suffix:frob=1", "make frob",
         "pip install 'truedraft[frob]'", "python benchmarks/frob.py", "python benchmarks/stores.py --frob", "frob",
         'accelerate(model, quantize="int8")',

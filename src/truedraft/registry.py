@@ -169,6 +169,8 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
         key, eq, value = part.partition("=")
         if not eq:
             raise Refused(f"cannot read {part!r} in {spec!r}: knobs are written name:knob=value,knob=value")
+        if key.strip() in knobs:
+            raise Refused(f"{spec!r} gives {key.strip()} twice: give it once")
         try:
             knobs[key.strip()] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from truedraft.stats import Pass
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}  # fields that yield to others
+MOST_TEXTS = 10_000  # of one prompt: transformers copies it for each before anything of ours can count the memory
 OPTIONS = {"eos_token_id": "--eos", "stop_strings": "--stop", "do_sample": "--sample"}  # the others follow their fields
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_new_tokens": (lambda v: v >= 1, "at least 1"),
     "min_new_tokens": (lambda v: v >= 0, "at least 0"),
-    "num_return_sequences": (lambda v: v >= 1, "at least 1"),
+    "num_return_sequences": (lambda v: 1 <= v <= MOST_TEXTS, f"between 1 and {MOST_TEXTS:,}"),
     "temperature": (lambda v: 0 < v < inf, "above 0: for the likeliest tokens drop --sample"),
     "top_k": (lambda v: v >= 0, "at least 0 (0 keeps all)"),
     "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
@@ -171,6 +173,11 @@ def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, A
         Refused: a value or a combination that cannot be meant, or an unknown field; the message names the option.
     """
     _check(fields)
+    least, most = fields["min_new_tokens"], fields["max_new_tokens"]
+    if least is not None and least > most:
+        raise Refused(f"--min-new-tokens {least} is above --max-new-tokens {most}: change one of them")
+    if "" in (fields["stop_strings"] or ()):
+        raise Refused("--stop '' is empty: give the text to end after")
     for token in fields["eos_token_id"] or ():
         if token < 0:
             raise Refused(f"--eos {token} must be a token id, at least 0")
@@ -188,15 +195,16 @@ def _check(fields: Mapping[str, Any]) -> None:
     for name, (allowed, words) in RANGES.items():
         value = fields[name]
         if value is not None and not allowed(value):
-            raise Refused(f"{_option(name)} {value:g} must be {words}")
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise Refused(f"{_option(name)} {shown} must be {words}")
 
 
 def _setting(text: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
     key, eq, value = text.partition("=")
     if not eq:
         raise Refused(f"--set {text!r}: write key=value")
-    if key in fields:
-        raise Refused(f"--set {key}: use {_option(key)}")
+    if key in fields or key in LENGTHS:
+        raise Refused(f"--set {key}: use {_option(LENGTHS.get(key, key))}")
     with waiting("loading transformers"):
         from transformers import GenerationConfig
 
@@ -206,9 +214,12 @@ def _setting(text: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise Refused(f"--set {key}: GenerationConfig has no such field{hint}")
     try:
-        return key, ast.literal_eval(value)
+        read = ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return key, value
+        read = value
+    if key.endswith("_token_id") and not isinstance(read, int):
+        raise Refused(f"--set {key}={value}: give a token id, a number")
+    return key, read
 
 
 def _option(field: str) -> str:

@@ -67,6 +67,11 @@ def audit(
         target, tokenizer = load(model, dtype, quantize)
         if laws and target.config.is_encoder_decoder:
             raise Refused("--laws tests decoder language models, and this is an encoder-decoder: drop --laws")
+        context = getattr(target.config, "max_position_embeddings", None)
+        if context is not None and max_new_tokens >= context:
+            raise Refused(
+                f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in the model's context of {context}"
+            )
         sides = {
             name: accelerate(target, tokenizer, draft=part, control=control)
             for name, part in {"plain": None, **parts}.items()

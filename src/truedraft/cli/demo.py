@@ -77,6 +77,7 @@ def demo(
     todo = cases(prompt, instruction, max_new_tokens)
     console = Console(highlight=False)
     fast = accelerated(model, dtype, draft, quantize=quantize, argument="--model", threads=threads)
+    _check(fast, model, todo)
     with waiting("warming up, and measuring what a pass costs here"):
         for case in todo:
             outcome = Outcome(Case(case.name, case.text, WARM_UP))
@@ -91,6 +92,17 @@ def demo(
         if outcome.differs is not None:
             console.out(f"{outcome.case.name}: differs from new token {outcome.differs} on", highlight=False)
     return int(any(outcome.differs is not None for outcome in outcomes))
+
+
+def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
+    """Raises Refused, before anything is shown, for a model or a prompt that a case does not suit."""
+    from truedraft.arguments import check_lengths
+
+    if fast.model.config.is_encoder_decoder:
+        raise Refused(f"--model {model!r} is an encoder-decoder: use `truedraft correct`, `translate` or `generate`")
+    for case in todo:
+        length = len(fast.tokenizer(case.text)["input_ids"])  # type: ignore[misc]
+        check_lengths(fast.target, length, case.tokens)
 
 
 def cases(prompt: Path | None, instruction: str | None, tokens: int | None) -> list[Case]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.errors import Refused
 from truedraft.loading import load
@@ -20,7 +20,13 @@ CHUNK = 64  # tokens that are read in one pass, where the model has fallen behin
 
 
 def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """A draft model from itself or its name; with its tokenizer where it was named."""
+    """A draft model from itself or its name; with its tokenizer where it was named.
+
+    Raises:
+        Refused: it is neither, or cannot be loaded.
+    """
+    if not isinstance(model, str | PathLike | PreTrainedModel | None):
+        raise Refused(f"model={model!r}: give a model of transformers, or its name (./{model} for a folder)")
     return load(str(model), argument="the draft model") if isinstance(model, str | PathLike) else (model, None)
 
 
