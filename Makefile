@@ -26,7 +26,7 @@ test-pythons: $(addprefix pythons/,$(notdir $(call runs,$(PYTHONS))))
 
 pythons/%:
 	$(filter %$*,$(PYTHONS)) -m venv $(VENV)/pythons/$*
-	$(VENV)/pythons/$*/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt . pytest
+	$(VENV)/pythons/$*/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[dev]'
 	OMP_NUM_THREADS=1 $(VENV)/pythons/$*/bin/python -m pytest -m pythons
 
 real: $(VENV)/dev

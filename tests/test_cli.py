@@ -279,11 +279,12 @@ EARLY = {
         ["--replay", "nowhere", "--tokenizer", "nano", "--draft", "foo"], ["--control", "foo"], ["./nowhere"],
     ],
     "audit": [
-        ["--draft", "foo"], ["--control", "foo"], ["--file", "nowhere"], ["--temperature", "nan"], ["--seed=-1"],
+        ["--draft", "foo"], ["--control", "foo"], ["--file", "nowhere"], ["--temperature", "1e-300"], ["--seed=-1"],
         ["./nowhere"], ["--threads", "0"],
     ],
     "train": [
         ["foo", "--target", "nano", "--data", "README", "--out", "x"],
+        ["gad", "--target", "nano", "--data", "README", "--out", "README"],
         ["gad", "--target", "./nowhere", "--data", "README", "--out", "x"],
         ["gad", "--target", "nano", "--data", "nowhere", "--out", "x"],
     ],

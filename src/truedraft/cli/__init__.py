@@ -15,6 +15,7 @@ from truedraft import __version__
 from truedraft.cli import audit, bench, corpus, correct, demo, generate, methods, train, translate
 from truedraft.cli._options import Command
 from truedraft.cli._text import notes_on_stderr
+from truedraft.errors import reason
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,6 +71,7 @@ def main(args: Sequence[str] | None = None) -> int:
         usage = getattr(e, "format_message", None)  # typer's own errors; their class moved between its versions
         if usage is None and not isinstance(e, OSError | ValueError):
             raise
-        message = " ".join(str(usage() if usage else e).split())
+        where = f"{e.filename}: " if isinstance(e, OSError) and e.filename else ""
+        message = " ".join(usage().split()) if usage else f"{where}{reason(e)}"
         print(f"error: {message}", file=sys.stderr)
         return 2

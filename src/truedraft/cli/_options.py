@@ -12,6 +12,8 @@ from typer.core import TyperCommand
 from truedraft import loading, registry
 from truedraft.errors import Refused
 
+COLDEST = 1e-6  # temperature: below, the logits of many models overflow
+
 Control = Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")]
 Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
 Quantize = Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from truedraft.cli._models import load
-from truedraft.cli._options import AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
+from truedraft.cli._options import COLDEST, AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
 from truedraft.cli._text import read, waiting
 from truedraft.errors import Refused
 
@@ -45,8 +45,8 @@ def audit(
     Returns the exit code: 0 where all differences are explained by numbers, else 1. Raises Refused for a bad argument.
     """
     batches, seeds = batch or [1, 4], [0] if seed is None else seed
-    if min(batches) < 1 or max_new_tokens < 1 or not 0 < temperature < inf:
-        raise Refused("--batch and --max-new-tokens must be at least 1, --temperature above 0")
+    if min(batches) < 1 or max_new_tokens < 1 or not COLDEST <= temperature < inf:
+        raise Refused(f"--batch and --max-new-tokens must be at least 1, --temperature at least {COLDEST:g}")
     texts = [*(prompt or ()), *(read(path, "--file").removesuffix("\n") for path in file or ())]
     if not all(texts):
         raise Refused("a prompt is empty: give some text")

@@ -16,7 +16,7 @@ from typer import Argument, Context, Option
 from truedraft import assets, registry
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
-from truedraft.cli._options import AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
+from truedraft.cli._options import COLDEST, AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
 from truedraft.cli._replay import replay_files
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
@@ -248,8 +248,8 @@ def _check_numbers(
         if value is not None and value < 1:
             raise Refused(f"{name} {value} must be at least 1")
     for temperature in temperatures:
-        if not 0 <= temperature < inf:
-            raise Refused(f"--temperature {temperature:g} must not be negative, or without end")
+        if temperature and not COLDEST <= temperature < inf:
+            raise Refused(f"--temperature {temperature:g} must not be negative: 0 (greedy), or at least {COLDEST:g}")
     if seed is not None:
         check_seeds([seed])
         if not any(temperatures):

@@ -40,6 +40,8 @@ def train(
         if not value > 0:
             raise Refused(f"{option} {value}: give a number above 0")
     check_seeds([seed])
+    if out.exists() and not out.is_dir():
+        raise Refused(f"--out {out} is no folder: name another")
     registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")
     sources, answers = _lines(data, labels == "given")
