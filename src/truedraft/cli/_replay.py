@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from truedraft import registry
 from truedraft.cli._models import load_tokenizer, machine
 from truedraft.cli._page import origin, write_page
 from truedraft.cli._tables import print_folded, print_table
@@ -46,6 +47,8 @@ def replay_files(
     Raises:
         Refused: a file, a drafter or the tokenizer will not do.
     """
+    for draft in drafts:
+        registry.check("drafters", draft)
     with waiting("reading the recordings") as say:
         from truedraft.bench.columns import replayed
         from truedraft.bench.recordings import conversations, tokenized
