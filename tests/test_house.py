@@ -16,6 +16,7 @@ import pytest
 from nets import REGISTERED, RULES
 from test_text import ROWS, SETTINGS, cases
 from truedraft import registry
+from truedraft.card import Range, Switch, values_of
 from truedraft.declared import declared
 from truedraft.drafters import _compose
 
@@ -51,6 +52,8 @@ def test_what_is_read_of_a_method_is_what_it_is_once_imported(kind: str, name: s
     assert dict(read.presets) == dict(method.card.presets)
     knobs, found = inspect.signature(method).parameters, inspect.signature(read.knobs).parameters
     assert {k: p.default for k, p in found.items()} == {k: p.default for k, p in knobs.items()}
+    ranges = {k: v if isinstance(v, Range | Switch) else None for k, v in ((k, values_of(method, k)) for k in knobs)}
+    assert ranges == {k: values_of(read.knobs, k) for k in found}
 
 
 def test_signs_of_compositions() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from truedraft import registry
 from truedraft.cli._models import load_tokenizer, machine
+from truedraft.cli._options import use_threads
 from truedraft.cli._page import origin, write_page
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
@@ -30,6 +31,7 @@ def replay_files(
     questions: Path | None,
     limit: int | None,
     budget: int | None,
+    threads: int | None,
     as_json: bool,
     html: Path | None,
     command: Sequence[str],
@@ -50,6 +52,7 @@ def replay_files(
     for draft in drafts:
         registry.check("drafters", draft)
     with waiting("reading the recordings") as say:
+        use_threads(threads)
         from truedraft.bench.columns import replayed
         from truedraft.bench.recordings import conversations, tokenized
         from truedraft.bench.replay import check_replayable, replay

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.bench.workloads import Item, items_of
 from truedraft.cli._options import check_seeds
 from truedraft.cli._text import read, waiting
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}  # fields that yield to others
 MOST_TEXTS = 10_000  # of one prompt: transformers copies it for each before anything of ours can count the memory
+SAMPLED = ("top_h",)  # as SAMPLING, without options of their own
+NUMBERS = ("top_h", "guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "length_penalty")
+LISTS = ("suppress_tokens", "begin_suppress_tokens")  # of token ids
+LISTED = ("forced_eos_token_id", "decoder_start_token_id")  # token ids, one or a list
 OPTIONS = {"eos_token_id": "--eos", "stop_strings": "--stop", "do_sample": "--sample"}  # the others follow their fields
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -68,9 +72,11 @@ class Request:
         from truedraft.arguments import check_lengths
 
         vocabulary = fast.target.vocabulary
-        for token in self.settings.get("eos_token_id", ()):
-            if token >= vocabulary:
-                raise Refused(f"--eos {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
+        for name, value in self.settings.items():
+            for token in _tokens(value) if _takes_tokens(name) else ():
+                if token >= vocabulary:
+                    option = OPTIONS.get(name, f"--set {name}")
+                    raise Refused(f"{option} {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
         sources = fast.model.config.is_encoder_decoder
         if self.chat and sources:
             raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
@@ -223,9 +229,37 @@ def _setting(text: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
         read = ast.literal_eval(value)
     except (ValueError, SyntaxError):
         read = value
-    if key.endswith("_token_id") and not isinstance(read, int):
-        raise Refused(f"--set {key}={value}: give a token id, a number")
+    if read is not None:
+        _check_setting(key, read, f"--set {key}={value}", fields["do_sample"])
     return key, read
+
+
+def _check_setting(key: str, value: Any, shown: str, sample: bool) -> None:
+    from transformers import GenerationConfig
+
+    if key in SAMPLED and not sample:
+        raise Refused(f"--set {key} needs --sample")
+    if key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise Refused(f"{shown}: give a number")
+    if _takes_tokens(key):
+        listed = isinstance(value, list | tuple)
+        form = "a list of token ids" if key in LISTS else "a token id" + (" or a list of them" if key in LISTED else "")
+        known = all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in _tokens(value))
+        if not known or not (listed if key in LISTS else key in LISTED or not listed):
+            raise Refused(f"{shown}: give {form}")
+    try:
+        GenerationConfig(**{key: value, "do_sample": sample})
+    except (TypeError, ValueError, AttributeError) as e:
+        raise Refused(f"{shown}: {why(e)}") from e
+
+
+def _takes_tokens(field: str) -> bool:
+    return field in LISTS or field.endswith("_token_id")
+
+
+def _tokens(value: Any) -> Sequence[Any]:
+    """The token ids of a field that has one, several or none."""
+    return value if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _option(field: str) -> str:

@@ -78,14 +78,12 @@ def bench(
     """
     counts = {"--limit": limit, "--rounds": rounds, "--budget": budget, "--max-new-tokens": max_new_tokens}
     _check_numbers(counts, batch or [], temperature or [], seed if _given(context, "seed") else None)
-    if html is not None:
-        check_page(html)
+    check_page(html)
     modes = [mode for mode, wanted in (("oracle", oracle), ("roofline", roofline)) if wanted]
     _refuse_unused(context, ["replay"] if replay else modes)
     if replay:
-        reads = _tokenizer(context, model, tokenizer)
-        use_threads(threads)
-        return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, as_json, html, context.obj)
+        reads, page = _tokenizer(context, model, tokenizer), (html, context.obj)
+        return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
     _check_names(model, dtype, quantize, draft or (), control, assistant, prompts)
     with waiting("loading the model") as say:
         use_threads(threads)
@@ -110,16 +108,22 @@ def bench(
                     room = _room(loaded, workload)
                     figures += compare(sides, workload, reader, loaded.device, size, rounds, temp, seed, room, say)
     if html is not None:
-        from truedraft.bench.page import measured
-
-        facts = {"model": model, "weights": quantize or str(loaded.dtype).removeprefix("torch."), **origin(context.obj)}
-        write_page(html, measured(f"truedraft bench: {model}", facts, figures, rounds, machine, rows, attained))
+        weights = quantize or str(loaded.dtype).removeprefix("torch.")
+        facts = {"model": model, "weights": weights, **origin(context.obj)}
+        _write_page(html, facts, figures, rounds, machine, rows, attained)
     if as_json:
         of_model = {"model": model, "dtype": str(loaded.dtype), "quantized": quantize}
         print(json.dumps({**of_model, **_result(figures, attained, rows)}, indent=2))
     else:
         _print(figures, attained, machine, rows, rounds)
     return int(any(f.differs is not None for f in figures))
+
+
+def _write_page(path: Path, facts: Mapping[str, str], *results: Any) -> None:
+    """The page of these results, as `bench.page.measured` takes them."""
+    from truedraft.bench.page import measured
+
+    write_page(path, measured(f"truedraft bench: {facts['model']}", facts, *results))
 
 
 def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[Row]) -> dict[str, Any]:
