@@ -13,12 +13,24 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
+import truedraft
 from truedraft import Refused, accelerated, assets, registry
-from truedraft.cli import _models, demo, main
+from truedraft.cli import _models, app, demo, main
 from truedraft.cli._text import Pieces
+
+pytestmark = pytest.mark.pythons
 
 PROMPT = "one day a cat saw a red ball. the cat saw a red"
 SENTENCES = [PROMPT, "the dog and the cat went to the park.", "she said, here is a ball for the dog."]
@@ -204,6 +216,43 @@ def refused(capsys, *args: str) -> str:
         (["x", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["x", "-n", "2"], "--num-return-sequences"),
         (["x", "--frob"], "--frob"),
+        (["x", "--stop", ""], "--stop '' is empty"),
+        (["x", "--min-new-tokens", "9", "--max-new-tokens", "3"], "--min-new-tokens 9 is above --max-new-tokens 3"),
+        (["x", "--sample", "-n", "1000000000"], "--num-return-sequences 1000000000 must be between 1 and 10,000"),
+        (["x", "--set", "max_length=5"], "use --max-new-tokens"),
+        (["x", "--set", "bos_token_id=abc"], "--set bos_token_id=abc: give a token id"),
+        (["x", "--set", "pad_token_id=True"], "--set pad_token_id=True: give a token id"),
+        (["x", "--set", "forced_bos_token_id=[1]"], "--set forced_bos_token_id=[1]: give a token id"),
+        (["x", "--set", "forced_eos_token_id=[9, -9]"], "give a token id or a list of them"),
+        (["x", "--set", "forced_eos_token_id=[9, 300]"], "--set forced_eos_token_id 300: this model has 300 tokens"),
+        (["x", "--set", "suppress_tokens=5"], "--set suppress_tokens=5: give a list of token ids"),
+        (["x", "--set", "suppress_tokens=[300]"], "--set suppress_tokens 300: this model has 300 tokens"),
+        (["x", "--set", "guidance_scale=much"], "--set guidance_scale=much: give a number"),
+        (["x", "--set", "top_h=0.5"], "--set top_h needs --sample"),
+        (["x", "--sample", "--set", "top_h={}"], "--set top_h={}: give a number"),
+        (["x", "--set", "watermarking_config={'a': 1}"], "--set watermarking_config={'a': 1}: "),
+        (["x", "--set", "cache_config={'a': 1}"], "cache_config={'a': 1}: truedraft keeps a cache of its own"),
+        (["x", "--draft", "draft-model:model={}"], "model={}: give a model of transformers, or its name"),
+        (["x", "--draft", "rest:corpus=3.5"], "corpus=3.5: give a Corpus, its file"),
+        (["x", "--draft", "prompt-lookup:n=0"], "prompt-lookup:n=0: give a whole number, 1 to 1,024"),
+        (["x", "--draft", "prompt-lookup:n=2,n=3"], "gives n twice"),
+        (["x", "--draft", "draft-model:model=5"], "model=5: give a model of transformers, or its name"),
+        (["x", "--seed", "1"], "--seed 1 needs --sample"),
+        (["x", "--sample", "--seed=-1"], "--seed -1"),
+        (["x", "--sample", "--seed", str(2**64)], "--seed"),
+        (["x", "--eos=-1"], "--eos -1"),
+        (["x", "--eos", "300"], "--eos 300: this model has 300 tokens, 0 to 299"),
+        (["x", "--threads", "0"], "--threads 0"),
+        (["x", "--threads", "100000"], "--threads 100000"),
+        (["x", "--json", "--json"], "--json was given 2 times"),
+        (["x", "--draft", "none", "--draft", "auto"], "--draft was given 2 times"),
+        (["x", "--sample", "--greedy"], "was given 2 times"),
+        (["x", "--draft", "none:length=3"], "'none' has no knobs"),
+        (["x", "--draft", "suffix+"], "no drafter on one side of '+'"),
+        (["x", "--draft", "suffix+non"], "'none'"),
+        (["x", "--prompts", "nowhere.jsonl"], "--prompts and PROMPT were both given"),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl cannot be read: No such file or directory"),
+        (["--prompts", "."], "--prompts . cannot be read: Is a directory"),
         (["x", "--stream", "--json"], "--stream"),
         (["x", "--stream", "--sample", "-n", "2"], "--stream"),
         (["x", "--set", "num_beans=2"], "num_beams"),
@@ -225,6 +274,154 @@ def refused(capsys, *args: str) -> str:
 )
 def test_bad_input_is_one_line_that_names_it(args, named, folder, capsys):
     assert named in refused(capsys, "generate", folder, *args)
+
+
+EARLY = {
+    "generate": [
+        ["nano", "x", "--temperature", "0.5"], ["nano", "x", "--draft", "prompt-lokup"], ["nano", "x", "--rule", "foo"],
+        ["nano", "x", "--draft", "suffix+prompt-lookup:m=1"], ["nano", "x", "--control", "foo"], ["nanoo", "x"],
+        ["nano", "x", "--dtype", "int3"], ["nano", "x", "--quantize", "int3"], ["nano", "x", "--threads", "0"],
+        ["./nowhere", "x"], ["nano", "--file", "nowhere"], ["nano", "--prompts", "nowhere"], ["nano", "x", "--eos=-1"],
+        ["nano", "x", "--draft", "suffix:alpha=much"], ["nano", "x", "--reference", "nowhere"],
+        ["nano", "x", "--draft", "suffix+prompt-lookup:n=1025"],
+    ],
+    "correct": [["nowhere"], ["README", "--draft", "foo"], ["-", "--model", "./nowhere"], ["-", "--batch", "0"]],
+    "translate": [["nowhere", "--model", "nano-gec"], ["-", "--model", "./nowhere"]],
+    "demo": [["--draft", "foo"], ["--model", "./nowhere"], ["--prompt", "nowhere"], ["--max-new-tokens", "0"]],
+    "bench": [
+        ["--draft", "auto", "--draft", "foo"], ["--prompts", "nowhere"], ["--html", "/nowhere/x"], ["--rounds", "0"],
+        ["--max-new-tokens", "0"], ["--temperature", "nan"], ["--seed", "1"], ["--assistant", "./nowhere"],
+        ["--replay", "nowhere", "--tokenizer", "nano", "--draft", "foo", "--threads", "1"], ["--control", "foo"],
+        ["./nowhere"],
+    ],
+    "audit": [
+        ["--draft", "foo"], ["--control", "foo"], ["--file", "nowhere"], ["--temperature", "1e-300"], ["--seed=-1"],
+        ["./nowhere"], ["--threads", "0"],
+    ],
+    "train": [
+        ["foo", "--target", "nano", "--data", "README", "--out", "x"],
+        ["gad", "--target", "nano", "--data", "README", "--out", "README"],
+        ["gad", "--target", "./nowhere", "--data", "README", "--out", "x"],
+        ["gad", "--target", "nano", "--data", "nowhere", "--out", "x"],
+    ],
+    "corpus": [["build", "nowhere", "--tokenizer", "nano", "--out", "x"], ["info", "nowhere"]],
+    "methods": [["--foo"]],
+    "--version": [[]],
+}  # fmt: skip
+
+
+def test_arguments_are_checked_before_torch_is_loaded(tmp_path):
+    """In one process, as one that is refused loads nothing: names, numbers and files of every command."""
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from truedraft.cli import main\n"
+        "for command, lines in json.loads(sys.argv[1]).items():\n"
+        "    for line in lines:\n"
+        "        out, err = io.StringIO(), io.StringIO()\n"
+        "        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "            code = main([command, *line])\n"
+        "        expected = (0, 1, 0) if command == '--version' else (2, 0, 1)\n"
+        "        found = (code, out.getvalue().count('\\n'), err.getvalue().count('\\n'))\n"
+        "        assert found == expected, (command, line, found, err.getvalue())\n"
+        "        assert not {'torch', 'transformers'} & set(sys.modules), (command, line)\n"
+        "        assert 'Errno' not in err.getvalue(), err.getvalue()\n"
+    )
+    (tmp_path / "README").write_text("some text\n")
+    command = [sys.executable, "-c", code, json.dumps(EARLY)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def commands():
+    """Every command, as it is called."""
+    from typer.main import get_command
+
+    for name, command in get_command(app).commands.items():
+        yield from (
+            ([name, sub] for sub in getattr(command, "commands", {})) if hasattr(command, "commands") else [[name]]
+        )
+
+
+@pytest.mark.parametrize("command", [[], ["corpus"], *commands()], ids=" ".join)
+def test_help_has_an_example(command, capsys):
+    assert main([*command, "-h"]) == 0
+    assert f"Example: truedraft {' '.join(command)}" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"truedraft {truedraft.__version__} (Python 3.")
+
+
+def test_threads_are_those_of_torch(folder, capsys):
+    before = torch.get_num_threads()
+    try:
+        assert main(["generate", folder, PROMPT, "--max-new-tokens", "2", "--threads", "1"]) == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+PROMPTS = [PROMPT, "the dog", "she said, here is"]
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_many_prompts_are_answered_in_their_order(lines, folder, tmp_path, capsys):
+    options = ["--max-new-tokens", "8", "--sample", "--seed", "3"]
+    alone = []
+    for prompt in PROMPTS:
+        assert main(["generate", folder, prompt, *options, "--json"]) == 0
+        alone.append(json.loads(capsys.readouterr().out))
+    path = tmp_path / ("many.jsonl" if lines else "many.txt")
+    rows = [{"prompt": PROMPTS[0], "category": "b"}, {"turns": [PROMPTS[1]], "category": "a"}, {"text": PROMPTS[2]}]
+    path.write_text("\n".join(map(json.dumps, rows)) if lines else "\n\n".join(PROMPTS))
+    assert main(["generate", folder, "--prompts", str(path), *options, "--json"]) == 0
+    many = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["token_ids"] for one in many] == [one["token_ids"] for one in alone]
+    for stream in ("--stream", "--no-stream"):
+        assert main(["generate", folder, "--prompts", str(path), *options, stream]) == 0
+        written = [f"--- prompt {i} of 3 ---\n{one['text']}\n" for i, one in enumerate(alone, 1)]
+        assert capsys.readouterr().out == "".join(written)
+
+
+def test_prompts_that_will_not_do_are_refused_before_the_first_is_answered(folder, tmp_path, capsys):
+    path = tmp_path / "many.txt"
+    path.write_text("a cat\n\n" + "a " * 300)
+    assert "prompt 2 of 2: the prompt has" in refused(capsys, "generate", folder, "--prompts", str(path))
+    path.write_text("\n\n")
+    assert "there are no prompts in it" in refused(capsys, "generate", folder, "--prompts", str(path))
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "it is not UTF-8 text" in refused(capsys, "generate", folder, "--prompts", str(path))
+    path = tmp_path / "many.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": 3}\n')
+    assert "line 2: no prompt" in refused(capsys, "generate", folder, "--prompts", str(path))
+
+
+def test_prompts_of_an_encoder_decoder_are_lines(tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("He go home.\nShe have a cat.\n")
+    args = ["generate", "nano-gec", "--prompts", str(tmp_path / "lines.txt"), "--max-new-tokens", "12", "--json"]
+    assert main(args) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("draft", ["none", "auto", "none+suffix", "none|prompt-lookup", "none>suffix", "suffix?none"])
+def test_drafters_without_a_file_of_their_own_go_wherever_a_drafter_does(draft, model, tokenizer):
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    settings = dict(max_new_tokens=30, do_sample=False, attention_mask=inputs["attention_mask"])
+    fast = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
+    assert fast.generate(inputs["input_ids"], **settings).equal(model.generate(inputs["input_ids"], **settings))
+    assert (fast.report().drafter == "plain") == (draft == "none")
+
+
+def test_none_in_lists_of_drafters(folder, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text(PROMPT)
+    few = ["--max-new-tokens", "6"]
+    bench = ["bench", folder, "--prompts", str(tmp_path / "p.txt"), "--draft", "none", "--rounds", "1", *few]
+    assert main([*bench, "--no-baselines", "--json"]) == 0
+    assert [f["side"] for f in json.loads(capsys.readouterr().out)["figures"]] == ["transformers", "no drafts"]
+    assert main(["audit", folder, "--prompt", PROMPT, "--draft", "none", "--batch", "1", *few, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drafters"] == ["plain"]
+    assert main(["demo", "--model", folder, "--prompt", str(tmp_path / "p.txt"), "--draft", "none", *few]) == 0
 
 
 def test_bad_standard_input(folder, monkeypatch, capsys):
@@ -252,6 +449,65 @@ def test_models_that_cannot_be_loaded(tmp_path, folder, capsys):
     shutil.copytree(folder, damaged)
     (damaged / "model.safetensors").write_bytes(b"no tensors")
     assert f"MODEL '{damaged}' cannot be loaded" in refused(capsys, "generate", str(damaged), "x")
+
+
+def changed(folder, path, change):
+    """A copy of a model's folder whose checkpoint's tensors are changed."""
+    shutil.copytree(folder, path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda t: t.pop(UP), f"lacks 1 tensor ({UP})"),
+        (lambda t: t.update({"model.layer": t.pop(UP)}), f"lacks 1 tensor ({UP})"),
+        (lambda t: t.update({UP: torch.zeros(3, 32)}), f"has, in other shapes, 1 tensor ({UP} is 3x32, not 64x32)"),
+        (lambda t: [t.pop(name) for name in list(t) if "layers.1" in name], "lacks 9 tensors (model.layers.1."),
+    ],
+)
+@pytest.mark.parametrize("as_draft", [False, True])
+def test_a_checkpoint_without_some_of_its_weights_is_refused(change, named, as_draft, folder, tmp_path, capsys):
+    name = changed(folder, tmp_path / "changed", change)
+    args = [folder, "x", "--draft", f"draft-model:model={name}"] if as_draft else [name, "x"]
+    said = refused(capsys, "generate", *args, "--max-new-tokens", "2")
+    assert named in said and f"{name!r}" in said and "config.json" in said
+
+
+def test_experts_that_a_checkpoint_lacks_are_named(tokenizer, tmp_path, capsys):
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=3,
+    )  # fmt: skip
+    for part in (MixtralForCausalLM(config), tokenizer):
+        part.save_pretrained(tmp_path / "whole")
+    lacking = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    name = changed(tmp_path / "whole", tmp_path / "changed", lambda tensors: tensors.pop(lacking))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in refused(capsys, "generate", name, "x")
+
+
+def test_tensors_without_a_use_are_noted_and_tied_heads_are_not(folder, tmp_path, capsys):
+    assert main(["generate", folder, PROMPT, "--max-new-tokens", "5"]) == 0
+    expected, silent = capsys.readouterr()
+    assert silent == ""
+    extra = changed(folder, tmp_path / "extra", lambda t: t.update({f"mtp.{i}": torch.zeros(1) for i in range(5)}))
+    for draft, argument in (("none", "MODEL"), (f"draft-model:model={extra}", "the draft model")):
+        given = extra if draft == "none" else folder
+        assert main(["generate", given, PROMPT, "--max-new-tokens", "5", "--draft", draft]) == 0
+        out, err = capsys.readouterr()
+        assert out == expected
+        assert err == (
+            f"note: {argument} '{extra}': its checkpoint has 5 tensors (mtp.0, mtp.1, mtp.2 and 2 more) that "
+            "LlamaForCausalLM does not use\n"
+        )
+    assert main(["generate", "nano", PROMPT, "--max-new-tokens", "2"]) == 0  # its head is its embedding
+    assert capsys.readouterr().err == ""
 
 
 def test_embedded_models(folder, tmp_path, monkeypatch, capsys):
@@ -297,6 +553,17 @@ def test_demo_tells_where_tokens_differ(folder, tmp_path, monkeypatch, capsys):
     args = ["demo", "--model", folder, "--prompt", str(tmp_path / "prompt.txt"), "--max-new-tokens", "1"]
     assert main(args) == 1
     assert "prompt.txt: differs from new token 0 on" in capsys.readouterr().out
+
+
+def test_audit_refuses_a_length_without_an_end(folder, capsys):
+    assert "leaves no room" in refused(capsys, "audit", folder, "--prompt", "x", "--max-new-tokens", str(10**30))
+
+
+def test_demo_refuses_what_it_cannot_show(folder, tmp_path, capsys):
+    assert "'nano-gec' is an encoder-decoder" in refused(capsys, "demo", "--model", "nano-gec")
+    (tmp_path / "long.txt").write_text("a " * 300)
+    args = ["demo", "--model", folder, "--prompt", str(tmp_path / "long.txt")]
+    assert "the model's context has 256" in refused(capsys, *args)
 
 
 def test_first_difference():

@@ -18,10 +18,10 @@ import truedraft
 from test_seq2seq import both, early, sources, tiny
 from truedraft import Refused, registry
 from truedraft.cli import main
-from truedraft.drafters._learned import VERSION, WEIGHTS
+from truedraft.drafters._learned import VERSION, WEIGHTS, read_learnt
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.runtime import native
-from truedraft.stores import _file
+from truedraft.stores import _file as store
 from truedraft.train.drafter import train_drafter
 from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import Pair, pad_to
@@ -242,6 +242,19 @@ def test_answers_that_were_interrupted_are_not_kept(toy: Any, tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("lacks", "named"), [("weights", "Missing key"), ("shape", "masks")])
+def test_a_checkpoint_of_gad_without_some_of_its_weights_is_refused(
+    lacks: str, named: str, toy: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    about, weights = read_learnt(checkpoint, "gad", toy[0])
+    arrays = {f"{name}s": weight.numpy() for name, weight in weights.items()}
+    if lacks == "shape":
+        del about["shape"]["masks"]
+    store.write(tmp_path / WEIGHTS, "gad drafter", VERSION, about, arrays)
+    with pytest.raises(Refused, match=f"does not hold the weights that it describes .*{named}"):
+        truedraft.accelerate(toy[0], draft=f"gad:model={tmp_path}")
+
+
 def test_what_gad_cannot_do_is_refused(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
     model, _ = toy
     with pytest.raises(Refused, match="needs a checkpoint"):
@@ -260,10 +273,10 @@ def test_what_gad_cannot_do_is_refused(toy: Any, checkpoint: Path, tmp_path: Pat
     (tmp_path / WEIGHTS).write_bytes(whole[:-9] + bytes(9))
     with pytest.raises(Refused, match="is damaged"):
         truedraft.accelerate(model, draft=f"gad:model={tmp_path}")
-    about, arrays, _ = _file.read(checkpoint / WEIGHTS, "gad drafter", VERSION, "")
+    about, arrays, _ = store.read(checkpoint / WEIGHTS, "gad drafter", VERSION, "")
     for changes in ({"shape": {"masks": 6}}, {"shape": {**about["shape"], "masks": 5}}, {"shape": None}):
-        _file.write(tmp_path / WEIGHTS, "gad drafter", VERSION, about | changes, arrays)
-        with pytest.raises(Refused, match="no drafter of its shape"):
+        store.write(tmp_path / WEIGHTS, "gad drafter", VERSION, about | changes, arrays)
+        with pytest.raises(Refused, match="does not hold the weights that it describes"):
             truedraft.accelerate(model, draft=f"gad:model={tmp_path}")
     other = CONFIG_MAPPING["pegasus"](**{**model.config.to_dict(), "pad_token_id": 0})
     torch.manual_seed(4)

@@ -30,6 +30,9 @@ class Recorder(BaseStreamer):
         self.ended += 1
 
 
+pytestmark = pytest.mark.pythons
+
+
 @pytest.fixture(scope="module")
 def fast() -> truedraft.Accelerated:
     return truedraft.accelerate(tiny(), control="fixed")

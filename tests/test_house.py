@@ -16,6 +16,9 @@ import pytest
 from nets import REGISTERED, RULES
 from test_text import ROWS, SETTINGS, cases
 from truedraft import registry
+from truedraft.card import Range, Switch, values_of
+from truedraft.declared import declared
+from truedraft.drafters import _compose
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "truedraft"
 METHODS = [(kind, name) for kind in registry.KINDS for name in registry.names(kind)]
@@ -40,6 +43,21 @@ def test_a_card_is_complete_and_every_knob_explained(kind: str, name: str) -> No
             (at,) = [i for i, line in enumerate(lines, 1) if re.match(rf"\s+{field.name}\s*:", line)]
             assert len(comments.get(at, "")) > 5, f"{name}.{field.name} has no trailing comment"
     assert (sys.modules[method.__module__].__doc__ or "").strip(), "the file says what it does"
+
+
+@pytest.mark.parametrize(("kind", "name"), METHODS)
+def test_what_is_read_of_a_method_is_what_it_is_once_imported(kind: str, name: str) -> None:
+    method = registry.method(kind, name)
+    read = declared(method.__module__)
+    assert dict(read.presets) == dict(method.card.presets)
+    knobs, found = inspect.signature(method).parameters, inspect.signature(read.knobs).parameters
+    assert {k: p.default for k, p in found.items()} == {k: p.default for k, p in knobs.items()}
+    ranges = {k: v if isinstance(v, Range | Switch) else None for k, v in ((k, values_of(method, k)) for k in knobs)}
+    assert ranges == {k: values_of(read.knobs, k) for k in found}
+
+
+def test_signs_of_compositions() -> None:
+    assert "".join(_compose.KINDS) == registry.SIGNS
 
 
 def test_a_listed_preset_can_be_built() -> None:
@@ -82,7 +100,8 @@ ALLOWED = {
     # accelerated: drafters are trained on what their target says; drafters: the contract of those that learn
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
     "stores": {"tree", "card", "errors", "files", "stores"},
-    "registry": {"errors", "card", "drafters"},
+    "registry": {"card", "declared", "errors", "drafters"},
+    "declared": {"card"},
     "loading": {"assets", "errors", "runtime"},
     "assets": {"errors"},
 }

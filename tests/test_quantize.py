@@ -15,8 +15,8 @@ from test_runtime import assert_same_bits
 from truedraft import Refused
 from truedraft.cli import main
 from truedraft.cli._models import load
-from truedraft.runtime import native
-from truedraft.runtime.quantize import KINDS, quantize
+from truedraft.runtime import QUANTIZED, native
+from truedraft.runtime.quantize import quantize
 from truedraft.targets.decoder import DecoderTarget
 
 quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
@@ -40,7 +40,7 @@ def fresh(architecture: str = "llama", dtype: torch.dtype = torch.float32) -> Pr
 @compiled
 @EVERY
 @BOTH
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantised_weights_are_read_where_they_are(architecture: str, dtype: torch.dtype, kind: str) -> None:
     """The forward of torchao's own layers but for rounding, and the same bits at any width."""
     model = fresh(architecture, dtype)
@@ -58,7 +58,7 @@ def test_quantised_weights_are_read_where_they_are(architecture: str, dtype: tor
     assert (read[0, 0] - stock[0, -1]).abs().max() < tolerance * stock.std()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 def test_what_is_said_is_what_the_quantised_model_says(kind: str, sample: bool) -> None:
     model = fresh()
@@ -77,7 +77,7 @@ def test_quantised_activations_go_through_the_model_s_own_forward() -> None:
     assert target.why_stock is not None and (native.library() is None or "activations" in target.why_stock)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_the_command_takes_it(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = load("nano", quantize=kind)
     assert type(model.lm_head.weight).__module__.startswith("torchao.")

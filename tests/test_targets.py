@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -57,6 +60,19 @@ def test_what_cannot_be_hosted_is_refused_in_one_sentence(case: str) -> None:
     with pytest.raises(Refused, match=words) as error:
         truedraft.accelerate(make())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("own", [{}, {"max_length": 30}, {"max_new_tokens": 30}])
+def test_the_comparison_warns_of_nothing(own: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def say(text: str, *_: object) -> None:
+        raise AssertionError(text)
+
+    monkeypatch.setattr(transformers.generation.utils.logger, "warning", say)
+    model = tiny()
+    model.generation_config.update(**own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        truedraft.accelerate(model)
 
 
 def test_a_model_that_ignores_its_mask_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

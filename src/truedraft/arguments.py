@@ -43,6 +43,8 @@ SETTINGS = {
     "assistant_early_exit": (None, "early-exit drafting has no drafter here"),
     "use_cache": (True, "truedraft needs the KV cache; drop it, the result is the same"),
     "cache_implementation": ("dynamic", "truedraft keeps a cache of its own; drop it"),
+    "cache_config": (None, "truedraft keeps a cache of its own; drop it"),
+    "compile_config": (None, "truedraft has compiled passes of its own; drop it"),
     "prefill_chunk_size": (None, "prompts are read in one piece"),
 }
 # What `generate` itself hands to a decode loop.

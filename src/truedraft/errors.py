@@ -1,4 +1,4 @@
-"""What is refused, and why something failed."""
+"""What is refused, what is only noted, and why something failed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ class Refused(ValueError):
 
 class NoRoom(Refused):
     """There is not the memory for so many rows or positions."""
+
+
+class Note(UserWarning):
+    """Something that a user should know of and that changes no result; the command line prints it on stderr."""
 
 
 def why(error: BaseException) -> str:

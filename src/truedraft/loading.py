@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import json
+import traceback
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft import assets
-from truedraft.errors import Refused, why
+from truedraft.errors import Note, Refused, why
+from truedraft.runtime import QUANTIZED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm")  # files that tokenizers are read from
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NAMED = 3  # tensors that a message names
+REMEDY = "download or save the model anew, with the config.json of these weights"
 
 
 def load(
@@ -33,16 +40,13 @@ def load(
         reads_sources: who needs an encoder-decoder, as messages call it; None where both kinds will do.
 
     Raises:
-        Refused: no such model or dtype, a damaged one, one that does not generate, or one of the other kind.
-    """
-    if dtype not in DTYPES:
-        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    if quantize is not None:
-        from truedraft.runtime.quantize import KINDS
+        Refused: no such model or dtype, a damaged one, one that does not generate, one of the other kind, or a
+            checkpoint that lacks weights of its model.
 
-        if quantize not in KINDS:
-            raise Refused(f"--quantize {quantize}: choose one of {', '.join(KINDS)}")
-    source = _source(name, argument)
+    Warns:
+        Note: the checkpoint has tensors that its model has no place for.
+    """
+    source = check(name, dtype, quantize, argument)
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -57,7 +61,7 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(source, **side, **options)
         kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         precision = "float32" if embedded and dtype == "auto" else dtype
-        model: Any = kind.from_pretrained(source, dtype=precision, **options)
+        model: Any = _with_weights(kind, source, f"{argument} {name!r}", dtype=precision, **options)
     except Refused:
         raise
     except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
@@ -73,6 +77,19 @@ def load(
     return model, tokenizer
 
 
+def check(name: str, dtype: str = "auto", quantize: str | None = None, argument: str = "MODEL") -> Path | str:
+    """What `load` refuses that can be told in no time; returns the folder, or the name for the hub.
+
+    Raises:
+        Refused: no such model, dtype or kind of weights, or a folder without a model.
+    """
+    if dtype not in DTYPES:
+        raise Refused(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    if quantize is not None and quantize not in QUANTIZED:
+        raise Refused(f"--quantize {quantize}: choose one of {', '.join(QUANTIZED)}")
+    return source_of(name, argument)
+
+
 def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:
     """The tokenizer of a model, or one in a folder of its own; a folder of GPT-2's two files will do.
 
@@ -82,7 +99,7 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
     Raises:
         Refused: no such tokenizer, or a damaged one.
     """
-    source = _source(name, argument, whole=False)
+    source = source_of(name, argument, whole=False)
     from transformers import AutoTokenizer, GPT2Tokenizer
 
     kind: Any = AutoTokenizer
@@ -95,6 +112,43 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         raise _unloadable(name, argument, source, e) from e
 
 
+def _with_weights(kind: Any, source: Path | str, model: str, **options: Any) -> PreTrainedModel:
+    """A model whose every weight is from its checkpoint: `from_pretrained` would make up what is not there."""
+    try:
+        loaded, info = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except RuntimeError as e:
+        if not (unconverted := _unconverted(e)):
+            raise
+        raise Refused(f"{model}: its checkpoint cannot be converted to {_some(unconverted)}: {REMEDY}") from e
+    shapes = [f"{n} is {_shape(found)}, not {_shape(wanted)}" for n, found, wanted in info["mismatched_keys"]]
+    faults = {"lacks": info["missing_keys"], "has, in other shapes,": shapes}
+    if any(faults.values()):
+        words = " and ".join(f"{fault} {_some(names)}" for fault, names in faults.items() if names)
+        raise Refused(f"{model}: its checkpoint {words}: {REMEDY}")
+    if unused := info["unexpected_keys"]:
+        text = f"{model}: its checkpoint has {_some(unused)} that {type(loaded).__name__} does not use"
+        warnings.warn(text, Note, stacklevel=3)
+    return loaded
+
+
+def _unconverted(error: Exception) -> Collection[str]:
+    """Names of the weights that could not be made from a checkpoint's tensors: `transformers` logs them, and raises."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if (found := getattr(frame.f_locals.get("loading_info"), "conversion_errors", None)) is not None:
+            return found
+    return ()
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(sorted(names)[:NAMED])
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return f"{len(names):,} {'tensor' if len(names) == 1 else 'tensors'} ({first}{more})"
+
+
+def _shape(shape: Collection[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def _unloadable(name: str, argument: str, source: Path | str, error: Exception) -> Refused:
     where = "" if isinstance(source, Path) else " (no such folder here, so the hub was asked)"
     reason = " ".join(why(error).strip().partition("\n")[0].split())
@@ -105,10 +159,13 @@ def _unloadable(name: str, argument: str, source: Path | str, error: Exception) 
     return Refused(f"{argument} {name!r} cannot be loaded{where}: {reason}")
 
 
-def _source(name: str, argument: str, whole: bool = True) -> Path | str:
+def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
     """The folder that a name stands for, or the name itself where only the hub can know it.
 
     whole: a folder has to hold a model.
+
+    Raises:
+        Refused: there is no such folder, or no model in it.
     """
     if not name:
         raise Refused(f"{argument} is empty: give a folder, a name on the hub, or an embedded model")
@@ -116,14 +173,25 @@ def _source(name: str, argument: str, whole: bool = True) -> Path | str:
         return assets.path(name)
     folder = Path(name).expanduser()
     if folder.exists():
-        if whole and not (folder / "config.json").is_file():
-            raise Refused(f"{argument} {name!r} is no model of transformers: it has no config.json")
+        if whole:
+            _check_config(folder, f"{argument} {name!r} is no model of transformers")
         return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise Refused(f"{argument} {name!r} does not exist")
     if "/" not in name and difflib.get_close_matches(name, assets.names(), cutoff=0.75):
         assets.path(name)
     return name
+
+
+def _check_config(folder: Path, no_model: str) -> None:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except ValueError as e:
+        raise Refused(f"{no_model}: its config.json is no JSON") from e
+    except OSError as e:
+        raise Refused(f"{no_model}: it has no config.json") from e
+    if not isinstance(config, dict):
+        raise Refused(f"{no_model}: its config.json is no JSON object")
 
 
 def _check_tokenizer(model: str, source: Path | str) -> None:

@@ -21,9 +21,6 @@ DRAWN = {
 }
 
 
-BY_ITSELF = "input-guided+suffix-wide+token-recycling"  # "auto": what drafts where nothing was chosen
-
-
 def part(given: Any, kind: str, base: type) -> Any:
     """A drafter, rule or control, from itself or its name."""
     if isinstance(given, str):
@@ -35,11 +32,9 @@ def part(given: Any, kind: str, base: type) -> Any:
 
 
 def drafter_of(given: Any) -> Drafter:
-    """A drafter from itself, its name, "auto", a model that is to draft, or None."""
+    """A drafter from itself, its name, a model that is to draft, or None."""
     if given is None:
         return Plain()
-    if given == "auto":
-        given = BY_ITSELF
     if isinstance(given := unwrapped(given), PreTrainedModel):
         return registry.load("drafters", "draft-model", model=given)
     return part(given, "drafters", Drafter)

@@ -19,9 +19,13 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from truedraft.card import shown, values_of
+from truedraft.declared import declared
 from truedraft.errors import Refused
 
 KINDS = {"drafters": "Drafter", "accept": "Rule", "accept.lossy": "LossyRule", "control": "Control"}
+SIGNS = "|+?>"  # between drafters that act as one, the loosest first
+AUTO, NONE = "auto", "none"  # drafters without a file of their own: what drafts where nothing was chosen, and nothing
+DEFAULT = "input-guided+suffix-wide+token-recycling"  # what "auto" stands for
 WORDS = {"drafters": "drafter", "accept": "acceptance rule", "accept.lossy": "lossy rule", "control": "control"}
 
 
@@ -64,44 +68,95 @@ def method(kind: str, name: str) -> Any:
         return found[0]
     if name in _foreign(kind):
         return _foreign(kind)[name].load()
-    known = names(kind)
+    raise _unknown(kind, name)
+
+
+def _unknown(kind: str, name: str) -> Refused:
+    if kind == "drafters" and name in (AUTO, NONE):
+        return Refused(f"draft={name!r} has no knobs: leave them out")
+    known = [*names(kind), *([AUTO, NONE] if kind == "drafters" else [])]
     near = difflib.get_close_matches(name, [*known, *presets(kind)], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(known)}."
     if kind == "accept" and name in names("accept.lossy"):
         hint = f"it is lossy, and has to be asked for as rule='lossy/{name}'"
-    raise Refused(f"there is no {WORDS[kind]} {name!r}: {hint} (`truedraft methods` lists all)")
+    return Refused(f"there is no {WORDS[kind]} {name!r}: {hint} (`truedraft methods` lists all)")
 
 
+@cache
 def presets(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Preset name -> (method, knobs), from the cards."""
+    own = {name: declared(module).presets for name, module in _files(kind).items()}
+    cards = {name: getattr(entry.load(), "card", None) for name, entry in _foreign(kind).items() if name not in own}
+    foreign = {name: card.presets for name, card in cards.items() if card is not None}
     return {
         preset: (name, dict(knobs))
-        for name in names(kind)
-        if (card := getattr(method(kind, name), "card", None)) is not None
-        for preset, knobs in card.presets.items()
+        for name, found in sorted({**own, **foreign}.items())
+        for preset, knobs in found.items()
     }
 
 
 def load(kind: str, spec: str, **knobs: Any) -> Any:
     """A method from its name, a preset's name, or `name:knob=value,knob=value`; a lossy rule from `lossy/name`;
-    several drafters as one from their names and the signs between them (`drafters/_compose.py`).
+    several drafters as one from their names and the signs between them (`drafters/_compose.py`); and the drafters
+    "auto" and "none".
 
     Raises:
         Refused: unknown method, unknown knob, or a value that the method does not take.
     """
     if kind == "drafters":
-        from truedraft.drafters._compose import SIGNS, compose
+        from truedraft.drafters._base import Plain
+        from truedraft.drafters._compose import compose
 
-        if any(sign in spec for sign in SIGNS):
+        if split(spec)[0]:
             return compose(spec, lambda part: load(kind, part))
+        if spec in (AUTO, NONE):
+            return load(kind, DEFAULT) if spec == AUTO else Plain()
+    kind, name, knobs = _resolved(kind, spec, knobs)
+    return built(method(kind, name), name, spec, knobs)
+
+
+def check(kind: str, spec: str) -> None:
+    """What `load` refuses for a name or a knob, without importing what is named.
+
+    Raises:
+        Refused: unknown method, unknown knob, or a value of another type than the knob's.
+    """
+    sign, sides = split(spec) if kind == "drafters" else ("", [spec])
+    if sign:
+        for side in sides:
+            check(kind, side)
+    elif kind != "drafters" or spec not in (AUTO, NONE):
+        kind, name, knobs = _resolved(kind, spec, {})
+        if name in _files(kind):
+            built(declared(_files(kind)[name]).knobs, name, spec, knobs)
+        elif name not in _foreign(kind):
+            raise _unknown(kind, name)
+
+
+def _resolved(kind: str, spec: str, knobs: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """The kind, name and knobs that a spec stands for: of a lossy rule, of a preset."""
     if kind == "accept" and spec.startswith("lossy/"):
         kind, spec = "accept.lossy", spec.removeprefix("lossy/")
     name, given = parsed(spec)
-    knobs.update(given)
+    preset: Mapping[str, Any] = {}
     if name not in names(kind) and name in (known := presets(kind)):
         name, preset = known[name]
-        knobs = {**preset, **knobs}
-    return built(method(kind, name), name, spec, knobs)
+    return kind, name, {**preset, **knobs, **given}
+
+
+def split(spec: str) -> tuple[str, list[str]]:
+    """The loosest sign between drafters, and what stands on its sides; no sign, and the whole, where there is one.
+
+    Raises:
+        Refused: nothing stands on one side.
+    """
+    for sign in SIGNS:
+        if sign in spec:
+            sides = [side.strip() for side in spec.split(sign)]
+            if not all(sides):
+                raise Refused(f"draft={spec!r}: there is no drafter on one side of {sign!r}")
+            return sign, sides
+    return "", [spec]
 
 
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:
@@ -116,6 +171,8 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
         key, eq, value = part.partition("=")
         if not eq:
             raise Refused(f"cannot read {shown(part)} in {shown(spec)}: knobs are written name:knob=value,knob=value")
+        if key.strip() in knobs:
+            raise Refused(f"{shown(spec)} gives {key.strip()} twice: give it once")
         try:
             knobs[key.strip()] = ast.literal_eval(value)
         except (ValueError, SyntaxError, RecursionError, MemoryError):

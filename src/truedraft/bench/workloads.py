@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -75,6 +76,17 @@ def _chat() -> Iterator[Item]:
 def from_file(path: Path, limit: int, tokens: int = 128, sources: bool = False) -> list[Workload]:
     """Prompts from a file, by kind where the file tells kinds apart, at most `limit` of each.
 
+    As `items_of` reads them, which says what is refused.
+    """
+    kinds: dict[str, list[Item]] = defaultdict(list)
+    for kind, item in items_of(path, sources):
+        kinds[kind].append(item)
+    return [Workload(kind, tuple(items[:limit]), tokens) for kind, items in kinds.items()]
+
+
+def items_of(path: Path, sources: bool = False) -> list[tuple[str, Item]]:
+    """Prompts from a file, in its order, each with its kind.
+
     Read are: Spec-Bench and MT-Bench questions (`turns`, `category`; the first turn), HumanEval (`prompt`), files to
     edit (`text`, `instruction`), recorded conversations (`messages`), any other JSON lines with a `prompt` or `text`
     (and `references`, a list of texts), gzipped or not; and plain text, prompts parted by empty lines.
@@ -85,17 +97,15 @@ def from_file(path: Path, limit: int, tokens: int = 128, sources: bool = False) 
         Refused: the file cannot be read, or a line of it has no prompt.
     """
     text = text_of(path, "--prompts")
-    kinds: dict[str, list[Item]] = defaultdict(list)
     if ".jsonl" in path.name:
-        for where, row in objects(path, text, "--prompts"):
-            kind, item = _item(path.name.split(".")[0], where, row)
-            kinds[kind].append(item)
+        name = path.name.split(".")[0]
+        found = [_item(name, where, row) for where, row in objects(path, text, "--prompts")]
     else:
         parts = text.split("\n" if sources else "\n\n")
-        kinds[path.stem] = [Item(part.strip()) for part in parts if part.strip()]
-    if not any(kinds.values()):
+        found = [(path.stem, Item(part.strip())) for part in parts if part.strip()]
+    if not found:
         raise Refused(f"--prompts {path}: there are no prompts in it")
-    return [Workload(kind, tuple(items[:limit]), tokens) for kind, items in kinds.items()]
+    return found
 
 
 def text_of(path: Path, option: str) -> str:
@@ -107,7 +117,9 @@ def text_of(path: Path, option: str) -> str:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return raw.decode()
-    except (OSError, UnicodeDecodeError, gzip.BadGzipFile) as e:
+    except UnicodeDecodeError as e:
+        raise Refused(f"{option} {path} cannot be read: it is not UTF-8 text") from e
+    except (OSError, EOFError, zlib.error) as e:
         raise Refused(f"{option} {path} cannot be read: {why(e)}") from e
 
 

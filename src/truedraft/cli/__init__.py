@@ -3,29 +3,61 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
+from truedraft import __version__
 from truedraft.cli import audit, bench, corpus, correct, demo, generate, methods, train, translate
+from truedraft.cli._options import Command
 from truedraft.cli._streams import guarded
+from truedraft.cli._text import notes_on_stderr
 from truedraft.errors import Refused, why
+
+
+def _print_version(wanted: bool) -> None:
+    """What a report of a fault should say first, on standard output; ends the command."""
+    if wanted:
+        packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+        print(f"truedraft {__version__} (Python {platform.python_version()}, {packages})")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="truedraft",
-    help="Generation with transformers, several tokens per pass, exactly what the model alone would have said.",
+    epilog="Example: truedraft demo",
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (
-    generate.generate, correct.correct, translate.translate, demo.demo, bench.bench, audit.audit, train.train,
-    methods.methods,
-):  # fmt: skip
-    app.command()(command)
+EXAMPLES: dict[Callable[..., int | None], str] = {
+    generate.generate: 'truedraft generate nano "one day, a little girl" --max-new-tokens 100',
+    correct.correct: "truedraft correct notes.txt --diff",
+    translate.translate: "truedraft translate FILE --model Helsinki-NLP/opus-mt-en-de --out OUT",
+    demo.demo: "truedraft demo --model nano --threads 1",
+    bench.bench: "truedraft bench nano --draft auto --draft none --limit 2 --html page.html",
+    audit.audit: "truedraft audit nano --draft suffix --max-new-tokens 32",
+    train.train: "truedraft train gad:k=6 --target MODEL --data FILE --out FOLDER --minutes 30",
+    methods.methods: "truedraft methods --json",
+}
+for command, example in EXAMPLES.items():
+    app.command(cls=Command, epilog=f"Example: {example}")(command)
 app.add_typer(corpus.app, name="corpus")
 
 WRITERS = ("correct", "corpus", "train", "translate")  # commands whose results may be files
+
+
+@app.callback()
+def truedraft(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Generation with transformers, several tokens per pass, exactly what the model alone would have said."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -42,7 +74,8 @@ def _run(args: list[str]) -> int:
     try:
         if sys.stdout is None and not {*WRITERS} & {*args[:1]}:
             raise Refused("standard output is closed, where the result was to go: leave it open")
-        code = app(args or ["--help"], prog_name="truedraft", standalone_mode=False, obj=args) or 0
+        with notes_on_stderr():
+            code = app(args or ["--help"], prog_name="truedraft", standalone_mode=False, obj=args) or 0
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -52,7 +85,7 @@ def _run(args: list[str]) -> int:
         usage = getattr(e, "format_message", None)  # typer's own errors; their class moved between its versions
         if usage is None and not isinstance(e, OSError | ValueError):
             raise
-        file = getattr(e, "filename", None)
-        message = " ".join(f"{'' if file is None else f'{file}: '}{usage() if usage else why(e)}".split())
+        where = f"{e.filename}: " if isinstance(e, OSError) and e.filename else ""
+        message = " ".join(f"{where}{usage() if usage else why(e)}".split())
         print(f"error: {message}", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from truedraft.cli._diff import coloured, marked
 from truedraft.cli._models import accelerated
+from truedraft.cli._options import check_names
 from truedraft.errors import Refused, why
 from truedraft.files import whole
 from truedraft.layout import labelled
@@ -30,14 +31,11 @@ File = Annotated[str, Argument(metavar="FILE", help="Text in UTF-8; - reads stan
 Out = Annotated[Path | None, Option(help="Write here, whole or not at all, not to standard output.")]
 InPlace = Annotated[bool, Option("--in-place", help="Replace FILE by the result, whole or not at all.")]
 Prefix = Annotated[str, Option(help="Put before every source, for models that want to be told their task.")]
-Control = Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")]
 Batch = Annotated[int, Option(help="Sources of a batch.")]
 MaxNewTokens = Annotated[
     int | None, Option(help="Most tokens per source; by default twice its own and 32, as far as the model goes.")
 ]
 NumBeams = Annotated[int | None, Option(hidden=True)]
-Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
-Quantize = Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")]
 Check = Annotated[bool, Option("--check", help="Compare every source with model.generate; exit 1 if one differs.")]
 Figures = Annotated[bool, Option("--report", help="Print the figures of the run on stderr.")]
 
@@ -53,11 +51,15 @@ class Engine:
     quantize: str | None
     draft: str
     control: str
+    threads: int | None
+
+    def __post_init__(self) -> None:
+        check_names(self.model, self.dtype, self.quantize, self.argument, drafts=[self.draft], control=self.control)
 
     def load(self) -> Accelerated:
         return accelerated(
             self.model, self.dtype, self.draft, self.control, self.quantize,
-            argument=self.argument, reads_sources=f"`truedraft {self.command}`",
+            argument=self.argument, reads_sources=f"`truedraft {self.command}`", threads=self.threads,
         )  # fmt: skip
 
 

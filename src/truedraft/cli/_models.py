@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from truedraft import loading
+from truedraft.cli._options import check_names, use_threads
 from truedraft.cli._text import waiting
 
 if TYPE_CHECKING:
@@ -66,21 +67,23 @@ def accelerated(
     rule: str | None = None,
     argument: str = "MODEL",
     reads_sources: str | None = None,
+    threads: int | None = None,
     ties: str = "keep",
 ) -> Accelerated:
-    """A model by name with a drafter, a rule and a control by theirs; `draft` may also be "auto" or "none".
+    """A model by name with a drafter, a rule and a control by theirs, on so many threads.
 
     The other arguments are those of `loading.load`.
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
     """
+    check_names(name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule)
     with waiting("loading the model"):
+        use_threads(threads)
         from truedraft import accelerate, registry
 
         _hush()
-        choices: dict[str, Any] = {"auto": "auto", "none": None}  # a wrong name does not wait for a model to load
-        drafter = choices[draft] if draft in choices else registry.load("drafters", draft)
+        drafter = registry.load("drafters", draft)  # a wrong knob does not wait for a model to load
         controller = registry.load("control", control)
         judge = None if rule is None else registry.load("accept", rule)
         loaded = load(name, dtype, quantize, argument, reads_sources)

@@ -14,8 +14,10 @@ from truedraft.errors import Refused, why
 from truedraft.files import write_whole
 
 
-def check_page(path: Path) -> None:
-    """Raises Refused, before anything is measured, for a page that could not be written."""
+def check_page(path: Path | None) -> None:
+    """Raises Refused, before anything is measured, for a page that is asked for and could not be written."""
+    if path is None:
+        return
     if path.is_dir():
         raise Refused(f"--html {path} is a folder: name a file")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

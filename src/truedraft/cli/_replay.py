@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from truedraft import registry
 from truedraft.cli._models import load_tokenizer, machine
+from truedraft.cli._options import use_threads
 from truedraft.cli._page import origin, write_page
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
@@ -29,6 +31,7 @@ def replay_files(
     questions: Path | None,
     limit: int | None,
     budget: int | None,
+    threads: int | None,
     as_json: bool,
     html: Path | None,
     command: Sequence[str],
@@ -46,7 +49,10 @@ def replay_files(
     Raises:
         Refused: a file, a drafter or the tokenizer will not do.
     """
+    for draft in drafts:
+        registry.check("drafters", draft)
     with waiting("reading the recordings") as say:
+        use_threads(threads)
         from truedraft.bench.columns import replayed
         from truedraft.bench.recordings import conversations, tokenized
         from truedraft.bench.replay import check_replayable, replay

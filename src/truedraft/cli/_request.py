@@ -11,8 +11,10 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truedraft.bench.workloads import Item, items_of
+from truedraft.cli._options import check_seeds
 from truedraft.cli._text import read, waiting
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,12 +23,18 @@ if TYPE_CHECKING:
     from truedraft.stats import Pass
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}  # fields that yield to others
+MOST_TEXTS = 10_000  # of one prompt: transformers copies it for each before anything of ours can count the memory
+SAMPLED = ("top_h",)  # as SAMPLING, without options of their own
+NUMBERS = ("top_h", "guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "length_penalty")
+LISTS = ("suppress_tokens", "begin_suppress_tokens")  # of token ids
+LISTED = ("forced_eos_token_id", "decoder_start_token_id")  # token ids, one or a list
 OPTIONS = {"eos_token_id": "--eos", "stop_strings": "--stop", "do_sample": "--sample"}  # the others follow their fields
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_new_tokens": (lambda v: v >= 1, "at least 1"),
     "min_new_tokens": (lambda v: v >= 0, "at least 0"),
-    "num_return_sequences": (lambda v: v >= 1, "at least 1"),
+    "num_return_sequences": (lambda v: 1 <= v <= MOST_TEXTS, f"between 1 and {MOST_TEXTS:,}"),
     "temperature": (lambda v: 0 < v < inf, "above 0: for the likeliest tokens drop --sample"),
     "top_k": (lambda v: v >= 0, "at least 0 (0 keeps all)"),
     "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
@@ -45,6 +53,7 @@ class Request:
     """One call of generate.
 
     prompt: as text.
+    place: where it stands among others, as messages begin; "" where it is alone.
     settings: fields of GenerationConfig.
     references: documents that the output may copy from.
     seed: for torch.manual_seed; None leaves torch's stream as it is.
@@ -56,6 +65,27 @@ class Request:
     references: Sequence[str]
     seed: int | None
     chat: bool
+    place: str = ""
+
+    def check(self, fast: Accelerated) -> None:
+        """Raises Refused for what can be told of it before anything is generated, by this request or another."""
+        from truedraft.arguments import check_lengths
+
+        vocabulary = fast.target.vocabulary
+        for name, value in self.settings.items():
+            for token in _tokens(value) if _takes_tokens(name) else ():
+                if token >= vocabulary:
+                    option = OPTIONS.get(name, f"--set {name}")
+                    raise Refused(f"{option} {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
+        sources = fast.model.config.is_encoder_decoder
+        if self.chat and sources:
+            raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
+        try:
+            length = self._inputs(fast.tokenizer)["input_ids"].shape[1]
+            if not sources:
+                check_lengths(fast.target, length, self.settings["max_new_tokens"])
+        except Refused as e:
+            raise Refused(f"{self.place}{e}") from e
 
     def run(self, fast: Accelerated, on_pass: Callable[[Pass], None]) -> list[list[int]]:
         """The new ids of every text; after Ctrl-C as far as they had come.
@@ -66,8 +96,6 @@ class Request:
         """
         import torch
 
-        if self.chat and fast.model.config.is_encoder_decoder:
-            raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
         inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast.tokenizer).items()}
         if self.seed is not None:
             torch.manual_seed(self.seed)
@@ -103,6 +131,21 @@ class Request:
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
+def read_prompts(prompt: str | None, file: Path | None, many: Path | None) -> Callable[[bool], Sequence[Item]]:
+    """What gives the prompts, once it is known whether they are sources: the one of `read_prompt`, or those of a file.
+
+    Raises:
+        Refused: the file cannot be read or has no prompts, or a prompt was given besides; or as `read_prompt`.
+    """
+    if many is None:
+        one = [Item(read_prompt(prompt, file))]
+        return lambda sources: one
+    if prompt is not None or file is not None:
+        raise Refused(f"--prompts and {'PROMPT' if file is None else '--file'} were both given: choose one")
+    items_of(many)
+    return lambda sources: [item for _, item in items_of(many, sources)]
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, a file, or standard input; the last two lose a final newline.
 
@@ -127,6 +170,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
+def check_seed(seed: int | None, sample: bool) -> None:
+    """Raises Refused for a seed that nothing is drawn under, or that torch does not take."""
+    if seed is not None:
+        check_seeds([seed])
+        if not sample:
+            raise Refused(f"--seed {seed} needs --sample: greedy text is the same under every seed")
+
+
 def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:
     """Fields of GenerationConfig from the options that were given (not None) and from `more`, each `key=value`.
 
@@ -134,6 +185,14 @@ def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, A
         Refused: a value or a combination that cannot be meant, or an unknown field; the message names the option.
     """
     _check(fields)
+    least, most = fields["min_new_tokens"], fields["max_new_tokens"]
+    if least is not None and least > most:
+        raise Refused(f"--min-new-tokens {least} is above --max-new-tokens {most}: change one of them")
+    if "" in (fields["stop_strings"] or ()):
+        raise Refused("--stop '' is empty: give the text to end after")
+    for token in fields["eos_token_id"] or ():
+        if token < 0:
+            raise Refused(f"--eos {token} must be a token id, at least 0")
     settings = {name: value for name, value in fields.items() if value is not None}
     return settings | dict(_setting(text, fields) for text in more)
 
@@ -148,15 +207,16 @@ def _check(fields: Mapping[str, Any]) -> None:
     for name, (allowed, words) in RANGES.items():
         value = fields[name]
         if value is not None and not allowed(value):
-            raise Refused(f"{_option(name)} {value:g} must be {words}")
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise Refused(f"{_option(name)} {shown} must be {words}")
 
 
 def _setting(text: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
     key, eq, value = text.partition("=")
     if not eq:
         raise Refused(f"--set {text!r}: write key=value")
-    if key in fields:
-        raise Refused(f"--set {key}: use {_option(key)}")
+    if key in fields or key in LENGTHS:
+        raise Refused(f"--set {key}: use {_option(LENGTHS.get(key, key))}")
     with waiting("loading transformers"):
         from transformers import GenerationConfig
 
@@ -166,9 +226,40 @@ def _setting(text: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise Refused(f"--set {key}: GenerationConfig has no such field{hint}")
     try:
-        return key, ast.literal_eval(value)
+        read = ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return key, value
+        read = value
+    if read is not None:
+        _check_setting(key, read, f"--set {key}={value}", fields["do_sample"])
+    return key, read
+
+
+def _check_setting(key: str, value: Any, shown: str, sample: bool) -> None:
+    from transformers import GenerationConfig
+
+    if key in SAMPLED and not sample:
+        raise Refused(f"--set {key} needs --sample")
+    if key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise Refused(f"{shown}: give a number")
+    if _takes_tokens(key):
+        listed = isinstance(value, list | tuple)
+        form = "a list of token ids" if key in LISTS else "a token id" + (" or a list of them" if key in LISTED else "")
+        known = all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in _tokens(value))
+        if not known or not (listed if key in LISTS else key in LISTED or not listed):
+            raise Refused(f"{shown}: give {form}")
+    try:
+        GenerationConfig(**{key: value, "do_sample": sample})
+    except (TypeError, ValueError, AttributeError) as e:
+        raise Refused(f"{shown}: {why(e)}") from e
+
+
+def _takes_tokens(field: str) -> bool:
+    return field in LISTS or field.endswith("_token_id")
+
+
+def _tokens(value: Any) -> Sequence[Any]:
+    """The token ids of a field that has one, several or none."""
+    return value if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _option(field: str) -> str:

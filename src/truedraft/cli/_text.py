@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from truedraft.errors import Refused, why
+from truedraft.errors import Note, Refused, why
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,3 +91,20 @@ def waiting(text: str) -> Iterator[Callable[[str | None], None]]:
 
     with status:
         yield update
+
+
+@contextmanager
+def notes_on_stderr() -> Iterator[None]:
+    """Every `Note` is a line on stderr; other warnings are shown as they were."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", Note)
+        others = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, Note):
+                print(f"note: {message}", file=sys.stderr)
+            else:
+                others(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from truedraft.cli._models import load
+from truedraft.cli._options import COLDEST, AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, read, waiting
 from truedraft.errors import Refused
@@ -36,9 +38,10 @@ def audit(
     control: Annotated[str, Option(help="fixed drafts all it can, so that more is put to the test.")] = "fixed",
     ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     laws: Annotated[bool, Option("--laws", help="Also a test of the law, for rules that promise no more.")] = False,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
 ) -> int:
     """Compare drafted with plain decoding on this machine, token by token, and explain every difference.
 
@@ -47,8 +50,8 @@ def audit(
     for a bad argument.
     """
     batches, seeds = batch or [1, 4], [0] if seed is None else seed
-    if min(batches) < 1 or max_new_tokens < 1 or temperature <= 0:
-        raise Refused("--batch and --max-new-tokens must be at least 1, --temperature above 0")
+    if min(batches) < 1 or max_new_tokens < 1 or not COLDEST <= temperature < inf:
+        raise Refused(f"--batch and --max-new-tokens must be at least 1, --temperature at least {COLDEST:g}")
     texts = [*(prompt or ()), *(read(path, "--file").removesuffix("\n") for path in file or ())]
     if not all(texts):
         raise Refused("a prompt is empty: give some text")
@@ -57,15 +60,23 @@ def audit(
             from truedraft.audit.laws import law_audit
         except ImportError as e:
             raise Refused("--laws needs scipy: pip install 'truedraft[audit]'") from e
+    check_seeds(seeds)
+    check_names(model, dtype, quantize, drafts=draft or (), control=control)
     with waiting("loading the model") as show:
+        use_threads(threads)
         from truedraft import accelerate, registry
         from truedraft.audit.tokens import Mode
         from truedraft.audit.tokens import audit as compare
 
-        parts = {name: registry.load("drafters", name) for name in draft or _all(model)}
+        parts = {name: registry.load("drafters", name) for name in draft or _all(model) if name != registry.NONE}
         target, tokenizer = load(model, dtype, quantize)
         if laws and target.config.is_encoder_decoder:
             raise Refused("--laws tests decoder language models, and this is an encoder-decoder: drop --laws")
+        context = getattr(target.config, "max_position_embeddings", None)
+        if context is not None and max_new_tokens >= context:
+            raise Refused(
+                f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in the model's context of {context}"
+            )
         sides = {
             name: accelerate(target, tokenizer, draft=part, control=control, ties=ties)
             for name, part in {"plain": None, **parts}.items()

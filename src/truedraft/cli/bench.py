@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
-from truedraft import assets
+from truedraft import assets, registry
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
+from truedraft.cli._options import COLDEST, AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
 from truedraft.cli._page import check_page, origin, write_page
 from truedraft.cli._replay import replay_files
 from truedraft.cli._tables import print_folded, print_table
@@ -60,15 +62,16 @@ def bench(
     assistant: Annotated[
         str | None, Option(help="The model that drafts for transformers' assisted decoding; for nano, nano-draft.")
     ] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    threads: Threads = None,
     oracle: Annotated[bool, Option(help="Known answers drafted at set rates: attained against theory.")] = False,
     roofline: Annotated[bool, Option(help="Only passes by width, against bandwidth and multiply rate.")] = False,
     replay: Annotated[list[Path] | None, Option(help="Recorded outputs, replayed without a model.")] = None,
     tokenizer: Annotated[str | None, Option(help="Of recorded outputs, where MODEL does not name it.")] = None,
     questions: Annotated[Path | None, Option(help="MT-Bench's questions, if not beside its answers.")] = None,
     budget: Annotated[int | None, Option(help="Nodes per pass, replaying; by default each drafter's own.")] = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: AsJson = False,
     html: Annotated[Path | None, Option(help="Write one self-contained page with plots.")] = None,
 ) -> int:
     """Compare truedraft with transformers, in turns within one process; a way that is not identical has no speed-up.
@@ -76,17 +79,17 @@ def bench(
     \f
     Returns the exit code: 1 where a token of truedraft differs, 130 after Ctrl-C. Raises Refused for a bad argument.
     """
-    _check_numbers(
-        {"--limit": [limit], "--rounds": [rounds], "--batch": batch or [], "--budget": [budget]}, temperature
-    )
-    if html is not None:
-        check_page(html)
+    counts = {"--limit": limit, "--rounds": rounds, "--budget": budget, "--max-new-tokens": max_new_tokens}
+    _check_numbers(counts, batch or [], temperature or [], seed if _given(context, "seed") else None)
+    check_page(html)
     modes = [mode for mode, wanted in (("oracle", oracle), ("roofline", roofline)) if wanted]
     _refuse_unused(context, ["replay"] if replay else modes)
     if replay:
-        reads = _tokenizer(context, model, tokenizer)
-        return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, as_json, html, context.obj)
+        reads, page = _tokenizer(context, model, tokenizer), (html, context.obj)
+        return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
+    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts)
     with waiting("loading the model") as say:
+        use_threads(threads)
         loaded, reader = load(model, dtype, quantize)
         sources = _check_sources(loaded, modes)
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
@@ -104,10 +107,9 @@ def bench(
             sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
             interrupted = _compare(figures, sides, theirs, todo, loaded, reader, *settings, say)
     if html is not None:
-        from truedraft.bench.page import measured
-
-        facts = {"model": model, "weights": quantize or str(loaded.dtype).removeprefix("torch."), **origin(context.obj)}
-        write_page(html, measured(f"truedraft bench: {model}", facts, figures, rounds, machine, rows, attained))
+        weights = quantize or str(loaded.dtype).removeprefix("torch.")
+        facts = {"model": model, "weights": weights, **origin(context.obj)}
+        _write_page(html, facts, figures, rounds, machine, rows, attained)
     if as_json:
         of_model = {"model": model, "dtype": str(loaded.dtype), "quantized": quantize}
         print(json.dumps({**of_model, **_result(figures, attained, rows)}, indent=2))
@@ -146,6 +148,13 @@ def _compare(
     except KeyboardInterrupt:
         return True
     return False
+
+
+def _write_page(path: Path, facts: Mapping[str, str], *results: Any) -> None:
+    """The page of these results, as `bench.page.measured` takes them."""
+    from truedraft.bench.page import measured
+
+    write_page(path, measured(f"truedraft bench: {facts['model']}", facts, *results))
 
 
 def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[Row]) -> dict[str, Any]:
@@ -219,7 +228,8 @@ def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list
 
     found = [transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10)]
     if drafting := assistant or assets.DRAFTS.get(name):
-        found.append(transformers_side("transformers assisted", model, assistant_model=load(drafting, dtype)[0]))
+        small, _ = load(drafting, dtype, argument="--assistant")
+        found.append(transformers_side("transformers assisted", model, assistant_model=small))
     return found
 
 
@@ -232,6 +242,8 @@ def _sides(
     sides = [transformers_side("transformers", model), *baselines]
     sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None, ties=ties)))
     for draft in drafts:
+        if draft == registry.NONE:  # which is there already
+            continue
         fast = accelerate(model, tokenizer, draft=draft, control=control, ties=ties)
         sides.append(truedraft_side(draft, fast))
     return sides
@@ -250,14 +262,34 @@ def _roofline(model: Any) -> tuple[Machine, list[Row]]:
     return gauge.machine(), roofline(target, gauge.machine(), seconds, context)
 
 
-def _check_numbers(counts: Mapping[str, Sequence[int | None]], temperatures: Sequence[float] | None) -> None:
-    """Raises Refused for a count below one or a temperature below zero."""
-    for name, values in counts.items():
-        for value in values:
-            if value is not None and value < 1:
-                raise Refused(f"{name} {value} must be at least 1")
-    if temperatures and min(temperatures) < 0:
-        raise Refused(f"--temperature {min(temperatures)} must not be negative")
+def _check_names(
+    model: str, dtype: str, quantize: str | None, drafts: Sequence[str], control: str, assistant: str | None,
+    prompts: Sequence[Path] | None,
+) -> None:  # fmt: skip
+    """Raises Refused, before a model is loaded, for what there is not, or a file that will not do."""
+    check_names(model, dtype, quantize, drafts=drafts, control=control)
+    if assistant is not None:
+        check_names(assistant, argument="--assistant")
+    _workloads(prompts, LIMIT, None, sources=False)
+
+
+def _check_numbers(
+    counts: Mapping[str, int | None], batches: Sequence[int], temperatures: Sequence[float], seed: int | None
+) -> None:
+    """Raises Refused for a count below one, a temperature below zero, or a seed that nothing is drawn under.
+
+    seed: where one was given.
+    """
+    for name, value in [*counts.items(), *(("--batch", size) for size in batches)]:
+        if value is not None and value < 1:
+            raise Refused(f"{name} {value} must be at least 1")
+    for temperature in temperatures:
+        if temperature and not COLDEST <= temperature < inf:
+            raise Refused(f"--temperature {temperature:g} must not be negative: 0 (greedy), or at least {COLDEST:g}")
+    if seed is not None:
+        check_seeds([seed])
+        if not any(temperatures):
+            raise Refused(f"--seed {seed} needs a --temperature above 0: greedy text is the same under every seed")
 
 
 def _print(

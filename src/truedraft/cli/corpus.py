@@ -9,13 +9,20 @@ from typing import Annotated
 
 from typer import Argument, Option, Typer
 
+from truedraft.cli._options import AsJson, Command
 from truedraft.cli._text import waiting
+from truedraft.errors import Refused
+from truedraft.loading import source_of
 
-app = Typer(help="Build a corpus that drafters look things up in, or check one.", no_args_is_help=True)
-AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output.")]
+app = Typer(
+    help="Build a corpus that drafters look things up in, or check one.", no_args_is_help=True,
+    epilog="Example: truedraft corpus info project.tdc",
+)  # fmt: skip
 
 
-@app.command()
+@app.command(
+    cls=Command, epilog="Example: truedraft corpus build docs answers.jsonl.gz --tokenizer nano --out project.tdc"
+)
 def build(
     files: Annotated[list[Path], Argument(metavar="FILES...", help="Text or code: files, .jsonl, .gz, folders.")],
     tokenizer: Annotated[str, Option(help="Of the model that will use it: nano, a folder, or a name on the hub.")],
@@ -29,6 +36,10 @@ def build(
     \f
     Raises Refused: no text is found, the tokenizer cannot be loaded, or the file cannot be written.
     """
+    for file in files:
+        if not file.exists():
+            raise Refused(f"'{file}' is no file or folder")
+    source_of(tokenizer, "--tokenizer", whole=False)
     with waiting("loading the tokenizer") as say:
         from truedraft.cli._models import load_tokenizer
         from truedraft.stores.building import build_corpus, check_writable
@@ -50,7 +61,7 @@ def build(
         print(f"skipped: {count:,} {why}")
 
 
-@app.command()
+@app.command(cls=Command, epilog="Example: truedraft corpus info project.tdc")
 def info(file: Annotated[Path, Argument(metavar="FILE", help="A corpus.")], as_json: AsJson = False) -> None:
     """Read a corpus, check that it is whole, and say what is in it.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from truedraft.cli import _lines
+from truedraft.cli._options import Control, Dtype, Quantize, Threads
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
@@ -26,12 +27,13 @@ def correct(
     draft: Annotated[
         str, Option(help="A drafter, `name:knob=value`, auto, or none (see `truedraft methods`).")
     ] = "iad",
-    control: _lines.Control = "cost",
+    control: Control = "cost",
     batch: _lines.Batch = 16,
     max_new_tokens: _lines.MaxNewTokens = None,
     num_beams: _lines.NumBeams = None,
-    dtype: _lines.Dtype = "auto",
-    quantize: _lines.Quantize = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    threads: Threads = None,
     check: _lines.Check = False,
     report: _lines.Figures = False,
 ) -> int:
@@ -42,7 +44,7 @@ def correct(
     """
     _lines.check_counts(batch, max_new_tokens, num_beams)
     place = _lines.Place(file, out, in_place, diff)
-    engine = _lines.Engine(model, "--model", "correct", dtype, quantize, draft, control)
+    engine = _lines.Engine(model, "--model", "correct", dtype, quantize, draft, control, threads)
     return _lines.rewrite(
         place, engine, _fitted, report,
         batch=batch, split=split, careful=True, prefix=prefix, max_new_tokens=max_new_tokens, check=check,

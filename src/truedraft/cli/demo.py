@@ -13,6 +13,7 @@ from typer import Option
 
 from truedraft import assets
 from truedraft.cli._models import accelerated
+from truedraft.cli._options import Dtype, Quantize, Threads
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import Pieces, console, read, waiting
 from truedraft.errors import Refused
@@ -60,8 +61,9 @@ def demo(
     model: Annotated[str, Option(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
     draft: Annotated[str, Option(help="A drafter or `name:knob=value` (see `truedraft methods`).")] = "auto",
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt; 200 for prose, 400 for edits.")] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    threads: Threads = None,
 ) -> int:
     """Decode greedily with transformers alone and accelerated; show the text, the speed, whether the tokens agree.
 
@@ -72,7 +74,8 @@ def demo(
         raise Refused(f"--max-new-tokens {max_new_tokens} must be at least 1")
     todo = cases(prompt, instruction, max_new_tokens)
     out = console()
-    fast = accelerated(model, dtype, draft, quantize=quantize)
+    fast = accelerated(model, dtype, draft, quantize=quantize, argument="--model", threads=threads)
+    _check(fast, model, todo)
     with waiting("warming up, and measuring what a pass costs here"):
         for case in todo:
             outcome = Outcome(Case(case.name, case.text, WARM_UP))
@@ -87,6 +90,17 @@ def demo(
         if outcome.differs is not None:
             print_folded(out, f"{outcome.case.name}: differs from new token {outcome.differs} on")
     return int(any(outcome.differs is not None for outcome in outcomes))
+
+
+def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
+    """Raises Refused, before anything is shown, for a model or a prompt that a case does not suit."""
+    from truedraft.arguments import check_lengths
+
+    if fast.model.config.is_encoder_decoder:
+        raise Refused(f"--model {model!r} is an encoder-decoder: use `truedraft correct`, `translate` or `generate`")
+    for case in todo:
+        length = len(fast.tokenizer(case.text)["input_ids"])  # type: ignore[misc]
+        check_lengths(fast.target, length, case.tokens)
 
 
 def cases(prompt: Path | None, instruction: str | None, tokens: int | None) -> list[Case]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from truedraft.cli._models import accelerated
-from truedraft.cli._request import Request, read_prompt, read_settings
+from truedraft.cli._options import Control, Dtype, Quantize, Threads, check_names
+from truedraft.cli._request import Request, check_seed, read_prompts, read_settings
 from truedraft.cli._text import Pieces, read, waiting
 from truedraft.errors import Refused
 
@@ -25,9 +26,14 @@ def generate(
     model: Annotated[str, Argument(metavar="MODEL", help="nano, a local folder, or a name on the hub.")],
     prompt: Annotated[str | None, Argument(metavar="PROMPT", help="- or nothing reads standard input.")] = None,
     file: Annotated[Path | None, Option(help="Read the prompt from a file; one final newline is dropped.")] = None,
-    draft: Annotated[str, Option(help="A drafter, `name:knob=value`, or none (see `truedraft methods`).")] = "auto",
+    prompts: Annotated[
+        Path | None, Option(help="Many prompts from a file, JSON lines or text as `bench` reads; written in its order.")
+    ] = None,
+    draft: Annotated[
+        str, Option(help="A drafter, `name:knob=value`, auto, or none (see `truedraft methods`).")
+    ] = "auto",
     rule: Annotated[str | None, Option(help="An acceptance rule; by default the text is the model's own.")] = None,
-    control: Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")] = "cost",
+    control: Control = "cost",
     ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     reference: Annotated[list[Path] | None, Option(help="A text that the output may copy from; repeatable.")] = None,
     max_new_tokens: Annotated[int, Option(help="Most tokens to write.")] = 128,
@@ -50,12 +56,15 @@ def generate(
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Another GenerationConfig field; repeatable.")
     ] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantize: Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")] = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    threads: Threads = None,
     chat: Annotated[bool, Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     stream: Annotated[bool | None, Option(help="Show text as it comes; by default on a terminal.")] = None,
     report: Annotated[bool, Option("--report", help="Print the figures of the run on stderr.")] = False,
-    as_json: Annotated[bool, Option("--json", help="One JSON object: text, token_ids and the figures.")] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="One JSON object for each prompt: text, token_ids, figures.")
+    ] = False,
 ) -> int:
     """Generate text: the tokens of model.generate under the same settings and seed, in fewer passes.
 
@@ -73,9 +82,20 @@ def generate(
     }  # fmt: skip
     output = _output(stream, as_json, report, num_return_sequences)
     documents = [read(path, "--reference") for path in reference or ()]
-    request = Request(read_prompt(prompt, file), read_settings(fields, settings or ()), documents, seed, chat)
-    fast = accelerated(model, dtype, draft, control, quantize, rule, ties=ties)
-    return output.write(fast, output.run(fast, request))
+    check_seed(seed, sample)
+    read_items = read_prompts(prompt, file, prompts)
+    check_names(model, dtype, quantize, drafts=[draft], control=control, rule=rule)
+    asked = read_settings(fields, settings or ())
+    fast = accelerated(model, dtype, draft, control, quantize, rule, threads=threads, ties=ties)
+    items = read_items(fast.model.config.is_encoder_decoder)
+    places = [f"prompt {i} of {len(items)}" for i in range(1, len(items) + 1)] if prompts is not None else [""]
+    requests = [
+        Request(item.text, asked, [*documents, *item.references], seed, chat, place and f"{place}: ")
+        for place, item in zip(places, items, strict=True)
+    ]
+    for request in requests:
+        request.check(fast)
+    return output.write_all(fast, requests)
 
 
 def _output(stream: bool | None, as_json: bool, report: bool, texts: int) -> Output:
@@ -95,6 +115,19 @@ class Output:
     stream: bool
     as_json: bool
     report: bool
+
+    def write_all(self, fast: Accelerated, requests: Sequence[Request]) -> int:
+        """Write what is generated for each request, in their order; returns the exit code.
+
+        Raises:
+            Refused: a request cannot be served.
+        """
+        for request in requests:
+            if request.place and not self.as_json:
+                print(f"--- {request.place.removesuffix(': ')} ---", flush=True)
+            if code := self.write(fast, self.run(fast, request)):
+                return code
+        return 0
 
     def run(self, fast: Accelerated, request: Request) -> list[list[int]]:
         """The new ids of every text; streamed text is written as it comes."""
@@ -123,7 +156,7 @@ class Output:
         if self.as_json:
             one = len(rows) == 1
             said = {"text": texts[0] if one else texts, "token_ids": rows[0] if one else rows}
-            print(json.dumps(said | report.as_dict()))
+            print(json.dumps(said | report.as_dict()), flush=True)
         elif len(texts) > 1:
             for i, text in enumerate(texts, 1):
                 print(f"--- {i} of {len(texts)} ---\n{text}")

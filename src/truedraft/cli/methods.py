@@ -6,10 +6,9 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
-from typer import Option
-
+from truedraft.cli._options import AsJson
 from truedraft.cli._text import console, waiting
 from truedraft.layout import labelled
 
@@ -22,7 +21,7 @@ TITLES = {
 }
 
 
-def methods(as_json: Annotated[bool, Option("--json", help="One JSON object on standard output.")] = False) -> None:
+def methods(as_json: AsJson = False) -> None:
     """List every drafter, acceptance rule and control, with its idea, knobs and paper."""
     with waiting("reading the cards"):
         found = listing()

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from truedraft import loading, registry
+from truedraft.cli._options import Threads, check_seeds, use_threads
 from truedraft.errors import Refused
 
 
@@ -22,7 +24,7 @@ def train(
     every: Annotated[float, Option(help="Minutes between validations; each saves the checkpoint.")] = 5.0,
     lr: Annotated[float, Option(help="Learning rate at its highest.")] = 3e-3,
     batch: Annotated[int, Option(help="Tokens of a step, on the longer side of the lines, with padding.")] = 2048,
-    threads: Annotated[int | None, Option(help="Cores to use; by default as torch chooses.")] = None,
+    threads: Threads = None,
     bf16: Annotated[bool, Option("--bf16", help="Products in bf16, on machines with units for it.")] = False,
     seed: Annotated[int, Option(help="Of the order of the lines, and of the fresh weights.")] = 0,
     resume: Annotated[bool, Option("--resume", help="Go on from the checkpoint in the folder.")] = False,
@@ -37,9 +39,13 @@ def train(
     for option, value in (("--minutes", minutes), ("--every", every), ("--lr", lr), ("--batch", batch)):
         if not value > 0:
             raise Refused(f"{option} {value}: give a number above 0")
-    if threads is not None and threads < 1:
-        raise Refused(f"--threads {threads}: give at least 1")
+    check_seeds([seed])
+    if out.exists() and not out.is_dir():
+        raise Refused(f"--out {out} is no folder: name another")
+    registry.check("drafters", registry.parsed(drafter)[0])
+    loading.check(target, argument="--target")
     sources, answers = _lines(data, labels == "given")
+    use_threads(threads)
     import torch
 
     from truedraft.cli._models import load
@@ -47,8 +53,6 @@ def train(
     from truedraft.train.drafter import train_drafter
     from truedraft.train.loop import Plan
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     torch.manual_seed(seed)
     learner = _learner(drafter)
     model, tokenizer = load(target, argument="--target")
@@ -60,8 +64,6 @@ def train(
 
 def _learner(spec: str) -> Any:
     """The training of a drafter, from its name and its knobs."""
-    from truedraft import registry
-
     name, knobs = registry.parsed(spec)
     learner = registry.method("drafters", name).learner
     if learner is None:

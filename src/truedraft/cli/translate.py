@@ -7,6 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from truedraft.cli import _lines
+from truedraft.cli._options import Control, Dtype, Quantize, Threads
 
 
 def translate(
@@ -21,12 +22,13 @@ def translate(
     draft: Annotated[
         str, Option(help="A drafter, `name:knob=value`, auto, or none (see `truedraft methods`).")
     ] = "auto",
-    control: _lines.Control = "cost",
+    control: Control = "cost",
     batch: _lines.Batch = 16,
     max_new_tokens: _lines.MaxNewTokens = None,
     num_beams: _lines.NumBeams = None,
-    dtype: _lines.Dtype = "auto",
-    quantize: _lines.Quantize = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    threads: Threads = None,
     check: _lines.Check = False,
     report: _lines.Figures = False,
 ) -> int:
@@ -39,7 +41,7 @@ def translate(
 
     _lines.check_counts(batch, max_new_tokens, num_beams)
     place = _lines.Place(file, out, in_place)
-    engine = _lines.Engine(model, "--model", "translate", dtype, quantize, draft, control)
+    engine = _lines.Engine(model, "--model", "translate", dtype, quantize, draft, control, threads)
     return _lines.rewrite(
         place, engine, lambda fast: languages(fast.model, fast.tokenizer, source_lang, target_lang), report,
         batch=batch, split=split, prefix=prefix, max_new_tokens=max_new_tokens, check=check,

@@ -25,6 +25,7 @@ from truedraft.drafters._base import Drafter, PerRow, Plain, Prices, lately
 from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
+from truedraft.registry import split
 from truedraft.sampling import Laws
 from truedraft.stores.memory import Memory
 from truedraft.stores.union import Union, union
@@ -328,7 +329,7 @@ class Cascade(Many):
         return tree
 
 
-SIGNS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Switch, Cascade)}  # the loosest first
+KINDS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Switch, Cascade)}
 
 
 def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
@@ -337,13 +338,8 @@ def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
     Raises:
         Refused: a part is missing, or `load` refuses one.
     """
-    for sign, kind in SIGNS.items():
-        if sign in spec:
-            parts = spec.split(sign)
-            if not all(part.strip() for part in parts):
-                raise Refused(f"draft={spec!r}: there is no drafter on one side of {sign!r}")
-            return kind([compose(part.strip(), load) for part in parts])
-    return load(spec)
+    sign, sides = split(spec)
+    return KINDS[sign]([compose(side, load) for side in sides]) if sign else load(spec)
 
 
 def name_of(part: object) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 from truedraft.stores import _file as file
 
+Module = TypeVar("Module", bound=nn.Module)
 Line = tuple[list[int], list[int]]  # tokens of a source, and what the target said to it, behind its decoder's prompt
 
 VERSION = 1
@@ -103,3 +104,20 @@ def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[s
             f"this is a {type(model).__name__}, {mine}): train one for this model"
         )
     return about, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
+
+
+def with_weights(module: Callable[[], Module], weights: dict[str, Tensor], name: str, folder: str | Path) -> Module:
+    """The module that a checkpoint describes, with its weights, all of them.
+
+    Raises:
+        Refused: the checkpoint describes no module, or one of other weights.
+    """
+    try:
+        made = module()
+        made.load_state_dict(weights)
+    except (KeyError, TypeError, ValueError, RuntimeError) as e:
+        reason = " ".join(why(e).split())
+        raise Refused(
+            f"{name}: {str(folder)!r} does not hold the weights that it describes ({reason}): train anew"
+        ) from e
+    return made

@@ -7,14 +7,15 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.card import shown
 from truedraft.errors import Refused
 from truedraft.loading import load
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import hosted
+from truedraft.targets.unwrapping import unwrapped
 from truedraft.tree import DraftTree, Row
 
 CHUNK = 64  # tokens that are read in one pass, where the model has fallen behind
@@ -26,9 +27,12 @@ def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
     Raises:
         Refused: it is neither, or cannot be loaded.
     """
-    if not isinstance(model, str | PathLike | nn.Module | None):
-        raise Refused(f"model={shown(model)}: give a model of transformers, or the name of one")
-    return load(str(model), argument="the draft model") if isinstance(model, str | PathLike) else (model, None)
+    if isinstance(model, str | PathLike):
+        return load(str(model), argument="the draft model")
+    model = unwrapped(model)
+    if not isinstance(model, PreTrainedModel | None):
+        raise Refused(f"model={shown(model)}: give a model of transformers, or its name (./NAME for a folder)")
+    return model, None
 
 
 class Reader:

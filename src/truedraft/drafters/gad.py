@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._filling import Kept, kept
-from truedraft.drafters._learned import Learner, Line, read_learnt
+from truedraft.drafters._learned import Learner, Line, read_learnt, with_weights
 from truedraft.drafters._nn import Keeping, Listening, Places, masking
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters._trust import Trust
@@ -290,11 +290,9 @@ class Gad(Drafter):
             raise Refused("gad needs a checkpoint: draft='gad:model=FOLDER', made by `truedraft train gad`")
         if not isinstance(self.model, Filler):
             about, weights = read_learnt(Path(self.model).expanduser(), "gad", target.model)
-            try:
-                self._filler = Filler(Shape(**about["shape"]), target.model)
-                self._filler.load_state_dict(weights)
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                raise Refused(f"gad: what {str(self.model)!r} holds is no drafter of its shape: train one") from error
+            self._filler = with_weights(
+                lambda: Filler(Shape(**about["shape"]), target.model), weights, "gad", self.model
+            )
         assert self._filler is not None
         if self.length > self._filler.shape.masks:
             raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give less")

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
+from truedraft.runtime import QUANTIZED
 
-KINDS = ("int8", "int4")
 GROUP = 32  # weights of a row that share a scale, for int4 (torchao's own default for it)
 
 
@@ -26,8 +26,8 @@ def quantize(model: PreTrainedModel, kind: str) -> None:
     Raises:
         Refused: an unknown kind, torchao is not installed, or the model is quantised already.
     """
-    if kind not in KINDS:
-        raise Refused(f"quantize={kind!r}: choose one of {', '.join(KINDS)}")
+    if kind not in QUANTIZED:
+        raise Refused(f"quantize={kind!r}: choose one of {', '.join(QUANTIZED)}")
     if getattr(model, "quantization_method", None) is not None or any(map(_foreign, model.parameters())):
         raise Refused(f"quantize={kind!r}: the model is quantised already")
     try:

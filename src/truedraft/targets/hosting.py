@@ -194,8 +194,9 @@ def _generated(
 
     begun = longest - last + 1
     zeros = {} if blank is None else {blank: torch.zeros_like(ids[:, :begun])}
+    length = {"max_length": longest} if model.generation_config.max_new_tokens is None else {}
     model.generate(
         ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=say, use_cache=True, num_beams=1,
-        num_return_sequences=1, **zeros,
+        num_return_sequences=1, **length, **zeros,
     )  # fmt: skip
     return torch.stack(scores, 1)

@@ -1,0 +1,74 @@
+"""Options that commands share, and what is checked of them before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from typer import Option
+from typer.core import TyperCommand
+
+from truedraft import loading, registry
+from truedraft.errors import Refused
+
+COLDEST = 1e-6  # temperature: below, the logits of many models overflow
+
+Control = Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")]
+Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
+Quantize = Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")]
+Threads = Annotated[int | None, Option(metavar="N", help="Cores to use; by default as torch chooses.")]
+AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output.")]
+
+
+class Command(TyperCommand):
+    """A command that refuses an option that is given twice and can be meant once."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for param in order:
+            if order.count(param) > 1 and not (param.multiple or param.nargs == -1 or param.is_eager):
+                ctx.fail(f"{param.opts[0]} was given {order.count(param)} times: give it once.")
+        return super().parse_args(ctx, args)
+
+
+def check_names(
+    model: str,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    argument: str = "MODEL",
+    *,
+    drafts: Sequence[str] = (),
+    control: str = "cost",
+    rule: str | None = None,
+) -> None:
+    """Raises Refused for a model, dtype or kind of weights, or a method or knob, that there is not."""
+    for draft in drafts:
+        registry.check("drafters", draft)
+    registry.check("control", control)
+    if rule is not None:
+        registry.check("accept", rule)
+    loading.check(model, dtype, quantize, argument)
+
+
+def use_threads(threads: int | None) -> None:
+    """Have torch use so many cores.
+
+    Raises:
+        Refused: there are not so many; before torch is loaded.
+    """
+    if threads is None:
+        return
+    cores = os.cpu_count() or 1
+    if not 1 <= threads <= cores:
+        raise Refused(f"--threads {threads}: this machine has {cores} cores; give 1 to {cores}")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raises Refused for a seed that torch does not take."""
+    for seed in seeds:
+        if not 0 <= seed < 2**64:
+            raise Refused(f"--seed {seed} must be at least 0 and below 2**64")

@@ -1,0 +1,197 @@
+"""Docs net: every block of code in the documents runs, or is a command line that the parser of its command takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import create_autospec
+
+import pytest
+from markdown_it import MarkdownIt
+from typer.main import get_command
+
+import truedraft
+from truedraft import loading, registry
+from truedraft.accept._base import walk
+from truedraft.cli import EXAMPLES, app
+from truedraft.control._base import Control
+from truedraft.declared import declared
+from truedraft.drafters._base import Drafter
+from truedraft.targets.decoder import DecoderTarget
+
+pytestmark = pytest.mark.pythons
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS.append(ROOT / "benchmarks" / "README.md")
+PYTHON, SKETCH, SHELL = "python", "python sketch", ""  # what a block may be marked as; shell lines are indented
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+STORY = "one day, a little girl named lily found a red ball"
+
+
+class Block(NamedTuple):
+    """A block of code. kind: of the above, or another info string. line: where it begins."""
+
+    document: str
+    line: int
+    kind: str
+    text: str
+
+
+def blocks(document: str, text: str) -> Iterator[Block]:
+    for token in MarkdownIt().parse(text):
+        if token.type in ("fence", "code_block"):
+            yield Block(document, (token.map or [0])[0] + 1, token.info.strip(), token.content)
+
+
+BLOCKS = [block for path in DOCUMENTS for block in blocks(str(path.relative_to(ROOT)), path.read_text("utf-8"))]
+
+
+DRAFTERS = [block for block in BLOCKS if block.kind == PYTHON and block.document == "CONTRIBUTING.md"]
+
+
+def of_kind(kind: str) -> Any:
+    """Blocks of a kind as parameters of a test, but for files of their own."""
+    found = [block for block in BLOCKS if block.kind == kind and block not in DRAFTERS]
+    return pytest.mark.parametrize("block", [pytest.param(b, id=f"{b.document}:{b.line}") for b in found])
+
+
+def test_every_block_is_marked_as_what_it_is() -> None:
+    assert {block.kind for block in BLOCKS} <= {PYTHON, SKETCH, SHELL}
+    found = [
+        b.kind for b in blocks("x", "```\na\n```\n\n```python\nb\n```\n\n    make c\n\n- d\n\n  ```json\n  e\n  ```\n")
+    ]
+    assert found == ["", "python", "", "json"]
+
+
+def names(block: Block) -> dict[str, Any]:
+    """What a block may take for given."""
+    model, tokenizer = loading.load("nano-gec" if "Rewriter" in block.text else "nano")
+    tokenizer.chat_template = TEMPLATE
+    return {
+        "truedraft": truedraft,
+        "accelerate": truedraft.accelerate,
+        "model": model,
+        "tokenizer": tokenizer,
+        "small_model": loading.load("nano-draft")[0],
+        "inputs": tokenizer(STORY, return_tensors="pt", return_token_type_ids=False),
+        "document": STORY,
+        "passages": [STORY],
+        "fast": truedraft.accelerate(model, tokenizer),
+    }
+
+
+@of_kind(PYTHON)
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("He go home.\nShe have a cat.\n")
+    given = names(block)
+    given["model"].generation_config.max_new_tokens = 8
+    text = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block.text)
+    exec(compile("\n" * block.line + text, block.document, "exec"), given)
+
+
+@of_kind(SKETCH)
+def test_sketches_call_what_there_is(block: Block) -> None:
+    parts = {"control": Control, "drafter": Drafter, "target": DecoderTarget}
+    given: dict[str, Any] = {name: create_autospec(kind, instance=True) for name, kind in parts.items()}
+    bound: list[str] = []
+
+    def sketched(*args: Any) -> Any:
+        assert args[-1] is ...
+        bound.extend(list(inspect.signature(walk).parameters)[: len(args) - 1])
+
+    exec(block.text, {**given, "rows": [], "walk": sketched})
+    assert bound == ["rows", "trees", "scores"]
+    assert all(part.method_calls for part in given.values())
+
+
+def test_the_drafter_of_contributing_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = DRAFTERS
+    path = tmp_path / "my_idea.py"
+    path.write_text(block.text)
+    spec = importlib.util.spec_from_file_location("my_idea", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "my_idea", module)
+    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    knobs = inspect.signature(declared("my_idea").knobs).parameters
+    assert list(knobs) == list(inspect.signature(module.MyIdea).parameters)
+    assert all(re.search(rf"{knob}:.*# \w+", block.text) for knob in knobs), "knobs are explained"
+    given = names(block)
+    fast = truedraft.accelerate(given["model"], given["tokenizer"], draft=module.MyIdea(), control="fixed")
+    settings = dict(max_new_tokens=24, do_sample=False)
+    assert fast.generate(**given["inputs"], **settings).equal(given["model"].generate(**given["inputs"], **settings))
+    assert fast.report().drafter == "my-idea" and fast.report().acceptance_rate is not None
+
+
+def lines(text: str) -> list[list[str]]:
+    """Command lines as a shell takes them apart, comments left out, each part of a pipe by itself."""
+    joined = text.replace("\\\n", " ").splitlines()
+    parts = [re.split(r"\s\|\s", line) for line in joined if line.strip()]
+    return [words for line in parts for part in line if (words := shlex.split(part, comments=True))]
+
+
+def check_line(words: list[str]) -> None:
+    """Fails for a line that is none, or that its command would not take."""
+    program, *args = words
+    if program == "truedraft":
+        check_command(args)
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert args and {arg for arg in args if "=" not in arg} <= set(targets)
+    elif program == "python":
+        script = (ROOT / args[0]).read_text("utf-8")
+        assert all(f'"{arg}"' in script for arg in args if arg.startswith("--"))
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+        assert args[0] == "install" and set(re.findall(r"\w+", args[1])) - {"truedraft"} <= set(extras)
+    else:
+        assert words[:2] == ["git", "show"], f"{program} is no command that the documents may show"
+
+
+def check_command(args: list[str]) -> None:
+    """Reads a line of `truedraft` as its parser does, and its drafters as it would."""
+    command = get_command(app)
+    while hasattr(command, "commands"):
+        name, *args = args
+        command = command.commands[name]
+    given = command.make_context(name, list(args)).params
+    drafts = given.get("draft") or []
+    for draft in [drafts] if isinstance(drafts, str) else drafts:
+        registry.check("drafters", draft)
+
+
+@of_kind(SHELL)
+def test_shell_lines_are_taken(block: Block) -> None:
+    for words in lines(block.text):
+        check_line(words)
+
+
+@pytest.mark.parametrize("example", [*EXAMPLES.values(), "truedraft corpus info project.tdc"])
+def test_examples_of_help_are_taken(example: str) -> None:
+    check_line(shlex.split(example))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "truedraft generate nano x --frob", "truedraft generate", "truedraft frobnicate",
+        "truedraft bench --rounds many",
+        "truedraft generate nano x --draft frob", "truedraft generate nano x --draft suffix:frob=1", "make frob",
+        "pip install 'truedraft[frob]'", "python benchmarks/frob.py", "python benchmarks/stores.py --frob", "frob",
+        'accelerate(model, quantize="int8")',
+    ],
+)  # fmt: skip
+def test_a_line_that_would_not_run_is_found(line: str) -> None:
+    with pytest.raises(Exception):  # noqa: B017 - whatever the parsers raise
+        for words in lines(line):
+            check_line(words)
