@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
 FLAGS += ["-fno-var-tracking", "-fno-var-tracking-assignments"]  # which take gcc minutes
 TESTS = ("stores", "corpus", "runtime", "pairs", "linears", "quantize", "knobs", "files", "nest", "compose")
+TESTS += ("native_checks", "changes", "threads", "prompts")
 
 
 def built(folder: Path) -> Path:
