@@ -305,12 +305,12 @@ def test_the_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest
         ([*base, "--data", str(tmp_path / "empty.txt")], "the file has no text"),
         ([*base, "--data", str(data), "--labels", "given"], "line 1 has no tab"),
         ([*base, "--data", str(data), "--labels", "mine"], "choose target or given"),
-        ([*base, "--data", str(data), "--minutes", "0"], "--minutes 0.0: give a number above 0"),
-        ([*base, "--data", str(data), "--threads", "0"], "give at least 1"),
+        ([*base[:-1], "0", "--data", str(data)], "--minutes 0.0: give a number above 0"),
+        ([*base, "--data", str(data), "--threads", "0"], "--threads 0: this machine has"),
         (["train", "llma", *base[2:], "--data", str(data)], "llma has nothing to learn: train one of gad"),
         (["train", "gad:j=4", *base[2:], "--data", str(data)], "the training of gad has no knob 'j'"),
         (["train", "gad:k=0", *base[2:], "--data", str(data)], "gad:k=0: give a whole number, 1 to 64"),
-        ([*base, "--target", str(tmp_path / "decoder"), "--data", str(data)], "is not an encoder-decoder"),
+        ([*base[:3], str(tmp_path / "decoder"), *base[4:], "--data", str(data)], "is not an encoder-decoder"),
     ):
         assert main(args) == 2
         error = capsys.readouterr().err.splitlines()[-1]

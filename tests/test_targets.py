@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    GenerationConfig,
     LlamaConfig,
     MambaConfig,
     PreTrainedModel,
@@ -69,7 +70,7 @@ def test_the_comparison_warns_of_nothing(own: dict[str, int], monkeypatch: pytes
 
     monkeypatch.setattr(transformers.generation.utils.logger, "warning", say)
     model = tiny()
-    model.generation_config.update(**own)
+    monkeypatch.setattr(model, "generation_config", GenerationConfig(**own))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         truedraft.accelerate(model)
