@@ -296,7 +296,7 @@ def test_memory_that_a_pass_reads_is_held() -> None:
 
 
 def test_fingerprints_are_stable_where_nothing_changes() -> None:
-    for architecture in ("llama", "gemma3_text", "gpt2", "mixtral", "opt"):
+    for architecture in ("llama", "gemma3_text", "gpt2", "mixtral", "opt", "qwen2_vl_text"):
         model = fresh(architecture)
         before = fingerprint(model)
         model.generate(SINGLE, **GREEDY)

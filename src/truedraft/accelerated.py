@@ -225,9 +225,9 @@ class Accelerated(StandIn):
         call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
         with self._call(), defaults():
             self._report = None
+            check_arguments(self.target, inputs, kwargs)
             if self.target.changed:
                 self.target = hosted(self.model, *self._hosting)
-            check_arguments(self.target, inputs, kwargs)
             kwargs = with_stop_strings(self.target.encoded(inputs, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             try:
