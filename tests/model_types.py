@@ -126,7 +126,7 @@ def built(kind: str, name: str) -> PreTrainedModel:
     return model
 
 
-def _said(model: Any, sample: bool) -> torch.Tensor:
+def _generated(model: Any, sample: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, V - 8, (2, 9), generator=generator)
     mask = torch.ones_like(ids)
@@ -149,12 +149,12 @@ def outcome(kind: str, name: str) -> tuple[str, str]:
         return "not built", " ".join(f"{type(error).__name__}: {error}".split())
     try:
         fast = truedraft.accelerate(model)
-        found = [_said(fast, sample) for sample in (False, True)]
+        found = [_generated(fast, sample) for sample in (False, True)]
     except Refused as why:
         assert str(why) and "\n" not in str(why)
         return "refused", str(why)
     for sample, text in zip((False, True), found, strict=True):
-        assert torch.equal(text, _said(model, sample)), f"{name} says other tokens (do_sample={sample})"
+        assert torch.equal(text, _generated(model, sample)), f"{name} says other tokens (do_sample={sample})"
     return ("compiled" if fast.target.runtime == "compiled pass" else "own forward"), ""
 
 

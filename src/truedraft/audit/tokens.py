@@ -155,7 +155,7 @@ def audit(
     found = Audit(name, str(model.dtype).removeprefix("torch."), "", prompts=len(prompts))
     found.runtime = next(iter(sides.values())).target.runtime
     found.drafters, found.modes, found.batches = list(sides), [str(mode) for mode in modes], list(batches)
-    with heard(*sides.values()), finished(found):
+    with recorded(*sides.values()), finished(found):
         precise = Precise(model)
         found.precise = precise.dtype
         for mode in modes:
@@ -180,12 +180,12 @@ def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens:
     mode, found = Mode(False), Audit("", "", precise.dtype)
     settings = _settings(side.model, mode, tokens)
     expected = _expected(side.model, precise, inputs, settings, mode)
-    with heard(side):
+    with recorded(side):
         return [one["kind"] for _, one in _compared(side, inputs, settings, mode, expected, found)]
 
 
 @contextmanager
-def heard(*sides: Accelerated) -> Iterator[None]:
+def recorded(*sides: Accelerated) -> Iterator[None]:
     """Drafters with listeners in their places."""
     for side in sides:
         side.drafter = Listener(side.drafter)  # type: ignore[assignment]
