@@ -69,10 +69,12 @@ class Scripted:
         )  # fmt: skip
         self.target = SimpleNamespace(hard_limit=None, vocabulary=len(tokenizer()))
         self.batches: list[list[int]] = []
-        self.interrupt = False
+        self.interrupt = False  # at the next call
 
     def generate(self, input_ids: Any, attention_mask: Any, max_new_tokens: int, **_: Any) -> torch.Tensor:
         assert (input_ids.ne(0) == attention_mask.bool()).all()
+        if self.interrupt:
+            raise KeyboardInterrupt
         self.batches.append(attention_mask.sum(-1).tolist())
         sources = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
         said = [self.tokenizer(self.speak(source))["input_ids"][: None if self.ends else -1] for source in sources]
@@ -81,6 +83,6 @@ class Scripted:
         return torch.tensor([ids + [0] * (longest - len(ids)) for ids in said])
 
     def report(self) -> Report:
-        report = Report("scripted", "greedy", "tokens", "cost", "nothing", interrupted=self.interrupt)
+        report = Report("scripted", "greedy", "tokens", "cost", "nothing")
         report.passes.append(Pass(0, tuple(Emission(i, (5,), 0, 0) for i in range(len(self.batches[-1])))))
         return report

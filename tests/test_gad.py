@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +231,11 @@ def test_lines_that_cannot_be_learnt_from(toy: Any, tmp_path: Path) -> None:
 def test_answers_that_were_interrupted_are_not_kept(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from truedraft.train.said import said
 
+    def pressed(_: Any) -> None:
+        raise KeyboardInterrupt
+
     fast = truedraft.accelerate(*toy, draft=None)
-    report = fast.report
-    monkeypatch.setattr(fast, "report", lambda: replace(report(), interrupted=True))
+    monkeypatch.setattr(fast, "generate", partial(fast.generate, on_pass=pressed))
     with pytest.raises(KeyboardInterrupt):
         said(fast, toy[1], lines(9), tmp_path, print)
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,6 @@ from drafters_for_tests import Noise
 from models import ARCHITECTURES, ragged, tiny
 from nets import Counting, text_net
 from truedraft import Refused, registry
-from truedraft.stats import Pass
 
 
 class Recorder(BaseStreamer):
@@ -113,27 +112,6 @@ def test_references_are_copied_from() -> None:
         assert fast.report().mean_acceptance_length > 4
 
 
-def test_ctrl_c_returns_what_there_is(fast: truedraft.Accelerated) -> None:
-    inputs = ragged(tiny(), 3)
-    expected = tiny().generate(**inputs, max_new_tokens=30, do_sample=False)
-    seen: list[Pass] = []
-
-    def press(done: Pass) -> None:
-        seen.append(done)
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.warns(UserWarning, match="interrupted"):
-        got = fast.generate(**inputs, max_new_tokens=30, do_sample=False, on_pass=press)
-    assert fast.report().interrupted
-    start = inputs["input_ids"].shape[1]
-    assert start < got.shape[1] < expected.shape[1]
-    for mine, theirs in zip(got, expected, strict=True):
-        said = [t for t in mine[start:].tolist() if t != 0]
-        assert said and said == theirs[start : start + len(said)].tolist()
-    assert torch.equal(fast.generate(**inputs, max_new_tokens=30, do_sample=False), expected)
-
-
 def test_a_processor_that_couples_rows_sees_ended_rows_go_on() -> None:
     class Centred(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -184,19 +162,6 @@ def test_a_call_inside_a_call_and_a_foreign_root_are_refused(fast: truedraft.Acc
 
     with pytest.raises(ValueError, match="pending token"):
         truedraft.accelerate(tiny(), draft=Foreign()).generate(_IDS, max_new_tokens=4, do_sample=False)
-
-
-def test_an_interrupt_before_the_first_token_returns_the_prompt() -> None:
-    fast = truedraft.accelerate(tiny(), draft=None)
-
-    class Press(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            raise KeyboardInterrupt
-
-    kwargs: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, do_sample=False)
-    with pytest.warns(UserWarning, match="interrupted"):
-        out = fast.generate(_IDS, max_new_tokens=4, logits_processor=[Press()], **kwargs)
-    assert torch.equal(out.sequences, _IDS) and out.scores == ()
 
 
 _IDS = torch.tensor([[5, 6, 7]])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from typing import Any
 from weakref import ref
@@ -14,8 +13,7 @@ from weakref import ref
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry
 from truedraft.accept._base import Rule
@@ -31,13 +29,17 @@ from truedraft.arguments import (
     prompts_of,
     references_of,
     sources_of,
+    with_stop_strings,
 )
 from truedraft.chance import Chance
 from truedraft.control._base import Control
+from truedraft.delegation import Delegate, renewed
 from truedraft.drafters._base import Bound, Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
+from truedraft.outcome import cut, output
+from truedraft.outcome import notes as notes_of
 from truedraft.parts import DRAWN, check_vocabulary, drafter_of, part
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.sampling import History, Laws
@@ -45,9 +47,11 @@ from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops, ends_of
 from truedraft.stopping import longest as longest_of
 from truedraft.stores.memory import Memory
+from truedraft.streaming import Stream, ending_streamer
 from truedraft.surroundings import defaults, exclusive
 from truedraft.targets.decoder import check_hosted
 from truedraft.targets.hosting import hosted
+from truedraft.targets.unwrapping import unwrapped
 from truedraft.tree import Row
 
 
@@ -65,8 +69,8 @@ class _Call:
     sources: Tensor | None
 
 
-class Accelerated:
-    """A model with drafts; made by `accelerate`.
+class Accelerated(Delegate):
+    """A model with drafts; made by `accelerate`. What it does not answer itself, the model does; see `Delegate`.
 
     Attributes:
         model: the model as it was given, untouched.
@@ -84,14 +88,15 @@ class Accelerated:
         strict: bool,
     ):
         self.model, self.tokenizer = model, tokenizer
-        self._host = partial(hosted, model, runtime, strict)
-        self.target = self._host()
+        self._parts, self._hosting = (draft, rule, control), (runtime, strict)
+        self.target = hosted(model, *self._hosting)
         self.drafter: Drafter = drafter_of(draft)
         self._assistants: dict[Any, Drafter] = {}
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
         self.control: Control = part(control, "control", Control)
         self._fitted(self.drafter)
         self._report: Report | None = None
+        self._complete()
 
     def _fitted(self, drafter: Drafter) -> Drafter:
         """A drafter made ready for the target as it is now; it may have drafted for another one since."""
@@ -109,6 +114,22 @@ class Accelerated:
         """The turn of a call: calls of other threads wait, as do those of models that share a part with this one."""
         parts = self, self.drafter, *getattr(self.drafter, "parts", ()), self.rule, self.control
         return exclusive([part for part in parts if part is not None])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
+        """A deep copy of the model, accelerated in the same way; drafters have learnt nothing yet."""
+        draft, rule, control = (renewed(part, memo) for part in self._parts)
+        memo[id(self)] = made = Accelerated(
+            copy.deepcopy(self.model, memo), self.tokenizer, draft, rule, control, *self._hosting
+        )
+        return made
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {type(self.model).__name__}: {self.model.num_parameters():,} parameters, "
+            f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}; drafter {name_of(self.drafter)}, "
+            f"rule {'greedy, or seeded where it samples' if self.rule is None else name_of(self.rule)}, "
+            f"control {name_of(self.control)}; passes by {self.target.runtime}>"
+        )
 
     def report(self) -> Report:
         """Figures of the last call of `generate`.
@@ -150,6 +171,7 @@ class Accelerated:
             raise Refused(f"{name_of(self.drafter)} keeps no outputs: accelerate with draft='auto' or 'suffix'")
         return found
 
+    @ending_streamer
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -166,9 +188,9 @@ class Accelerated:
 
         Greedy: the tokens of `model.generate`. With `do_sample=True`: the tokens that `model.generate` samples
         under the same `torch.manual_seed`; torch's random stream stands afterwards where it would have stood.
-        Ctrl-C ends generation and returns what there is, with a warning. One call runs at a time: calls from other
-        threads wait for it. A model that was changed since the last call, in more than the values of its weights, is
-        compared with its own forward again first.
+        A `streamer` is ended however the call ends. One call runs at a time: calls from other threads wait for it. A
+        model that was changed since the last call, in more than the values of its weights, is compared with its own
+        forward again first.
 
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
@@ -191,6 +213,8 @@ class Accelerated:
         Raises:
             Refused: a setting that cannot be honoured exactly, named before anything is computed; or a call inside a
                 call.
+            KeyboardInterrupt: Ctrl-C. Once decoding has begun, the exception's `output` is what had been generated by
+                the last pass that was completed, as it would have been returned, and its `report` that of `report()`.
         """
         check_arguments(kwargs)
         kwargs["generation_config"] = generation_config
@@ -198,27 +222,15 @@ class Accelerated:
         sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None
         call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
         with self._call(), defaults():
+            self._report = None
             if self.target.changed:
-                self.target = self._host()
-            kwargs = self._with_stop_strings(self.target.encoded(inputs, kwargs))
+                self.target = hosted(self.model, *self._hosting)
+            kwargs = with_stop_strings(self.target.encoded(inputs, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             try:
                 return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
             finally:
                 self.target.cache = None
-
-    def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Stop strings as a ready criterion: `generate` forgets the tokenizer when a decode loop is given to it."""
-        kwargs = dict(kwargs)
-        tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
-        config = kwargs.get("generation_config") or self.model.generation_config
-        strings = kwargs.get("stop_strings") or config.stop_strings or self.model.generation_config.stop_strings
-        if not strings:
-            return kwargs
-        if tokenizer is None:
-            raise Refused(f"stop_strings={strings!r} need a tokenizer: give one to accelerate() or to generate()")
-        criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
-        return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
     def _decode(
         self,
@@ -264,7 +276,7 @@ class Accelerated:
         stops = Stops(stopping_criteria, history, laws)
         watch = Stopwatch()
         engine = Engine(self.target, drafter, rule, self.control, laws, stops, chance, history, watch)
-        notes = _notes(rows, laws, stops)
+        notes = notes_of(rows, laws, stops)
         if rule.guarantee == "none":
             notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have said")
         report = Report(
@@ -272,7 +284,7 @@ class Accelerated:
             notes,
         )  # fmt: skip
         self._report, report.seconds = report, watch.seconds
-        stream = _Stream(call.streamer, rows, history)
+        stream = Stream(call.streamer, rows, history)
         passes = engine.run(rows, prompts)
         advance = watch.timed("all", lambda: next(passes, None))
         try:
@@ -281,16 +293,17 @@ class Accelerated:
                 if call.on_pass is not None:
                     call.on_pass(done)
                 stream.put()
-        except KeyboardInterrupt:
+            return output(model, rows, history, laws, returns)
+        except KeyboardInterrupt as interrupt:
             report.interrupted = True
-            report.notes.append("interrupted: what had been generated until then was returned")
-            warnings.warn("generation was interrupted; what had been generated is returned", stacklevel=2)
+            report.notes.append("interrupted: the text ends with the last pass that was completed")
+            cut(rows, report.passes, stops.in_step)
+            vars(interrupt).update(output=output(model, rows, history, laws, returns), report=report)
+            raise
         finally:
-            passes.close()
+            engine.close()
             report.runtime = self.target.runtime
             report.attributions = rule.attributions()
-        stream.end()
-        return _output(model, rows, history, laws, returns)
 
     def _drafter_of(self, config: GenerationConfig, call: _Call) -> Drafter:
         references, assistant = call.references, call.assistant
@@ -314,6 +327,7 @@ class Accelerated:
 
     def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
         """The drafter that `assistant_model` stands for, made once; with the lengths that transformers knows."""
+        model = unwrapped(model)
         settings = getattr(model, "generation_config", None)
         knobs: dict[str, Any] = {}
         for knob, name in (("length", "num_assistant_tokens"), ("confidence", "assistant_confidence_threshold")):
@@ -356,7 +370,7 @@ def accelerate(
 
     Args:
         model: a decoder language model or an encoder-decoder of `transformers`, in eval mode; it is not changed, unless
-            `quantize` is given.
+            `quantize` is given. One that PEFT or `torch.compile` has wrapped is taken out of that, where this is exact.
         tokenizer: needed only where text is (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
             model with the same tokenizer, or None for plain decoding; "auto" needs no training and uses references
@@ -376,47 +390,9 @@ def accelerate(
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly or quantised, or a name is unknown.
     """
+    model = unwrapped(model)
     with defaults():
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
         return Accelerated(model, tokenizer, draft, rule, control, runtime, strict)
-
-
-class _Stream:
-    """Feeds a streamer as `generate` does: one token per row and step, once every row has reached the step."""
-
-    def __init__(self, streamer: Any, rows: Sequence[Row], history: History):
-        self.streamer, self.rows, self.history, self.sent = streamer, rows, history, 0
-
-    def put(self) -> None:
-        if self.streamer is None:
-            return
-        going = [row.step for row in self.rows if not row.ended]
-        reached = min(going) if going else max(row.step for row in self.rows)
-        for step in range(self.sent, reached):
-            self.streamer.put(self.history.column(step).cpu())
-        self.sent = reached
-
-    def end(self) -> None:
-        if self.streamer is not None:
-            self.streamer.end()
-
-
-def _output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
-    steps = max(row.step for row in rows)
-    sequences: Any = history.batch(steps).clone()
-    if not returns:
-        return sequences
-    scores, logits = (None if kept is None else tuple(kept[:steps]) for kept in (laws.scores, laws.logits))
-    kind: Any = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-    return kind(sequences=sequences, scores=scores, logits=logits)
-
-
-def _notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
-    if len(rows) == 1 or not stops.in_step:
-        return []
-    if strangers := laws.strangers + stops.strangers:
-        return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
-    cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
-    return [f"rows advanced together, because {cause}"]

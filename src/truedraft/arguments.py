@@ -7,8 +7,9 @@ from numbers import Integral
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from truedraft.chance import Chance, PositionNoise, StreamNoise
 from truedraft.errors import Refused
@@ -135,6 +136,26 @@ def _behind_sources(
         texts = [tuple(line[h.bool()].tolist()) for line, h in zip(lines, heard, strict=True)]
     given = zip(input_ids, states, heard, texts, strict=True)
     return [Prompt(ids=ids, states=s, heard=h, source=text) for ids, s, h, text in given]
+
+
+def with_stop_strings(
+    kwargs: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
+    """Stop strings as a ready criterion: `generate` forgets the tokenizer when a decode loop is given to it.
+
+    Raises:
+        Refused: there is no tokenizer.
+    """
+    kwargs = dict(kwargs)
+    tokenizer = kwargs.pop("tokenizer", None) or tokenizer
+    config = kwargs.get("generation_config") or model.generation_config
+    strings = kwargs.get("stop_strings") or config.stop_strings or model.generation_config.stop_strings
+    if not strings:
+        return kwargs
+    if tokenizer is None:
+        raise Refused(f"stop_strings={strings!r} need a tokenizer: give one to accelerate() or to generate()")
+    criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 
 def sources_of(inputs: Any, kwargs: Mapping[str, Any]) -> Tensor | None:

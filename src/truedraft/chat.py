@@ -55,7 +55,9 @@ class Chat:
         settings: of `generate`, for this call.
 
         Raises:
-            Refused: a setting that `generate` cannot honour; the conversation is left as it was.
+            Refused: a setting that `generate` cannot honour.
+            KeyboardInterrupt: Ctrl-C; see `generate`.
+            In either case the conversation is left as it was.
         """
         tokenizer: Any = self.fast.tokenizer
         messages = [*self.messages, {"role": "user", "content": text}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from truedraft.accept._base import Rule, walk
 from truedraft.chance import Chance
@@ -18,7 +18,10 @@ from truedraft.tree import Accepted, DraftTree, Prompt, Row, Scores
 
 @dataclass
 class Engine:
-    """One batch from prompts to the end of its last row. The parts say what is done; the engine says when."""
+    """One batch from prompts to the end of its last row. The parts say what is done; the engine says when.
+
+    rows: those that drafter and control have not been told the end of.
+    """
 
     target: DecoderTarget
     drafter: Drafter
@@ -29,6 +32,7 @@ class Engine:
     chance: Chance
     history: History
     watch: Stopwatch
+    rows: list[Row] = field(default_factory=list, init=False)
 
     def run(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Generator[Pass, None, None]:
         """Decode, one pass of the target per item; `row.tokens` grows as it goes. The target's cache is reserved."""
@@ -42,20 +46,19 @@ class Engine:
         prune = self.watch.timed("control", self.control.prune)
         learn = self.watch.timed("control", self.control.observe)
 
-        self.target.taps = self.drafter.needs | self.rule.needs
-        calibrate = self.watch.timed("calibrate", self.control.open)
-        calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step)
-        rows = list(rows)
-        self.drafter.open(self.laws, self.chance, self.rule.wants)
-        begin(rows)
-        self.control.start(rows)
-
         def drafted() -> list[DraftTree]:
             budget = self.control.budget(rows)
             drafts = [self._fitted(row, tree) for row, tree in zip(rows, propose(rows, budget), strict=True)]
             return self.rule.dress(self._padded(rows, _unpicked(drafts, prune(rows, drafts))))
 
+        self.target.taps = self.drafter.needs | self.rule.needs
+        calibrate = self.watch.timed("calibrate", self.control.open)
+        calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step)
+        self.rows = rows = list(rows)
         try:
+            self.drafter.open(self.laws, self.chance, self.rule.wants)
+            begin(rows)
+            self.control.start(rows)
             if ready(prompts):
                 trees = drafted()
                 scores = score(trees)
@@ -80,8 +83,13 @@ class Engine:
                 trees = drafted()
                 scores = score(trees)
         finally:
-            for row in rows:
-                self._end(row)
+            self.close()
+
+    def close(self) -> None:
+        """End the rows that are left, wherever `run` was cut short; once more, even if that was cut short itself."""
+        while self.rows:
+            self._end(self.rows[-1])
+            self.rows.pop()
 
     def _foresee(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
@@ -114,7 +122,10 @@ class Engine:
         self.control.end(row)
 
     def _retire(self, rows: list[Row], accepted: Sequence[Accepted]) -> None:
-        """Rows that ended leave; as in the cache, the last slot takes a freed slot's place."""
+        """Rows that ended leave; as in the cache, the last slot takes a freed slot's place.
+
+        Wherever this is cut short, every row that was not ended is among `rows` still.
+        """
         for slot in reversed(range(len(rows))):
             if accepted[slot].ended:
                 self._end(rows[slot])

@@ -10,6 +10,7 @@ from truedraft import registry
 from truedraft.drafters._base import Drafter, Plain
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
+from truedraft.targets.unwrapping import unwrapped
 
 DRAWN = {
     "certain": "certain",
@@ -39,7 +40,7 @@ def drafter_of(given: Any) -> Drafter:
         return Plain()
     if given == "auto":
         given = BY_ITSELF
-    if isinstance(given, PreTrainedModel):
+    if isinstance(given := unwrapped(given), PreTrainedModel):
         return registry.load("drafters", "draft-model", model=given)
     return part(given, "drafters", Drafter)
 

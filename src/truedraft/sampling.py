@@ -69,10 +69,13 @@ class History:
 
     def _catch_up(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            first, self.written[row.index] = self.written[row.index], row.step
+            first = self.written[row.index]
             if first < row.step:
                 new = torch.tensor(row.tokens[row.prompt + first :], device=self.ids.device)
                 self.ids[row.index, self.length + first : self.length + row.step] = new
+            elif first > row.step:  # tokens were taken back
+                self.ids[row.index, self.length + row.step : self.length + first] = self.pad
+            self.written[row.index] = row.step
 
     def prefix(self, rows: Sequence[Row]) -> Tensor:
         """(k, length) ids of rows that stand at the same step."""

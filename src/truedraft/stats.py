@@ -150,6 +150,10 @@ class Report:
             "seconds": {k: round(v, 6) for k, v in self.seconds.items()},
         }
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How IPython and notebooks show it: in words, and not pass by pass."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         rate = (
             "nothing drafted"

@@ -58,7 +58,7 @@ class Request:
     chat: bool
 
     def run(self, fast: Accelerated, on_pass: Callable[[Pass], None]) -> list[list[int]]:
-        """The new ids of every text.
+        """The new ids of every text; after Ctrl-C as far as they had come.
 
         Raises:
             Refused: the prompt or a setting cannot be served.
@@ -71,7 +71,13 @@ class Request:
         inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast.tokenizer).items()}
         if self.seed is not None:
             torch.manual_seed(self.seed)
-        out: Any = fast.generate(**inputs, references=list(self.references) or None, on_pass=on_pass, **self.settings)
+        out: Any
+        given = {**inputs, "references": list(self.references) or None, "on_pass": on_pass, **self.settings}
+        try:
+            out = fast.generate(**given)
+        except KeyboardInterrupt as interrupt:
+            if (out := getattr(interrupt, "output", None)) is None:
+                raise
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
         lengths = [0] * len(sequences)  # shorter rows are padded
         for emission in (e for done in fast.report().passes for e in done.emitted):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +98,7 @@ class Output:
     def run(self, fast: Accelerated, request: Request) -> list[list[int]]:
         """The new ids of every text; streamed text is written as it comes."""
         pieces, tokens = Pieces(fast.tokenizer), 0  # type: ignore[arg-type]
-        with waiting("reading the prompt") as show, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="generation was interrupted")
+        with waiting("reading the prompt") as show:
 
             def on_pass(done: Pass) -> None:
                 nonlocal tokens

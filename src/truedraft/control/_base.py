@@ -39,4 +39,4 @@ class Control(ABC):
         """What came of the pass; `row.tokens` already holds it."""
 
     def end(self, row: Row) -> None:
-        """The row is finished; forget it."""
+        """The row is finished; forget it. It may have been ended before, or not quite started; see `Drafter.end`."""

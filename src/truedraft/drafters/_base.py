@@ -116,7 +116,8 @@ class Drafter(ABC):
         """
 
     def end(self, row: Row) -> None:
-        """The row is finished; forget it."""
+        """The row is finished; forget it. Nothing to do where it was ended before, or never quite started: an
+        interruption may come in the midst of either."""
 
     def forget(self) -> None:
         """Forget what was learnt of rows that ended; none may be under way."""
@@ -214,7 +215,8 @@ class PerRow(Drafter, Generic[State]):
 
     def end(self, row: Row) -> None:
         self._trust.end(row)
-        self.finish(row, self._states.pop(id(row)))
+        if id(row) in self._states:
+            self.finish(row, self._states.pop(id(row)))
 
 
 def lately(before: float, now: float) -> float:

@@ -34,13 +34,14 @@ class Kept(ABC):
         self.capacity = max(len(row.tokens) + row.room for row in rows) + masks + 1  # the last is for padding
         self.places = filler.places(torch.arange(self.capacity, device=self.states.device))
 
-    def leave(self, row: Row) -> None:
-        """The row's slot is free; the last one in use takes its place."""
-        slot, last = self.rows.index(row), len(self.rows) - 1
-        self.release(slot, last)
-        self.rows[slot], self.read[slot] = self.rows[last], self.read[last]
-        self.rows.pop()
-        self.read.pop()
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Free the slots of all but these rows; the last one in use takes a freed slot's place."""
+        for slot in reversed([slot for slot, row in enumerate(self.rows) if row not in rows]):
+            last = len(self.rows) - 1
+            self.release(slot, last)
+            self.rows[slot], self.read[slot] = self.rows[last], self.read[last]
+            self.rows.pop()
+            self.read.pop()
 
     @abstractmethod
     def release(self, slot: int, last: int) -> None: ...

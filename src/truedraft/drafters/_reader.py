@@ -38,6 +38,7 @@ class Reader:
         self.standing: list[Row] = []
         self.written: list[list[int]] = []
         self._sure: list[int] = []  # tokens of `written` that the row said
+        self._going: set[Row] = set()  # rows that were not ended
         self._hosted: DecoderTarget | None = None
 
     @property
@@ -90,20 +91,16 @@ class Reader:
                         f"the draft model reads the sources itself, and row {row.index} has none in token ids: give "
                         "generate() input_ids, each row with a token or more, or another drafter"
                     )
-        self._going = len(rows)
+        self.standing, self.written, self._sure = [], [], []
+        self._going = set(rows)
         self._width = max((len(row.source) for row in rows if self.fits(row, 0)), default=0)
         self.target.reserve(len(rows), max(len(row.tokens) + row.room for row in rows) + more + CHUNK)
 
     def end(self, row: Row) -> None:
-        if row in self.standing:
-            slot = self.standing.index(row)
-            self.target.release(slot)
-            slots: tuple[list[Any], ...] = (self.standing, self.written, self._sure)
-            for kept in slots:
-                kept[slot] = kept[-1]
-                kept.pop()
-        self._going -= 1
+        """The row is finished; its slot is free when others are admitted, or with the last row."""
+        self._going.discard(row)
         if not self._going:
+            self.standing, self.written, self._sure = [], [], []
             self.target.cache = None
 
     def fits(self, row: Row, ahead: int) -> bool:
@@ -114,13 +111,24 @@ class Reader:
         )
 
     def admit(self, rows: Sequence[Row]) -> None:
-        """Read what rows begin with that are new and fit, but for the pending token."""
+        """Free the slots of all but these rows, and read what those begin with that are new and fit, but for the
+        pending token."""
+        for slot in reversed([slot for slot, row in enumerate(self.standing) if row not in rows]):
+            self._release(slot)
         new = [row for row in rows if row not in self.standing and self.fits(row, 0)]
         if new:
             self.target.prefill(self.target.prompts(new, self._width))
             self.standing += new
             self.written += [row.tokens[:-1] for row in new]
             self._sure += [len(row.tokens) - 1 for row in new]
+
+    def _release(self, slot: int) -> None:
+        """Free a slot; the last one in use takes its place."""
+        self.target.release(slot)
+        slots: tuple[list[Any], ...] = (self.standing, self.written, self._sure)
+        for kept in slots:
+            kept[slot] = kept[-1]
+            kept.pop()
 
     def catch_up(self, texts: Sequence[Sequence[int] | None]) -> None:
         """Forget what is not part of each slot's text; read of it all but the last few tokens.

@@ -276,6 +276,7 @@ class Gad(Drafter):
     def __post_init__(self) -> None:
         self._filler: Filler | None = self.model if isinstance(self.model, Filler) else None
         self._kept: Kept | None = None
+        self._going: set[Row] = set()
         self.forget()
 
     def forget(self) -> None:
@@ -305,6 +306,7 @@ class Gad(Drafter):
 
     def start(self, rows: Sequence[Row]) -> None:
         self._kept = None  # until a draft is wanted
+        self._going = set(rows)  # those that were not ended
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
@@ -312,6 +314,7 @@ class Gad(Drafter):
             return [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
         if self._kept is None:
             self._kept = kept(self._filler, rows, self.masks)
+        self._kept.keep(rows)
         logits = self._kept.filled()
         best, tokens = logits.topk(CANDIDATES if self.nodes else 1)
         chances = (best - logits.logsumexp(-1, keepdim=True)).exp_().nan_to_num_(0.0).clamp_(max=1.0)
@@ -331,7 +334,6 @@ class Gad(Drafter):
 
     def end(self, row: Row) -> None:
         self._trust.end(row)
-        if self._kept is not None:
-            self._kept.leave(row)
-            if not self._kept.rows:
-                self._kept = None
+        self._going.discard(row)
+        if not self._going:
+            self._kept = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from truedraft.runtime.overrides import Dispatcher
 
@@ -35,7 +35,7 @@ def fingerprint(model: nn.Module) -> list[object]:
         kind = type(module)
         found += (kind, kind.forward, does_more(module), *module._modules)
         for name, value in tuple(vars(module).items()):  # at one moment: other threads may be in a pass
-            if name in _OWN or isinstance(value, Dispatcher):
+            if name in _OWN or isinstance(value, Dispatcher | GenerationConfig):
                 continue
             if isinstance(value, PreTrainedConfig):
                 configs[id(value)] = value

@@ -96,7 +96,8 @@ class Native:
             raise MemoryError("no memory for a suffix automaton")
 
     def __del__(self) -> None:
-        self._lib.truedraft_free(byref(self._a))
+        if "_a" in vars(self):  # else Ctrl-C came before it was begun
+            self._lib.truedraft_free(byref(self._a))
 
     def __len__(self) -> int:
         return self._a.tokens

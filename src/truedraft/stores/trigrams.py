@@ -54,7 +54,8 @@ class Native:
         return Native(self._rows, self)
 
     def __del__(self) -> None:
-        self._lib.truedraft_table_free(byref(self._table))
+        if "_table" in vars(self):  # else Ctrl-C came before it was begun
+            self._lib.truedraft_table_free(byref(self._table))
 
     def weigh(self, tokens: Sequence[int], weight: float, most: float) -> None:
         given = array("i", tokens)

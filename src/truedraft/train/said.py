@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,7 @@ def _answered(fast: Accelerated, sources: Sequence[Sequence[int]]) -> Iterator[l
     given = torch.tensor([[*line, *[pad] * (width - len(line))] for line in sources], device=fast.target.device)
     heard = torch.tensor([[1] * len(line) + [0] * (width - len(line)) for line in sources], device=given.device)
     most = longest(fast) - 1
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="generation was interrupted")
-        out = fast.generate(given, attention_mask=heard, do_sample=False, num_beams=1, max_new_tokens=most)
-    if fast.report().interrupted:
-        raise KeyboardInterrupt
+    out = fast.generate(given, attention_mask=heard, do_sample=False, num_beams=1, max_new_tokens=most)
     for row in out.tolist():
         yield row[: next((i for i, token in enumerate(row[1:], 2) if token in ends), len(row))]
 

@@ -1,0 +1,47 @@
+"""What a call returns, from the rows as they stand when it ends or is cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from truedraft.sampling import History, Laws
+from truedraft.stats import Pass
+from truedraft.stopping import Stops
+from truedraft.tree import Row
+
+
+def cut(rows: Sequence[Row], passes: Sequence[Pass], in_step: bool) -> None:
+    """Take from the rows what a pass that was not completed has emitted.
+
+    in_step: rows that ended went on with the others.
+    """
+    emitted = [0] * len(rows)
+    for emission in (e for done in passes for e in done.emitted):
+        emitted[emission.row] += len(emission.tokens)
+    for row in rows:
+        del row.tokens[row.prompt + (max(emitted) if in_step else emitted[row.index]) :]
+
+
+def output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
+    """What `model.generate` returns: ids, or with `returns` an output of sequences, scores and logits."""
+    steps = max(row.step for row in rows)
+    sequences: Any = history.batch(steps).clone()
+    if not returns:
+        return sequences
+    scores, logits = (None if kept is None else tuple(kept[:steps]) for kept in (laws.scores, laws.logits))
+    kind: Any = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+    return kind(sequences=sequences, scores=scores, logits=logits)
+
+
+def notes(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
+    """Why rows advance together, where they do."""
+    if len(rows) == 1 or not stops.in_step:
+        return []
+    if strangers := laws.strangers + stops.strangers:
+        return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
+    cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
+    return [f"rows advanced together, because {cause}"]

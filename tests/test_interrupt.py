@@ -1,0 +1,327 @@
+"""Ctrl-C and other exceptions in the midst of a call: what arrives, what is kept, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LogitsProcessor, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+import seq2seq_models
+import truedraft
+from drafters_for_tests import Noise
+from models import ragged, sibling, tiny
+from truedraft import Refused, accelerated, engine
+from truedraft.accept import _base as accept
+from truedraft.control import cost
+from truedraft.drafters import _base, _compose, _model, _reader, _trust
+from truedraft.loading import load
+from truedraft.runtime import native
+from truedraft.stats import Pass
+from truedraft.stores import automaton, trigrams
+from truedraft.tree import Row
+
+TOKENS = 8
+GREEDY: dict[str, Any] = dict(max_new_tokens=TOKENS, do_sample=False, eos_token_id=[11, 12], pad_token_id=0)
+IDS = torch.tensor([[5, 6, 7]])
+
+
+class Recorder(BaseStreamer):
+    def __init__(self, breaks: bool = False) -> None:
+        self.got: list[list[int]] = []
+        self.ended, self.breaks = 0, breaks
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.breaks and len(self.got) == 3:
+            raise RuntimeError("the reader has gone")
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Press(LogitsProcessor):
+    """Raises at the n-th call."""
+
+    def __init__(self, error: BaseException, calls: int = 0):
+        self.error, self.calls = error, calls
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls -= 1
+        if self.calls < 0:
+            raise self.error
+        return scores
+
+
+def pressing(passes: int, error: BaseException | None = None) -> Callable[[Pass], None]:
+    """An `on_pass` that raises after so many passes."""
+    seen = []
+
+    def press(done: Pass) -> None:
+        seen.append(done)
+        if len(seen) == passes:
+            raise error or KeyboardInterrupt
+
+    return press
+
+
+def left(part: Any) -> list[Any]:
+    """What a drafter or a control still holds of rows."""
+    held = [getattr(part, name, None) for name in ("_states", "_rows", "_shadows", "_emitted", "_kept", "_going")]
+    held += [trust._rows for trust in [getattr(part, "_trust", None), *getattr(part, "_trusts", {}).values()] if trust]
+    for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
+        held += [] if reader is None else [reader.standing, reader.written, reader._sure, reader.target.cache]
+    for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
+        held += left(inner)
+    return [kept for kept in held if kept]
+
+
+def check_clean(fast: truedraft.Accelerated) -> None:
+    if left(fast.drafter) or left(fast.control):
+        gc.collect()  # frames that the exception held
+    assert not left(fast.drafter) and not left(fast.control) and fast.target.cache is None
+
+
+def check_partial(stopped: Any, fast: truedraft.Accelerated, expected: torch.Tensor, start: int) -> None:
+    """The output begins as the whole one does, padded behind where each row has come to; the report agrees."""
+    assert fast.report() is stopped.report and stopped.report.interrupted
+    emitted = Counter[int]()
+    for emission in (e for done in stopped.report.passes for e in done.emitted):
+        emitted[emission.row] += len(emission.tokens)
+    assert stopped.output.shape == (len(expected), start + max(emitted.values(), default=0))
+    for b, (mine, theirs) in enumerate(zip(stopped.output.tolist(), expected.tolist(), strict=True)):
+        end = start + emitted[b]
+        assert mine[:end] == theirs[:end] and set(mine[end:]) <= {0}
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_ctrl_c_arrives_with_what_there_is(passes: int, sample: bool) -> None:
+    fast, inputs = truedraft.accelerate(tiny(), control="fixed"), ragged(tiny(), 3)
+    kwargs: dict[str, Any] = {**GREEDY, "do_sample": sample, "streamer": Recorder()}
+    torch.manual_seed(1)
+    expected = tiny().generate(**inputs, **{**kwargs, "streamer": None})
+    torch.manual_seed(1)
+    with pytest.raises(KeyboardInterrupt) as arrived:
+        fast.generate(**inputs, **kwargs, on_pass=pressing(passes))
+    assert type(arrived.value) is KeyboardInterrupt  # a subclass does not end a script as Ctrl-C does
+    check_partial(arrived.value, fast, expected, inputs["input_ids"].shape[1])
+    assert kwargs["streamer"].ended == 1 and "interrupted" in str(fast.report())
+    check_clean(fast)
+    torch.manual_seed(1)
+    assert torch.equal(fast.generate(**inputs, **kwargs), expected)
+
+
+def test_ctrl_c_before_the_first_token_leaves_the_prompt() -> None:
+    fast = truedraft.accelerate(tiny(), draft=None)
+    kwargs: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, do_sample=False, max_new_tokens=4)
+    with pytest.raises(KeyboardInterrupt) as arrived:
+        fast.generate(IDS, logits_processor=[Press(KeyboardInterrupt())], **kwargs)
+    assert torch.equal(arrived.value.output.sequences, IDS) and arrived.value.output.scores == ()
+
+
+def test_ctrl_c_within_a_pass_takes_back_what_it_had_emitted() -> None:
+    fast, inputs = truedraft.accelerate(tiny(), draft="prompt-lookup", control="fixed"), ragged(tiny(), 2)
+    kwargs: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    expected = tiny().generate(**inputs, **kwargs)
+    for calls in range(1, TOKENS - 1):
+        with pytest.raises(KeyboardInterrupt) as arrived:
+            fast.generate(**inputs, **kwargs, logits_processor=[Press(KeyboardInterrupt(), calls)])
+        output = arrived.value.output
+        length = output.sequences.shape[1]
+        assert torch.equal(output.sequences, expected.sequences[:, :length])
+        assert len(output.scores) == length - inputs["input_ids"].shape[1] <= calls
+        check_clean(fast)
+
+
+def test_a_script_stops_where_ctrl_c_was_pressed() -> None:
+    fast, done = truedraft.accelerate(tiny(), draft=None), []
+    with pytest.raises(KeyboardInterrupt):
+        for turn in range(3):
+            fast.generate(IDS, max_new_tokens=4, do_sample=False, on_pass=pressing(2) if turn == 1 else None)
+            done.append(turn)
+    assert done == [0]
+
+
+def test_ctrl_c_in_a_chat_leaves_the_conversation() -> None:
+    model, tokenizer = load("nano")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    chat = truedraft.Chat(truedraft.accelerate(model, tokenizer, draft=None), max_new_tokens=5, do_sample=False)
+    with pytest.raises(KeyboardInterrupt):
+        chat.say("one day", on_pass=pressing(2))
+    assert chat.messages == []
+    assert chat.say("one day") and len(chat.messages) == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"on_pass": pressing(3, RuntimeError("no more"))},
+        {"streamer": Recorder(breaks=True)},
+        {"logits_processor": [Press(MemoryError(), 4)]},
+        {"logits_processor": [Press(GeneratorExit(), 4)]},
+        {"stopping_criteria": [lambda ids, scores: 1 / (5 - ids.shape[1]) > 9]},
+    ],
+    ids=["on_pass", "streamer", "memory", "exit", "criterion"],
+)
+def test_any_other_exception_arrives_as_it_is_and_leaves_nothing(given: dict[str, Any]) -> None:
+    fast = truedraft.accelerate(tiny(), draft="suffix+token-recycling", control="cost")
+    expected = tiny().generate(IDS, **GREEDY)
+    with pytest.raises((RuntimeError, MemoryError, GeneratorExit, ZeroDivisionError)):
+        fast.generate(IDS, **GREEDY, **given)
+    assert not fast.report().interrupted
+    check_clean(fast)
+    assert torch.equal(fast.generate(IDS, **GREEDY), expected)
+
+
+def test_who_reads_a_streamer_in_another_thread_is_not_left_waiting() -> None:
+    fast = truedraft.accelerate(tiny(), draft=None)
+    tokenizer: AutoTokenizer = load("nano")[1]
+    for given, error in (({"on_pass": pressing(2)}, KeyboardInterrupt), ({"num_beams": 3}, Refused)):
+        streamer = TextIteratorStreamer(tokenizer, timeout=20)
+        arrived: list[BaseException] = []
+
+        def call(given: Any = given, streamer: Any = streamer, arrived: Any = arrived) -> None:
+            try:
+                fast.generate(IDS, max_new_tokens=9, do_sample=False, streamer=streamer, **given)
+            except BaseException as e:
+                arrived.append(e)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert isinstance("".join(streamer), str)
+        thread.join()
+        assert [type(e) for e in arrived] == [error]
+
+
+@dataclass
+class Counting(Noise):
+    """Counts what it is told of rows."""
+
+    def start(self, rows: Sequence[Row]) -> None:
+        self.started, self.over = list(rows), Counter[Row]()
+
+    def end(self, row: Row) -> None:
+        self.over[row] += 1
+
+
+def test_every_row_is_ended_once_however_the_call_ends() -> None:
+    counting, inputs = Counting(), ragged(tiny(), 3)
+    fast = truedraft.accelerate(tiny(), draft=counting, control="fixed")
+    for error in (None, KeyboardInterrupt(), RuntimeError()):
+        with pytest.raises(type(error)) if error else nullcontext():
+            fast.generate(**inputs, **GREEDY, on_pass=pressing(4, error) if error else None)
+        assert counting.over == Counter(dict.fromkeys(counting.started, 1)) and len(counting.over) == 3
+
+
+# Where rows begin and end, in every part that keeps something of them.
+WATCHED: list[Callable[..., Any]] = [
+    engine.Engine.run, engine.Engine.close, engine.Engine._end, engine.Engine._retire, accelerated.Accelerated._decode,
+    accept.walk, _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
+    _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,
+    _model.ModelDrafter.start, _model.ModelDrafter.end, _reader.Reader.start, _reader.Reader.end, _reader.Reader.admit,
+    _reader.Reader._release, _reader.Reader.keep,
+]  # fmt: skip
+
+
+@contextmanager
+def traced(seen: Callable[[CodeType, int], None]) -> Iterator[None]:
+    """`seen` is called at every line of what is watched, nested functions included, and may raise."""
+    codes = {code for function in WATCHED for code in _codes(getattr(function, "__wrapped__", function).__code__)}
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            seen(frame.f_code, frame.f_lineno)
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, _: local if frame.f_code in codes else None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    return [code, *(inner for part in code.co_consts if isinstance(part, CodeType) for inner in _codes(part))]
+
+
+def check_every_line(make: Callable[[], truedraft.Accelerated], inputs: dict[str, Any]) -> int:
+    """Press Ctrl-C at each line once, the first or the last time that it is reached; returns how often."""
+    fast = make()
+    expected = fast.model.generate(**inputs, **GREEDY)
+    reached = Counter[tuple[CodeType, int]]()
+    with traced(lambda code, line: reached.update([(code, line)])):
+        assert torch.equal(fast.generate(**inputs, **GREEDY), expected)
+    spots = [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())]
+    start = expected.shape[1] if fast.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    pressed = 0
+    for spot, nth in spots:
+        fast.forget()
+        times = Counter[tuple[CodeType, int]]()
+
+        def press(code: CodeType, line: int, spot: Any = spot, nth: int = nth, times: Any = times) -> None:
+            times[code, line] += 1
+            if (code, line) == spot and times[spot] == nth:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        try:
+            with traced(press):
+                fast.generate(**inputs, **GREEDY)
+        except KeyboardInterrupt as arrived:
+            pressed += 1
+            if hasattr(arrived, "output") and not fast.model.config.is_encoder_decoder:
+                check_partial(arrived, fast, expected, start)
+        check_clean(fast)
+        assert torch.equal(fast.generate(**inputs, **GREEDY), expected), spot
+        check_clean(fast)
+    return pressed
+
+
+def test_ctrl_c_at_every_line_with_drafters_that_look_things_up() -> None:
+    pressed = check_every_line(
+        lambda: truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling"), ragged(tiny(), 2)
+    )
+    assert pressed > 130
+
+
+def test_ctrl_c_at_every_line_with_a_model_that_drafts() -> None:
+    model = tiny(dtype=torch.float32)
+    pressed = check_every_line(
+        lambda: truedraft.accelerate(model, draft=sibling(model), control="fixed"), ragged(model, 2)
+    )
+    assert pressed > 90
+
+
+def test_ctrl_c_with_an_encoder_decoder() -> None:
+    model = seq2seq_models.model()
+    fast = truedraft.accelerate(model)
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 1]])
+    kwargs: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, num_beams=1)
+    expected = model.generate(ids, **kwargs)
+    with pytest.raises(KeyboardInterrupt) as arrived:
+        fast.generate(ids, **kwargs, on_pass=pressing(2))
+    length = arrived.value.output.shape[1]
+    assert length > 1 and torch.equal(arrived.value.output, expected[:, :length])
+    check_clean(fast)
+    assert torch.equal(fast.generate(ids, **kwargs), expected)
+
+
+@pytest.mark.skipif(not native.library(), reason="no compiled code here")
+@pytest.mark.parametrize("kind", [automaton.Native, trigrams.Native])
+def test_ctrl_c_before_a_store_has_begun(kind: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pytest.PytestUnraisableExceptionWarning)
+        kind.__new__(kind).__del__()
