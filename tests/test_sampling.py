@@ -114,7 +114,7 @@ def test_tokens_that_are_taken_back_leave_padding() -> None:
 
 
 def test_what_the_batch_emitted_is_seen_where_one_asks() -> None:
-    history, rows = started([1, 2, 3])
+    history, _ = started([1, 2, 3])
     assert history.column(0).tolist() == [5, 9, 3], "the first to ask"
 
 

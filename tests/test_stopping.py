@@ -79,7 +79,16 @@ def started(
     return Stops(criteria, history, Laws(processors or LogitsProcessorList(), history, **kept)), rows
 
 
-BY_ROW = [[], ["eos"], ["two ends"], ["eos", "two ends"], ["over"], ["time left"], ["eos", "stop string"], ["eos", "over"]]
+BY_ROW = [
+    [],
+    ["eos"],
+    ["two ends"],
+    ["eos", "two ends"],
+    ["over"],
+    ["time left"],
+    ["eos", "stop string"],
+    ["eos", "over"],
+]
 
 
 @pytest.mark.parametrize("kinds", BY_ROW, ids=", ".join)
@@ -109,7 +118,7 @@ def test_rows_in_step_end_where_plain_decoding_ends_them(kinds: list[str]) -> No
         stops(rows)
         ends.append([row.end for row in rows])
     assert ends[-1] == [n + end for n, end in zip(LENGTHS, plain(of(kinds), 3), strict=True)]
-    for before, after in zip(ends, ends[1:], strict=False):
+    for before, after in itertools.pairwise(ends):
         assert all(b is None or a == b for b, a in zip(before, after, strict=True)), "what ended stays ended"
 
 
