@@ -12,7 +12,7 @@ from truedraft.caches.pairs import PairCache
 from truedraft.caches.rows import Cursor, RowCache
 
 CPU = torch.device("cpu")
-LAYERS, HEADS, SIZE = 3, 2, 4
+LAYERS, HEADS, SIZE = 3, 2, 5
 
 
 def entries(rows: int, width: int, first: int) -> Tensor:
@@ -169,3 +169,19 @@ def test_sources_stay_with_their_rows() -> None:
         assert layer.keys[:, 0, 0, 0].tolist() == [70, 5] and layer.values[:, 1, 3, 1].tolist() == [-73, -8]
     cache.release(1)
     assert cache.lengths == [2] and cache.counts == [3] and cache.states[0, 0, 0] == 50
+
+
+def test_indices_lie_where_the_caches_do() -> None:
+    """Whatever device torch makes tensors on unless it is told."""
+    nowhere = torch.device("meta")
+    with nowhere:
+        cache = RowCache(1, 2, 12)
+        cache.layers[0].allocate(HEADS, SIZE, torch.float32, CPU)
+        assert cache.layers[0].keys.device == cache.layers[0].values.device == CPU
+        cache.lengths.extend([2, 5])
+        cache.cursor.begin(0, 2, 3, CPU)
+        assert cache.cursor.place.device == cache.cursor.row.device == CPU
+        keys = torch.ones(2, HEADS, 3, SIZE, device=CPU)
+        cache.layers[0].update(keys, keys)
+        cache.commit(1, [0, 2])
+    assert cache.lengths == [2, 7]

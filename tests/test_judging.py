@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 import truedraft.accept
 from truedraft import Refused, registry
 from truedraft.accept._base import Offer, Rule, walk
-from truedraft.accept._rounds import as_law
+from truedraft.accept._rounds import as_law, in_order
 from truedraft.accept.block import _judged
 from truedraft.chance import Chance, Replay, StreamNoise, outcomes
 from truedraft.sampling import History, Laws
@@ -36,7 +36,7 @@ V, ROOM = 3, 6
 BY_LAW = ("rejection", "multi-round", "k-seq", "greedy-multi-draft")
 PAIRS = [
     ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5]), ([0.6, 0.4, 0.0], [0.1, 0.2, 0.7]), ([0.25, 0.25, 0.5], [0.25, 0.25, 0.5]),
-    ([0.0, 1.0, 0.0], [0.5, 0.0, 0.5]), ([0.1, 0.8, 0.1], [0.45, 0.1, 0.45]),
+    ([0.0, 1.0, 0.0], [0.5, 0.0, 0.5]), ([0.1, 0.8, 0.1], [0.45, 0.1, 0.45]), ([0.4, 0.4, 0.2], [0.1, 0.3, 0.6]),
 ]  # fmt: skip
 
 
@@ -297,7 +297,7 @@ class Picking(Chance):
         self.asked: list[tuple[int, list[float]]] = []
 
     def flip(self, probability: float, row: Row) -> bool:
-        assert 0 <= probability <= 1
+        assert 0 <= probability <= 1 and isinstance(row, Row)
         return self.chance.flip(probability, row)
 
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -324,12 +324,11 @@ def test_one_draft_is_kept_as_often_as_the_laws_agree() -> None:
 
 def test_rejection_judges_the_first_sibling_alone() -> None:
     """What is drawn after a refusal may be a sibling by chance, and no more."""
-    for p, q in pairs():
-        one = Offer((0,), "independent", q)
-        for second in range(V):
-            two = Offer((0, second), "independent", q)
-            laws = [at_a_node("rejection", p, lambda chance, o=offer: o)[0] for offer in (one, two)]  # type: ignore[misc]
-            assert laws[0] == laws[1]
+    for (p, q), first, second in itertools.product(pairs(), range(V), range(V)):
+        if q[first] > 0:
+            one, two = (Offer(tokens, "independent", q) for tokens in ((first,), (first, second)))
+            alone, beside = (at_a_node("rejection", p, lambda chance, o=o: o)[0] for o in (one, two))  # type: ignore[misc]
+            assert alone == pytest.approx(beside)
 
 
 def test_siblings_are_kept_in_turn() -> None:
@@ -410,7 +409,8 @@ def test_rows_are_judged_each_by_its_own_law(rule: str) -> None:
     broken = [torch.nan] * V
     laws = [[1.0, 0.0, 0.0], broken, [0.0, 0.25, 0.75], [0.4, 0.6, 0.0], broken]
     q = torch.tensor([1.0, 0.0, 0.0])
-    offers = [Offer((0,), "one", q), Offer((0,), "one", q), Offer((0,), "one", q), Offer(()), Offer(())]
+    half = torch.tensor([0.5, 0.5, 0.0])
+    offers = [Offer((0,), "one", half), Offer((0,), "one", q), Offer((0,), "one", q), Offer(()), Offer(())]
     rows = [Row(i, [1], 1, ROOM) for i in range(5)]
     chance = Picking(Sure())
     assert registry.load("accept", rule).choose(torch.tensor(laws).log(), offers, rows, chance) == [0, -1, 2, 1, -1]
@@ -424,6 +424,40 @@ def test_nothing_is_drawn_where_every_draft_is_kept() -> None:
     for rule in BY_LAW:
         judge, row, chance = registry.load("accept", rule), Row(0, [1], 1, ROOM), Picking(Sure())
         assert judge.choose(q.log()[None], [Offer((0,), "one", q)], [row], chance) == [0] and not chance.asked
+
+
+class Unlikely(Sure):
+    """Refuses whatever is left to chance, as rounding may."""
+
+    def flip(self, probability: float, row: Row) -> bool:
+        return False
+
+
+def test_a_law_of_which_nothing_is_left_stays() -> None:
+    q, row = torch.tensor([1.0, 0.0, 0.0]), Row(0, [1], 1, ROOM)
+    for rule in ("greedy-multi-draft", "k-seq"):
+        chance = Picking(Unlikely())
+        registry.load("accept", rule).choose(q.log()[None], [Offer((0,), "one", q)], [row], chance)
+        assert chance.asked == [(0, q.tolist())]
+    almost = torch.tensor([1 - 2**-24, 0.0, 0.0])
+    judge = in_order()
+    token, law = judge(almost, Offer((0,)), row, Unlikely())
+    assert token is None and torch.equal(law, almost)
+    only = torch.tensor([1.0, 0.0, 0.0])
+    half = torch.tensor([0.5, 0.5, 0.0])
+    token, law = judge(half, Offer((0, 0), "distinct", only), row, Unlikely())
+    assert token is None and law.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_rules_draw_where_the_laws_lie() -> None:
+    """Whatever device torch makes tensors on unless it is told."""
+    row, p = Row(0, [1], 1, ROOM), torch.tensor([0.5, 0.3, 0.2])
+    tree = DraftTree.chain(1, [0, 1])
+    with torch.device("meta"):
+        for tokens in ((0,), (0, 1)):
+            found = in_order()(p, Offer(tokens), row, Unlikely())[1]
+            assert found.device == p.device
+        assert _judged(p.expand(3, V), tree, [0, 1, 2], row, Unlikely())[1].tolist() == pytest.approx([0, 0.6, 0.4])
 
 
 def test_weights_are_brought_to_a_law() -> None:
@@ -442,6 +476,7 @@ class Known(StreamNoise):
     noise = torch.tensor([[[0.5, 1.0, 2.0], [3.0, 0.1, 1.0]]])
 
     def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+        assert logits.shape[:2] == (len(rows), max(map(len, trees)))
         return self.noise
 
 

@@ -255,3 +255,18 @@ def test_every_node_at_once() -> None:
     before = single.clone()
     laws.everywhere(single)
     assert torch.equal(single, before)
+
+
+def test_ids_lie_where_the_prompt_does() -> None:
+    """Whatever device torch makes tensors on unless it is told."""
+    history, rows = started([1, 2, 0])
+    laws, raw = Laws(processors("n-grams"), history), logits(3)
+    with torch.device("meta"):
+        assert history.batch(2).device == raw.device
+        assert laws(rows, raw).device == laws.of_drafts(rows, [[1], [2], [3]], raw).device == raw.device
+
+
+def test_every_row_has_a_draft() -> None:
+    history, rows = started([1, 1, 1])
+    with pytest.raises(ValueError, match="zip"):
+        Laws(processors("n-grams"), history).of_drafts(rows, [[1], [2]], logits(3))

@@ -172,7 +172,7 @@ def test_who_goes_in_step() -> None:
         (["eos"], 3, known, False, True),
         ([], 3, known, False, False),
         (["over"], 3, known, False, False),
-        (["stop string"], 3, known, True, False),  # rows that ended go on with text of their own
+        (["stop string"], 2, known, True, False),  # rows that ended go on with text of their own
         (["stop string"], 1, known, False, False),
         (["eos", "stop string"], 3, known, False, True),
         (["sure"], 1, known, True, False),
