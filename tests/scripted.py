@@ -56,10 +56,15 @@ class Plain:
 
 
 class Alongside(StoppingCriteria):
-    """A criterion of one's own, which ends nothing: rows go in step."""
+    """A criterion of one's own, so that rows go in step; it ends the first row at a length, if any."""
+
+    def __init__(self, length: int | None = None):
+        self.length = length
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        done = torch.zeros(len(input_ids), dtype=torch.bool)
+        done[0] = self.length is not None and input_ids.shape[1] >= self.length
+        return done
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from truedraft.stopping import Stops
 from truedraft.tree import Prompt, Row, Taps
 
 ROOM, SEEDS = 9, 12
+EARLY = 3  # tokens of the first row, where rows go in step
 
 
 class Steps(Replay):
@@ -87,7 +89,8 @@ class Setting:
         if pads:
             criteria.append(EosTokenCriteria(END))
         if in_step:
-            criteria.append(Alongside())
+            criteria.append(Alongside(4 + EARLY))
+            self.plain[0].longest = self.rows[0].prompt + EARLY
         stops = Stops(criteria, self.history, laws)
         assert stops.in_step == in_step
         self.target = Target(self.note, begins_with_drafts)
@@ -177,7 +180,7 @@ def test_what_a_pass_emitted_is_recorded() -> None:
 def test_drafts_are_cut_to_what_can_be_emitted() -> None:
     cut = 0
     for seed in range(SEEDS):
-        for way in ("rows by themselves", "in step", "drawn drafts"):
+        for way in ("rows by themselves", "in step without padding", "drawn drafts"):
             setting = Setting(seed, **WAYS[way])
             given: list[tuple[Row, DraftTree, int]] = []
             propose = setting.drafter.propose
@@ -200,8 +203,7 @@ def test_drafts_are_cut_to_what_can_be_emitted() -> None:
                 setting.control.before, setting.control.pruned, passes, strict=True
             ):
                 for full, kept, tree in zip(before, kept_trees, trees, strict=True):
-                    drawn = way == "drawn drafts"
-                    assert tree is (full if drawn else kept) or (way == "in step" and set(tree.tokens[1:]) <= {PAD})
+                    assert tree is (full if way == "drawn drafts" else kept)
     assert cut > 5
 
 
@@ -214,24 +216,20 @@ def test_drafts_of_the_right_size_are_asked_for() -> None:
 
 def test_rows_that_wait_have_padding_as_deep_as_the_others_may_get() -> None:
     waited = 0
-    for seed in range(SEEDS):
-        setting = Setting(seed, in_step=True)
+    for seed, pads in itertools.product(range(SEEDS), (True, False)):
+        setting = Setting(seed, in_step=True, pads=pads)
         setting.decode()
-        ends = {row.index: row.end for row in setting.rows}
-        steps = {row.index: row.prompt for row in setting.rows}
-        for rows, trees, accepted in setting.drafter.seen:
-            over = [(end := ends[i]) is not None and steps[i] >= end for i in rows]
+        steps = [row.prompt for row in setting.rows]
+        for pass_, (rows, trees, accepted) in enumerate(setting.drafter.seen):
             depth = max(max(tree.shape.depth) for tree in trees)
-            for i, tree, done, reached in zip(rows, trees, over, accepted, strict=True):
-                if done:
-                    waited += 1
+            for i, tree, reached in zip(rows, trees, accepted, strict=True):
+                if (end := setting.rows[i].end) is not None and steps[i] >= end and pads:
+                    waited += depth > 0
                     assert tree.tokens[1:] == (PAD,) * depth and tree.parent == tuple(range(-1, depth))
+                elif pass_:
+                    assert tree is setting.control.pruned[pass_ - 1][i]
                 steps[i] += len(reached.path)
     assert waited > SEEDS
-    setting = Setting(2, in_step=True, pads=False)
-    setting.decode()
-    kept = [tree for trees in setting.control.pruned for tree in trees]
-    assert [tree for _, trees, _ in setting.drafter.seen[1:] for tree in trees] == kept, "without padding none is made"
 
 
 def test_what_every_part_is_given_before_the_first_pass() -> None:
@@ -388,3 +386,15 @@ def test_the_rows_that_were_given_stay_as_they_are() -> None:
     given = list(setting.rows)
     setting.decode()
     assert setting.rows == given, "the engine drops rows from a list of its own"
+
+
+@pytest.mark.parametrize("part", ["drafter", "control"])
+def test_every_row_has_a_draft(part: str) -> None:
+    setting = Setting(1)
+    if part == "drafter":
+        propose = setting.drafter.propose
+        setting.drafter.propose = lambda rows, budget: propose(rows, budget)[1:]  # type: ignore[method-assign]
+    else:
+        setting.control.prune = lambda rows, trees: list(trees)[1:]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="zip"):
+        setting.decode()

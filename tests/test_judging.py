@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 
 import truedraft.accept
 from truedraft import Refused, registry
-from truedraft.accept._base import Offer, Rule, walk
+from truedraft.accept._base import Offer, Rule, first_children, walk
 from truedraft.accept._rounds import as_law, in_order
 from truedraft.accept.block import _judged
 from truedraft.chance import Chance, Replay, StreamNoise, outcomes
@@ -94,26 +94,30 @@ def last(chance: Replay, row: Row) -> DraftTree:
     return DraftTree(tokens, (-1, 0, 0, 1), (rest, below, None, None), draws="last")
 
 
-def laws_of_texts(
+def two(chance: Replay, row: Row) -> DraftTree:
+    """Two siblings drawn each by itself."""
+    q = law("drafter", tuple(row.tokens))
+    return DraftTree((row.tokens[-1], *chance.draw(q, row, 2)), (-1, 0, 0), (q, None, None), draws="independent")
+
+
+def law_of_texts(
     rule: Rule, drafting: Drafting, start: Row, *processors: LogitsProcessor
-) -> tuple[dict[tuple[int, ...], float], float]:
-    """The law of three tokens, those behind the pass by plain sampling, and the tokens that a pass emits on average."""
+) -> dict[tuple[int, ...], float]:
+    """The law of three tokens, those behind the pass by plain sampling."""
     found: dict[tuple[int, ...], float] = {}
-    mean = 0.0
 
     def once(chance: Replay) -> tuple[int, ...]:
         row = Row(0, list(start.tokens), start.prompt, ROOM)
         return emitted(rule, [row], [drafting(chance, row)], chance, *processors)[0]
 
     for text, probability in outcomes(once):
-        mean += probability * len(text)
         for rest in itertools.product(range(V), repeat=3 - len(text)):
             whole = text + rest
             weight = probability
             for i in range(len(text), 3):
                 weight *= float(target(start, whole[:i], *processors)[whole[i]])
             found[whole] = found.get(whole, 0.0) + weight
-    return found, mean
+    return found
 
 
 def target(start: Row, text: tuple[int, ...], *processors: LogitsProcessor) -> Tensor:
@@ -130,7 +134,7 @@ STARTS = [Row(0, [1], 1, ROOM), Row(0, [2, 1], 1, ROOM)]
 @pytest.mark.parametrize(
     ("rule", "drafting"),
     [
-        *(("block", d) for d in (chain(0), chain(1), chain(2), certain(1, 2), certain(0), last)),
+        *(("block", d) for d in (chain(0), chain(1), chain(2), certain(1, 2), certain(0), last, two)),
         *((rule, chain(2)) for rule in ("rejection", "multi-round", "k-seq", "greedy-multi-draft", "seeded")),
         *((rule, last) for rule in ("rejection", "multi-round", "greedy-multi-draft")),
         *((rule, certain(1, 2)) for rule in ("rejection", "multi-round", "greedy-multi-draft", "seeded")),
@@ -138,7 +142,7 @@ STARTS = [Row(0, [1], 1, ROOM), Row(0, [2, 1], 1, ROOM)]
 )
 def test_texts_have_the_law_of_the_target(rule: str, drafting: Drafting) -> None:
     for start in STARTS:
-        found, _ = laws_of_texts(registry.load("accept", rule), drafting, start)
+        found = law_of_texts(registry.load("accept", rule), drafting, start)
         for text in itertools.product(range(V), repeat=3):
             expected = 1.0
             for i in range(3):
@@ -159,15 +163,33 @@ def kept_of_chains(start: Row, depth: int, drafter: Callable[[tuple[int, ...]], 
     return mean
 
 
+def kept_of_a_block(drafting: Drafting, start: Row) -> float:
+    """How many tokens down the first children are kept, on average."""
+
+    def once(chance: Replay) -> int:
+        tree = drafting(chance, start)
+        nodes = first_children(tree)
+        prefixes = [(*start.tokens, *(tree.tokens[i] for i in tree.path(node)[1:])) for node in nodes]
+        p = torch.stack([law("target", prefix) for prefix in prefixes])
+        return _judged(p, tree, nodes, start, chance)[0]
+
+    return sum(kept * probability for kept, probability in outcomes(once))
+
+
 def test_a_block_keeps_as_much_as_the_paper_says() -> None:
-    judge = registry.load("accept", "block")
-    for start, depth in itertools.product(STARTS, (0, 1, 2)):
-        expected = 1 + kept_of_chains(start, depth, lambda prefix: law("drafter", prefix))
-        assert laws_of_texts(judge, chain(depth), start)[1] == pytest.approx(expected, abs=1e-6)
     for start in STARTS:
-        points = {len(start.tokens): 2, len(start.tokens) + 1: 0}
-        expected = 1 + kept_of_chains(start, 2, lambda prefix: torch.eye(V)[points[len(prefix)]])
-        assert laws_of_texts(judge, certain(2, 0), start)[1] == pytest.approx(expected, abs=1e-6)
+        n = len(start.tokens)
+        likeliest = torch.eye(V)[law("drafter", tuple(start.tokens)).argmax()]
+        points = {n: torch.eye(V)[2], n + 1: torch.eye(V)[0]}
+        cases: list[tuple[Drafting, int, Callable[[tuple[int, ...]], Tensor]]] = [
+            *((chain(depth), depth, lambda prefix: law("drafter", prefix)) for depth in range(3)),
+            (certain(2, 0), 2, lambda prefix, points=points: points[len(prefix)]),  # type: ignore[misc]
+            (two, 1, lambda prefix: law("drafter", prefix)),
+            (last, 2, lambda prefix, n=n, q=likeliest: q if len(prefix) == n else law("drafter", prefix)),  # type: ignore[misc]
+        ]
+        for drafting, depth, drafter in cases:
+            expected = kept_of_chains(start, depth, drafter)
+            assert kept_of_a_block(drafting, start) == pytest.approx(expected, abs=1e-6)
 
 
 def test_blocks_of_several_rows_do_not_mix() -> None:
@@ -186,7 +208,9 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
             (*row.tokens, *tree.tokens[1 : n + 1]) for row, tree in zip(rows, trees, strict=True) for n in range(3)
         ]
         logits = torch.stack([law("target", prefix).log() for prefix in prefixes]).view(3, 3, V)
-        judge.ahead(logits, rows, trees, laws, chance)
+        noted = Picking(chance)
+        judge.ahead(logits, rows, trees, laws, noted)
+        assert 1 not in noted.flipped
         offers = [Offer((tree.tokens[1],), tree.draws, None if tree.dist is None else tree.dist[0]) for tree in trees]
         first, third = (judge.choose(logits[[i], 0], [offers[i]], [rows[i]], chance)[0] for i in (0, 2))
         return [(first,), (third,)]
@@ -201,7 +225,7 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
 def test_a_block_is_judged_by_processed_laws() -> None:
     judge, start = registry.load("accept", "block"), STARTS[1]
     processors = (RepetitionPenaltyLogitsProcessor(2.0), TemperatureLogitsWarper(0.7))
-    found, _ = laws_of_texts(judge, chain(2), start, *processors)
+    found = law_of_texts(judge, chain(2), start, *processors)
     for text in itertools.product(range(V), repeat=3):
         expected = 1.0
         for i in range(3):
@@ -290,14 +314,16 @@ def pairs() -> list[tuple[Tensor, Tensor]]:
 
 
 class Picking(Chance):
-    """Another chance, and whose token is picked by it from which law."""
+    """Another chance, with the rows that it was asked for and the laws that tokens were picked from."""
 
     def __init__(self, chance: Chance):
         self.chance = chance
         self.asked: list[tuple[int, list[float]]] = []
+        self.flipped: list[int] = []
 
     def flip(self, probability: float, row: Row) -> bool:
-        assert 0 <= probability <= 1 and isinstance(row, Row)
+        assert 0 <= probability <= 1
+        self.flipped.append(row.index)
         return self.chance.flip(probability, row)
 
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:

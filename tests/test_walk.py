@@ -203,3 +203,14 @@ def test_a_rule_needs_nothing_but_to_choose() -> None:
     assert rule.extra(7) == 0 and rule.dress(trees) == list(trees) and rule.attributions() == ()
     assert rule.ahead(torch.zeros(1, 1, V), rows, trees[:1], laws, Replay([])) is None
     assert rule.takes is None and rule.needs == Taps() and not rule.takes_references
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_every_row_has_a_tree(known: bool, in_step: bool) -> None:
+    rows = batch(random.Random(0), False, True)
+    laws, stops = around(rows, in_step, True)
+    trees = [DraftTree.chain(row.tokens[-1]) for row in rows]
+    scores, tokens = Scores(torch.zeros(3, 1, V), {}, [0] * 3), [[0], [0], [0]] if known else None
+    with pytest.raises((ValueError, IndexError)):
+        walk(rows, trees[:2], scores, tokens, laws, Likeliest(), stops, Replay([]), PAD)
