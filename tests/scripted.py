@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from truedraft import Card, Drafter, DraftTree
 from truedraft.accept._base import Offer, Rule
-from truedraft.chance import Chance
+from truedraft.chance import Chance, Replay
 from truedraft.control._base import Control
 from truedraft.tree import Accepted, Prompt, Row, Scores, Taps
 
@@ -75,6 +75,7 @@ class Likeliest(Rule):
     wants = "likeliest"
 
     def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        assert isinstance(chance, Replay)
         self.asked += [(row.index, row.step, offer) for row, offer in zip(rows, offers, strict=True)]
         best, token = scores.max(-1)
         return token.masked_fill(best.isnan(), -1).tolist()
@@ -210,6 +211,7 @@ class Pruning(Control):
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         self.note("prune")
+        assert [tree.tokens[0] for tree in trees] == [row.tokens[-1] for row in rows]
         self.before.append(list(trees))
         self.pruned.append([tree.cut(self.random.randint(1, len(tree))) for tree in trees])
         return self.pruned[-1]

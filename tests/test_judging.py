@@ -470,6 +470,8 @@ def test_a_law_of_which_nothing_is_left_stays() -> None:
     token, law = judge(almost, Offer((0,)), row, Unlikely())
     assert token is None and torch.equal(law, almost)
     only = torch.tensor([1.0, 0.0, 0.0])
+    token, law = judge(almost, Offer((0,), "one", only), row, Unlikely())
+    assert token is None and torch.equal(law, almost)
     half = torch.tensor([0.5, 0.5, 0.0])
     token, law = judge(half, Offer((0, 0), "distinct", only), row, Unlikely())
     assert token is None and law.tolist() == [0.0, 1.0, 0.0]
