@@ -181,7 +181,7 @@ def test_indices_lie_where_the_caches_do() -> None:
         cache.lengths.extend([2, 5])
         cache.cursor.begin(0, 2, 3, CPU)
         assert cache.cursor.place.device == cache.cursor.row.device == CPU
-        keys = torch.ones(2, HEADS, 3, SIZE, device=CPU)
+        keys = torch.arange(6.0, device=CPU).view(2, 1, 3, 1).expand(2, HEADS, 3, SIZE)
         cache.layers[0].update(keys, keys)
         cache.commit(1, [0, 2])
-    assert cache.lengths == [2, 7]
+    assert cache.lengths == [2, 7] and cache.layers[0].keys[1, 0, 5:7, 0].tolist() == [3, 5]

@@ -163,6 +163,9 @@ def test_a_stranger_is_called_once_a_step_with_the_whole_batch() -> None:
         assert torch.equal(raw, before) and mine.calls == step + 1
         for row in rows:
             row.tokens.append(TEXTS[row.index][step])
+    one, raw = Row(0, [5, 6], 2, STEPS), logits(1)
+    alone = Laws(LogitsProcessorList([Summing()]), History(torch.tensor([[5, 6]]), STEPS, PAD, [one]))
+    assert torch.equal(alone([one], raw), Summing()(torch.tensor([[5, 6]]), raw))
     assert Laws(LogitsProcessorList([Summing2(), Summing()]), history).strangers == ["Summing", "Summing2"]
 
 
