@@ -241,6 +241,15 @@ def test_a_chain_is_judged_where_nothing_is_left_but_rounding() -> None:
     assert kept == 2 and left.tolist() == [0.5, 0.5]
 
 
+def test_a_chain_ends_where_its_token_cannot_be() -> None:
+    p, row = torch.tensor([[0.75, 0.25, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), Row(0, [1], 1, 9)
+    kept, left = _judged(p, DraftTree.chain(1, [2, 0]), [0, 1, 2], row, StreamNoise(1))
+    assert kept == 0 and left.tolist() == [0.75, 0.25, 0.0]
+    tree = DraftTree((1, 0, 0), (-1, 0, 1), (p[0], p[1], None), draws="one")
+    kept, left = _judged(p, tree, [0, 1, 2], row, Unlikely())
+    assert kept == 0 and left.tolist() == p[0].tolist(), "refused by rounding alone, the law stays"
+
+
 def test_a_mass_too_small_to_be_added_to_one_is_a_mass() -> None:
     p = torch.tensor([[1.0, 0.0], [1.0, 1e-30], [1.0, 0.0]])
     tree = DraftTree((1, 0, 0), (-1, 0, 1), (torch.tensor([1.0, 0.0]),) * 2 + (None,), draws="one")

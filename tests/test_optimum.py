@@ -64,6 +64,15 @@ def test_drafts_from_different_laws(seed: int) -> None:
     assert optimal_acceptance(p, qs) == pytest.approx(program(p, drafted(qs, False)), abs=1e-6)
 
 
+def test_the_best_set_of_tokens_is_found() -> None:
+    """Over all 4,096 sets H of twelve tokens: the least p(H) + 1 - the product of q(H)."""
+    sets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=12)), dtype=torch.float64)
+    for seed, sharp in itertools.product(range(25), (1.5, 2.5, 4.0)):
+        p, qs = law(seed, 12, sharp), [law(100 * i + seed, 12, sharp) for i in range(1, 3 + seed % 4)]
+        least = (sets @ p + 1 - torch.stack([sets @ q for q in qs]).prod(0)).min()
+        assert optimal_acceptance(p, qs) == pytest.approx(float(least), abs=1e-8)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_certain_drafts_and_one_drawn(seed: int) -> None:
     p, q = law(seed), law(seed + 50)
