@@ -86,6 +86,14 @@ def test_certain_drafts_and_one_drawn(seed: int) -> None:
     )
 
 
+def test_which_laws_count() -> None:
+    p, q = law(1), law(2)
+    assert optimal_acceptance(p, [q, law(9)], "distinct") == optimal_acceptance(p, [q, q], "distinct")
+    assert optimal_acceptance(p, [q, q]) == optimal_acceptance(p, [q, q], "one") < optimal_acceptance(p, [q] * 3)
+    sure = torch.eye(SIZE, dtype=torch.float64)[3]
+    assert optimal_acceptance(p, [sure, sure], "last") == pytest.approx(float(p[3])), "nothing is left to draw"
+
+
 def test_one_draft_is_kept_as_often_as_the_laws_agree() -> None:
     p, q = law(1, 8000), law(2, 8000)
     assert optimal_acceptance(p, [q]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-9)
