@@ -63,7 +63,7 @@ class Reason:
 
 SAME = "the same result by another way, with more work, or from what no caller can give"
 ROUNDING = "a guard against rounding, or a bound beside what no test reaches exactly"
-SEARCH = "another step of a search that ends at the same point"
+SEARCH = "another step of a search that still ends at the same point, perhaps in more rounds"
 REASONS = (
     Reason(
         "zip's check of lengths that come from one list: it is for faults elsewhere",
@@ -79,7 +79,9 @@ REASONS = (
     Reason(SAME, "*.sampling.*", r"(?m)^\+.*(first <= row\.step|first >= row\.step|\(self\.processors\) or True)"),
     Reason(SAME, "*.stopping.*", r"(?m)^\+.*type\(None\) not in"),
     Reason(SAME, "*.caches.*", r"(?m)^\+.*(torch\.empty\(|move\(last, slot, None\)|_all\[1\]\.shape)"),
-    Reason(SAME, "*.tree.*", r"(?m)^\+.*(range\(len\(self\)\)|len\(self\) < depth|\(self\.probes\) or True)"),
+    Reason(
+        SAME, "*.tree.*", r"(?m)^\+.*(range\(len\(self\)\)|len\(self\) < depth|not 0 <= i < n|\(self\.probes\) or True)"
+    ),
     Reason(SAME, "*.accept.*", r"(?m)^\+.*(softmax\(\+1\)|odds >= 0|odds > drafted|\[1\] if row\.ended)"),
     Reason(SAME, "*._rounds.*", r"(?m)^\+.*(\[\+1\]|\[-2\]|laws\[:, 1\])"),
     Reason(SAME, "*.k_seq.x__tried__*"),
@@ -149,7 +151,7 @@ def _found(counts: Counter[str]) -> float:
 def show(figures: Mapping[str, Mapping[str, float]], survivors: Sequence[tuple[Mutant, str, str]]) -> None:
     console, table = Console(), Table("module", *STATES, "found")
     for module, row in figures.items():
-        table.add_row(module, *(str(row[state]) for state in STATES), f"{row['share']:.1%}")
+        table.add_row(module.removeprefix("truedraft/"), *(str(row[state]) for state in STATES), f"{row['share']:.1%}")
     console.print(table)
     for why, count in Counter(why or "NO REASON YET" for _, _, why in survivors).most_common():
         console.print(f"{count:4}  {why}", highlight=False)
@@ -183,6 +185,7 @@ def main() -> None:
                 {**asdict(mutant), "why": why, "change": diff.splitlines()} for mutant, diff, why in survivors
             ],
         }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         write_whole(args.json, json.dumps(report, indent=1) + "\n")
 
 
