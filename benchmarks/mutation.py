@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from truedraft.files import write_whole
 
@@ -149,7 +149,7 @@ def _found(counts: Counter[str]) -> float:
 
 
 def show(figures: Mapping[str, Mapping[str, float]], survivors: Sequence[tuple[Mutant, str, str]]) -> None:
-    console, table = Console(), Table("module", *STATES, "found")
+    console, table = Console(), Table(Column("module", no_wrap=True), *STATES, "found")
     for module, row in figures.items():
         table.add_row(module.removeprefix("truedraft/"), *(str(row[state]) for state in STATES), f"{row['share']:.1%}")
     console.print(table)
