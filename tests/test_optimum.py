@@ -55,13 +55,22 @@ def drafted(qs: list[Tensor], distinct: bool) -> dict[tuple[int, ...], float]:
 def test_it_is_what_a_linear_program_finds(seed: int, draws: str, n: int) -> None:
     p, q = law(seed), law(seed + 50)
     expected = program(p, drafted([q] * n, draws == "distinct"))
-    assert optimal_acceptance(p, [q] * n, draws) == pytest.approx(expected, abs=1e-6)  # type: ignore[arg-type]
+    assert optimal_acceptance(p, [q] * n, draws) == pytest.approx(expected, abs=1e-9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_from_different_laws(seed: int) -> None:
     p, qs = law(seed), [law(seed + 20), law(seed + 40), law(seed + 60)]
     assert optimal_acceptance(p, qs) == pytest.approx(program(p, drafted(qs, False)), abs=1e-6)
+
+
+def test_the_best_set_of_tokens_is_found() -> None:
+    """Over all 4,096 sets H of twelve tokens: the least p(H) + 1 - the product of q(H)."""
+    sets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=12)), dtype=torch.float64)
+    for seed, sharp in itertools.product(range(25), (1.5, 2.5, 4.0)):
+        p, qs = law(seed, 12, sharp), [law(100 * i + seed, 12, sharp) for i in range(1, 3 + seed % 4)]
+        least = (sets @ p + 1 - torch.stack([sets @ q for q in qs]).prod(0)).min()
+        assert optimal_acceptance(p, qs) == pytest.approx(float(least), abs=1e-8)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -75,6 +84,14 @@ def test_certain_drafts_and_one_drawn(seed: int) -> None:
     assert optimal_acceptance(p, [q, law(9)], "certain") == pytest.approx(
         float(p[torch.stack([q.argmax(), law(9).argmax()]).unique()].sum())
     )
+
+
+def test_which_laws_count() -> None:
+    p, q = law(1), law(2)
+    assert optimal_acceptance(p, [q, law(9)], "distinct") == optimal_acceptance(p, [q, q], "distinct")
+    assert optimal_acceptance(p, [q, q]) == optimal_acceptance(p, [q, q], "one") < optimal_acceptance(p, [q] * 3)
+    sure = torch.eye(SIZE, dtype=torch.float64)[3]
+    assert optimal_acceptance(p, [sure, sure], "last") == pytest.approx(float(p[3])), "nothing is left to draw"
 
 
 def test_one_draft_is_kept_as_often_as_the_laws_agree() -> None:

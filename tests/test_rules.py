@@ -16,7 +16,6 @@ from models import ragged, sibling, tiny
 from truedraft import registry
 from truedraft.accept import optimal_acceptance
 from truedraft.accept._base import Offer, Rule
-from truedraft.accept.block import _judged
 from truedraft.chance import PositionNoise, Replay, StreamNoise, likeliest, outcomes
 from truedraft.sampling import History, Laws
 from truedraft.tree import DraftTree, Draws, Prompt, Row
@@ -269,17 +268,3 @@ def test_a_share_of_nothing_is_greedy() -> None:
     got = fast.generate(**inputs, max_new_tokens=30, do_sample=False)
     assert torch.equal(got, model.generate(**inputs, max_new_tokens=30, do_sample=False))
     assert fast.report().mean_acceptance_length > 1.3
-
-
-def test_a_chain_is_judged_where_nothing_is_left_but_rounding() -> None:
-    p = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
-    q = p[0] - torch.tensor([1e-8, 0.0])
-    tree = DraftTree((1, 0, 1), (-1, 0, 1), (q, p[1] - torch.tensor([1e-20, 0.0]), None), draws="one")
-    kept, law = _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))
-    assert kept == 2 and law.tolist() == [0.5, 0.5]
-
-
-def test_a_mass_too_small_to_be_added_to_one_is_a_mass() -> None:
-    p = torch.tensor([[1.0, 0.0], [1.0, 1e-30], [1.0, 0.0]])
-    tree = DraftTree((1, 0, 0), (-1, 0, 1), (torch.tensor([1.0, 0.0]),) * 2 + (None,), draws="one")
-    assert _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))[0] == 2

@@ -1,0 +1,400 @@
+"""The loop over a scripted target, against a loop that emits token by token: who leaves when, and what is recorded."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList as Criteria
+
+from scripted import END, PAD, Alongside, Likeliest, Plain, Pruning, RandomDrafts, Target, V, next_token
+from truedraft import DraftTree
+from truedraft.accept._base import Rule
+from truedraft.accept.greedy import Greedy
+from truedraft.chance import Replay
+from truedraft.engine import Engine
+from truedraft.sampling import History, Laws
+from truedraft.stats import Pass, Stopwatch
+from truedraft.stopping import Stops
+from truedraft.tree import Prompt, Row, Taps
+
+ROOM, SEEDS = 9, 12
+EARLY = 3  # tokens of the first row, where rows go in step
+
+
+class Steps(Replay):
+    """A chance that notes how far rows are said to be."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.at: list[int] = []
+        self.behind: list[int] = []
+
+    def reached(self, step: int) -> None:
+        self.at.append(step)
+
+    def passed(self, step: int) -> None:
+        self.behind.append(step)
+
+
+class Parts(Stopwatch):
+    """Knows the part whose time runs."""
+
+    part = ""
+
+    def timed(self, part: str, f: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            before, self.part = self.part, part
+            try:
+                return f(*args, **kwargs)
+            finally:
+                self.part = before
+
+        return super().timed(part, within)
+
+
+class Setting:
+    """An engine around a scripted target, its rows, and what happened."""
+
+    def __init__(
+        self,
+        seed: int,
+        rows: int = 3,
+        in_step: bool = False,
+        pads: bool = True,
+        rule: Rule | None = None,
+        drawn: bool = False,
+        begins_with_drafts: bool = False,
+        width: int = 6,
+    ):
+        rng = random.Random(seed)
+        self.events: list[str] = []
+        self.parts: dict[str, str] = {}
+        self.watch = Parts()
+        lengths = [rng.randint(1, 4) for _ in range(rows)]
+        self.rows = [Row(i, [rng.randrange(V - 1) for _ in range(n)], n, ROOM) for i, n in enumerate(lengths)]
+        self.prompts = [Prompt(torch.tensor(row.tokens)) for row in self.rows]
+        self.plain = [Plain(list(row.tokens), row.prompt + ROOM, END if pads else None) for row in self.rows]
+        self.history = History(torch.zeros(rows, 4), ROOM, PAD, self.rows)
+        laws = Laws(LogitsProcessorList(), self.history)
+        criteria = Criteria([MaxLengthCriteria(4 + ROOM)])
+        if pads:
+            criteria.append(EosTokenCriteria(END))
+        if in_step:
+            criteria.append(Alongside(4 + EARLY))
+            self.plain[0].longest = self.rows[0].prompt + EARLY
+        stops = Stops(criteria, self.history, laws)
+        assert stops.in_step == in_step
+        self.target = Target(self.note, begins_with_drafts)
+        self.drafter = RandomDrafts(self.note, seed, drawn, width)
+        self.control, self.chance = Pruning(self.note, seed), Steps()
+        self.rule = rule or Likeliest()
+        self.engine = Engine(
+            self.target, self.drafter, self.rule, self.control, laws, stops, self.chance, self.history, self.watch  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.in_step, self.pads = in_step, pads
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+        self.parts[event] = self.watch.part
+
+    def decode(self) -> list[Pass]:
+        return list(self.engine.run(self.rows, self.prompts))
+
+    def expected(self) -> list[tuple[list[int], int | None]]:
+        """Plain decoding; in step until the last row has ended."""
+        if not self.in_step:
+            for row in self.plain:
+                while row.end is None:
+                    row.emit(next_token(row.tokens))
+        while any(row.end is None for row in self.plain):
+            for row in self.plain:
+                row.emit(PAD if row.end and self.pads else next_token(row.tokens))
+        return [(row.tokens, row.end) for row in self.plain]
+
+    def found(self) -> list[tuple[list[int], int | None]]:
+        return [(row.tokens, row.end) for row in self.rows]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "rows by themselves": {},
+    "one row": {"rows": 1},
+    "no end of text": {"pads": False},
+    "in step": {"in_step": True},
+    "in step without padding": {"in_step": True, "pads": False},
+    "tokens known before the walk": {"rule": Greedy()},
+    "in step, known": {"rule": Greedy(), "in_step": True},
+    "drawn drafts": {"drawn": True},
+    "drafts before the first pass": {"begins_with_drafts": True},
+    "no drafts": {"width": 0},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_text_is_that_of_plain_decoding(way: str) -> None:
+    most = 0
+    for seed in range(SEEDS):
+        setting = Setting(seed, **WAYS[way])
+        passes = setting.decode()
+        assert setting.found() == setting.expected()
+        assert setting.target.slots == [] and setting.engine.rows == []
+        assert sorted(setting.drafter.ended) == sorted(setting.control.ended) == list(range(len(setting.rows)))
+        emitted: dict[int, list[int]] = {row.index: [] for row in setting.rows}
+        for done in passes:
+            for emission in done.emitted:
+                emitted[emission.row] += emission.tokens
+                assert 0 <= emission.drafted <= min(emission.offered, len(emission.tokens))
+                most = max(most, emission.drafted)
+        assert emitted == {row.index: row.tokens[row.prompt : row.end] for row in setting.rows}
+    assert (most > 0) == (way != "no drafts")
+
+
+def test_what_a_pass_emitted_is_recorded() -> None:
+    for seed in range(SEEDS):
+        for way in ("rows by themselves", "in step", "in step without padding"):
+            setting = Setting(seed, **WAYS[way])
+            passes = setting.decode()
+            ends = {row.index: row.step if row.end is None else row.end - row.prompt for row in setting.rows}
+            steps = Counter[int]()
+            for done, (rows, trees, accepted) in zip(passes, setting.drafter.seen, strict=True):
+                assert done.width == max(map(len, trees))
+                expected = []
+                for row, tree, reached in zip(rows, trees, accepted, strict=True):
+                    text = [*(tree.tokens[i] for i in reached.path[1:]), reached.token]
+                    text = text[: max(ends[row] - steps[row], 0)]
+                    steps[row] += len(reached.path)
+                    if text:
+                        verified = len(tree) - 1 - len(tree.probes)
+                        expected.append((row, tuple(text), min(len(reached.path) - 1, len(text)), verified))
+                assert [(e.row, e.tokens, e.drafted, e.offered) for e in done.emitted] == expected
+
+
+def test_drafts_are_cut_to_what_can_be_emitted() -> None:
+    cut = 0
+    for seed in range(SEEDS):
+        for way in ("rows by themselves", "in step without padding", "drawn drafts"):
+            setting = Setting(seed, **WAYS[way])
+            given: list[tuple[Row, DraftTree, int]] = []
+            propose = setting.drafter.propose
+
+            def noted(rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+                trees = propose(rows, budget)
+                given.extend((row, tree, row.step) for row, tree in zip(rows, trees, strict=True))
+                return trees
+
+            setting.drafter.propose = noted  # type: ignore[method-assign]
+            setting.decode()
+            fitted = [tree for trees in setting.control.before for tree in trees]
+            for (_, tree, step), kept in zip(given, fitted, strict=True):
+                within = [i for i in range(min(7, len(tree))) if len(tree.path(i)) - 1 <= ROOM - step - 1]
+                assert kept.tokens == tuple(tree.tokens[i] for i in within)
+                cut += len(within) < min(7, len(tree))
+            passes = setting.drafter.seen[1:]
+            assert len(passes) == len(setting.control.pruned)
+            for before, kept_trees, (_, trees, _) in zip(
+                setting.control.before, setting.control.pruned, passes, strict=True
+            ):
+                for full, kept, tree in zip(before, kept_trees, trees, strict=True):
+                    assert tree is (full if way == "drawn drafts" else kept)
+    assert cut > 5
+
+
+def test_drafts_of_the_right_size_are_asked_for() -> None:
+    setting = Setting(3)
+    setting.decode()
+    shown = setting.drafter.seen
+    assert setting.drafter.budgets == [[10 + i for i in rows] for rows, _, _ in shown[1:]]
+
+
+def test_rows_that_wait_have_padding_as_deep_as_the_others_may_get() -> None:
+    waited = 0
+    for seed, pads in itertools.product(range(SEEDS), (True, False)):
+        setting = Setting(seed, in_step=True, pads=pads)
+        setting.decode()
+        steps = [row.prompt for row in setting.rows]
+        for pass_, (rows, trees, accepted) in enumerate(setting.drafter.seen):
+            depth = max(max(tree.shape.depth) for tree in trees)
+            for i, tree, reached in zip(rows, trees, accepted, strict=True):
+                if (end := setting.rows[i].end) is not None and steps[i] >= end and pads:
+                    waited += depth > 0
+                    assert tree.tokens[1:] == (PAD,) * depth and tree.parent == tuple(range(-1, depth))
+                elif pass_:
+                    assert tree is setting.control.pruned[pass_ - 1][i]
+                steps[i] += len(reached.path)
+    assert waited > SEEDS
+
+
+def test_what_every_part_is_given_before_the_first_pass() -> None:
+    rule = Likeliest()
+    rule.needs = Taps((2,))
+    for in_step in (False, True):
+        setting = Setting(1, in_step=in_step, rule=rule)
+        setting.decode()
+        engine = setting.engine
+        assert setting.target.taps.hidden == (1, 2)
+        assert setting.drafter.opened == (engine.laws, setting.chance, "likeliest")
+        assert setting.control.opened[:4] == (setting.target, setting.drafter, setting.watch.seconds, in_step)
+        assert [row.index for row in setting.drafter.under_way] == [0, 1, 2]
+        assert [row.index for row in setting.control.started] == [0, 1, 2]
+        assert setting.control.learnt == len(setting.drafter.seen)
+
+
+def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
+    setting = Setting(1, rows=1)
+    passes = setting.engine.run(setting.rows, setting.prompts)
+    next(passes)
+    assert setting.events == ["open", "start", "ready", "prefill", "wait", "commit", "observe", "learn"]
+    next(passes)
+    assert setting.events[8:] == ["propose", "prune", "score", "wait", "commit", "observe", "learn"]
+    list(passes)
+    assert setting.events[-3:] == ["drafter ends", "control ends", "release"]
+    of = setting.parts
+    assert of["open"] == "calibrate" and of["prune"] == of["learn"] == "control"
+    assert of["ready"] == of["prefill"] == "prefill" and of["propose"] == "draft"
+    assert of["start"] == of["observe"] == "observe" and of["score"] == of["wait"] == "target"
+    assert set(setting.watch.seconds) == {"calibrate", "control", "prefill", "draft", "observe", "target"}
+    setting = Setting(1, rows=1, begins_with_drafts=True)
+    next(setting.engine.run(setting.rows, setting.prompts))
+    assert setting.events[:6] == ["open", "start", "ready", "propose", "prune", "score"]
+    known = Setting(1, rule=Greedy())
+    known.decode()
+    assert "wait" not in known.events, "who knows every token has waited already"
+
+
+def test_chance_is_told_how_far_rows_are() -> None:
+    for seed in range(SEEDS):
+        setting = Setting(seed)
+        steps, behind = [0] * 3, []
+        most = []
+        setting.decode()
+        left = {0, 1, 2}
+        for rows, _, accepted in setting.drafter.seen:
+            for i, reached in zip(rows, accepted, strict=True):
+                steps[i] += len(reached.path)
+            most.append(max(steps[i] for i in rows))
+            left -= {i for i, reached in zip(rows, accepted, strict=True) if reached.ended}
+            if left:
+                behind.append(min(steps[i] for i in left))
+        assert setting.chance.at == most and setting.chance.behind == behind
+
+
+class Dressing(Likeliest):
+    """Hangs a probe below every root, and looks at every pass."""
+
+    def dress(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        return [
+            DraftTree((*tree.tokens, 3), (*tree.parent, 0), probes=frozenset({*tree.probes, len(tree)}))
+            for tree in trees
+        ]
+
+    def see(self, scores: Any, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
+        self.seen = [*getattr(self, "seen", ()), ([row.index for row in rows], scores, list(trees))]
+
+
+def test_a_rule_adds_what_it_reads_and_sees_every_pass() -> None:
+    rule = Dressing()
+    setting = Setting(5, rule=rule)
+    setting.decode()
+    assert setting.found() == setting.expected()
+    for (rows, trees, _), (mine, scores, same) in zip(setting.drafter.seen, rule.seen, strict=True):
+        assert rows == mine and trees == same and scores.logits.shape[1] == max(map(len, trees))
+    for _, trees, _ in setting.drafter.seen[1:]:
+        assert all(len(tree) - 1 in tree.probes for tree in trees)
+
+
+class Foreseeing(Likeliest):
+    """Knows each token before the walk, and by what it was asked for it."""
+
+    def ahead(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> list[list[int]]:
+        self.given = ([row.index for row in rows], len(trees), laws, chance)
+        return logits.argmax(-1).tolist()
+
+
+def test_a_rule_that_knows_every_token_is_not_asked_again() -> None:
+    rule = Foreseeing()
+    setting = Setting(4, rule=rule, rows=1)
+    setting.decode()
+    assert setting.found() == setting.expected() and rule.asked == []
+    assert rule.given == ([0], 1, setting.engine.laws, setting.chance)
+
+
+def test_a_draft_begins_with_the_pending_token() -> None:
+    setting = Setting(1, rows=1)
+    setting.drafter.propose = lambda rows, budget: [DraftTree.chain(7)]  # type: ignore[method-assign]
+    passes = setting.engine.run(setting.rows, setting.prompts)
+    next(passes)
+    pending = setting.rows[0].tokens[-1]
+    with pytest.raises(ValueError, match=f"^a draft must begin with the pending token {pending}, got 7$"):
+        next(passes)
+    assert setting.drafter.ended == setting.control.ended == [0], "rows are ended where the loop is cut short"
+
+
+def test_prompts_that_are_embeddings_begin_without_tokens() -> None:
+    setting = Setting(1, rows=2)
+    for row in setting.rows:
+        row.tokens, row.prompt = [], 0
+    setting.target._begin = lambda prompts: setting.target.slots.extend([] for _ in prompts)  # type: ignore[method-assign]
+    passes = setting.engine.run(setting.rows, [Prompt(embeds=torch.zeros(2, 3))] * 2)
+    first = next(passes)
+    assert first.width == 1 and [e.tokens for e in first.emitted] == [(next_token([0]),)] * 2
+    assert [tree.tokens for tree in setting.drafter.seen[0][1]] == [(0,), (0,)]
+
+
+def test_rows_that_are_left_are_ended_once() -> None:
+    for passes in (0, 1, 3):
+        setting = Setting(0)
+        running = setting.engine.run(setting.rows, setting.prompts)
+        for _ in range(passes):
+            next(running)
+        running.close()
+        if passes:
+            assert sorted(setting.drafter.ended) == sorted(setting.control.ended) == [0, 1, 2]
+        setting.engine.close()
+        assert setting.engine.rows == [] and len(setting.drafter.ended) == (3 if passes else 0)
+
+
+def test_an_end_that_is_cut_short_is_made_up_for() -> None:
+    setting = Setting(0)
+    running = setting.engine.run(setting.rows, setting.prompts)
+    next(running)
+    end, failing = setting.control.end, [True]
+
+    def cut_short(row: Row) -> None:
+        if row.index == 1 and failing:
+            failing.pop()
+            raise KeyboardInterrupt
+        end(row)
+
+    setting.control.end = cut_short  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        running.close()
+    assert 1 in [row.index for row in setting.engine.rows]
+    setting.engine.close()
+    assert setting.engine.rows == [] and sorted(setting.control.ended) == [0, 1, 2]
+
+
+def test_the_rows_that_were_given_stay_as_they_are() -> None:
+    setting = Setting(2)
+    given = list(setting.rows)
+    setting.decode()
+    assert setting.rows == given, "the engine drops rows from a list of its own"
+
+
+@pytest.mark.parametrize("part", ["drafter", "control"])
+def test_every_row_has_a_draft(part: str) -> None:
+    setting = Setting(1)
+    if part == "drafter":
+        propose = setting.drafter.propose
+        setting.drafter.propose = lambda rows, budget: propose(rows, budget)[1:]  # type: ignore[method-assign]
+    else:
+        setting.control.prune = lambda rows, trees: list(trees)[1:]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="zip"):
+        setting.decode()

@@ -1,0 +1,562 @@
+"""What rules make of a pass, by enumeration of every draw, flip and pick on tiny vocabularies.
+
+The oracles are the laws themselves: the text of a pass must have the target's law, and drafts must be kept as often as
+the formulas of the papers say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+from scipy.optimize import brentq
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+
+import truedraft.accept
+from truedraft import Refused, registry
+from truedraft.accept._base import Offer, Rule, first_children, walk
+from truedraft.accept._rounds import as_law, in_order
+from truedraft.accept.block import _judged
+from truedraft.chance import Chance, Replay, StreamNoise, outcomes
+from truedraft.sampling import History, Laws
+from truedraft.stopping import Stops
+from truedraft.tree import DraftTree, Draws, Row, Scores
+
+V, ROOM = 3, 6
+BY_LAW = ("rejection", "multi-round", "k-seq", "greedy-multi-draft")
+PAIRS = [
+    ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5]), ([0.6, 0.4, 0.0], [0.1, 0.2, 0.7]), ([0.25, 0.25, 0.5], [0.25, 0.25, 0.5]),
+    ([0.0, 1.0, 0.0], [0.5, 0.0, 0.5]), ([0.1, 0.8, 0.1], [0.45, 0.1, 0.45]), ([0.4, 0.4, 0.2], [0.1, 0.3, 0.6]),
+]  # fmt: skip
+
+
+@cache
+def law(kind: str, prefix: tuple[int, ...]) -> Tensor:
+    """The law of the target, or of the drafter, behind a prefix."""
+    seed = int("1" + "".join(map(str, prefix)), 4) + (10_000 if kind == "drafter" else 0)
+    return (1.2 * torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).softmax(-1)
+
+
+def emitted(
+    rule: Rule, rows: Sequence[Row], trees: Sequence[DraftTree], chance: Chance, *processors: LogitsProcessor
+) -> list[tuple[int, ...]]:
+    """One pass: what every row emits. Rows stand at the same length."""
+    logits = torch.zeros(len(rows), max(map(len, trees)), V, dtype=torch.float64)
+    for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+        for node in range(len(tree)):
+            drafted = [tree.tokens[i] for i in tree.path(node)[1:]]
+            logits[b, node] = law("target", (*row.tokens, *drafted)).log()
+    history = History(torch.zeros(len(rows), rows[0].prompt), ROOM, 0, rows)
+    laws = Laws(LogitsProcessorList(processors), history)
+    stops = Stops(StoppingCriteriaList([MaxLengthCriteria(rows[0].prompt + ROOM)]), history, laws)
+    before = [len(row.tokens) for row in rows]
+    known = rule.ahead(logits, rows, trees, laws, chance)
+    walk(rows, trees, Scores(logits, {}, [0] * len(rows)), known, laws, rule, stops, chance, 0)
+    return [tuple(row.tokens[n:]) for row, n in zip(rows, before, strict=True)]
+
+
+Drafting = Callable[[Replay, Row], DraftTree]
+
+
+def chain(depth: int) -> Drafting:
+    """Chains drawn token by token."""
+
+    def drafted(chance: Replay, row: Row) -> DraftTree:
+        tokens, laws = [row.tokens[-1]], list[Tensor | None]()
+        for _ in range(depth):
+            laws.append(law("drafter", (*row.tokens, *tokens[1:])))
+            tokens += chance.draw(laws[-1], row)  # type: ignore[arg-type]
+        return DraftTree(tuple(tokens), tuple(range(-1, depth)), (*laws, None), draws="one")
+
+    return drafted
+
+
+def certain(*tokens: int) -> Drafting:
+    return lambda chance, row: DraftTree.chain(row.tokens[-1], tokens)
+
+
+def last(chance: Replay, row: Row) -> DraftTree:
+    """A certain token and one drawn from the rest of the law, and below the first another that is drawn."""
+    q = law("drafter", tuple(row.tokens))
+    rest = q.index_fill(0, q.argmax(), 0.0) / (1 - q.max())
+    first, below = int(q.argmax()), law("drafter", (*row.tokens, int(q.argmax())))
+    tokens = (row.tokens[-1], first, *chance.draw(rest, row), *chance.draw(below, row))
+    return DraftTree(tokens, (-1, 0, 0, 1), (rest, below, None, None), draws="last")
+
+
+def two(chance: Replay, row: Row) -> DraftTree:
+    """Two siblings drawn each by itself."""
+    q = law("drafter", tuple(row.tokens))
+    return DraftTree((row.tokens[-1], *chance.draw(q, row, 2)), (-1, 0, 0), (q, None, None), draws="independent")
+
+
+def law_of_texts(
+    rule: Rule, drafting: Drafting, start: Row, *processors: LogitsProcessor
+) -> dict[tuple[int, ...], float]:
+    """The law of three tokens, those behind the pass by plain sampling."""
+    found: dict[tuple[int, ...], float] = {}
+
+    def once(chance: Replay) -> tuple[int, ...]:
+        row = Row(0, list(start.tokens), start.prompt, ROOM)
+        return emitted(rule, [row], [drafting(chance, row)], chance, *processors)[0]
+
+    for text, probability in outcomes(once):
+        for rest in itertools.product(range(V), repeat=3 - len(text)):
+            whole = text + rest
+            weight = probability
+            for i in range(len(text), 3):
+                weight *= float(target(start, whole[:i], *processors)[whole[i]])
+            found[whole] = found.get(whole, 0.0) + weight
+    return found
+
+
+def target(start: Row, text: tuple[int, ...], *processors: LogitsProcessor) -> Tensor:
+    """The processed law behind a text."""
+    prefix = (*start.tokens, *text)
+    ids = torch.tensor([[0] * (start.prompt - 1) + [start.tokens[0], *prefix[start.prompt :]]])
+    ids[0, : start.prompt] = 0  # the prompt as `History` was given it
+    return LogitsProcessorList(processors)(ids, law("target", prefix).log()[None].float())[0].softmax(-1)  # type: ignore[arg-type]
+
+
+STARTS = [Row(0, [1], 1, ROOM), Row(0, [2, 1], 1, ROOM)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafting"),
+    [
+        *(("block", d) for d in (chain(0), chain(1), chain(2), certain(1, 2), certain(0), last, two)),
+        *((rule, chain(2)) for rule in ("rejection", "multi-round", "k-seq", "greedy-multi-draft", "seeded")),
+        *((rule, last) for rule in ("rejection", "multi-round", "greedy-multi-draft")),
+        *((rule, certain(1, 2)) for rule in ("rejection", "multi-round", "greedy-multi-draft", "seeded")),
+    ],
+)
+def test_texts_have_the_law_of_the_target(rule: str, drafting: Drafting) -> None:
+    for start in STARTS:
+        found = law_of_texts(registry.load("accept", rule), drafting, start)
+        for text in itertools.product(range(V), repeat=3):
+            expected = 1.0
+            for i in range(3):
+                expected *= float(law("target", (*start.tokens, *text[:i]))[text[i]])
+            assert found.get(text, 0.0) == pytest.approx(expected, abs=1e-6)
+
+
+def kept_of_chains(start: Row, depth: int, drafter: Callable[[tuple[int, ...]], Tensor]) -> float:
+    """Block verification keeps the first i tokens x of a chain with E[w_i], w_i = min(w_(i-1) p(x_i) / q(x_i), 1)."""
+    mean = 0.0
+    for text in itertools.chain.from_iterable(itertools.product(range(V), repeat=i + 1) for i in range(depth)):
+        chance, weight = 1.0, 1.0
+        for i, token in enumerate(text):
+            p, q = law("target", (*start.tokens, *text[:i]))[token], drafter((*start.tokens, *text[:i]))[token]
+            chance *= float(q)
+            weight = min(weight * float(p / q), 1.0) if q > 0 else 0.0
+        mean += chance * weight
+    return mean
+
+
+def kept_of_a_block(drafting: Drafting, start: Row) -> float:
+    """How many tokens down the first children are kept, on average."""
+
+    def once(chance: Replay) -> int:
+        tree = drafting(chance, start)
+        nodes = first_children(tree)
+        prefixes = [(*start.tokens, *(tree.tokens[i] for i in tree.path(node)[1:])) for node in nodes]
+        p = torch.stack([law("target", prefix) for prefix in prefixes])
+        return _judged(p, tree, nodes, start, chance)[0]
+
+    return sum(kept * probability for kept, probability in outcomes(once))
+
+
+def test_a_block_keeps_as_much_as_the_paper_says() -> None:
+    for start in STARTS:
+        n = len(start.tokens)
+        likeliest = torch.eye(V)[law("drafter", tuple(start.tokens)).argmax()]
+        points = {n: torch.eye(V)[2], n + 1: torch.eye(V)[0]}
+        cases: list[tuple[Drafting, int, Callable[[tuple[int, ...]], Tensor]]] = [
+            *((chain(depth), depth, lambda prefix: law("drafter", prefix)) for depth in range(3)),
+            (certain(2, 0), 2, lambda prefix, points=points: points[len(prefix)]),  # type: ignore[misc]
+            (two, 1, lambda prefix: law("drafter", prefix)),
+            (last, 2, lambda prefix, n=n, q=likeliest: q if len(prefix) == n else law("drafter", prefix)),  # type: ignore[misc]
+        ]
+        for drafting, depth, drafter in cases:
+            expected = kept_of_chains(start, depth, drafter)
+            assert kept_of_a_block(drafting, start) == pytest.approx(expected, abs=1e-6)
+
+
+def test_blocks_of_several_rows_do_not_mix() -> None:
+    """One row has ended and waits; of the others each text has its own law."""
+    judge = registry.load("accept", "block")
+    starts = [(1,), (2, 0), (0, 2)]
+    found: list[dict[int, float]] = [{}, {}]
+
+    def once(chance: Replay) -> list[tuple[int, ...]]:
+        rows = [Row(i, list(tokens), 1, ROOM) for i, tokens in enumerate(starts)]
+        rows[1].end = 1
+        trees = [chain(1)(chance, rows[0]), DraftTree.chain(0, [1, 1]), certain(1)(chance, rows[2])]
+        history = History(torch.zeros(3, 1), ROOM, 0, rows)
+        laws = Laws(LogitsProcessorList(), history)
+        prefixes = [
+            (*row.tokens, *tree.tokens[1 : n + 1]) for row, tree in zip(rows, trees, strict=True) for n in range(3)
+        ]
+        logits = torch.stack([law("target", prefix).log() for prefix in prefixes]).view(3, 3, V)
+        noted = Picking(chance)
+        judge.ahead(logits, rows, trees, laws, noted)
+        assert 1 not in noted.flipped
+        offers = [Offer((tree.tokens[1],), tree.draws, None if tree.dist is None else tree.dist[0]) for tree in trees]
+        first, third = (judge.choose(logits[[i], 0], [offers[i]], [rows[i]], chance)[0] for i in (0, 2))
+        return [(first,), (third,)]
+
+    for texts, probability in outcomes(once):
+        for counts, (token,) in zip(found, texts, strict=True):
+            counts[token] = counts.get(token, 0.0) + probability
+    for counts, start in zip(found, (starts[0], starts[2]), strict=True):
+        assert [counts[t] for t in range(V)] == pytest.approx(law("target", start).tolist(), abs=1e-6)
+
+
+def test_a_block_is_judged_by_processed_laws() -> None:
+    judge, start = registry.load("accept", "block"), STARTS[1]
+    processors = (RepetitionPenaltyLogitsProcessor(2.0), TemperatureLogitsWarper(0.7))
+    found = law_of_texts(judge, chain(2), start, *processors)
+    for text in itertools.product(range(V), repeat=3):
+        expected = 1.0
+        for i in range(3):
+            expected *= float(target(start, text[:i], *processors)[text[i]])
+        assert found.get(text, 0.0) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_chain_is_judged_where_nothing_is_left_but_rounding() -> None:
+    p = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
+    q = p[0] - torch.tensor([1e-8, 0.0])
+    tree = DraftTree((1, 0, 1), (-1, 0, 1), (q, p[1] - torch.tensor([1e-20, 0.0]), None), draws="one")
+    kept, left = _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))
+    assert kept == 2 and left.tolist() == [0.5, 0.5]
+
+
+def test_a_chain_ends_where_its_token_cannot_be() -> None:
+    p, row = torch.tensor([[0.75, 0.25, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), Row(0, [1], 1, 9)
+    kept, left = _judged(p, DraftTree.chain(1, [2, 0]), [0, 1, 2], row, StreamNoise(1))
+    assert kept == 0 and left.tolist() == [0.75, 0.25, 0.0]
+    tree = DraftTree((1, 0, 0), (-1, 0, 1), (p[0], p[1], None), draws="one")
+    kept, left = _judged(p, tree, [0, 1, 2], row, Unlikely())
+    assert kept == 0 and left.tolist() == p[0].tolist(), "refused by rounding alone, the law stays"
+
+
+def test_a_mass_too_small_to_be_added_to_one_is_a_mass() -> None:
+    p = torch.tensor([[1.0, 0.0], [1.0, 1e-30], [1.0, 0.0]])
+    tree = DraftTree((1, 0, 0), (-1, 0, 1), (torch.tensor([1.0, 0.0]),) * 2 + (None,), draws="one")
+    assert _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))[0] == 2
+
+
+class Stranger(LogitsProcessor):
+    pass
+
+
+def test_a_block_refuses_processors_that_it_cannot_look_behind() -> None:
+    judge, history = registry.load("accept", "block"), History(torch.zeros(1, 1), 3, 0, [Row(0, [1], 1, 3)])
+    sentence = (
+        "^rule='block' must know the laws behind drafted tokens before they are said, and Stranger may count its calls "
+        "or look across rows: use rule='rejection'$"
+    )
+    with pytest.raises(Refused, match=sentence):
+        judge.ready(Laws(LogitsProcessorList([Stranger()]), history))
+    judge.ready(Laws(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), history))
+
+
+# one node: how often drafts are kept
+
+
+def at_a_node(rule: str, p: Tensor, offered: Callable[[Replay], Offer]) -> tuple[list[float], float]:
+    """The law of the token at a node and the chance that it is one of the offered."""
+    judge, row = registry.load("accept", rule), Row(0, [1], 1, ROOM)
+    found, kept = [0.0] * len(p), 0.0
+
+    def once(chance: Replay) -> tuple[int, bool]:
+        offer = offered(chance)
+        (token,) = judge.choose(p.log()[None], [offer], [row], chance)
+        return token, token in offer.tokens
+
+    for (token, drafted), probability in outcomes(once):
+        found[token] += probability
+        kept += probability * drafted
+    return found, kept
+
+
+def siblings(q: Tensor, count: int, draws: Draws) -> Callable[[Replay], Offer]:
+    row = Row(0, [1], 1, ROOM)
+    return lambda chance: Offer(tuple(chance.draw(q, row, count, draws == "distinct")), draws, q)
+
+
+def without(q: Tensor, token: int) -> Tensor:
+    rest = q.index_fill(0, torch.tensor(token), 0.0)
+    return rest / rest.sum() if rest.sum() > 0 else rest
+
+
+def beyond(p: Tensor, q: Tensor) -> Tensor:
+    rest = (p - q).clamp_min(0)
+    return rest / rest.sum() if rest.sum() > 1e-12 else p
+
+
+def missed(p: Tensor, q: Tensor, count: int, distinct: bool) -> float:
+    """The chance that recursive rejection keeps none of the siblings, by its recursion over what is left of p."""
+    if count == 0 or q.sum() == 0:
+        return 1.0
+    refused = 0.0
+    for token in range(len(p)):
+        chance = float(q[token]) - min(float(p[token]), float(q[token]))
+        if chance > 0:
+            refused += chance * missed(beyond(p, q), without(q, token) if distinct else q, count - 1, distinct)
+    return refused
+
+
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    made = [(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)) for p, q in PAIRS]
+    return made + [(law("target", (i,)), law("drafter", (i, i))) for i in range(3)]
+
+
+class Picking(Chance):
+    """Another chance, with the rows that it was asked for and the laws that tokens were picked from."""
+
+    def __init__(self, chance: Chance):
+        self.chance = chance
+        self.asked: list[tuple[int, list[float]]] = []
+        self.flipped: list[int] = []
+
+    def flip(self, probability: float, row: Row) -> bool:
+        assert 0 <= probability <= 1
+        self.flipped.append(row.index)
+        return self.chance.flip(probability, row)
+
+    def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
+        self.asked += [(row.index, line.tolist()) for row, line in zip(rows, law, strict=True)]
+        return self.chance.pick(law, rows)
+
+
+@pytest.mark.parametrize("rule", BY_LAW)
+def test_drafts_drawn_at_a_node(rule: str) -> None:
+    takes = registry.method("accept", rule).takes
+    kinds: list[tuple[Draws, int]] = [("one", 1), ("independent", 2), ("independent", 3), ("distinct", 2)]
+    for (p, q), (draws, count) in itertools.product(pairs(), kinds):
+        if takes is None or draws in takes:
+            found, _ = at_a_node(rule, p, siblings(q, count, draws))
+            assert found == pytest.approx(p.tolist(), abs=1e-6), (p, q, draws, count)
+
+
+def test_one_draft_is_kept_as_often_as_the_laws_agree() -> None:
+    for (p, q), rule in itertools.product(pairs(), BY_LAW):
+        agree = float(p.minimum(q).sum())
+        missed_and_drawn = at_a_node(rule, p, siblings(q, 1, "one"))[1]
+        assert missed_and_drawn == pytest.approx(agree, abs=1e-6)
+
+
+def test_rejection_judges_the_first_sibling_alone() -> None:
+    """What is drawn after a refusal may be a sibling by chance, and no more."""
+    for (p, q), first, second in itertools.product(pairs(), range(V), range(V)):
+        if q[first] > 0:
+            one, two = (Offer(tokens, "independent", q) for tokens in ((first,), (first, second)))
+            alone, beside = (at_a_node("rejection", p, lambda chance, o=o: o)[0] for o in (one, two))  # type: ignore[misc]
+            assert alone == pytest.approx(beside)
+
+
+def test_siblings_are_kept_in_turn() -> None:
+    row = Row(0, [1], 1, ROOM)
+    for (p, q), (draws, count) in itertools.product(pairs(), [("independent", 2), ("independent", 3), ("distinct", 2)]):
+        judge = registry.load("accept", "multi-round")
+        refused = none_kept(judge, p, siblings(q, count, draws), row)
+        assert refused == pytest.approx(missed(p, q, count, draws == "distinct"), abs=1e-6)
+
+
+def none_kept(judge: Rule, p: Tensor, offered: Callable[[Replay], Offer], row: Row) -> float:
+    """The chance that a token is drawn because no draft was kept."""
+
+    def once(chance: Replay) -> bool:
+        noted = Picking(chance)
+        judge.choose(p.log()[None], [offered(chance)], [row], noted)
+        return bool(noted.asked)
+
+    return sum(probability for drawn, probability in outcomes(once) if drawn)
+
+
+def test_k_seq_keeps_each_draft_alike() -> None:
+    """With the least g for which 1 - (1 - b)^k <= g b, b = sum of min(q, p/g), all k are refused with (1 - b)^k."""
+    judge, row = registry.load("accept", "k-seq"), Row(0, [1], 1, ROOM)
+    for (p, q), k in itertools.product(pairs(), (1, 2, 3)):
+
+        def kept(g: float) -> float:
+            return float(q.minimum(p / g).sum())
+
+        def over(g: float) -> float:
+            return 1 - (1 - kept(g)) ** k - g * kept(g)
+
+        g = 1.0 if over(1.0) <= 1e-12 else brentq(over, 1.0, k)
+        refused = none_kept(judge, p, siblings(q, k, "independent"), row)
+        assert refused == pytest.approx((1 - kept(g)) ** k, abs=1e-5)
+
+
+def test_certain_drafts_and_one_drawn_are_kept_as_well_as_can_be() -> None:
+    for p, q in pairs():
+        first = int(q.argmax())
+        rest = without(q, first)
+        if rest.sum() == 0:
+            continue
+
+        def offered(chance: Replay) -> Offer:
+            return Offer((first, *chance.draw(rest, Row(0, [1], 1, ROOM))), "last", rest)
+
+        for rule in ("greedy-multi-draft", "multi-round"):
+            found, kept = at_a_node(rule, p, offered)
+            assert found == pytest.approx(p.tolist(), abs=1e-6)
+            best = truedraft.accept.optimal_acceptance(p, [q, q], "last")
+            assert kept == pytest.approx(best, abs=1e-6) if rule == "greedy-multi-draft" else kept <= best + 1e-6
+
+
+@pytest.mark.parametrize("rule", ["rejection", "multi-round", "greedy-multi-draft"])
+def test_certain_drafts_at_a_node(rule: str) -> None:
+    for (p, _), tokens in itertools.product(pairs(), [(), (0,), (2, 1), (1, 1, 0), (0, 1, 2)]):
+        found, kept = at_a_node(rule, p, lambda chance, t=tokens: Offer(t))  # type: ignore[misc]
+        assert found == pytest.approx(p.tolist(), abs=1e-6)
+        if rule != "rejection":
+            assert kept == pytest.approx(sum(float(p[t]) for t in set(tokens)), abs=1e-6)
+
+
+class Sure(Chance):
+    """What is possible at all comes true; the likeliest token is picked."""
+
+    def flip(self, probability: float, row: Row) -> bool:
+        return probability > 0
+
+    def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
+        best, token = law.max(-1)
+        return token.masked_fill(best.isnan(), -1).tolist()
+
+
+@pytest.mark.parametrize("rule", BY_LAW)
+def test_rows_are_judged_each_by_its_own_law(rule: str) -> None:
+    """Of five rows one keeps its draft, one cannot, one has none, and two have no law."""
+    broken = [torch.nan] * V
+    laws = [[1.0, 0.0, 0.0], broken, [0.0, 0.25, 0.75], [0.4, 0.6, 0.0], broken]
+    q = torch.tensor([1.0, 0.0, 0.0])
+    half = torch.tensor([0.5, 0.5, 0.0])
+    offers = [Offer((0,), "one", half), Offer((0,), "one", q), Offer((0,), "one", q), Offer(()), Offer(())]
+    rows = [Row(i, [1], 1, ROOM) for i in range(5)]
+    chance = Picking(Sure())
+    assert registry.load("accept", rule).choose(torch.tensor(laws).log(), offers, rows, chance) == [0, -1, 2, 1, -1]
+    asked = dict(chance.asked)
+    assert [row for row, _ in chance.asked] == [1, 2, 3, 4], "one call, and none for the row that keeps its draft"
+    assert asked[2] == pytest.approx([0, 0.25, 0.75]) and asked[3] == pytest.approx([0.4, 0.6, 0.0])
+
+
+def test_nothing_is_drawn_where_every_draft_is_kept() -> None:
+    q = torch.tensor([1.0, 0.0, 0.0])
+    for rule in BY_LAW:
+        judge, row, chance = registry.load("accept", rule), Row(0, [1], 1, ROOM), Picking(Sure())
+        assert judge.choose(q.log()[None], [Offer((0,), "one", q)], [row], chance) == [0] and not chance.asked
+
+
+class Unlikely(Sure):
+    """Refuses whatever is left to chance, as rounding may."""
+
+    def flip(self, probability: float, row: Row) -> bool:
+        return False
+
+
+def test_a_law_of_which_nothing_is_left_stays() -> None:
+    q, row = torch.tensor([1.0, 0.0, 0.0]), Row(0, [1], 1, ROOM)
+    for rule in ("greedy-multi-draft", "k-seq"):
+        chance = Picking(Unlikely())
+        registry.load("accept", rule).choose(q.log()[None], [Offer((0,), "one", q)], [row], chance)
+        assert chance.asked == [(0, q.tolist())]
+    almost = torch.tensor([1 - 2**-24, 0.0, 0.0])
+    judge = in_order()
+    token, law = judge(almost, Offer((0,)), row, Unlikely())
+    assert token is None and torch.equal(law, almost)
+    only = torch.tensor([1.0, 0.0, 0.0])
+    token, law = judge(almost, Offer((0,), "one", only), row, Unlikely())
+    assert token is None and torch.equal(law, almost)
+    half = torch.tensor([0.5, 0.5, 0.0])
+    token, law = judge(half, Offer((0, 0), "distinct", only), row, Unlikely())
+    assert token is None and law.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_rules_draw_where_the_laws_lie() -> None:
+    """Whatever device torch makes tensors on unless it is told."""
+    row, p = Row(0, [1], 1, ROOM), torch.tensor([0.5, 0.3, 0.2])
+    tree = DraftTree.chain(1, [0, 1])
+    with torch.device("meta"):
+        for tokens in ((0,), (0, 1)):
+            found = in_order()(p, Offer(tokens), row, Unlikely())[1]
+            assert found.device == p.device
+        assert _judged(p.expand(3, V), tree, [0, 1, 2], row, Unlikely())[1].tolist() == pytest.approx([0, 0.6, 0.4])
+
+
+def test_weights_are_brought_to_a_law() -> None:
+    otherwise = torch.tensor([0.0, 1.0, 0.0])
+    assert as_law(torch.tensor([3.0, -1.0, 1.0]), otherwise).tolist() == [0.75, 0.0, 0.25]
+    assert as_law(torch.tensor([0.25, 0.0, 0.25]), otherwise).tolist() == [0.5, 0.0, 0.5]
+    assert as_law(torch.tensor([0.0, -0.5, 0.0]), otherwise) is otherwise
+
+
+# rules that know the token whatever was drafted
+
+
+class Known(StreamNoise):
+    """Noise that can be read at every node at once, as on an accelerator."""
+
+    noise = torch.tensor([[[0.5, 1.0, 2.0], [3.0, 0.1, 1.0]]])
+
+    def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+        assert logits.shape[:2] == (len(rows), max(map(len, trees)))
+        return self.noise
+
+
+def test_seeded_knows_every_node_where_its_noise_is_known() -> None:
+    judge, row, tree = registry.load("accept", "seeded"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
+    history = History(torch.zeros(1, 1), ROOM, 0, [row])
+    logits = torch.tensor([[[1.0, 2.0, 2.5], [4.0, 0.5, 0.0]]])
+    warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
+    for laws, scale in ((Laws(LogitsProcessorList(), history), 1.0), (warped, 2.0)):
+        expected = ((scale * logits).softmax(-1) / Known.noise).argmax(-1).tolist()
+        assert judge.ahead(logits, [row], [tree], laws, Known(1)) == expected
+        assert judge.ahead(logits, [row], [tree], laws, StreamNoise(1)) is None
+    logits[0, 1, 2] = torch.nan
+    assert judge.ahead(logits, [row], [tree], warped, Known(1))[0][1] == -1
+    for laws in (
+        Laws(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]), history),
+        Laws(LogitsProcessorList(), history, keep_scores=True),
+    ):
+        assert judge.ahead(logits, [row], [tree], laws, Known(1)) is None
+
+
+def test_seeded_draws_as_the_noise_of_a_step_has_it() -> None:
+    judge, rows = registry.load("accept", "seeded"), [Row(i, [1], 1, ROOM) for i in range(2)]
+    scores = torch.randn(2, 50)
+    torch.manual_seed(3)
+    expected = torch.multinomial(scores.softmax(-1), 1).flatten().tolist()
+    torch.manual_seed(3)
+    assert judge.choose(scores, [Offer(()), Offer((3,))], rows, StreamNoise(2)) == expected
+
+
+def test_greedy_is_the_first_likeliest_token() -> None:
+    judge, row, tree = registry.load("accept", "greedy"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
+    history = History(torch.zeros(1, 1), ROOM, 0, [row])
+    logits = torch.tensor([[[1.0, 2.0, 2.0], [4.0, 0.5, 0.0]]])
+    assert judge.choose(logits[0], [Offer(()), Offer(())], [row, row], StreamNoise(1)) == [1, 0]
+    assert judge.ahead(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1)) == [[1, 0]]
+    warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
+    assert judge.ahead(logits, [row], [tree], warped, StreamNoise(1)) is None
+
+
+def test_the_module_of_rules_has_the_yardstick() -> None:
+    from truedraft.accept._optimum import optimal_acceptance
+
+    assert truedraft.accept.optimal_acceptance is optimal_acceptance
+    with pytest.raises(AttributeError, match=r"^module 'truedraft\.accept' has no attribute 'best'$"):
+        _ = truedraft.accept.best

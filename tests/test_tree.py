@@ -1,0 +1,167 @@
+"""Draft trees and what goes with them, each operation against its definition on random trees."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from truedraft.tree import DraftTree, Prompt, Row, Taps, shape_of
+
+TREES = 60
+
+
+def random_tree(seed: int, probes: bool = True) -> DraftTree:
+    """Up to twelve nodes, some of them probes with probes alone below, with laws and confidences of their own."""
+    rng = random.Random(seed)
+    n = rng.randint(1, 12)
+    parent = [-1] + [rng.randrange(max(0, i - 5), i) for i in range(1, n)]
+    marked: set[int] = set()
+    for i in range(1, n):
+        if probes and (parent[i] in marked or rng.random() < 0.2):
+            marked.add(i)
+    laws = tuple(torch.full((3,), float(i)) if rng.random() < 0.7 else None for i in range(n))
+    tokens = tuple(rng.randrange(4) for _ in range(n))
+    return DraftTree(
+        tokens, tuple(parent), laws, frozenset(marked), "independent", tuple(i / 20 for i in range(20, 20 - n, -1))
+    )
+
+
+def ancestors(tree: DraftTree, node: int) -> list[int]:
+    found = [node]
+    while tree.parent[found[-1]] >= 0:
+        found.append(tree.parent[found[-1]])
+    return found[::-1]
+
+
+def same_nodes(kept: DraftTree, tree: DraftTree, nodes: list[int]) -> None:
+    """`kept` holds these nodes of `tree`, in their order, with all that belongs to each."""
+    assert len(kept) == len(nodes) and kept.draws == tree.draws
+    assert kept.tokens == tuple(tree.tokens[i] for i in nodes)
+    assert kept.parent == tuple(nodes.index(tree.parent[i]) if i else -1 for i in nodes)
+    assert kept.probes == frozenset(nodes.index(i) for i in tree.probes if i in nodes)
+    assert kept.dist is not None and tree.dist is not None
+    assert all(a is tree.dist[i] for a, i in zip(kept.dist, nodes, strict=True))
+    assert kept.hopes == tuple(tree.hopes[i] for i in nodes)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("seed", range(TREES))
+def test_shape_follows_from_the_parents(seed: int) -> None:
+    tree = random_tree(seed)
+    shape, n = tree.shape, len(tree)
+    paths = [ancestors(tree, i) for i in range(n)]
+    assert shape.parent == tree.parent and shape is shape_of(tree.parent)
+    assert shape.depth == tuple(len(path) - 1 for path in paths)
+    children = [tuple(i for i in range(n) if tree.parent[i] == node) for node in range(n)]
+    assert shape.children == tuple(children)
+    assert shape.order == tuple(children[tree.parent[i]].index(i) if i else 0 for i in range(n))
+    for node, path in enumerate(paths):
+        run = next((i for i, step in enumerate(path) if step != i), len(path))
+        assert (shape.run[node], shape.extras[node]) == (run, tuple(path[run:]))
+        assert shape.mask[node].tolist() == [i in path for i in range(n)]
+
+
+@pytest.mark.parametrize("seed", range(TREES))
+def test_paths_children_and_sizes(seed: int) -> None:
+    tree = random_tree(seed)
+    assert tree.drafted == sum(1 for i in range(1, len(tree)) if i not in tree.probes)
+    for node in range(len(tree)):
+        assert tree.path(node) == tuple(ancestors(tree, node))
+        for token in range(5):
+            below = [i for i in tree.shape.children[node] if tree.tokens[i] == token and i not in tree.probes]
+            assert tree.child(node, token) == (below[0] if below else None)
+
+
+@pytest.mark.parametrize("seed", range(TREES))
+def test_parts_of_a_tree(seed: int) -> None:
+    tree = random_tree(seed)
+    n, depth = len(tree), tree.shape.depth
+    for nodes in range(1, n):
+        same_nodes(tree.cut(nodes), tree, list(range(nodes)))
+    assert tree.cut(n) is tree and tree.cut(n + 1) is tree
+    same_nodes(tree.bare(), tree, [i for i in range(n) if i not in tree.probes])
+    assert tree.probes or tree.bare() is tree
+    for deepest in range(max(depth)):
+        same_nodes(tree.shallow(deepest), tree, [i for i in range(n) if depth[i] <= deepest])
+    assert tree.shallow(max(depth)) is tree and tree.shallow(n) is tree
+    for count in range(n + 1):
+        verified = [i for i in range(1, n) if i not in tree.probes]
+        chosen = {0, *verified[:count]}
+        kept = [i for i in range(n) if i in chosen or (i in tree.probes and _below(tree, i, chosen))]
+        same_nodes(tree.drafting(count), tree, kept)
+        assert len(kept) < n or tree.drafting(count) is tree
+
+
+def _below(tree: DraftTree, probe: int, chosen: set[int]) -> bool:
+    """Whether what a probe hangs on, the probes between left out, is among the chosen."""
+    return next(i for i in reversed(ancestors(tree, probe)) if i not in tree.probes) in chosen
+
+
+def test_trees_without_laws_or_confidences_stay_so() -> None:
+    tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 1), probes=frozenset({2}))
+    for part in (tree.cut(3), tree.bare(), tree.shallow(1), tree.drafting(1)):
+        assert part.dist is None and part.hopes is None and part.draws == "certain"
+    assert tree.cut(2).probes == frozenset() and tree.cut(3).probes == {2}
+
+
+def test_chains() -> None:
+    chain = DraftTree.chain(5, [6, 7, 8], [0.5, 0.25, 0.125])
+    assert chain.tokens == (5, 6, 7, 8) and chain.parent == (-1, 0, 1, 2) and chain.hopes == (1.0, 0.5, 0.25, 0.125)
+    assert chain.drafted == 3 and chain.dist is None and chain.draws == "certain" and chain.probes == frozenset()
+    lone = DraftTree.chain(5)
+    assert (lone.tokens, lone.parent, lone.hopes, lone.drafted) == ((5,), (-1,), None, 0)
+    assert DraftTree.chain(1, iter([2, 3])).tokens == (1, 2, 3)
+
+
+TWO, CHAIN = dict(tokens=(1, 2), parent=(-1, 0)), dict(tokens=(1, 2, 3), parent=(-1, 0, 1))
+BROKEN = [
+    (dict(tokens=(), parent=()), "^0 tokens need as many parents, got 0$"),
+    (dict(tokens=(1, 2), parent=(-1,)), "^2 tokens need as many parents, got 1$"),
+    (dict(tokens=(1, 2), parent=(0, 0)), "^parents must be -1 for the root and point backwards"),
+    (dict(tokens=(1, 2), parent=(-1, 1)), r"point backwards, got \(-1, 1\)$"),
+    (dict(tokens=(1, 2), parent=(-1, -1)), "point backwards"),
+    (dict(TWO, probes=frozenset({0})), r"^probes must be nodes below the root, got \[0\]"),
+    (dict(TWO, probes=frozenset({2})), r"got \[2\] of 2 nodes$"),
+    (dict(TWO, probes=frozenset({-1})), "below the root"),
+    (dict(CHAIN, probes=frozenset({1})), "^a verified node cannot hang below a probe$"),
+    (dict(TWO, dist=(None, None)), "^dist belongs to drawn children, and draws is 'certain'$"),
+    (dict(TWO, draws="one"), "^dist belongs to drawn children, and draws is 'one'$"),
+    (dict(TWO, dist=(None,), draws="one"), "^dist needs one law per node, got 1 for 2 nodes$"),
+    (dict(TWO, hopes=(1.0,)), "^hopes need one chance per node, got .* for 2 nodes$"),
+    (dict(TWO, hopes=(1.0, 1.1)), "^hopes need one chance"),
+    (dict(TWO, hopes=(1.0, -0.1)), "^hopes need one chance"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BROKEN)
+def test_a_tree_that_breaks_its_contract(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DraftTree(**fields).check()
+
+
+def test_trees_that_keep_their_contract() -> None:
+    for tree in (
+        DraftTree((1, 2, 3), (-1, 0, 1), probes=frozenset({2}), hopes=(1.0, 0.0, 1.0)),
+        DraftTree((1, 2, 3), (-1, 0, 1), probes=frozenset({1, 2})),
+        DraftTree((1, 2), (-1, 0), dist=(torch.ones(3), None), draws="distinct"),
+    ):
+        tree.check()
+
+
+def test_what_goes_with_trees() -> None:
+    assert (Taps((3, -1)) | Taps((0, 3))).hidden == (-1, 0, 3)
+    assert len(Prompt(ids=torch.tensor([1, 2, 3]))) == 3 and len(Prompt(embeds=torch.zeros(2, 5))) == 2
+    row = Row(2, [5, 6, 7, 8], 3, 9)
+    assert row.step == 1 and not row.ended and row.source == () and row.namespace == "" and row.ends == frozenset()
+    row.end = 4
+    assert row.ended
+    row.given = Prompt(ids=torch.tensor([1]), source=(4, 5))
+    assert row.source == (4, 5)
+
+
+def test_shapes_are_shared() -> None:
+    for a, b in pairwise([DraftTree((1, 2, 3), (-1, 0, 0)), DraftTree((4, 5, 6), (-1, 0, 0)), DraftTree.chain(1, [2])]):
+        assert (a.shape is b.shape) == (a.parent == b.parent)
