@@ -192,6 +192,17 @@ def test_a_block_keeps_as_much_as_the_paper_says() -> None:
             assert kept_of_a_block(drafting, start) == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_pass_emits_what_its_block_keeps_and_one_token_more() -> None:
+    start, judge = STARTS[1], registry.load("accept", "block")
+
+    def once(chance: Replay) -> int:
+        row = Row(0, list(start.tokens), start.prompt, ROOM)
+        return len(emitted(judge, [row], [chain(2)(chance, row)], chance)[0])
+
+    mean = sum(length * probability for length, probability in outcomes(once))
+    assert mean == pytest.approx(1 + kept_of_a_block(chain(2), start), abs=1e-6)
+
+
 def test_blocks_of_several_rows_do_not_mix() -> None:
     """One row has ended and waits; of the others each text has its own law."""
     judge = registry.load("accept", "block")
