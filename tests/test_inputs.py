@@ -85,6 +85,7 @@ STRANGE_PROMPTS: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], str]]
     "three dimensions": (lambda _: {"input_ids": IDS[None]}, r"\(1, 2, 8\)"),
     "floats": (lambda _: {"inputs": IDS.float()}, "torch.float32"),
     "a list": (lambda _: {"input_ids": IDS.tolist()}, "is a list"),
+    "a mask alone": (lambda _: {"attention_mask": torch.ones_like(IDS)}, "attention_mask was given without a prompt"),
     "no rows": (lambda _: {"input_ids": IDS[:0]}, r"\(0, 8\)"),
     "no tokens": (lambda _: {"input_ids": IDS[:, :0]}, "is empty"),
     "a token too large": (lambda _: {"input_ids": IDS + V - 9}, f"vocabulary of {V}"),

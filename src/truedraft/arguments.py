@@ -113,6 +113,8 @@ def _check_text(target: DecoderTarget, inputs: Any, kwargs: Mapping[str, Any]) -
                 "attention_mask of the embeddings"
             )
     prompt = ids if embeds is None else embeds
+    if mask is not None and prompt is None:
+        raise Refused("attention_mask was given without a prompt: give the input_ids or inputs_embeds that it masks")
     if mask is not None and prompt is not None:
         _check_mask("attention_mask", mask, prompt.shape[:2])
         if not bool(((mask == 0) | (mask == 1)).all()):
