@@ -153,7 +153,7 @@ def check_line(words: list[str]) -> None:
         assert all(f'"{arg}"' in script for arg in args if arg.startswith("--"))
     elif program == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-        assert args[0] == "install" and set(re.findall(r"\w+", args[1])) - {"truedraft"} <= set(extras)
+        assert args[0] == "install" and set(re.findall(r"\w+", args[-1])) - {"truedraft"} <= set(extras)
     else:
         assert words[:2] == ["git", "show"], f"{program} is no command that the documents may show"
 
