@@ -45,6 +45,7 @@ class Calibration:
         self._times: dict[int, float] = {}  # the least of each width
         self._taken = 0  # passes that were timed
         self._spent = 0.0  # seconds of measuring
+        self._steps = 0  # tokens of calls for which nothing was measured yet
         self._path = _path(target)
         self.kept = stored(self._path, self._widths)
         self.complete = self.kept is not None
@@ -55,15 +56,18 @@ class Calibration:
         return Curve.typical(1, size / BANDWIDTH)
 
     def go_on(self, steps: int, curve: Curve | None) -> Curve | None:
-        """Measure for a share of the time that plain decoding of `steps` tokens takes.
+        """Measure for a share of the time that plain decoding of `steps` tokens takes, and of those of the calls before
+        for which nothing was measured yet: they may all be short.
 
         curve: what is known already; None where nothing is. Returned with the times of this turn, if there are any.
         """
         taken, held, begun = self._taken, self._target.cache, time.perf_counter()
-        if self.complete or OPENING + self._expected(self._next) > SHARE * steps:
+        self._steps += steps
+        if self.complete or OPENING + self._expected(self._next) > SHARE * self._steps:
             return curve
+        due, self._steps = self._steps, 0
         try:
-            for width, seconds in self._timed(begun, steps):
+            for width, seconds in self._timed(begun, due):
                 self._times[width] = min(seconds, self._times.get(width, math.inf))
                 self._taken += 1
         except NoRoom:  # a scratch cache beside that of the call
