@@ -134,7 +134,7 @@ class DecoderTarget:
         self._reader.attach(cache)
         try:
             self.runner.attach(cache)
-        except Unsuited as why:  # the model was changed since
+        except Unsuited as why:  # it cannot be had for such a cache
             self._fall_back(why)
 
     @property
