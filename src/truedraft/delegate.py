@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Delegate:
@@ -13,6 +13,10 @@ class Delegate:
     """
 
     inner: Any
+    _own: ClassVar[frozenset[str]] = frozenset({"inner"})
+
+    def __init_subclass__(cls) -> None:
+        cls._own = cls._own.union(cls.__annotations__ if "__annotations__" in vars(cls) else ())
 
     def __init__(self, inner: Any):
         self.inner = inner
@@ -23,8 +27,7 @@ class Delegate:
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = any(name in vars(kind).get("__annotations__", ()) for kind in type(self).__mro__)
-        object.__setattr__(self if own else self.inner, name, value)
+        object.__setattr__(self if name in self._own else self.inner, name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:

@@ -19,6 +19,8 @@ from truedraft.sampling import Laws
 from truedraft.stores.likeliest import two_largest
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
+HELD = 1 << 18  # numbers, beyond which the two largest are taken: for many passes together it costs each less
+
 
 class NearTies(Delegate):
     """A rule in one call, its choices held against the noise of the logits.
@@ -36,16 +38,20 @@ class NearTies(Delegate):
     margin: float
     _again: Callable[[Row], Tensor] | None
     _at_once: Chance | None  # of the pass, where its tokens are known at every node
-    _best: list[Tensor]  # (k, 2) keys, the two largest wherever a token was chosen
+    _keys: list[Tensor]  # (k, V) each, wherever a token was chosen
+    _held: int  # numbers among these
+    _best: list[Tensor]  # (k, 2) each, the two largest of those that were taken together
 
     def __init__(self, rule: Rule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
         super().__init__(rule)
         self.laws, self.margin = laws, 2 * noise * laws.gain
-        self._again, self._at_once, self._best = again, None, []
+        self._again, self._at_once = again, None
+        self._keys, self._held, self._best = [], 0, []
 
     @property
     def rate(self) -> float | None:
         """The share of the chosen tokens that were near-ties; None where that was not seen."""
+        self._reduce()
         return float(self._near(torch.cat(self._best)).double().mean()) if self._best else None
 
     def ahead(
@@ -60,9 +66,9 @@ class NearTies(Delegate):
         places = [i for i, row in enumerate(rows) if not row.ended]  # the others wait for these
         if (keys := self.inner.keys(scores, chance)) is None or not places:
             return tokens
-        self._best.append(two_largest(keys if len(places) == len(rows) else keys[places]))
+        self._hold(keys if len(places) == len(rows) else keys[places])
         if self._again is not None:
-            near = self._near(self._best[-1]).tolist()
+            near = self._near(self._reduce()).tolist()
             for i in (place for place, close in zip(places, near, strict=True) if close):
                 again = self.laws.again(rows[i], self._again(rows[i])[None])
                 tokens[i] = self.inner.choose(again, [offers[i]], [rows[i]], chance)[0]
@@ -74,8 +80,23 @@ class NearTies(Delegate):
         if self._at_once is not None and (keys := self.inner.keys(scores.logits, self._at_once)) is not None:
             paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(rows, accepted, strict=True)]
             if any(paths):
-                self._best.append(two_largest(_on(keys, paths)))
+                self._hold(_on(keys, paths))
+        if self._held > HELD:
+            self._reduce()
         self.inner.observe(rows, trees, scores, accepted)
+
+    def _hold(self, keys: Tensor) -> None:
+        """Copies: the next pass may write its logits where these lie."""
+        self._keys.append(keys.clone())
+        self._held += keys.numel()
+
+    def _reduce(self) -> Tensor:
+        """(k, 2): the two largest wherever a token was chosen since the last time."""
+        if not self._keys:
+            return torch.empty(0, 2)
+        self._best.append(two_largest(torch.cat(self._keys)))
+        self._keys, self._held = [], 0
+        return self._best[-1]
 
     def _near(self, best: Tensor) -> Tensor:
         """(k,) whether the second of two keys is near the first."""

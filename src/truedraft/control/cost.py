@@ -4,11 +4,12 @@ The gain of a node is the chance that all tokens on its path are right: each as 
 that it hoped as much of, or else as recent ones in its place were (Sequoia's positional acceptance). Drafts are
 compared with what was emitted whether they were verified or not, token by token, so a row whose drafts do not pay
 stops verifying them, keeps learning at no cost, and takes them up again as soon as its text begins to repeat. Costs:
-`runtime/curve.py`, corrected by the passes at hand; now and then a promising draft is tried against them. All that
-drafts take beyond what they save, in passes and between them, is drawn from one balance, which grows by a small share
-of the time; where it is empty, passes go without drafts. The objective, accepted tokens over the measured time of the
-pass, is that of Sequoia's hardware-aware budget (arXiv 2402.12374, section 3.3), here per pass and with drafts that
-were not verified as evidence.
+`runtime/curve.py`, corrected by the passes at hand; now and then a promising draft is tried against them. Drafts
+that are expected to pay are held to it: what they take, in passes and between them, is drawn from what they saved, and
+where that is spent they are trials, as those are that are not expected to. Trials take a small share of the time; where
+it is spent, passes go without drafts. The objective, accepted tokens over the measured time of the pass, is that of
+Sequoia's hardware-aware budget (arXiv 2402.12374, section 3.3), here per pass and with drafts that were not verified as
+evidence.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ DOUBT = 10.0  # nodes hoped for, before it counts how many of such nodes were ri
 KEPT = 0.97  # weight that these keep at each later pass
 FEW = 8  # nodes by which the price of one is measured
 ROOM = 8  # nodes drafted beyond half as many more as were worth verifying
-RESERVE = 4.0  # plain passes that the balance holds, at most
-CREDIT = 8.0  # plain passes that drafts which are expected to pay may lose before they have to earn it
+RESERVE = 4.0  # plain passes that are kept for trials, at most
+CREDIT = 16.0  # plain passes that drafts which are expected to pay may lose before they have earned any
+EARNED = 32.0  # plain passes that drafts saved which they may lose again, at most
 FIRST = 2  # passes without drafts, before any costs are known: the very first often waits for memory
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
@@ -143,13 +145,15 @@ class Cost(Control):
             self._formed = False
             self._favour = FAVOUR  # plain passes that a draft lately saved
             self._took: deque[float] = deque(maxlen=RECENT)  # seconds of the latest drafts, a call's first left out
-            self._balance = 0.0  # seconds that drafts may still lose
+            self._trials = 0.0  # seconds that drafts may lose which are not expected to pay
+            self._earned = 0.0  # seconds that drafts have saved of late, all that they took drawn from it
         self._probing.begin()
         self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
         if drafter.width:
             drafter.prices = self._prices(1)
         self._proposed = 0
-        self._asked = self._trusted = True
+        self._asked = self._trusted = self._solvent = True
+        self._resumed = False  # whether drafts were asked for again after a pause
         self._worth = self._favour * self._curve(1) if drafter.width else 0.0  # seconds that a draft lately saved
         self._drawn = self._offered_probes = self._exploring = False
         self._promised = 0.0  # nodes of the pass under way that are hoped to be right
@@ -182,30 +186,33 @@ class Cost(Control):
             self._emitted[id(row)] = len(row.tokens)
         self._settle(len(rows))
         size, self._trusted = self._plan(rows)
-        credit = CREDIT * self._curve(len(rows)) if self._trusted else 0.0
-        self._asked = self._known and self._balance + credit >= 0
+        self._solvent = self._trusted and self._earned >= -CREDIT * self._curve(len(rows))
+        self._resumed = not self._asked
+        self._asked = self._known and (self._solvent or self._trials >= 0)
         self._proposed += self._asked
         return [size if self._asked else 0] * len(rows)
 
     def _settle(self, rows: int) -> None:
-        """Draw from the balance what the latest drafts took beside their pass, and add what passes allow."""
-        spent = self._seconds
+        """Book what the latest drafts saved and took, and what passes allow for trials."""
+        spent, plain = self._seconds, self._curve(rows)
         drafting, passing = spent["draft"], spent["target"] + spent["prefill"]
         beside = drafting + spent.get("observe", 0.0) + spent["control"]
-        lost, self._lost = self._lost - self.slack * max(passing - self._passing, 0.0), 0.0
+        lost, self._lost = self._lost, 0.0
         if self._asked and self._proposed > 1:  # a call's first draft reads the prompt, whatever comes of it
             took = max(beside - self._beside, 0.0)
-            self._took.append(took)
-            lost += min(took, HICCUP * self._drafting())
+            if not self._resumed:  # else it read what had been emitted since the one before
+                self._took.append(took)
+            lost += min(took, HICCUP * self._drafting()) if self._took else took
             seconds, levels = self._each
             if self._levels:
                 took = max(drafting - self._drafted, 0.0)
                 self._each = seconds * self.memory + took, levels * self.memory + self._levels
+        allowed = self.slack * max(passing - self._passing, 0.0)
+        trials = self._trials + allowed - (0.0 if self._solvent else lost)
+        self._trials = min(max(trials, -RESERVE * plain), RESERVE * plain)
+        # as much at most, lest it is lost again where drafts turn bad, and as little that better ones soon count
+        self._earned = min(max(self._earned - lost, -2 * CREDIT * plain), EARNED * plain)
         self._beside, self._drafted, self._passing = beside, drafting, passing
-        # a reserve at most, lest much is lost at once where drafts turn bad; debts are forgiven beyond what drafts
-        # that are expected to pay may lose
-        plain = self._curve(rows)
-        self._balance = min(max(self._balance - lost, -(CREDIT + RESERVE) * plain), RESERVE * plain)
 
     def _prices(self, rows: int) -> Prices:
         plain = self._curve(rows)
@@ -285,7 +292,7 @@ class Cost(Control):
         elif saved < -self._curve(len(rows)):  # and to give up what costs more than a pass
             self._worth = min(self._worth, 0.0)
         self._favour = min(self._worth / self._curve(len(rows)), FAVOUR)
-        self._exploring = size == 0 and gains[longest] > len(rows) and self._balance > 0
+        self._exploring = size == 0 and gains[longest] > len(rows) and self._trials > 0
         if self._exploring:
             size = longest
         self._reach = size + size // 2 + ROOM

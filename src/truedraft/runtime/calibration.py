@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,20 +21,26 @@ from truedraft.runtime.curve import TYPICAL, WIDTHS, Curve, Knot
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree
 
-CONTEXT = 16  # positions read before the timed passes
-OPENING = 4.0  # plain passes that reading these, and a first pass that is not timed, take
+OPENING = 1.0  # plain passes that a cache and its first token take, before any pass was timed
 SHARE = 0.03  # of the plain passes that a call may make, for measuring
 ROUNDS = 25  # over all widths, at most
 SECONDS = 1.5  # of measuring in all, after which no further round begins
-ENOUGH = 3  # rounds before times are kept on disk
+ENOUGH = 3  # rounds that are made however long they take
 BANDWIDTH = 2e10  # bytes a second at which weights are taken to be read, before any pass was seen
-VERSION = 3
+VERSION = 4
+
+
+class Timed(NamedTuple):
+    """The passes of one width that were timed: other work only adds time, so the least counts."""
+
+    seconds: float = math.inf
+    passes: int = 0
 
 
 class Calibration:
-    """The times of one target's passes, taken in rounds over all widths; the least counts: other work only adds time.
+    """The times of one target's passes, taken in rounds over all widths.
 
-    kept: the curve that an earlier process kept on disk; None where there is none.
+    kept: the curve that earlier processes kept on disk; None where there is none.
     complete: whether nothing is left to measure.
     """
 
@@ -41,14 +48,12 @@ class Calibration:
         self._target = target
         limit = target.hard_limit or 2 * WIDTHS[-1]
         self._widths = tuple(w for w in WIDTHS if w <= max(limit // 2, 1))
-        self._context = max(min(CONTEXT, limit - self._widths[-1]), 1)
-        self._times: dict[int, float] = {}  # the least of each width
-        self._taken = 0  # passes that were timed
         self._spent = 0.0  # seconds of measuring
+        self._opening = OPENING
         self._steps = 0  # tokens of calls for which nothing was measured yet
         self._path = _path(target)
-        self.kept = stored(self._path, self._widths)
-        self.complete = self.kept is not None
+        self._times = dict.fromkeys(self._widths, Timed()) | stored(self._path, self._widths)
+        self.kept = self._measured(None)
 
     def guess(self) -> Curve:
         """What to expect before the first pass: that it takes as long as reading the weights."""
@@ -61,37 +66,48 @@ class Calibration:
 
         curve: what is known already; None where nothing is. Returned with the times of this turn, if there are any.
         """
-        taken, held, begun = self._taken, self._target.cache, time.perf_counter()
+        measured, held, begun = False, self._target.cache, time.perf_counter()
         self._steps += steps
-        if self.complete or OPENING + self._expected(self._next) > SHARE * self._steps:
+        if self._next(SHARE * self._steps - self._opening) is None:
             return curve
         due, self._steps = self._steps, 0
         try:
             for width, seconds in self._timed(begun, due):
-                self._times[width] = min(seconds, self._times.get(width, math.inf))
-                self._taken += 1
+                least, passes = self._times[width]
+                self._times[width] = Timed(min(seconds, least), passes + 1)
+                measured = True
         except NoRoom:  # a scratch cache beside that of the call
             return curve
         finally:
             self._target.cache = held
             self._spent += time.perf_counter() - begun
-        rounds = self._taken // len(self._widths)
-        if rounds >= ROUNDS or (self._spent > SECONDS and rounds >= ENOUGH):
-            self._keep()
-        return self._measured(curve or Curve.typical(1, self._times[1])) if self._taken > taken else curve
+        if not measured:
+            return curve
+        self._keep()
+        return self._measured(curve)
 
     @property
-    def _next(self) -> int:
-        """The width whose turn it is."""
-        return self._widths[self._taken % len(self._widths)]
+    def complete(self) -> bool:
+        least = min(passes for _, passes in self._times.values())
+        return least >= ROUNDS or (self._spent > SECONDS and least >= ENOUGH)
+
+    def _next(self, room: float) -> int | None:
+        """The width whose turn it is, of those that take no more than `room` plain passes; None where there is none."""
+        most = 0 if self.complete else ROUNDS
+        due = [w for w, (_, passes) in self._times.items() if passes < most and self._expected(w) <= room]
+        return min(due, key=lambda width: self._times[width].passes, default=None)
 
     def _expected(self, width: int) -> float:
         """Plain passes that one of a width takes."""
-        return self._times[width] / self._times[1] if width in self._times else TYPICAL[WIDTHS.index(width)]
+        one, found = self._times[1], self._times[width]
+        return found.seconds / one.seconds if one.passes and found.passes else TYPICAL[WIDTHS.index(width)]
 
-    def _measured(self, curve: Curve) -> Curve:
-        """A curve with the times measured so far in the place of what it says there."""
-        times = self._times
+    def _measured(self, curve: Curve | None) -> Curve | None:
+        """A curve with the times measured so far in the place of what it says there; None where there are none."""
+        times = {w: seconds for w, (seconds, passes) in self._times.items() if passes}
+        if not times:
+            return curve
+        curve = curve or Curve.typical(*min(times.items()))
         knots = {knot.width: knot for knot in curve.knots} | {w: Knot(w, s) for w, s in times.items()}
         bounds = min(curve.bounds[0], *times.values()), max(curve.bounds[1], *times.values())
         return Curve.of([knots[width] for width in sorted(knots)], bounds)
@@ -99,13 +115,15 @@ class Calibration:
     def _timed(self, begun: float, steps: int) -> Iterator[tuple[int, float]]:
         """Widths and seconds of passes over a scratch cache, as long as the next is expected to end in time."""
         target = self._target
-        target.reserve(1, self._context + self._widths[-1])
-        ids = torch.arange(self._context, device=target.device) % target.vocabulary
-        target.prefill([target.prompt(ids)])
-        plain = min(self._pass(1), self._times.get(1, math.inf))
-        while self._taken < ROUNDS * len(self._widths):
-            width = self._next
-            if time.perf_counter() - begun + self._expected(width) * plain > SHARE * steps * plain:
+        target.reserve(1, 1 + self._widths[-1])
+        target.prefill([target.prompt(torch.zeros(1, dtype=torch.long, device=target.device))])
+        target.wait()
+        first = time.perf_counter() - begun
+        while True:
+            plain = min(first, self._times[1].seconds)
+            self._opening = first / plain
+            width = self._next(SHARE * steps - (time.perf_counter() - begun) / plain)
+            if width is None:
                 return
             yield width, self._pass(width)
 
@@ -120,9 +138,8 @@ class Calibration:
 
     def _keep(self) -> None:
         """On disk, for later processes; a folder that cannot be written costs them a measurement each."""
-        self.complete = True
-        times = Curve.of([Knot(w, self._times[w]) for w in self._widths], (0.0, math.inf)).seconds
-        payload = {"widths": self._widths, "seconds": times, "model": type(self._target.model).__name__}
+        times = {width: timed for width, timed in self._times.items() if timed.passes}
+        payload = {"times": times, "model": type(self._target.model).__name__}
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,18 +150,17 @@ def of(target: DecoderTarget) -> Calibration:
     return Calibration(target)
 
 
-def stored(path: Path | None, widths: tuple[int, ...]) -> Curve | None:
-    """The curve over these widths that a file holds; None where there is none, or anything else stands there."""
+def stored(path: Path | None, widths: tuple[int, ...]) -> dict[int, Timed]:
+    """The passes of these widths that a file says were timed; none where there is no file, or anything else in it."""
     if path is None:
-        return None
+        return {}
     try:
-        payload = json.loads(path.read_text())
-        seconds = tuple(payload["seconds"])
-        sound = all(type(s) is float and 0 < s < math.inf for s in seconds) and sorted(seconds) == list(seconds)
-        whole = payload["widths"] == list(widths) and len(seconds) == len(widths)
-        return Curve(widths, seconds) if sound and whole else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+        read = json.loads(path.read_text())["times"].items()
+        times = {int(width): Timed(*timed) for width, timed in read}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+    sound = all(type(s) is float and 0 < s < math.inf and type(n) is int and n > 0 for s, n in times.values())
+    return times if sound and times.keys() <= set(widths) else {}
 
 
 def _path(target: DecoderTarget) -> Path | None:

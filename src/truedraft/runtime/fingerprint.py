@@ -17,7 +17,20 @@ from truedraft.runtime.overrides import Dispatcher
 
 SMALL = 4096  # numbers of a buffer that are compared one by one: programs read scales and frequencies once
 _OWN = frozenset(vars(nn.Module())) - {"training"}  # what torch itself keeps in every module
-_VALUES = (bool, int, float, str, type(None))
+_VALUES = frozenset({bool, int, float, str, type(None)})
+
+
+class Same:
+    """Equal to what holds the very same object, which is kept, lest another takes its address."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    __hash__ = object.__hash__
+
 
 
 def fingerprint(model: nn.Module) -> list[object]:
@@ -33,14 +46,18 @@ def fingerprint(model: nn.Module) -> list[object]:
     while waiting:
         module = waiting.pop()
         kind = type(module)
+        attributes = vars(module).copy()  # at one moment: other threads may be in a pass
         found += (kind, kind.forward, does_more(module), *module._modules)
-        for name, value in tuple(vars(module).items()):  # at one moment: other threads may be in a pass
-            if name in _OWN or isinstance(value, Dispatcher | GenerationConfig):
-                continue
-            if isinstance(value, PreTrainedConfig):
+        plain: dict[str, object] = {}
+        for name in attributes.keys() - _OWN:
+            value = attributes[name]
+            if type(value) in _VALUES:
+                plain[name] = value
+            elif isinstance(value, PreTrainedConfig):
                 configs[id(value)] = value
-            else:
-                found += (name, _attribute(value))
+            elif not isinstance(value, Dispatcher | GenerationConfig):
+                plain[name] = _attribute(value)
+        found.append(plain)
         found += map(layout, module._parameters.values())
         for buffer in module._buffers.values():
             found += (layout(buffer), _values(buffer))
@@ -64,9 +81,9 @@ def _attribute(value: Any) -> object:
     """
     if isinstance(value, Tensor):
         return None
-    if isinstance(value, _VALUES):
+    if isinstance(value, int | float | str):
         return value
-    return repr(value) if isinstance(value, list | tuple | dict | set) else id(value)
+    return repr(value) if isinstance(value, list | tuple | dict | set) else Same(value)
 
 
 def _values(buffer: Tensor | None) -> bytes | None:
