@@ -38,9 +38,9 @@ class NearTies(Delegate):
     margin: float
     _again: Callable[[Row], Tensor] | None
     _at_once: Chance | None  # of the pass, where its tokens are known at every node
-    _keys: list[Tensor]  # (k, V) each, wherever a token was chosen
+    _keys: list[tuple[Tensor, Sequence[Sequence[int]] | None]]  # of passes, and on which paths; None: everywhere
     _held: int  # numbers among these
-    _best: list[Tensor]  # (k, 2) each, the two largest of those that were taken together
+    _best: list[Tensor]  # (k, 2) each, the two largest wherever a token was chosen, of passes taken together
 
     def __init__(self, rule: Rule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
         super().__init__(rule)
@@ -66,7 +66,7 @@ class NearTies(Delegate):
         places = [i for i, row in enumerate(rows) if not row.ended]  # the others wait for these
         if (keys := self.inner.keys(scores, chance)) is None or not places:
             return tokens
-        self._hold(keys if len(places) == len(rows) else keys[places])
+        self._hold(keys if len(places) == len(rows) else keys[places], None)
         if self._again is not None:
             near = self._near(self._reduce()).tolist()
             for i in (place for place, close in zip(places, near, strict=True) if close):
@@ -80,21 +80,21 @@ class NearTies(Delegate):
         if self._at_once is not None and (keys := self.inner.keys(scores.logits, self._at_once)) is not None:
             paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(rows, accepted, strict=True)]
             if any(paths):
-                self._hold(_on(keys, paths))
+                self._hold(keys, paths)
         if self._held > HELD:
             self._reduce()
         self.inner.observe(rows, trees, scores, accepted)
 
-    def _hold(self, keys: Tensor) -> None:
-        """Copies: the next pass may write its logits where these lie."""
-        self._keys.append(keys.clone())
+    def _hold(self, keys: Tensor, paths: Sequence[Sequence[int]] | None) -> None:
+        self._keys.append((keys, paths))
         self._held += keys.numel()
 
     def _reduce(self) -> Tensor:
         """(k, 2): the two largest wherever a token was chosen since the last time."""
         if not self._keys:
             return torch.empty(0, 2)
-        self._best.append(two_largest(torch.cat(self._keys)))
+        held = [keys if paths is None else _on(keys, paths) for keys, paths in self._keys]
+        self._best.append(two_largest(torch.cat(held)))
         self._keys, self._held = [], 0
         return self._best[-1]
 

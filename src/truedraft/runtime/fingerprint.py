@@ -32,7 +32,6 @@ class Same:
     __hash__ = object.__hash__
 
 
-
 def fingerprint(model: nn.Module) -> list[object]:
     """Everything that a pass is made from but the values of weights, which are read where they lie.
 
@@ -97,11 +96,14 @@ def does_more(module: Any) -> bool:
 
     Hooks by which transformers records outputs are not counted.
     """
-    hooks = module._forward_hooks.values()
+    own = vars(module)
     return bool(
-        module._forward_pre_hooks
-        or not isinstance(vars(module).get("forward"), Dispatcher | None)
-        or any(not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing") for h in hooks)
+        own["_forward_pre_hooks"]
+        or ("forward" in own and not isinstance(own["forward"], Dispatcher | None))
+        or any(
+            not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing")
+            for hook in own["_forward_hooks"].values()
+        )
     )
 
 

@@ -245,8 +245,7 @@ class LeanPass:
         embedded = None if embeds is None else embeds.float().contiguous()
         if embedded is not None and embedded.shape != (n, self._hidden):
             raise ValueError(f"embeddings {tuple(embedded.shape)} for {n} nodes of width {self._hidden}")
-        kept_room = [n * stride for stride in strides[len(self._strides) :]]
-        room = [*(s.numel() for s in self._storage), logits.numel(), *kept_room]
+        room = [*self._room, logits.numel(), *(n * stride for stride in strides[len(self._strides) :])]
         given = Pass(
             nodes=n, tail=m, vocabulary=self.program.known, capacity=self.cache.cursor.capacity,
             token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
@@ -282,6 +281,7 @@ class LeanPass:
             torch.zeros(self._arena * self.program.rows[n], self._stride(n), dtype=torch.float32) for n in names[:-1]
         ]
         self._buffers = [s.data_ptr() for s in self._storage] + [0]  # the logits, allocated per pass
+        self._room = [s.numel() for s in self._storage]
 
     def _ops(self, hidden: tuple[int, ...]) -> ctypes.Array[Op]:
         """The operations, with a copy of "x" behind each layer that is wanted."""
