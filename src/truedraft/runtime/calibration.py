@@ -22,8 +22,8 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree
 
 OPENING = 1.0  # plain passes that a cache and its first token take, before any pass was timed
-SHARE = 0.03  # of the plain passes that a call may make, for measuring
-ROUNDS = 25  # over all widths, at most
+SHARE = 0.02  # of the plain passes that a call may make, for measuring
+ROUNDS = 8  # over all widths, at most
 SECONDS = 1.5  # of measuring in all, after which no further round begins
 ENOUGH = 3  # rounds that are made however long they take
 BANDWIDTH = 2e10  # bytes a second at which weights are taken to be read, before any pass was seen

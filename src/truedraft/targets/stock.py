@@ -79,10 +79,13 @@ class StockPass:
         """The logits at every node of one tree per slot in use."""
         cursor = self.cache.cursor
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
-        nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
-        lone = nodes.ids.numel() == 1 and (self.window is None or cursor.view <= self.window)
-        mask = None if lone else self.mask(nodes, cursor.view)
-        out = self.forward({"input_ids": nodes.ids}, mask, nodes.positions, taps)
+        if len(trees) == cursor.width == 1 and (self.window is None or cursor.view <= self.window):
+            ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
+            mask = None  # it sees all that there is
+        else:
+            nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
+            ids, positions, mask = nodes.ids, nodes.positions, self.mask(nodes, cursor.view)
+        out = self.forward({"input_ids": ids}, mask, positions, taps)
         hidden = {
             layer: [h[: len(t)] for h, t in zip(out.hidden_states[layer], trees, strict=True)] for layer in taps.hidden
         }
