@@ -22,7 +22,7 @@ from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
 # Tokens of a prompt from which on the model's own forward is the faster one: in fp32, in bf16 by the processor's units,
 # and in bf16 without any.
 LONG = {"float32": 256, "amx_bf16": 32, "avx512_bf16": 512, "widened": 16384}
-ROOM = 1 << 30  # bytes of activations that reading a prompt may take ...
+ROOM = 4 << 30  # bytes of activations that reading a prompt may take ...
 PART = 2048  # ... and how much of a longer one is read at a time
 
 
