@@ -56,8 +56,8 @@ class Engine:
         calibrate = self.watch.timed("calibrate", self.control.open)
         self.rows = rows = list(rows)
         steps = max(row.room - row.step for row in rows)
-        calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step, steps)
         try:
+            calibrate(self.target, self.drafter, self.watch.seconds, self.stops.in_step, steps)
             self.drafter.open(self.laws, self.chance, self.rule.wants)
             begin(rows)
             self.control.start(rows)
