@@ -1,0 +1,241 @@
+"""Requests that come and go while others run: each has the text that it has alone, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel, TextStreamer
+
+import truedraft
+from models import ragged, tiny
+from nets import EVERY, REGISTERED, drafter
+from truedraft.continuous import ContinuousEngine, EngineRequest
+from truedraft.errors import Refused
+
+ROWS, LONGEST, END = 3, 48, 5
+DECODERS = [name for name in EVERY if name not in ("oracle", "probes", "taps")] + ["auto"]
+TINIEST = np.finfo(np.float32).tiny
+
+
+def model() -> PreTrainedModel:
+    return tiny("llama", torch.float32)
+
+
+@cache
+def prompts() -> list[tuple[int, ...]]:
+    inputs = ragged(model(), 6, seed=2)
+    lines = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [tuple(ids[seen.bool()].tolist()) for ids, seen in lines]
+
+
+@cache
+def alone(prompt: tuple[int, ...], steps: int, seed: int | None) -> list[int]:
+    """Plain decoding of a prompt by itself: by `model.generate`, or by a forward a token and the noise of each place."""
+    ids = torch.tensor([prompt])
+    if seed is None:
+        out = model().generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=END, pad_token_id=0)
+        return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    emitted: list[int] = []
+    while len(emitted) < steps and END not in emitted:
+        with torch.no_grad():
+            law = model()(torch.tensor([[*prompt, *emitted]])).logits[0, -1].softmax(-1)
+        bits = np.random.Philox(key=(seed, 0), counter=[0, len(emitted), 0, 0])
+        noise = np.random.Generator(bits).standard_exponential(len(law), dtype=np.float32)
+        emitted.append(int((law / torch.from_numpy(np.maximum(noise, TINIEST))).argmax()))
+    return emitted
+
+
+def added(engine: ContinuousEngine, which: int, steps: int, seed: int | None, draft: Any) -> EngineRequest:
+    sampling = {"do_sample": False} if seed is None else {"do_sample": True, "top_k": 0, "seed": seed}
+    return engine.add_request(
+        torch.tensor(prompts()[which]), draft=draft, max_new_tokens=steps, eos_token_id=END, pad_token_id=0, **sampling
+    )
+
+
+def check(request: EngineRequest, which: int, steps: int, seed: int | None) -> None:
+    """Its text is that which it has alone; of one that was aborted, as far as it went."""
+    expected = alone(prompts()[which], steps, seed)
+    if request.finish_reason == "abort":
+        assert request.tokens == expected[: len(request.tokens)]
+    else:
+        assert request.tokens == expected
+        assert request.finish_reason == ("stop" if END in expected else "length")
+
+
+def play(names: list[str], events: list[tuple[int, int, int]]) -> int:
+    """Admit, step and abort as `events` say, (what, which, how long); the number of events."""
+    drafts: dict[str, Any] = {name: name if name == "auto" else drafter(name, model()) for name in set(names)}
+    fast = truedraft.accelerate(model(), draft=None)
+    known: list[tuple[EngineRequest, int, int, int | None]] = []
+    with fast.engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
+        for what, which, size in events:
+            if what < 4:
+                seed = None if what < 2 else size
+                known.append(
+                    (added(engine, which, size, seed, drafts[names[len(known) % len(names)]]), which, size, seed)
+                )
+            elif what < 9:
+                engine.step()
+            elif known:
+                engine.abort_request(known[which % len(known)][0])
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert engine._target.cache is not None and engine._target.cache.lengths == []
+        assert engine.room() == ROWS
+    for request in known:
+        assert request[0].finished
+        check(*request)
+    for draft in drafts.values():
+        for part in getattr(draft, "parts", [draft]):
+            assert not getattr(part, "_states", {}), "a row was left in a drafter"
+    return len(events)
+
+
+EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 14)), min_size=8, max_size=30)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_request_has_the_text_that_it_has_alone(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(2):
+        play([name], [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(events=EVENTS)
+def test_drafters_mix(events: list[tuple[int, int, int]]) -> None:
+    play(["auto", "plain", "draft-model", "token-recycling", "prompt-lookup"], events)
+
+
+@pytest.mark.slow
+def test_ten_thousand_events() -> None:
+    count, rng = 0, random.Random(0)
+    names = [name for name in [*REGISTERED, *DECODERS] if _serves(name)]
+    while count < 10_000:
+        events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(60)]
+        count += play(rng.sample(names, 4), events)
+
+
+def _serves(name: str) -> bool:
+    try:
+        drafter(name, model()) if name != "auto" else None
+    except pytest.skip.Exception:
+        return False
+    return True
+
+
+def test_rows_have_the_same_bits_in_any_company() -> None:
+    """On the compiled pass a row's logits do not depend on who runs beside it."""
+    heard: list[list[torch.Tensor]] = []
+    for company in (False, True):
+        fast = truedraft.accelerate(model(), draft=None)
+        with fast.engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
+            mine = added(engine, 3, 12, None, "token-recycling")
+            logits: list[torch.Tensor] = []
+            see = mine._request.rule.inner.__class__.see
+
+            def noted(self: Any, scores: Any, rows: Any, trees: Any, kept: Any = logits, which: Any = mine) -> None:
+                if rows[0].request is which._request:
+                    kept.append(scores.logits[0, 0].clone())
+
+            type(mine._request.rule.inner).see = noted  # type: ignore[method-assign]
+            try:
+                for turn in range(30):
+                    if company and turn in (1, 3):
+                        added(engine, turn, 9, turn, "auto")
+                    engine.step()
+            finally:
+                type(mine._request.rule.inner).see = see  # type: ignore[method-assign]
+            assert mine.finished
+            heard.append(logits)
+    assert len(heard[0]) == len(heard[1]) > 2
+    assert all(torch.equal(a, b) for a, b in zip(*heard, strict=True))
+
+
+def test_requests_wait_for_a_slot() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
+        first, second = (added(engine, i, 6, None, "default") for i in (0, 1))
+        assert engine.room() == -1
+        assert engine.step() == [first] and second.tokens == [] and repr(second) == "<EngineRequest waiting: 0 tokens>"
+        while not first.finished:
+            engine.step()
+        while not second.finished:
+            assert engine.step() == [second]
+        assert engine.step() == []
+    check(first, 0, 6, None)
+    check(second, 1, 6, None)
+
+
+def test_generate_may_be_called_between_steps() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+        request = added(engine, 2, 14, 9, "default")
+        while not request.finished:
+            engine.step()
+            out = fast.generate(
+                torch.tensor([prompts()[4]]), max_new_tokens=7, do_sample=False, eos_token_id=END, pad_token_id=0
+            )
+            assert out[0, len(prompts()[4]) :].tolist() == alone(prompts()[4], 7, None)
+    check(request, 2, 14, 9)
+
+
+def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
+    fast = truedraft.accelerate(model())
+    ids = torch.tensor([prompts()[0]])
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+        request = added(engine, 1, 10, None, "default")
+        engine.step()
+        for wrong, match in (
+            ({"max_new_tokens": 99}, "max_tokens=48"),
+            ({"num_beams": 3}, "beam"),
+            ({"seed": -1}, "seed=-1"),
+            ({"draft": "nonsense"}, "nonsense"),
+            ({"rule": "block"}, "block"),
+            ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ):
+            with pytest.raises(Refused, match=match):
+                engine.add_request(ids, **{"max_new_tokens": 4, "do_sample": False, **wrong})  # type: ignore[arg-type]
+        with pytest.raises(Refused, match="2 rows"):
+            engine.add_request(ids.repeat(2, 1), max_new_tokens=4)
+        while not request.finished:
+            engine.step()
+        check(request, 1, 10, None)
+        assert request.report().tokens == len(request.tokens) and request.report().seconds["all"] > 0
+    with pytest.raises(Refused, match="closed"):
+        engine.step()
+    for sizes in ((0, 10), (2, 1), (True, 10), (2.0, 10)):
+        with pytest.raises(Refused, match="max_"):
+            fast.engine(max_rows=sizes[0], max_tokens=sizes[1])  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_aborts_what_ran() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
+        running, waiting = (added(engine, i, 14, None, "default") for i in (0, 1))
+        engine.step()
+    assert running.finish_reason == waiting.finish_reason == "abort"
+    assert running.tokens == alone(prompts()[0], 14, None)[: len(running.tokens)] and waiting.tokens == []
+
+
+def test_streamers_are_fed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    class Plain:
+        def decode(self, ids: Any, **_: Any) -> str:
+            return "".join(f"{int(i)} " for i in ids)
+
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
+        streamer = TextStreamer(Plain(), skip_prompt=True)  # type: ignore[arg-type]
+        request = engine.add_request(
+            torch.tensor(prompts()[0]), max_new_tokens=6, do_sample=False, streamer=streamer, eos_token_id=END
+        )
+        while not request.finished:
+            engine.step()
+    assert [int(word) for word in capsys.readouterr().out.split()] == request.tokens == alone(prompts()[0], 6, None)
