@@ -37,7 +37,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 @cache
 def alone(prompt: tuple[int, ...], steps: int, seed: int | None) -> list[int]:
-    """Plain decoding of a prompt by itself: by `model.generate`, or by a forward a token and the noise of each place."""
+    """Plain decoding of a prompt by itself: by `model.generate`, or a forward a token and the noise of its place."""
     ids = torch.tensor([prompt])
     if seed is None:
         out = model().generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=END, pad_token_id=0)

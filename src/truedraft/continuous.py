@@ -56,7 +56,7 @@ class EngineRequest:
     def tokens(self) -> list[int]:
         """The token ids that it has emitted, the prompt left out."""
         row = self._row
-        return row.tokens[row.prompt : row.end]  # type: ignore[no-any-return]
+        return row.tokens[row.prompt : row.end]
 
     @property
     def finished(self) -> bool:
@@ -249,8 +249,8 @@ class ContinuousEngine:
         """A rule of a request's own: some keep what they saw of the pass under way."""
         given = self._rule if rule is None else rule
         if given is None or isinstance(given, str):
-            return None if given is None else part(given, "accept", Rule)  # type: ignore[no-any-return]
-        return copy.copy(part(given, "accept", Rule))  # type: ignore[no-any-return]
+            return None if given is None else part(given, "accept", Rule)
+        return copy.copy(part(given, "accept", Rule))
 
     def _moved(self, request: EngineRequest) -> None:
         report, since = request.report(), self._running[id(request._request)][1]
@@ -258,11 +258,8 @@ class ContinuousEngine:
         request._stream.put()
         row = request._row
         if row.ended:
-            stops = request._request.stops
-            at_most = (
-                row.end - row.prompt >= row.room and not stops.asked(row) and row.tokens[row.end - 1] not in row.ends
-            )
-            self._finish(request, "length" if at_most else "stop")
+            stopped = row.tokens[row.end - 1] in row.ends or request._request.stops.asked(row)
+            self._finish(request, "stop" if stopped or row.end - row.prompt < row.room else "length")
 
     def _finish(self, request: EngineRequest, reason: Reason) -> None:
         request.finish_reason = reason
