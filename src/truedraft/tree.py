@@ -240,12 +240,13 @@ class Scores:
     context: Sequence[int]
 
     def of(self, places: Sequence[int]) -> Scores:
-        """Those of some rows."""
+        """Those of some rows, in their order; without a copy where they are neighbours."""
         if len(places) == len(self.context):
             return self
-        places = list(places)
+        together = places[-1] - places[0] == len(places) - 1
+        logits = self.logits[places[0] : places[-1] + 1] if together else self.logits[list(places)]
         hidden = {layer: [states[i] for i in places] for layer, states in self.hidden.items()}
-        return Scores(self.logits[places], hidden, [self.context[i] for i in places])
+        return Scores(logits, hidden, [self.context[i] for i in places])
 
 
 def joined(parts: Sequence[Scores]) -> Scores:
