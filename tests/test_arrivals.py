@@ -15,6 +15,7 @@ import truedraft
 from arrivals import DECODERS, END, LONGEST, ROWS, added, alone, check, model, play, prompts
 from nets import REGISTERED, drafter
 from truedraft.errors import Refused
+from truedraft.runtime import calibration
 
 EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 14)), min_size=8, max_size=30)
 
@@ -103,6 +104,22 @@ def test_generate_may_be_called_between_steps() -> None:
             )
             assert out[0, len(prompts()[4]) :].tolist() == alone(prompts()[4], 7, None)
     check(request, 2, 14, 9)
+
+
+def test_costs_are_measured_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows of another drafter begin with measuring, over a cache beside that of the rows that run."""
+    monkeypatch.setattr(calibration, "_path", lambda target: None)
+    monkeypatch.setattr(calibration, "SHARE", 1e3)
+    monkeypatch.setattr(calibration, "ROUNDS", 2)
+    with truedraft.accelerate(model()).engine(max_rows=2, max_tokens=LONGEST) as engine:
+        first = added(engine, 3, 14, 4, "default")
+        engine.step()
+        engine.step()
+        second = added(engine, 2, 9, None, "token-recycling")
+        while engine.has_unfinished_requests():
+            engine.step()
+    check(first, 3, 14, 4)
+    check(second, 2, 9, None)
 
 
 def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
