@@ -64,12 +64,28 @@ def check(request: EngineRequest, which: int, steps: int, seed: int | None) -> N
         assert request.finish_reason == ("stop" if END in expected else "length")
 
 
+def watch(engine: ContinuousEngine) -> None:
+    """At every pass the logits where each row stands are those of a plain forward over its tokens."""
+    inner: Any = engine._engine
+    decide = inner._decide
+
+    def checked(request: Any, rows: Any, trees: Any, scores: Any) -> Any:
+        for row, logits in zip(rows, scores.logits[:, 0], strict=True):
+            with torch.no_grad():
+                plain = model()(torch.tensor([row.tokens]), use_cache=False).logits[0, -1]
+            assert (logits - plain).abs().max() < 1e-4 * plain.std(), f"the logits of {row.tokens} are others"
+        return decide(request, rows, trees, scores)
+
+    inner._decide = checked
+
+
 def play(names: list[str], events: list[tuple[int, int, int]]) -> int:
     """Admit, step and abort as `events` say, (what, which, how long); the number of events."""
     drafts: dict[str, Any] = {name: name if name == "auto" else drafter(name, model()) for name in set(names)}
     fast = truedraft.accelerate(model(), draft=None)
     known: list[tuple[EngineRequest, int, int, int | None]] = []
     with fast.engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
+        watch(engine)
         for what, which, size in events:
             if what < 4:
                 seed = None if what < 2 else size

@@ -95,9 +95,10 @@ def masked(shape: Shape, mask: torch.Tensor) -> Shape:
 
 
 def arrivals() -> None:
-    """Four rows that come one after another, sampled, one of them cancelled; three at once."""
-    come = [(3, which, 10 + which) for which in range(4)]
-    play(["token-recycling", "suffix"], [come[0], *[(5, 0, 1)] * 2, come[1], (5, 0, 1), come[2], (9, 1, 1), come[3]])
+    """Four rows that come one after another, the first to leave before the last; one of them is cancelled."""
+    add, step, abort = 3, (5, 0, 1), 9
+    come = [(add, 0, 4), step, (add, 1, 11), step, (add, 2, 12), *[step] * 5, (abort, 1, 1), step, (add, 3, 13)]
+    play(["token-recycling", "suffix"], come)
 
 
 def prompts_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
@@ -163,7 +164,7 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "noise tied to the draws made": (faults.noise_per_draw, text("seeded")),
     "second-best token": (replaced(Greedy, "ahead", second_best), text()),
     "unverified drafts accepted": (faults.ACCEPTED_UNSEEN, text()),
-    "a new row's KV over a running row's": (prompts_in_the_first_slot, arrivals),
+    "a new row's KV over a running row's": (unchecked(prompts_in_the_first_slot), arrivals),
     "another row's noise": (noise_of_the_latest, arrivals),
     "a cancelled row's drafter state kept": (replaced(Engine, "_end", lambda self, row: None), arrivals),
     "rows move up where slots are swapped": (replaced(Engine, "_leave", slots_move_up), arrivals),
