@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from truedraft import Card, Drafter, DraftTree
-from truedraft.chance import Chance
-from truedraft.sampling import Laws
-from truedraft.tree import Accepted, Draws, Row, Scores, Taps, Wanted
+from truedraft.tree import Accepted, Draws, Row, Scores, Taps
 
 _CARD = Card(paper="none", idea="For tests.", family="test")
 
@@ -76,9 +74,6 @@ class Sampler(Noise):
     def draws(self) -> Draws:
         return self.drawn
 
-    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
-        self.chance, self.by_law = chance, wanted == "law"
-
     def law(self, tokens: Sequence[int]) -> torch.Tensor:
         """A law that depends on the last token, fixed once and for all."""
         scores = 2 * torch.randn(self.vocabulary, generator=torch.Generator().manual_seed(tokens[-1] + 100 * self.seed))
@@ -86,13 +81,13 @@ class Sampler(Noise):
 
     def tree(self, row: Row, nodes: int) -> DraftTree:
         tokens, parent, dist = [row.tokens[-1]], [-1], [self.law(row.tokens)]
-        if not self.by_law:
+        if self.preferred(row) != "law":
             return DraftTree.chain(tokens[0], [int(dist[0].argmax())][: min(nodes, row.room - row.step - 1)])
         if row.room - row.step > 1:
-            tokens += self.chance.draw(dist[0], row, min(self.siblings, nodes), self.drawn == "distinct")
+            tokens += row.request.chance.draw(dist[0], row, min(self.siblings, nodes), self.drawn == "distinct")
             parent += [0] * (len(tokens) - 1)
         if row.room - row.step > 2 and len(tokens) > 1:
-            tokens += self.chance.draw(self.law(tokens[:2]), row)
+            tokens += row.request.chance.draw(self.law(tokens[:2]), row)
             parent.append(1)
         dist += [self.law([token]) for token in tokens[1:]]
         return DraftTree(tuple(tokens), tuple(parent), tuple(dist), draws=self.drawn)

@@ -123,9 +123,9 @@ class Target:
     def wait(self) -> None:
         self.note("wait")
 
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]], first: int = 0) -> None:
         self.note("commit")
-        for slot, tree, path in zip(self.slots, self.trees, paths, strict=True):
+        for slot, tree, path in zip(self.slots[first:], self.trees, paths, strict=True):
             assert tuple(path) == tree.path(path[-1])
             slot += [tree.tokens[i] for i in path]
 
@@ -152,9 +152,6 @@ class RandomDrafts(Drafter):
         self.ended: list[int] = []
         self.budgets: list[list[int]] = []
         self.seen: list[tuple[list[int], list[DraftTree], list[Accepted]]] = []
-
-    def open(self, laws: Any, chance: Any, wanted: Any) -> None:
-        self.opened = (laws, chance, wanted)
 
     def start(self, rows: Sequence[Row]) -> None:
         self.note("start")

@@ -21,6 +21,7 @@ from truedraft.accept._base import Rule
 from truedraft.accept.greedy import Greedy
 from truedraft.chance import Replay
 from truedraft.engine import Engine
+from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Stopwatch
 from truedraft.stopping import Stops
@@ -97,9 +98,8 @@ class Setting:
         self.drafter = RandomDrafts(self.note, seed, drawn, width)
         self.control, self.chance = Pruning(self.note, seed), Steps()
         self.rule = rule or Likeliest()
-        self.engine = Engine(
-            self.target, self.drafter, self.rule, self.control, laws, stops, self.chance, self.history, self.watch  # type: ignore[arg-type]
-        )  # fmt: skip
+        self.request = Request(self.rows, self.prompts, self.drafter, self.rule, laws, stops, self.chance, self.history)
+        self.engine = Engine(self.target, self.control, self.watch)  # type: ignore[arg-type]
         self.in_step, self.pads = in_step, pads
 
     def note(self, event: str) -> None:
@@ -107,7 +107,7 @@ class Setting:
         self.parts[event] = self.watch.part
 
     def decode(self) -> list[Pass]:
-        return list(self.engine.run(self.rows, self.prompts))
+        return list(self.engine.run(self.request))
 
     def expected(self) -> list[tuple[list[int], int | None]]:
         """Plain decoding; in step until the last row has ended."""
@@ -238,22 +238,21 @@ def test_what_every_part_is_given_before_the_first_pass() -> None:
     for in_step in (False, True):
         setting = Setting(1, in_step=in_step, rule=rule)
         setting.decode()
-        engine = setting.engine
         assert setting.target.taps.hidden == (1, 2)
-        assert setting.drafter.opened == (engine.laws, setting.chance, "likeliest")
+        assert all(row.request is setting.request for row in setting.rows)
         assert setting.control.opened[:4] == (setting.target, setting.drafter, setting.watch.seconds, in_step)
         assert [row.index for row in setting.drafter.under_way] == [0, 1, 2]
         assert [row.index for row in setting.control.started] == [0, 1, 2]
-        assert setting.control.learnt == len(setting.drafter.seen)
+        assert setting.control.learnt == len(setting.drafter.seen) - 1  # prompts are no drafts
 
 
 def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
     setting = Setting(1, rows=1)
-    passes = setting.engine.run(setting.rows, setting.prompts)
+    passes = setting.engine.run(setting.request)
     next(passes)
-    assert setting.events == ["open", "start", "ready", "prefill", "wait", "commit", "observe", "learn"]
+    assert setting.events == ["open", "start", "ready", "prefill", "wait", "commit", "observe"]
     next(passes)
-    assert setting.events[8:] == ["propose", "prune", "score", "wait", "commit", "observe", "learn"]
+    assert setting.events[7:] == ["propose", "prune", "score", "wait", "commit", "observe", "learn"]
     list(passes)
     assert setting.events[-3:] == ["drafter ends", "control ends", "release"]
     of = setting.parts
@@ -262,7 +261,7 @@ def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
     assert of["start"] == of["observe"] == "observe" and of["score"] == of["wait"] == "target"
     assert set(setting.watch.seconds) == {"calibrate", "control", "prefill", "draft", "observe", "target"}
     setting = Setting(1, rows=1, begins_with_drafts=True)
-    next(setting.engine.run(setting.rows, setting.prompts))
+    next(setting.engine.run(setting.request))
     assert setting.events[:6] == ["open", "start", "ready", "propose", "prune", "score"]
     known = Setting(1, rule=Greedy())
     known.decode()
@@ -323,13 +322,13 @@ def test_a_rule_that_knows_every_token_is_not_asked_again() -> None:
     setting = Setting(4, rule=rule, rows=1)
     setting.decode()
     assert setting.found() == setting.expected() and rule.asked == []
-    assert rule.given == ([0], 1, setting.engine.laws, setting.chance)
+    assert rule.given == ([0], 1, setting.request.laws, setting.chance)
 
 
 def test_a_draft_begins_with_the_pending_token() -> None:
     setting = Setting(1, rows=1)
     setting.drafter.propose = lambda rows, budget: [DraftTree.chain(7)]  # type: ignore[method-assign]
-    passes = setting.engine.run(setting.rows, setting.prompts)
+    passes = setting.engine.run(setting.request)
     next(passes)
     pending = setting.rows[0].tokens[-1]
     with pytest.raises(ValueError, match=f"^a draft must begin with the pending token {pending}, got 7$"):
@@ -342,7 +341,8 @@ def test_prompts_that_are_embeddings_begin_without_tokens() -> None:
     for row in setting.rows:
         row.tokens, row.prompt = [], 0
     setting.target._begin = lambda prompts: setting.target.slots.extend([] for _ in prompts)  # type: ignore[method-assign]
-    passes = setting.engine.run(setting.rows, [Prompt(embeds=torch.zeros(2, 3))] * 2)
+    setting.request.prompts = [Prompt(embeds=torch.zeros(2, 3))] * 2
+    passes = setting.engine.run(setting.request)
     first = next(passes)
     assert first.width == 1 and [e.tokens for e in first.emitted] == [(next_token([0]),)] * 2
     assert [tree.tokens for tree in setting.drafter.seen[0][1]] == [(0,), (0,)]
@@ -351,7 +351,7 @@ def test_prompts_that_are_embeddings_begin_without_tokens() -> None:
 def test_rows_that_are_left_are_ended_once() -> None:
     for passes in (0, 1, 3):
         setting = Setting(0)
-        running = setting.engine.run(setting.rows, setting.prompts)
+        running = setting.engine.run(setting.request)
         for _ in range(passes):
             next(running)
         running.close()
@@ -363,7 +363,7 @@ def test_rows_that_are_left_are_ended_once() -> None:
 
 def test_an_end_that_is_cut_short_is_made_up_for() -> None:
     setting = Setting(0)
-    running = setting.engine.run(setting.rows, setting.prompts)
+    running = setting.engine.run(setting.request)
     next(running)
     end, failing = setting.control.end, [True]
 

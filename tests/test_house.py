@@ -86,7 +86,8 @@ ALLOWED = {
     "targets": {"tree", "caches", "runtime", "errors", "targets"},
     "caches": {"tree", "errors", "caches"},
     "runtime": {"tree", "caches", "targets", "errors", "files", "runtime"},
-    "engine": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters", "control", "targets", "errors"},
+    "engine": {"tree", "request", "stats", "accept", "drafters", "control", "targets"},
+    "request": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters"},
     "tree": set(),
     "chance": {"tree", "errors"},
     "sampling": {"tree", "errors"},
@@ -109,7 +110,9 @@ ALLOWED = {
 
 def imports(file: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    whole = ast.parse(file.read_text())
+    typing = [part for part in whole.body if isinstance(part, ast.If) and ast.unparse(part.test) == "TYPE_CHECKING"]
+    for node in [node for part in whole.body if part not in typing for node in ast.walk(part)]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("truedraft"):
             rest = node.module.split(".")[1:]
             found |= {rest[0]} if rest else {alias.name for alias in node.names}

@@ -22,7 +22,7 @@ import seq2seq_models
 import truedraft
 from drafters_for_tests import Noise
 from models import ragged, sibling, tiny
-from truedraft import Refused, accelerated, engine
+from truedraft import Refused, accelerated, engine, prepared
 from truedraft.accept import _base as accept
 from truedraft.control import cost
 from truedraft.drafters import _base, _compose, _model, _reader, _trust
@@ -227,8 +227,10 @@ def test_every_row_is_ended_once_however_the_call_ends() -> None:
 
 # Where rows begin and end, in every part that keeps something of them.
 WATCHED: list[Callable[..., Any]] = [
-    engine.Engine.run, engine.Engine.close, engine.Engine._end, engine.Engine._retire, accelerated.Accelerated._decode,
-    accept.walk, _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
+    engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._drafted, engine.Engine._verified,
+    engine.Engine.close, engine.Engine._end, engine.Engine._leave, engine.Engine._retire, engine._begun,
+    engine._observed, accelerated.Accelerated._decode, prepared.request_of, accept.walk, _base.PerRow.start,
+    _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
     _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,
     _model.ModelDrafter.start, _model.ModelDrafter.end, _reader.Reader.start, _reader.Reader.end, _reader.Reader.admit,
     _reader.Reader._release, _reader.Reader.keep,

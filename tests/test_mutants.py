@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 import faults
+from arrivals import play
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
 from nets import RULES, eos_inside, node_net, text_net
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
+from truedraft.chance import PositionNoise
+from truedraft.engine import Engine
 from truedraft.runtime import native
+from truedraft.runtime.lean import Nodes
 from truedraft.runtime.native import Kind
 from truedraft.runtime.program import Program
 from truedraft.stopping import Stops
+from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Row, Shape
 
 Net = Callable[[], Any]
@@ -89,6 +94,49 @@ def masked(shape: Shape, mask: torch.Tensor) -> Shape:
     return other
 
 
+def arrivals() -> None:
+    """Four rows that come one after another, the first to leave before the last; one of them is cancelled."""
+    add, step, abort = 3, (5, 0, 1), 9
+    come = [(add, 0, 4), step, (add, 1, 11), step, (add, 2, 12), *[step] * 5, (abort, 1, 1), step, (add, 3, 13)]
+    play(["token-recycling", "suffix"], come)
+
+
+def prompts_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
+    true = Nodes.add_chain
+    patch.setattr(Nodes, "add_chain", lambda self, slot, *rest: true(self, 0, *rest))
+
+
+def noise_of_the_latest(patch: pytest.MonkeyPatch) -> None:
+    true, latest = PositionNoise.__init__, []
+
+    def made(self: PositionNoise, seeds: Any) -> None:
+        true(self, seeds)
+        latest[:] = [seeds]
+
+    bits = PositionNoise._bits
+
+    def of_latest(self: PositionNoise, row: Row, step: int, fresh: int) -> Any:
+        self.seeds = latest[0]
+        return bits(self, row, step, fresh)
+
+    patch.setattr(PositionNoise, "__init__", made)
+    patch.setattr(PositionNoise, "_bits", of_latest)
+
+
+def commit_from_the_first(self: DecoderTarget, paths: Sequence[Sequence[int]], first: int = 0) -> None:
+    assert self.cache is not None
+    for slot, path in enumerate(paths):
+        self.cache.commit(slot, path)
+
+
+def slots_move_up(self: Engine, slot: int) -> None:
+    """Where the last row takes the place of the one that left."""
+    self._cohort = None
+    self._end(self.rows[slot])
+    self.target.release(slot)
+    del self.rows[slot]
+
+
 MUTANTS: dict[str, tuple[Fault, Net]] = {
     "lost tree mask": (reshaped(lambda s: masked(s, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
     "tree read as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
@@ -116,6 +164,14 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "noise tied to the draws made": (faults.noise_per_draw, text("seeded")),
     "second-best token": (replaced(Greedy, "ahead", second_best), text()),
     "unverified drafts accepted": (faults.ACCEPTED_UNSEEN, text()),
+    "a new row's KV over a running row's": (unchecked(prompts_in_the_first_slot), arrivals),
+    "another row's noise": (noise_of_the_latest, arrivals),
+    "a cancelled row's drafter state kept": (replaced(Engine, "_end", lambda self, row: None), arrivals),
+    "rows move up where slots are swapped": (replaced(Engine, "_leave", slots_move_up), arrivals),
+    "new rows' KV committed to the first slots": (
+        replaced(DecoderTarget, "commit", commit_from_the_first),
+        arrivals,
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,15 @@ import truedraft
 from drafters_for_tests import Noise, Oracle
 from models import ragged, tiny
 from truedraft import Refused
+from truedraft.accept import _ties
+from truedraft.accept._ties import NearTies
+from truedraft.accept.greedy import Greedy
 from truedraft.audit.tokens import noise_of
 from truedraft.bench.compare import compare, transformers_side, truedraft_side
 from truedraft.bench.workloads import Item, Workload
+from truedraft.chance import Replay
 from truedraft.cli import main
+from truedraft.tree import Accepted, Row, Scores
 
 TOKENS = 24
 PROMPTS = [[3, 1, 4, 3, 1, 4, 3], [9, 2, 6, 5, 9, 2, 6, 5, 9], [8, 9, 7], [5, 5, 8, 2]]
@@ -52,6 +58,93 @@ def drafters(answers: dict[int, list[int]]) -> dict[str, Any]:
         "oracle": Oracle(answers=answers),
         "auto": "auto",
     }
+
+
+class Largest(Greedy):
+    """A rule that notes what it is shown. known: whether it decides all nodes at once."""
+
+    known = True
+
+    def __init__(self) -> None:
+        self.chosen: list[Any] = []
+        self.observed: list[Any] = []
+
+    def choose(self, scores: Tensor, offers: Any, rows: Any, chance: Any) -> list[int]:
+        self.chosen.append((offers, rows))
+        return scores.argmax(-1).tolist()
+
+    def ahead(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> Any:
+        return logits.argmax(-1).tolist() if self.known else None
+
+    def observe(self, *seen: Any) -> None:
+        self.observed.append(seen)
+
+
+RAW: Any = SimpleNamespace(gain=1.0, again=lambda row, logits: logits)
+
+
+def seen_by(held: Any, logits: Tensor, paths: Any, rows: Any) -> None:
+    """One pass over nodes (rows, nodes, V) of which the paths are accepted."""
+    accepted = [Accepted(tuple(path), 0, row.ended) for path, row in zip(paths, rows, strict=True)]
+    held.ahead(logits, rows, [], RAW, Replay([]))
+    held.observe(rows, ["trees"], Scores(logits, {}, [0] * len(rows)), accepted)
+
+
+def node(best: float, second: float) -> list[float]:
+    return [0.0, second, -1.0, best, -2.0]
+
+
+def test_the_share_is_that_of_the_accepted_nodes() -> None:
+    """A near-tie is where the second is no further below than twice the noise; rows that wait have none."""
+    near, far = node(1.0, 0.5), node(1.0, 0.4)
+    going, waits = Row(0, [1, 2, 3, 4], 1, 9), Row(1, [1, 2, 3, 4], 1, 9, end=3)
+    for paths, rows, expected in (
+        ([[0]], [going], 1.0),
+        ([[0, 1]], [going], 0.5),
+        ([[0, 3]], [going], 1.0),
+        ([[0, 2]], [going], 0.5),
+        ([[0, 1, 3]], [going], 2 / 3),
+        ([[0, 3], [0, 1]], [going, waits], 1.0),  # the second row's last token is padding
+        ([[0, 1], [0, 3]], [going, waits], 2 / 3),
+    ):
+        logits = torch.tensor([[near, far, far, near]] * len(rows))
+        held: Any = NearTies(Largest(), RAW, noise=0.25)
+        assert held.rate is None
+        seen_by(held, logits, paths, rows)
+        assert held.rate == pytest.approx(expected), paths
+        assert held.inner.observed[0][:2] == (rows, ["trees"]) and held.inner.observed[0][2].logits is logits
+        assert [one.path for one in held.inner.observed[0][3]] == [tuple(path) for path in paths]
+        assert held.inner.chosen == []
+    exact: Any = NearTies(Largest(), RAW, noise=0.0)
+    seen_by(exact, torch.tensor([[node(1.0, 1.0), far]]), [[0, 1]], [going])
+    assert exact.rate == 0.5
+
+
+def test_rows_that_are_judged_token_by_token_are_counted_too() -> None:
+    going, ended = Row(0, [1, 2], 1, 9), Row(1, [1, 2], 1, 9, end=2)
+    scores = torch.tensor([node(1.0, 0.2), node(1.0, 0.9)])
+    for rows, expected in (([going, ended], 0.0), ([ended, going], 1.0), ([going, going], 0.5)):
+        held: Any = NearTies(Largest(), RAW, noise=0.25)
+        assert held.choose(scores, ["a", "b"], rows, None) == [3, 3]
+        assert held.rate == expected and held.inner.chosen == [(["a", "b"], rows)]
+    rule = Largest()
+    again: Any = NearTies(rule, RAW, noise=0.25, again=lambda row: torch.tensor(node(0.0, 5.0)))
+    assert again.ahead(scores[None], [going], [], RAW, None) is None, "each is chosen by itself"
+    assert again.choose(scores, ["a", "b"], [going, going], None) == [3, 1]
+    assert rule.chosen[1] == (["b"], [going])
+
+
+def test_many_passes_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    true = _ties.two_largest
+    monkeypatch.setattr(_ties, "HELD", 10)
+    monkeypatch.setattr(_ties, "two_largest", lambda keys: taken.append(len(keys)) or true(keys))
+    held: Any = NearTies(Largest(), RAW, noise=0.25)
+    row = Row(0, [1, 2], 1, 9)
+    for i in range(1, 8):
+        seen_by(held, torch.tensor([[node(1.0, 0.9 if i % 2 else 0.1)]]), [[0]], [row])
+        assert taken == [3] * (i // 3), "of more than ten numbers, five at a time"
+    assert held.rate == pytest.approx(4 / 7) and taken == [3, 3, 1]
 
 
 def test_the_engine_alone_chooses_otherwise() -> None:

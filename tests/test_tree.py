@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from truedraft.tree import DraftTree, Prompt, Row, Taps, shape_of
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined, shape_of
 
 TREES = 60
 
@@ -165,3 +165,26 @@ def test_what_goes_with_trees() -> None:
 def test_shapes_are_shared() -> None:
     for a, b in pairwise([DraftTree((1, 2, 3), (-1, 0, 0)), DraftTree((4, 5, 6), (-1, 0, 0)), DraftTree.chain(1, [2])]):
         assert (a.shape is b.shape) == (a.parent == b.parent)
+
+
+def scores_of(rows: int, first: int) -> Scores:
+    hidden = {layer: [torch.full((2, 3), float(first + i + layer)) for i in range(rows)] for layer in (1, 4)}
+    return Scores(torch.arange(first, first + rows).float()[:, None, None].expand(-1, 2, 5), hidden, [*range(rows)])
+
+
+def test_scores_of_parts_are_joined_and_taken_apart() -> None:
+    parts = [scores_of(2, 0), scores_of(1, 10), scores_of(3, 20)]
+    assert joined(parts[:1]) is parts[0]
+    for count in (2, 3):
+        whole = joined(parts[:count])
+        assert whole.logits[:, 0, 0].tolist() == [0, 1, 10, 20, 21, 22][: len(whole.context)]
+        assert whole.context == [0, 1, 0, 0, 1, 2][: len(whole.context)] and whole.hidden.keys() == {1, 4}
+        for layer in (1, 4):
+            assert [float(h[0, 0]) - layer for h in whole.hidden[layer]] == whole.logits[:, 0, 0].tolist()
+    assert whole.of(range(6)) is whole
+    for places in ([1, 2, 3], [0, 2, 5], [4], [5, 0]):
+        some = whole.of(places)
+        assert torch.equal(some.logits, whole.logits[places]) and some.context == [whole.context[i] for i in places]
+        assert all(
+            [h is whole.hidden[layer][i] for h, i in zip(some.hidden[layer], places, strict=True)] for layer in (1, 4)
+        )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,56 +15,27 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry, reports
 from truedraft.accept._base import Rule
-from truedraft.accept._ties import NearTies
-from truedraft.arguments import (
-    Document,
-    behind,
-    chance_of,
-    check_arguments,
-    check_lengths,
-    check_settings,
-    namespaces_of,
-    prompts_of,
-    references_of,
-    sources_of,
-    with_stop_strings,
-)
+from truedraft.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
 from truedraft.chance import Chance
+from truedraft.continuous import ContinuousEngine
 from truedraft.control._base import Control
-from truedraft.drafters._base import Bound, Drafter
+from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.outcome import cut, output
-from truedraft.parts import DRAWN, check_vocabulary, drafter_of, part
-from truedraft.rechecking import check_ties, reference_of
+from truedraft.parts import drafter_of, fitted, part, rule_for
+from truedraft.prepared import Call, Prepared, request_of
+from truedraft.rechecking import check_ties
 from truedraft.runtime.quantize import quantize as quantized
-from truedraft.sampling import History, Laws
 from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass, Report, Stopwatch
-from truedraft.stopping import Stops, ends_of
-from truedraft.stopping import longest as longest_of
 from truedraft.stores.memory import Memory
 from truedraft.streaming import Stream, ending_streamer
 from truedraft.surroundings import defaults, exclusive
 from truedraft.targets.decoder import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.targets.unwrapping import unwrapped
-from truedraft.tree import Row
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What this call adds to `model.generate`, carried through it to the decode loop."""
-
-    references: Any
-    assistant: PreTrainedModel | None
-    seed: int | Sequence[int] | None
-    chance: Chance | None
-    namespace: str | Sequence[str]
-    streamer: Any
-    on_pass: Callable[[Pass], None] | None
-    sources: Tensor | None
 
 
 class Accelerated(StandIn):
@@ -97,21 +66,9 @@ class Accelerated(StandIn):
         self.control: Control = part(control, "control", Control)
         check_ties(ties, model, self.rule)
         self.ties = ties
-        self._fitted(self.drafter)
+        fitted(self.drafter, self.target, tokenizer)
         self._report: Report | None = None
         self._complete()
-
-    def _fitted(self, drafter: Drafter) -> Drafter:
-        """A drafter made ready for the target as it is now; it may have drafted for another one since."""
-        vocabulary, before = self.target.vocabulary, drafter.bound
-        if before is None or before.target() is not self.target:
-            check_vocabulary(drafter, self.tokenizer, vocabulary)
-            if before is not None and before.vocabulary != vocabulary:
-                drafter.forget()
-            drafter.ready(self.target)
-            drafter.read(self.tokenizer)
-            drafter.bound = Bound(ref(self.target), vocabulary)
-        return drafter
 
     def _call(self) -> AbstractContextManager[None]:
         """The turn of a call: calls of other threads wait, as do those of models that share a part with this one."""
@@ -222,7 +179,7 @@ class Accelerated(StandIn):
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
         sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None
-        call = _Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
+        call = Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
         with self._call(), defaults():
             self._report = None
             check_arguments(self.target, inputs, kwargs)
@@ -235,6 +192,25 @@ class Accelerated(StandIn):
             finally:
                 self.target.cache = None
 
+    def engine(self, max_rows: int = 8, max_tokens: int = 2048) -> ContinuousEngine:
+        """A running batch of requests, each with settings of its own, that come and go between steps; see
+        `ContinuousEngine`. It makes passes and sizes drafts by itself; `generate` may be called beside it.
+
+        Args:
+            max_rows: requests that run at once.
+            max_tokens: of a request's prompt and output together, at most.
+
+        Raises:
+            Refused: the sizes make no sense, the model is an encoder-decoder, or the cache does not fit in memory.
+        """
+        if self.ties != "keep":
+            raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
+        with self._call():
+            return ContinuousEngine(
+                self.model, self.tokenizer, self.drafter, self._parts[1], self.control.another(), self._hosting,
+                max_rows, max_tokens,
+            )  # fmt: skip
+
     def _decode(
         self,
         model: PreTrainedModel,
@@ -242,67 +218,45 @@ class Accelerated(StandIn):
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        truedraft_call: _Call,
+        truedraft_call: Call,
         **model_kwargs: Any,
     ) -> Any:
         """The decode loop that `model.generate` calls once it has prepared everything."""
-        call, config = truedraft_call, generation_config
-        check_settings(config)
-        drafter = self._fitted(self._drafter_of(config, call))
-        rule = self._rule_of(config, drafter)
-        rule.fit(model)
-        rule.read(self.tokenizer)
-        drafter.read(self.tokenizer)
-        prompts = prompts_of(input_ids, model_kwargs, self.target.window, call.sources)
-        batch, longest = len(prompts), max(map(len, prompts))
-        steps = longest_of(stopping_criteria) - input_ids.shape[1]
-        check_lengths(self.target, longest, steps)
-        references = references_of(call.references, batch, self.tokenizer, self.target.vocabulary)
-        if drafter.takes_references and self.target.one_vocabulary:
-            references = behind(prompts, references)
-        namespaces = namespaces_of(call.namespace, batch)
-        chance = call.chance or chance_of(call.seed, batch)
-        self.target.reserve(batch, longest + steps + drafter.width + rule.extra(drafter.width))
+        call, watch = truedraft_call, Stopwatch()
+        prepared = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        check_settings(generation_config)
+        drafter = fitted(self._drafter_of(generation_config, call), self.target, self.tokenizer)
+        rule = rule_for(self.rule, bool(generation_config.do_sample), drafter)
 
-        pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-        told = [[] if p.ids is None else p.ids.tolist() for p in prompts]
-        ends = ends_of(stopping_criteria)
-        rows = [
-            Row(i, ids, len(ids), steps, references[i], ends, namespace=namespaces[i], given=prompts[i])
-            for i, ids in enumerate(told)
-        ]
-        history = History(input_ids, steps, pad, rows)
-        returns = bool(config.return_dict_in_generate)
-        laws = Laws(logits_processor, history, returns and config.output_scores, returns and config.output_logits)
-        rule.ready(laws)
-        stops = Stops(stopping_criteria, history, laws)
-        watch = Stopwatch()
-        again = reference_of(self.ties, self.target, batch, longest + steps, laws)
-        held: Any = NearTies(rule, laws, self.target.noise, again)
-        engine = Engine(self.target, drafter, held, self.control, laws, stops, chance, history, watch)
-        self._report = report = reports.begun(self.target, drafter, rule, self.control, watch)
+        def reserve(rows: int, tokens: int) -> None:
+            self.target.reserve(rows, tokens + drafter.width + rule.extra(drafter.width))
+
+        request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, reserve)
+        rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
+        self._report = report = reports.begun(self.target, drafter, rule, self.control, watch.seconds)
+        report.passes = request.passes
         report.notes += reports.notes_on(rows, laws, stops)
-        stream = Stream(call.streamer, rows, history)
-        passes = engine.run(rows, prompts)
-        advance = watch.timed("all", lambda: next(passes, None))
+        engine, stream = Engine(self.target, self.control, watch), Stream(call.streamer, rows, history)
+        engine.admit(request)
+        advance = watch.timed("all", engine.step)
         try:
-            while (done := advance()) is not None:
-                report.passes.append(done)
+            while engine.running:
+                advance()
                 if call.on_pass is not None:
-                    call.on_pass(done)
+                    call.on_pass(request.passes[-1])
                 stream.put()
-            return output(model, rows, history, laws, returns)
+            return output(model, rows, history, laws, prepared.returns)
         except KeyboardInterrupt as interrupt:
             report.interrupted = True
             report.notes.append("interrupted: the text ends with the last pass that was completed")
             cut(rows, report.passes, stops.in_step)
-            vars(interrupt).update(output=output(model, rows, history, laws, returns), report=report)
+            vars(interrupt).update(output=output(model, rows, history, laws, prepared.returns), report=report)
             raise
         finally:
             engine.close()
-            reports.ended(report, self.target, held)
+            reports.ended(report, self.target, request.rule)
 
-    def _drafter_of(self, config: GenerationConfig, call: _Call) -> Drafter:
+    def _drafter_of(self, config: GenerationConfig, call: Call) -> Drafter:
         references, assistant = call.references, call.assistant
         ways = {
             "references": references, "assistant_model": assistant,
@@ -337,21 +291,6 @@ class Accelerated(StandIn):
             self._assisted = None
             self._assisted = model, knobs, registry.load("drafters", "draft-model", model=model, **knobs)
         return self._assisted[2]
-
-    def _rule_of(self, config: GenerationConfig, drafter: Drafter) -> Rule:
-        rule = self.rule or registry.load("accept", "seeded" if config.do_sample else "greedy")
-        if rule.takes is not None and drafter.width and drafter.draws not in rule.takes:
-            how = DRAWN[drafter.draws]
-            raise Refused(
-                f"rule={name_of(rule)!r} cannot judge the drafts of {name_of(drafter)}, which are {how}: "
-                "use rule='multi-round'"
-            )
-        if rule.samples != bool(config.do_sample):
-            does = "samples" if rule.samples else "does not sample"
-            raise Refused(
-                f"rule={name_of(rule)!r} {does}, and do_sample is {bool(config.do_sample)}: change one of them"
-            )
-        return rule
 
 
 def accelerate(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import registry
-from truedraft.drafters._base import Drafter, Plain
+from truedraft.accept._base import Rule
+from truedraft.drafters._base import Bound, Drafter, Plain
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
+from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.unwrapping import unwrapped
 
 DRAWN = {
@@ -38,6 +41,41 @@ def drafter_of(given: Any) -> Drafter:
     if isinstance(given := unwrapped(given), PreTrainedModel):
         return registry.load("drafters", "draft-model", model=given)
     return part(given, "drafters", Drafter)
+
+
+def fitted(drafter: Drafter, target: DecoderTarget, tokenizer: PreTrainedTokenizerBase | None) -> Drafter:
+    """A drafter made ready for a target; it may have drafted for another one since.
+
+    Raises:
+        Refused: it cannot draft for this one.
+    """
+    vocabulary, before = target.vocabulary, drafter.bound
+    if before is None or before.target() is not target:
+        check_vocabulary(drafter, tokenizer, vocabulary)
+        if before is not None and before.vocabulary != vocabulary:
+            drafter.forget()
+        drafter.ready(target)
+        drafter.read(tokenizer)
+        drafter.bound = Bound(ref(target), vocabulary)
+    return drafter
+
+
+def rule_for(rule: Rule | None, samples: bool, drafter: Drafter) -> Rule:
+    """The rule that was given, or that of `model.generate`'s own tokens.
+
+    Raises:
+        Refused: it cannot judge the drafter's drafts, or samples where greedy decoding is asked for, or the other way.
+    """
+    rule = rule or registry.load("accept", "seeded" if samples else "greedy")
+    if rule.takes is not None and drafter.width and drafter.draws not in rule.takes:
+        raise Refused(
+            f"rule={name_of(rule)!r} cannot judge the drafts of {name_of(drafter)}, which are {DRAWN[drafter.draws]}: "
+            "use rule='multi-round'"
+        )
+    if rule.samples != samples:
+        does = "samples" if rule.samples else "does not sample"
+        raise Refused(f"rule={name_of(rule)!r} {does}, and do_sample is {samples}: change one of them")
+    return rule
 
 
 def check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:

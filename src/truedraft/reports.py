@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from truedraft.accept._base import Rule
-from truedraft.accept._ties import NearTies
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.runtime.lean import LeanPass
 from truedraft.sampling import Laws
-from truedraft.stats import Report, Stopwatch
+from truedraft.stats import Report
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Row
 
 
-def begun(target: DecoderTarget, drafter: Drafter, rule: Rule, control: Control, watch: Stopwatch) -> Report:
+def begun(target: DecoderTarget, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
     """The report of a call that begins."""
     dtype = str(target.dtype).removeprefix("torch.")
     report = Report(
         name_of(drafter), name_of(rule), rule.guarantee, name_of(control), target.runtime, dtype=dtype,
-        reference=_reference(target, rule, dtype), seconds=watch.seconds,
+        reference=_reference(target, rule, dtype), seconds=seconds,
     )  # fmt: skip
     if rule.guarantee == "none":
         report.notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have said")
     return report
 
 
-def ended(report: Report, target: DecoderTarget, rule: NearTies) -> None:
+def ended(report: Report, target: DecoderTarget, rule: Any) -> None:
     """What is known after the last pass."""
     report.runtime = target.runtime
     report.attributions = rule.attributions()

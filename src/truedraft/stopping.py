@@ -45,12 +45,13 @@ class Stops:
             scores = None if self.laws.scores is None else tuple(self.laws.scores)
             ended = self.criteria(self.history.batch(rows[0].step), scores).tolist()
         else:
-            ended = [row.tokens[-1] in self.eos or row.step == self.steps or self._asked(row) for row in rows]
+            ended = [row.tokens[-1] in self.eos or row.step == self.steps or self.asked(row) for row in rows]
         for row, end in zip(rows, ended, strict=True):
             if end and row.end is None:
                 row.end = len(row.tokens)
 
-    def _asked(self, row: Row) -> bool:
+    def asked(self, row: Row) -> bool:
+        """Whether a criterion besides lengths and end-of-text tokens ends a row where it stands."""
         return bool(self.others) and bool(torch.as_tensor(self.others(self.history.prefix([row]), None)).any())
 
 

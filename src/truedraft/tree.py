@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from truedraft.request import Request
 
 # How the children of a node come about. certain: fixed by the context (lookup, top-k); one: a single child, drawn;
 # independent: each drawn by itself; distinct: drawn in order, without replacement; last: all fixed but the last, which
@@ -236,6 +239,15 @@ class Scores:
     hidden: dict[int, list[Tensor]]
     context: Sequence[int]
 
+    def of(self, places: Sequence[int]) -> Scores:
+        """Those of some rows, in their order; without a copy where they are neighbours."""
+        if len(places) == len(self.context):
+            return self
+        together = places[-1] - places[0] == len(places) - 1
+        logits = self.logits[places[0] : places[-1] + 1] if together else self.logits[list(places)]
+        hidden = {layer: [states[i] for i in places] for layer, states in self.hidden.items()}
+        return Scores(logits, hidden, [self.context[i] for i in places])
+
 
 def joined(parts: Sequence[Scores]) -> Scores:
     """The scores of prompts that were read one after another, in their order."""
@@ -275,6 +287,7 @@ class Row:
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
     given: what the target reads before the first pass; of an encoder-decoder with the states of its source.
+    request: what it came with, a `Request`; None outside an engine.
     """
 
     index: int
@@ -286,6 +299,7 @@ class Row:
     end: int | None = None
     namespace: str = ""
     given: Prompt | None = None
+    request: Request = None  # type: ignore[assignment]
 
     @property
     def ended(self) -> bool:

@@ -51,7 +51,8 @@ class NearTies(Delegate):
     @property
     def rate(self) -> float | None:
         """The share of the chosen tokens that were near-ties; None where that was not seen."""
-        self._reduce()
+        if self._keys:
+            self._reduce()
         return float(self._near(torch.cat(self._best)).double().mean()) if self._best else None
 
     def ahead(
@@ -91,8 +92,6 @@ class NearTies(Delegate):
 
     def _reduce(self) -> Tensor:
         """(k, 2): the two largest wherever a token was chosen since the last time."""
-        if not self._keys:
-            return torch.empty(0, 2)
         held = [keys if paths is None else _on(keys, paths) for keys, paths in self._keys]
         self._best.append(two_largest(torch.cat(held)))
         self._keys, self._held = [], 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -27,9 +26,9 @@ class Listener(Delegate):
         super().__init__(drafter)
         self.logits, self.offers = {}, {}
 
-    def open(self, *args: Any) -> None:
+    def open(self) -> None:
         self.logits, self.offers = {}, {}
-        self.inner.open(*args)
+        self.inner.open()
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]

@@ -28,6 +28,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.parts import drafter_of
+from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops
@@ -75,7 +76,7 @@ class ReplayTarget(DecoderTarget):
             places.append(place + 1 if 0 <= place < len(self._output) and self._output[place] == token else -1)
         return Scores(self._spoken(places, len(tree)), {}, [0])
 
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]], first: int = 0) -> None:
         self._said += len(paths[0])
 
     def release(self, slot: int) -> None:
@@ -176,8 +177,8 @@ def replayed(
     laws = Laws(LogitsProcessorList(), history)
     stops = Stops(StoppingCriteriaList([MaxLengthCriteria(row.prompt + row.room)]), history, laws)
     rule = registry.load("accept", "greedy")
-    engine = Engine(target, drafter, rule, control, laws, stops, StreamNoise(1), history, watch)
-    return engine.run([row], [Prompt(prompt[0])])
+    request = Request([row], [Prompt(prompt[0])], drafter, rule, laws, stops, StreamNoise(1), history)
+    return Engine(target, control, watch).run(request)
 
 
 def _figures(file: str, kind: str, way: str, reports: Sequence[Report]) -> Replayed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from truedraft.card import Card
@@ -13,9 +14,17 @@ from truedraft.tree import Accepted, DraftTree, Row
 
 
 class Control(ABC):
-    """Sizes drafts. It can only make decoding faster or slower, never different."""
+    """Sizes drafts. It can only make decoding faster or slower, never different.
+
+    beside: nodes of the pass that are of other drafters' rows; of a pass that is not made yet, these rows.
+    """
 
     card: ClassVar[Card]
+    beside: int = 0
+
+    def another(self) -> Control:
+        """One with the same knobs that has learnt nothing yet."""
+        return replace(self)  # type: ignore[type-var]
 
     def open(
         self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool, steps: int

@@ -173,6 +173,7 @@ class Cost(Control):
             self._curve, self._known = measured, True
 
     def start(self, rows: Sequence[Row]) -> None:
+        self._admitted = True
         for row in rows:
             self._rows[id(row)] = Odds(self.memory, self._hope, self._survival)
             self._shadows[id(row)] = []
@@ -186,19 +187,24 @@ class Cost(Control):
             self._emitted[id(row)] = len(row.tokens)
         self._settle(len(rows))
         size, self._trusted = self._plan(rows)
-        self._solvent = self._trusted and self._earned >= -CREDIT * self._curve(len(rows))
+        self._solvent = self._trusted and self._earned >= -CREDIT * self._cost(len(rows))
         self._resumed = not self._asked
         self._asked = self._known and (self._solvent or self._trials >= 0)
         self._proposed += self._asked
         return [size if self._asked else 0] * len(rows)
 
+    def _cost(self, tokens: int) -> float:
+        """Seconds of a pass over so many tokens of its own rows."""
+        return self._curve(self.beside + tokens)
+
     def _settle(self, rows: int) -> None:
         """Book what the latest drafts saved and took, and what passes allow for trials."""
-        spent, plain = self._seconds, self._curve(rows)
+        spent, plain = self._seconds, self._cost(rows)
         drafting, passing = spent["draft"], spent["target"] + spent["prefill"]
         beside = drafting + spent.get("observe", 0.0) + spent["control"]
         lost, self._lost = self._lost, 0.0
-        if self._asked and self._proposed > 1:  # a call's first draft reads the prompt, whatever comes of it
+        asked = self._asked and self._proposed > 0
+        if asked and not self._admitted:  # else prompts were read, whatever comes of it
             took = max(beside - self._beside, 0.0)
             if not self._resumed:  # else it read what had been emitted since the one before
                 self._took.append(took)
@@ -212,11 +218,12 @@ class Cost(Control):
         self._trials = min(max(trials, -RESERVE * plain), RESERVE * plain)
         # as much at most, lest it is lost again where drafts turn bad, and as little that better ones soon count
         self._earned = min(max(self._earned - lost, -2 * CREDIT * plain), EARNED * plain)
+        self._admitted = self._admitted and not asked
         self._beside, self._drafted, self._passing = beside, drafting, passing
 
     def _prices(self, rows: int) -> Prices:
-        plain = self._curve(rows)
-        return Prices(plain, (self._curve(rows * (1 + FEW)) - plain) / (rows * FEW))
+        plain = self._cost(rows)
+        return Prices(plain, (self._cost(rows * (1 + FEW)) - plain) / (rows * FEW))
 
     def _plan(self, rows: Sequence[Row]) -> tuple[int, bool]:
         """Nodes to draft per row, and whether they are expected to pay.
@@ -226,12 +233,12 @@ class Cost(Control):
         """
         if not self._drawn and not self._dear():
             return min(self._width, self._reach), self._worth > 0
-        level, plain = self._level(), self._curve(len(rows))
+        level, plain = self._level(), self._cost(len(rows))
         longest = len(self._form) - 1
         gains = self._gains(rows, [self._form] * len(rows), longest)
         depth = list(accumulate(self._form.shape.depth, max))
         rates = {
-            k: (len(rows) + gains[k]) / (self._curve(len(rows) * (1 + k)) + depth[k] * level)
+            k: (len(rows) + gains[k]) / (self._cost(len(rows) * (1 + k)) + depth[k] * level)
             for k in {min(k, longest) for k in SIZES[1:]}
         }
         best = max(rates, key=rates.__getitem__)
@@ -245,7 +252,7 @@ class Cost(Control):
     def _dear(self) -> bool:
         """Whether drafting costs a share of a plain pass that must be weighed before it is done."""
         assert self._drafter is not None
-        return self._drafter.by_level and self._level() > CHEAP * self._curve(1)
+        return self._drafter.by_level and self._level() > CHEAP * self._cost(1)
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         self._exploring, self._promised = False, 0.0
@@ -275,23 +282,23 @@ class Cost(Control):
         hoped = self._gains(rows, trees, longest)
         sober = (self._right + DOUBT) / (self._hoped + DOUBT)
         gains = [sober * gain for gain in hoped]
-        plain = best = len(rows) / self._curve(len(rows))
+        plain = best = len(rows) / self._cost(len(rows))
         size = 0
         for k in SIZES[1:]:
             k = min(k, longest)
-            rate = (len(rows) + gains[k]) / self._curve(len(rows) * (1 + k))
+            rate = (len(rows) + gains[k]) / self._cost(len(rows) * (1 + k))
             if rate > best:
                 best, size = rate, k
             if k == longest:
                 break
-        spent = self._curve(len(rows) * (1 + size)) + self._drafting()
+        spent = self._cost(len(rows) * (1 + size)) + self._drafting()
         saved = (len(rows) + gains[size]) / plain - spent
         self._worth = self.memory * self._worth + (1 - self.memory) * saved
-        if saved > 0 and self._drafting() < DEAR * self._curve(len(rows)):  # quick to take up again what was given up
+        if saved > 0 and self._drafting() < DEAR * self._cost(len(rows)):  # quick to take up again what was given up
             self._worth = max(self._worth, saved / 2)
-        elif saved < -self._curve(len(rows)):  # and to give up what costs more than a pass
+        elif saved < -self._cost(len(rows)):  # and to give up what costs more than a pass
             self._worth = min(self._worth, 0.0)
-        self._favour = min(self._worth / self._curve(len(rows)), FAVOUR)
+        self._favour = min(self._worth / self._cost(len(rows)), FAVOUR)
         self._exploring = size == 0 and gains[longest] > len(rows) and self._trials > 0
         if self._exploring:
             size = longest
@@ -304,7 +311,7 @@ class Cost(Control):
         self._reach = self._width
         whole = [tree.drafting(kept.drafted) for tree, kept in zip(trees, sized, strict=True)]
         least, most = (len(trees) * max(map(len, given)) for given in (sized, whole))
-        more = self._curve(most) - self._curve(least)
+        more = self._cost(most) - self._cost(least)
         return whole if self._probing.decide(more, self.slack * self._seconds["target"]) else list(sized)
 
     def _drafting(self) -> float:
@@ -333,7 +340,7 @@ class Cost(Control):
     def _learn(self, rows: int, tokens: int, spent: float, emitted: int) -> None:
         """From a pass over `tokens` tokens that took `spent` seconds."""
         if not self._known:  # the first passes of all: without drafts, so that what drafts save can be told
-            self._first.append((spent, tokens))
+            self._first.append((spent, self.beside + tokens))
             seconds, width = min(self._first)
             self._curve, self._known = Curve.typical(width, seconds), len(self._first) >= FIRST
             return
@@ -341,10 +348,11 @@ class Cost(Control):
             self._right = KEPT * self._right + emitted - rows
             self._hoped = KEPT * self._hoped + self._promised
         if self._offered_probes:
-            self._probing.saw(emitted / rows, self._curve(tokens))
+            self._probing.saw(emitted / rows, self._cost(tokens))
         if tokens > rows:
-            self._lost = min(spent, HICCUP * self._curve(tokens)) - emitted / rows * self._curve(rows)
-        self._curve = self._curve.learned(tokens, spent, 0.5 if self._exploring else self.rate, rows)
+            self._lost = min(spent, HICCUP * self._cost(tokens)) - emitted / rows * self._cost(rows)
+        rate = 0.5 if self._exploring else self.rate
+        self._curve = self._curve.learned(self.beside + tokens, spent, rate, self.beside + rows)
 
     def end(self, row: Row) -> None:
         if (odds := self._rows.get(id(row))) is not None and self._dear():

@@ -12,10 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
-from truedraft.chance import Chance
 from truedraft.drafters._learned import Learner
 from truedraft.drafters._trust import Trust
-from truedraft.sampling import Laws
 from truedraft.stores.memory import Memory
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
@@ -52,6 +50,7 @@ class Drafter(ABC):
     prices: what passes take, where drafts have to pay for their own time; None where they need not.
     learner: how it is trained, where it has to be (`truedraft train`).
     bound: what it was last made ready for.
+    alone: whether its drafts are offered as they are; those that are joined with others may not be drawn.
     """
 
     card: ClassVar[Card]
@@ -63,6 +62,7 @@ class Drafter(ABC):
     prices: Prices | None = None
     learner: ClassVar[type[Learner] | None] = None
     bound: Bound | None = None
+    alone: bool = True
 
     @property
     def knows(self) -> int | None:
@@ -84,16 +84,24 @@ class Drafter(ABC):
         """How it drafts where the rule judges drafts by the law that they were drawn from."""
         return "certain"
 
-    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
-        """Before the first pass of a call.
-
-        laws: the processors that the target's scores go through, for drafts that are to be drawn likewise.
-        wanted: the drafts that serve the rule best. Only where it is "law" may a drafter draw by `chance.draw`, and
-            say so in `dist`; what of such a draft is offered must not depend on what was drawn.
-        """
+    def open(self) -> None:
+        """Before the first rows of a call, or of an engine that no row runs in."""
 
     def start(self, rows: Sequence[Row]) -> None:
-        """New rows, their prompts in `row.tokens`."""
+        """New rows, their prompts in `row.tokens`; others may be under way.
+
+        What their tokens are chosen by is in `row.request`: the processors that the target's scores go through
+        (`laws`), for drafts that are to be drawn likewise, and the noise (`chance`).
+        """
+
+    def preferred(self, row: Row) -> Wanted:
+        """The drafts that serve the row's rule best.
+
+        Only where it is "law" may a drafter draw by `chance.draw`, and say so in `dist`; what of such a draft is
+        offered must not depend on what was drawn.
+        """
+        wanted = row.request.rule.wants
+        return "likeliest" if wanted == "law" and not self.alone else wanted
 
     @property
     @abstractmethod

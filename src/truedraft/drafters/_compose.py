@@ -20,17 +20,15 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
-from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter, PerRow, Plain, Prices, lately
 from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.registry import split
-from truedraft.sampling import Laws
 from truedraft.stores.memory import Memory
 from truedraft.stores.union import Union, union
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps, Wanted
+from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
@@ -63,6 +61,7 @@ class Many(Drafter):
         self.needs = Taps()
         for part in parts:
             self.needs |= part.needs
+            part.alone = False
         self.by_level = any(part.by_level for part in parts)
         self.takes_references = any(part.takes_references for part in parts)  # type: ignore[misc]
         self.tokenizer: PreTrainedTokenizerBase | None = next(
@@ -100,9 +99,9 @@ class Many(Drafter):
         for part in self.parts:
             part.read(tokenizer)
 
-    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
+    def open(self) -> None:
         for part in self.parts:
-            part.open(laws, chance, "likeliest" if wanted == "law" else wanted)
+            part.open()
 
     def start(self, rows: Sequence[Row]) -> None:
         for part in self.parts:
@@ -181,8 +180,8 @@ class Merge(Many):
         self._unasked = [0] * len(self.parts)  # passes since it was
         self._drafts: dict[int, tuple[int, Union]] = {}  # row -> its length, the parts' drafts as one
 
-    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
-        super().open(laws, chance, wanted)
+    def open(self) -> None:
+        super().open()
         self._drafts.clear()
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
@@ -264,8 +263,8 @@ class Route(Many):
         self.history: list[tuple[int, int, int]] = []
         self._idle = [0] * len(parts)
 
-    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
-        super().open(laws, chance, wanted)
+    def open(self) -> None:
+        super().open()
         self.history = []
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:

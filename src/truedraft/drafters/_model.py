@@ -5,17 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from truedraft.chance import Chance, likeliest
+from truedraft.chance import likeliest
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._reader import Reader, loaded
 from truedraft.errors import Refused
-from truedraft.sampling import Laws
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import DraftTree, Draws, Row, Wanted
+from truedraft.tree import DraftTree, Draws, Row
 
 NODES = 1024  # of a draft that is written out level by level, at most
 BRANCHES = f"how many children a node has, level by level, as in '4x2x1', {NODES:,} nodes in all at most"
@@ -145,9 +146,6 @@ class ModelDrafter(Drafter):
             raise unnamed(self)
         self._reader.fit(target)
 
-    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
-        self._laws, self._chance, self._wanted = laws, chance, wanted
-
     def start(self, rows: Sequence[Row]) -> None:
         self._reader.start(rows, self.room(self.width))
 
@@ -172,7 +170,7 @@ class ModelDrafter(Drafter):
 
     def finished(self, plant: Plant) -> DraftTree:
         """The draft as it is offered."""
-        return plant.tree(self.draws if self._wanted == "law" else "certain")
+        return plant.tree(self.draws if self.preferred(plant.row) == "law" else "certain")
 
     def _plant(self, row: Row, budget: int) -> Plant:
         """A draft at its beginning."""
@@ -192,7 +190,7 @@ class ModelDrafter(Drafter):
         at = [(slot, tip) for slot, plant in enumerate(standing) for tip in plant.tips]
         logits = scores[[slot for slot, _ in at], [tip - standing[slot].read for slot, tip in at]]
         rows, said = [standing[slot].row for slot, _ in at], [standing[slot].said(tip) for slot, tip in at]
-        laws = self._laws.of_drafts(rows, said, logits).softmax(-1).nan_to_num_(0.0)
+        laws = laws_of(rows, said, logits)
         first = 0
         kept: list[list[int]] = []
         for plant in standing:
@@ -221,10 +219,11 @@ class ModelDrafter(Drafter):
         """Tokens to draft below a node, in order: drawn freely, by the target's own noise, or the likeliest."""
         if not law.any():
             return []  # nothing is allowed here, or the draft model's logits are NaN
-        if self._wanted == "law":
-            return self._chance.draw(law, plant.row, count, distinct=self.draws == "distinct")
-        if self._wanted == "noise" and not self._laws.strangers:
-            return self._chance.foretell(law, plant.row, plant.depth[node], count)
+        row, request = plant.row, plant.row.request
+        if self.preferred(row) == "law":
+            return request.chance.draw(law, row, count, distinct=self.draws == "distinct")
+        if self.preferred(row) == "noise" and not request.laws.strangers:
+            return request.chance.foretell(law, row, plant.depth[node], count)
         return likeliest(law, count)
 
 
@@ -247,6 +246,19 @@ class Branching(ModelDrafter):
     @property
     def levels(self) -> int:
         return len(self._factors)
+
+
+def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """(k, V) probabilities of a drafter's next tokens behind each draft, through the processors of each row's request.
+
+    logits: (k, V) raw.
+    """
+    scores = []
+    for request, group in groupby(range(len(rows)), lambda i: rows[i].request):
+        at = list(group)
+        some = slice(at[0], at[-1] + 1)
+        scores.append(request.laws.of_drafts(rows[some], drafts[some], logits[some]))
+    return torch.cat(scores).softmax(-1).nan_to_num_(0.0)
 
 
 def branched(text: str) -> tuple[int, ...]:

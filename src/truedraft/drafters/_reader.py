@@ -102,10 +102,13 @@ class Reader:
                         f"the draft model reads the sources itself, and row {row.index} has none in token ids: give "
                         "generate() input_ids, each row with a token or more, or another drafter"
                     )
-        self.standing, self.written, self._sure = [], [], []
-        self._going = set(rows)
-        self._width = max((len(row.source) for row in rows if self.fits(row, 0)), default=0)
-        self.target.reserve(len(rows), max(len(row.tokens) + row.room for row in rows) + more + CHUNK)
+        self._going |= set(rows)
+        self._width = max((len(row.source) for row in self._going if self.fits(row, 0)), default=0)
+        cache, count = self.target.cache, len(self._going)
+        capacity = max(row.prompt + row.room for row in self._going) + more + CHUNK
+        if cache is None or cache.cursor.slots < count or cache.cursor.capacity < capacity:
+            self.standing, self.written, self._sure = [], [], []  # what was read is read again
+            self.target.reserve(count if cache is None else max(count, 2 * cache.cursor.slots), capacity)
 
     def end(self, row: Row) -> None:
         """The row is finished; its slot is free when others are admitted, or with the last row."""

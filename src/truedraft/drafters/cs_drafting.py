@@ -24,15 +24,13 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft import registry
 from truedraft.card import Card, knob
-from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter, PerRow
-from truedraft.drafters._model import NODES, unnamed
+from truedraft.drafters._model import NODES, laws_of, unnamed
 from truedraft.drafters._reader import Reader, loaded
 from truedraft.errors import Refused
-from truedraft.sampling import Laws
 from truedraft.stores.memory import Memory
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Accepted, DraftTree, Row, Scores, Wanted
+from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 LENGTHS = (
     "a row for the target and one for each draft model, each a length shorter than the one before, as in '13x10;10', "
@@ -102,6 +100,7 @@ class CsDrafting(Drafter):
         if not isinstance(below, PerRow):
             raise Refused(f"bottom={self.bottom!r} cannot go on from another's draft: give a drafter like 'max-gram'")
         self._bottom: PerRow[Any] = below
+        below.alone = False
         self.needs, self.takes_references = below.needs, below.takes_references  # type: ignore[misc]
 
     @property
@@ -130,10 +129,8 @@ class CsDrafting(Drafter):
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._bottom.read(tokenizer)
 
-    def open(self, laws: Laws, chance: Chance, wanted: Wanted) -> None:
-        self._laws, self._chance = laws, chance
-        self._foretells = wanted == "noise" and not laws.strangers
-        self._bottom.open(laws, chance, "likeliest" if wanted == "law" else wanted)
+    def open(self) -> None:
+        self._bottom.open()
 
     def start(self, rows: Sequence[Row]) -> None:
         self._bottom.prices = self.prices
@@ -246,14 +243,15 @@ class CsDrafting(Drafter):
         at = [(i, n) for i, offer in enumerate(offers) for n in range(1 + len(offer))]
         rows, said = [drafts[i].row for i, _ in at], [drafts[i].said + offers[i][:n] for i, n in at]
         logits = logits[[slots[i] for i, _ in at], [len(read[slots[i]]) - 1 + n for i, n in at]]
-        laws = self._laws.of_drafts(rows, said, logits).softmax(-1).nan_to_num_(0.0)
+        laws = laws_of(rows, said, logits)
         offered = [(k, offers[i][n]) for k, (i, n) in enumerate(at) if n < len(offers[i])]
         laws[[k for k, _ in offered], [token for _, token in offered]] *= self.lenience
-        if not self._foretells:
-            value, token = laws.max(-1)
-            return iter(token.masked_fill(value <= 0, -1).tolist())
-        ahead = zip(laws, rows, map(len, said), strict=True)
-        return iter([(self._chance.foretell(law, row, depth) or [-1])[0] for law, row, depth in ahead])
+        value, token = laws.max(-1)
+        tokens = token.masked_fill(value <= 0, -1).tolist()
+        for i, (row, depth) in enumerate(zip(rows, map(len, said), strict=True)):
+            if self.preferred(row) == "noise" and not row.request.laws.strangers:
+                tokens[i] = (row.request.chance.foretell(laws[i], row, depth) or [-1])[0]
+        return iter(tokens)
 
 
 def table_of(text: str) -> list[list[int]]:

@@ -39,14 +39,15 @@ class GreedyMultiDraft(Branching):
         added = []
         for node, law in zip(nodes, laws, strict=True):
             count = min(self._factors[plant.depth[node]], plant.room)
-            if self._wanted != "law":
+            if self.preferred(plant.row) != "law":
                 added += plant.add(node, self.chosen(plant, node, law, count))
             elif count and law.any():
                 certain = likeliest(law, count - 1)
                 rest = law.index_fill(0, torch.tensor(certain, dtype=torch.long, device=law.device), 0.0)
                 left = rest.sum()
                 if left > 0:
-                    added += plant.add(node, certain + self._chance.draw(rest / left, plant.row), rest / left)
+                    drawn = plant.row.request.chance.draw(rest / left, plant.row)
+                    added += plant.add(node, certain + drawn, rest / left)
                 else:
                     added += plant.add(node, certain)
         plant.grown(added)

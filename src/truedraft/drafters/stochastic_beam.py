@@ -47,8 +47,9 @@ class StochasticBeam(ModelDrafter):
         return "distinct"
 
     def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
-        if self._wanted != "law":
+        if self.preferred(plant.row) != "law":
             return plant.grown(self.likeliest(plant, nodes, laws, self.beam))
+        chance = plant.row.request.chance
         rate = {node: plant.worth.get(node, 1.0) for node in nodes}  # probability of the path
         left = dict(zip(nodes, laws, strict=True))
         arrivals = [(plant.when.get(node, 0.0), node) for node, law in left.items() if law.any()]
@@ -57,12 +58,12 @@ class StochasticBeam(ModelDrafter):
         while arrivals and len(added) < self.beam and plant.room > 0:
             time, node = heapq.heappop(arrivals)
             law = laws[nodes.index(node)]
-            (token,) = self._chance.draw(left[node], plant.row)
+            (token,) = chance.draw(left[node], plant.row)
             (child,) = plant.add(node, [token], law)
             plant.worth[child], plant.when[child] = rate[node] * float(law[token]), time
             added.append(child)
             left[node] = left[node].clone()
             left[node][token] = 0.0
             if (rest := float(left[node].sum())) > 0:
-                heapq.heappush(arrivals, (time + self._chance.wait(plant.row) / (rate[node] * rest), node))
+                heapq.heappush(arrivals, (time + chance.wait(plant.row) / (rate[node] * rest), node))
         plant.grown(added)

@@ -150,7 +150,8 @@ class LeanPass:
         p.refresh()
         attends = [op for op in p.ops if op.kind == Kind.ATTEND]
         for layer, op in zip(cache.layers, attends, strict=True):
-            layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
+            if not layer.is_initialized:
+                layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
                 op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()

@@ -238,10 +238,10 @@ class DecoderTarget:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Make the KV of each slot's accepted path permanent; the rest of the pass is forgotten."""
+    def commit(self, paths: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Make the KV of the accepted path of each slot, from `first` on, permanent; the rest is forgotten."""
         assert self.cache is not None
-        for slot, path in enumerate(paths):
+        for slot, path in enumerate(paths, first):
             self.cache.commit(slot, path)
 
     def crop(self, slot: int, length: int) -> None:

@@ -1,0 +1,174 @@
+"""Requests that come and go while others run: each has the text that it has alone, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import TextStreamer
+
+import truedraft
+from arrivals import DECODERS, END, LONGEST, ROWS, added, alone, check, model, play, prompts
+from nets import REGISTERED, drafter
+from truedraft.errors import Refused
+from truedraft.runtime import calibration
+
+EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 14)), min_size=8, max_size=30)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_request_has_the_text_that_it_has_alone(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(2):
+        play([name], [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(events=EVENTS)
+def test_drafters_mix(events: list[tuple[int, int, int]]) -> None:
+    play(["auto", "plain", "draft-model", "token-recycling", "prompt-lookup"], events)
+
+
+@pytest.mark.slow
+def test_ten_thousand_events() -> None:
+    count, rng = 0, random.Random(0)
+    names = [name for name in [*REGISTERED, *DECODERS] if _serves(name)]
+    while count < 10_000:
+        events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(60)]
+        count += play(rng.sample(names, 4), events)
+
+
+def _serves(name: str) -> bool:
+    try:
+        drafter(name, model()) if name != "auto" else None
+    except pytest.skip.Exception:
+        return False
+    return True
+
+
+def test_rows_have_the_same_bits_in_any_company() -> None:
+    """On the compiled pass a row's logits do not depend on who runs beside it."""
+    seen: list[dict[int, torch.Tensor]] = []
+    for company in (False, True):
+        with truedraft.accelerate(model(), draft=None).engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
+            mine = added(engine, 3, 12, None, "token-recycling")
+            inner: Any = engine._engine
+            logits, decide = {}, inner._decide
+
+            def noted(request: Any, rows: Any, trees: Any, scores: Any, kept: Any = logits, true: Any = decide) -> Any:
+                if rows[0].given is inner.rows[0].given:  # the first slot stays its own
+                    kept[rows[0].step] = scores.logits[0, 0].clone()
+                return true(request, rows, trees, scores)
+
+            inner._decide = noted
+            turn = 0
+            while not mine.finished:
+                if company and turn in (1, 3):
+                    added(engine, turn, 12, turn, "auto")
+                engine.step()
+                turn += 1
+            seen.append(logits)
+    both = seen[0].keys() & seen[1].keys()
+    assert len(both) > 2 and all(torch.equal(seen[0][step], seen[1][step]) for step in both)
+
+
+def test_requests_wait_for_a_slot() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
+        first, second = (added(engine, i, 6, None, "default") for i in (0, 1))
+        assert engine.room() == -1
+        assert engine.step() == [first] and second.tokens == [] and repr(second) == "<EngineRequest waiting: 0 tokens>"
+        while not first.finished:
+            engine.step()
+        while not second.finished:
+            assert engine.step() == [second]
+        assert engine.step() == []
+    check(first, 0, 6, None)
+    check(second, 1, 6, None)
+
+
+def test_generate_may_be_called_between_steps() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+        request = added(engine, 2, 14, 9, "default")
+        while not request.finished:
+            engine.step()
+            out = fast.generate(
+                torch.tensor([prompts()[4]]), max_new_tokens=7, do_sample=False, eos_token_id=END, pad_token_id=0
+            )
+            assert out[0, len(prompts()[4]) :].tolist() == alone(prompts()[4], 7, None)
+    check(request, 2, 14, 9)
+
+
+def test_costs_are_measured_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows of another drafter begin with measuring, over a cache beside that of the rows that run."""
+    monkeypatch.setattr(calibration, "_path", lambda target: None)
+    monkeypatch.setattr(calibration, "SHARE", 1e3)
+    monkeypatch.setattr(calibration, "ROUNDS", 2)
+    with truedraft.accelerate(model()).engine(max_rows=2, max_tokens=LONGEST) as engine:
+        first = added(engine, 3, 14, 4, "default")
+        engine.step()
+        engine.step()
+        second = added(engine, 2, 9, None, "token-recycling")
+        while engine.has_unfinished_requests():
+            engine.step()
+    check(first, 3, 14, 4)
+    check(second, 2, 9, None)
+
+
+def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
+    fast = truedraft.accelerate(model())
+    ids = torch.tensor([prompts()[0]])
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+        request = added(engine, 1, 10, None, "default")
+        engine.step()
+        for wrong, match in (
+            ({"max_new_tokens": 99}, "max_tokens=48"),
+            ({"num_beams": 3}, "beam"),
+            ({"seed": -1}, "seed=-1"),
+            ({"draft": "nonsense"}, "nonsense"),
+            ({"rule": "block"}, "block"),
+            ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ):
+            with pytest.raises(Refused, match=match):
+                engine.add_request(ids, **{"max_new_tokens": 4, "do_sample": False, **wrong})  # type: ignore[arg-type]
+        with pytest.raises(Refused, match="2 rows"):
+            engine.add_request(ids.repeat(2, 1), max_new_tokens=4)
+        while not request.finished:
+            engine.step()
+        check(request, 1, 10, None)
+        assert request.report().tokens == len(request.tokens) and request.report().seconds["all"] > 0
+    with pytest.raises(Refused, match="closed"):
+        engine.step()
+    for sizes in ((0, 10), (2, 1), (True, 10), (2.0, 10)):
+        with pytest.raises(Refused, match="max_"):
+            fast.engine(max_rows=sizes[0], max_tokens=sizes[1])  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_aborts_what_ran() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
+        running, waiting = (added(engine, i, 14, None, "default") for i in (0, 1))
+        engine.step()
+    assert running.finish_reason == waiting.finish_reason == "abort"
+    assert running.tokens == alone(prompts()[0], 14, None)[: len(running.tokens)] and waiting.tokens == []
+
+
+def test_streamers_are_fed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    class Plain:
+        def decode(self, ids: Any, **_: Any) -> str:
+            return "".join(f"{int(i)} " for i in ids)
+
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
+        streamer = TextStreamer(Plain(), skip_prompt=True)  # type: ignore[arg-type]
+        request = engine.add_request(
+            torch.tensor(prompts()[0]), max_new_tokens=6, do_sample=False, streamer=streamer, eos_token_id=END
+        )
+        while not request.finished:
+            engine.step()
+    assert [int(word) for word in capsys.readouterr().out.split()] == request.tokens == alone(prompts()[0], 6, None)
