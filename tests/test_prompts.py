@@ -27,12 +27,14 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f
 EVERY = pytest.mark.parametrize("architecture", PROGRAMS)
 SEED = 1  # of the prompts
 LONG = 24  # of the prompts here, those that are long
+WIDTH = tiny().config.hidden_size
 TREE = DraftTree((3, 4, 5, 6), (-1, 0, 0, 2))
 
 
 @pytest.fixture(autouse=True)
 def long_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock, "LONG", dict.fromkeys(stock.LONG, LONG))
+    monkeypatch.setattr(stock, "WIDE", WIDTH)
 
 
 def prompt(n: int, seed: int = 0) -> Prompt:
@@ -174,15 +176,19 @@ def test_prompts_given_as_embeddings_are_read_so_too(monkeypatch: pytest.MonkeyP
     assert seen == [40]
 
 
-def test_the_rule_knows_the_processor_s_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The better the units, the shorter the prompts that are left to the compiled pass; fp32 does not ask."""
+def test_the_rule_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The better the units of bf16, the shorter the prompts that are left to the compiled pass; fp32 asks the maker."""
     monkeypatch.undo()
     found: list[int] = []
-    for flags in ({"amx_bf16", "avx512_bf16"}, {"avx512_bf16"}, {"avx2"}):
-        monkeypatch.setattr(stock, "_instructions", lambda flags=flags: frozenset(flags))
-        found.append(stock.long_prompt(torch.bfloat16))
-        assert stock.long_prompt(torch.float32) == stock.LONG["float32"]
-    assert found == sorted(found) and len(set(found)) == 3
+    for known in ({"amx_bf16", "avx512_bf16"}, {"avx512_bf16", "GenuineIntel"}, {"avx2"}, set()):
+        monkeypatch.setattr(stock, "_processor", lambda known=known: frozenset(known))
+        found.append(stock.long_prompt(torch.bfloat16, 4096))
+        fp32 = [stock.long_prompt(torch.float32, width) for width in (4096, 768, 256)]
+        assert fp32 == ([256, 256, 768] if "GenuineIntel" in known else [8192, 8192, 2731])
+        assert stock.long_prompt(torch.bfloat16, 256) == 3 * stock.long_prompt(torch.bfloat16, 768)
+    assert found == sorted(found) == [32, 80, 16384, 16384]
+    monkeypatch.undo()
+    assert stock._processor() == frozenset() or len(stock._processor()) > 5
 
 
 def test_quantised_weights_are_read_by_compiled_passes() -> None:

@@ -75,7 +75,7 @@ class DecoderTarget:
         quantised = any(type(p).__module__.startswith("torchao.") for p in self.model.parameters())
         if quantised or not isinstance(self.runner, LeanPass | LinearsPass):
             return None
-        return long_prompt(self.dtype)
+        return long_prompt(self.dtype, self.config.hidden_size)
 
     def _runner(self, runtime: str) -> tuple[LeanPass | GraphPass | StockPass, str | None]:
         if runtime == "stock":

@@ -19,9 +19,10 @@ from truedraft.runtime.weights import Unsuited
 from truedraft.targets.padded import Padded
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
 
-# Tokens of a prompt from which on the model's own forward is the faster one: in fp32, in bf16 by the processor's units,
-# and in bf16 without any.
-LONG = {"float32": 256, "amx_bf16": 32, "avx512_bf16": 512, "widened": 16384}
+# Tokens of a prompt from which on the model's own forward is the faster one, where layers are WIDE: in fp32 on Intel's
+# processors, for which torch's products are made, and on others; in bf16 by the processor's units, and without any.
+LONG = {"intel": 256, "other": 8192, "amx_bf16": 32, "avx512_bf16": 80, "widened": 16384}
+WIDE = 768  # hidden size
 ROOM = 4 << 30  # bytes of activations that reading a prompt may take ...
 PART = 2048  # ... and how much of a longer one is read at a time
 
@@ -122,24 +123,34 @@ class StockPass:
         )
 
 
-def long_prompt(dtype: torch.dtype) -> int:
+def long_prompt(dtype: torch.dtype, width: int) -> int:
     """Tokens from which on a model's own forward reads a prompt faster than compiled passes, on this processor.
 
-    By its instructions, not by timing: so a prompt is read the same way, and has the same bits, in every call.
+    By its maker and instructions, not by timing: so a prompt is read the same way, and has the same bits, in every
+    call.
+
+    width: hidden size.
     """
+    known = _processor()
+    if dtype != torch.bfloat16 and "GenuineIntel" not in known:  # attention grows faster there than elsewhere
+        return round(LONG["other"] * min(width / WIDE, 1.0))
     if dtype != torch.bfloat16:
-        return LONG["float32"]
-    return next((LONG[units] for units in ("amx_bf16", "avx512_bf16") if units in _instructions()), LONG["widened"])
+        kind = "intel"
+    else:
+        kind = next((units for units in ("amx_bf16", "avx512_bf16") if units in known), "widened")
+    return round(LONG[kind] * max(WIDE / width, 1.0))  # calls of small layers take their time, whatever their size
 
 
 @cache
-def _instructions() -> frozenset[str]:
-    """What the processor can do, as Linux names it; empty where it says nothing."""
+def _processor() -> frozenset[str]:
+    """Its maker and what it can do, as Linux names them; empty where it says nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    return frozenset(
+        word for kind in ("vendor_id", "flags") for word in next((x for x in lines if x.startswith(kind)), "").split()
+    )
 
 
 class PromptPass(StockPass):
