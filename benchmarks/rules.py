@@ -24,7 +24,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 import truedraft
 from truedraft import assets, registry
 from truedraft.accept import optimal_acceptance
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Candidates, Rule
 from truedraft.chance import Chance, StreamNoise
 from truedraft.loading import load
 from truedraft.sampling import History, Laws
@@ -63,10 +63,12 @@ class Judged:
         self._choose = self.rule.choose
         self.rule.choose = self.choose
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        tokens: list[int] = self._choose(scores, offers, rows, chance)
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        tokens: list[int] = self._choose(scores, candidates, rows, chance)
         start = time.perf_counter()
-        for score, offer, token in zip(scores, offers, tokens, strict=True):
+        for score, offer, token in zip(scores, candidates, tokens, strict=True):
             if offer.tokens:
                 self.kept.append(token in offer.tokens)
                 if len(self.kept) % (self.every if offer.draws == "distinct" else max(self.every // 10, 1)) == 0:
@@ -75,7 +77,7 @@ class Judged:
         return tokens
 
 
-def _optimum(p: Tensor, offer: Offer) -> float:
+def _optimum(p: Tensor, offer: Candidates) -> float:
     if offer.dist is None:
         return float(p[list(set(offer.tokens))].sum())
     if offer.draws != "last":
@@ -156,14 +158,14 @@ def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
         for turn in range(rounds):
             row = Row(0, [1], 1, 999)
             history = History(torch.tensor([[1]]), 999, 0, [row])
-            tree = _tree(laws, draws, nodes, StreamNoise(1), row, greedy=rule.wants != "law")
+            tree = _tree(laws, draws, nodes, StreamNoise(1), row, greedy=rule.preferred_drafts != "law")
             table, chance = Laws(LogitsProcessorList(), history), StreamNoise(1)
             torch.manual_seed(turn)
             start = time.perf_counter()
             said = rule.ahead(logits, [row], [tree], table, chance)
             node = 0
             while True:
-                offer = Offer(
+                offer = Candidates(
                     tuple(tree.tokens[c] for c in tree.shape.children[node]), draws,
                     None if tree.dist is None else tree.dist[node],
                 )  # fmt: skip

@@ -28,7 +28,7 @@ import truedraft
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
-from truedraft.runtime.lean import LeanPass
+from truedraft.runtime.compiled import CompiledPass
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree, Prompt
 
@@ -85,7 +85,7 @@ def compared(name: str, prompts: Sequence[str], tokens: int, dtype: str, known: 
     sides = {side: truedraft.accelerate(model, tokenizer, **given) for side, given in SIDES.items()}
     encoded = [tokenizer(p, return_tensors="pt", return_token_type_ids=False).input_ids for p in prompts]
     target = sides["keep"].target
-    same_bits = isinstance(target.runner, LeanPass)
+    same_bits = isinstance(target.runner, CompiledPass)
 
     def written(generate: Any, ids: Tensor) -> list[int]:
         return generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]

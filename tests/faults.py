@@ -25,11 +25,11 @@ def replaced(owner: Any, name: str, new: Any) -> Fault:
 def unchecked(fault: Fault) -> Fault:
     """Without the check that `accelerate` makes, which would find the fault and call the model's own forward."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
+    def growing(patch: pytest.MonkeyPatch) -> None:
         fault(patch)
         patch.setattr("truedraft.targets.hosting.check_exact", lambda target: None)
 
-    return plant
+    return growing
 
 
 def _keep_first_nodes(self: RowCache, slot: int, path: Sequence[int]) -> None:

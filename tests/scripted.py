@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from truedraft import Card, Drafter, DraftTree
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Candidates, Rule
 from truedraft.chance import Chance, Replay
 from truedraft.control._base import Control
 from truedraft.tree import Accepted, Prompt, Row, Scores, Taps
@@ -71,12 +71,14 @@ class Alongside(StoppingCriteria):
 class Likeliest(Rule):
     """The likeliest token, and what was offered where it was asked."""
 
-    asked: list[tuple[int, int, Offer]] = field(default_factory=list)  # row, its step, offer
-    wants = "likeliest"
+    asked: list[tuple[int, int, Candidates]] = field(default_factory=list)  # row, its step, offer
+    preferred_drafts = "likeliest"
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
         assert isinstance(chance, Replay)
-        self.asked += [(row.index, row.step, offer) for row, offer in zip(rows, offers, strict=True)]
+        self.asked += [(row.index, row.step, offer) for row, offer in zip(rows, candidates, strict=True)]
         best, token = scores.max(-1)
         return token.masked_fill(best.isnan(), -1).tolist()
 

@@ -139,9 +139,9 @@ def plant_wrong_q(patch: pytest.MonkeyPatch) -> None:
     """The law of another node in the place of the one that was drawn from."""
     from truedraft.accept import _base
 
-    true = _base._offer
+    true = _base._candidates
     patch.setattr(
-        _base, "_offer", lambda tree, node: true(tree, node) if tree.dist is None else _base.Offer(
+        _base, "_candidates", lambda tree, node: true(tree, node) if tree.dist is None else _base.Candidates(
             true(tree, node).tokens, tree.draws, None if tree.dist[node] is None else tree.dist[node].roll(1)
         )
     )  # fmt: skip
@@ -155,8 +155,8 @@ def plant_no_residual(patch: pytest.MonkeyPatch) -> None:
 def plant_bonus_from_the_draft(patch: pytest.MonkeyPatch) -> None:
     """Where all is accepted, the next token comes from the drafter's law."""
 
-    def said(scores: Tensor, offers: Any, rows: Any, chance: Any, judge: Any) -> list[int]:
-        flat = [o.dist.log() if o.dist is not None else s for s, o in zip(scores, offers, strict=True)]
+    def said(scores: Tensor, candidates: Any, rows: Any, chance: Any, judge: Any) -> list[int]:
+        flat = [o.dist.log() if o.dist is not None else s for s, o in zip(scores, candidates, strict=True)]
         return chance.pick(torch.stack(flat).softmax(-1), rows)  # type: ignore[no-any-return]
 
     patch.setattr("truedraft.accept.multi_round.said", said)
@@ -166,15 +166,15 @@ def plant_pruning(patch: pytest.MonkeyPatch) -> None:
     """A sibling left out for what it turned out to be."""
     true = ModelDrafter.finished
 
-    def finished(self: ModelDrafter, plant: Any) -> DraftTree:
-        tree = true(self, plant)
+    def finished(self: ModelDrafter, growing: Any) -> DraftTree:
+        tree = true(self, growing)
         laws: Any = tree.dist
         unsure = {
             i for i in range(1, len(tree)) if 2 * laws[tree.parent[i]][tree.tokens[i]] < laws[tree.parent[i]].max()
         }
         kept = [i for i in range(1, len(tree)) if i not in unsure]
         kept = [i for i in kept if all(a in (0, *kept) for a in tree.path(i))]
-        return plant.tree(self.draws, [i + plant.root for i in kept])  # type: ignore[no-any-return]
+        return growing.tree(self.draws, [i + growing.root for i in kept])  # type: ignore[no-any-return]
 
     patch.setattr(ModelDrafter, "finished", finished)
 

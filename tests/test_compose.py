@@ -13,7 +13,7 @@ import torch
 import truedraft
 from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
-from truedraft.drafters._base import PerRow, Prices
+from truedraft.drafters._base import PassCost, PerRow
 from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
 from truedraft.drafters._trees import counted_in_python
 from truedraft.drafters._trust import EDGES, Tally, Trust, follow, settled
@@ -24,8 +24,8 @@ from truedraft.tree import Accepted, Row, Scores
 
 
 @dataclass
-class Told(PerRow[None]):
-    """Drafts a chain that it is told, with hopes."""
+class RowText(PerRow[None]):
+    """Drafts a chain that it is told, with confidence."""
 
     card = Card(paper="none", idea="For tests.", family="test")
     chain: Sequence[int] = ()  # drafted
@@ -61,14 +61,14 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 def test_a_merge_folds_what_both_draft_and_keeps_the_likeliest() -> None:
-    _, tree = drafted(Merge([Told([5, 6, 7], 0.9), Told([5, 8], 0.4)]))
+    _, tree = drafted(Merge([RowText([5, 6, 7], 0.9), RowText([5, 8], 0.4)]))
     assert paths(tree) == {(5,), (5, 6), (5, 6, 7), (5, 8)}
-    _, tree = drafted(Merge([Told([5, 6, 7], 0.9), Told([5, 8], 0.4)]), budget=3)
+    _, tree = drafted(Merge([RowText([5, 6, 7], 0.9), RowText([5, 8], 0.4)]), budget=3)
     assert paths(tree) == {(5,), (5, 6), (5, 6, 7)}
 
 
 def test_a_union_keeps_probes_whose_parents_are_kept() -> None:
-    one = DraftTree((1, 5, 9, 9), (-1, 0, 0, 1), probes=frozenset({2, 3}), hopes=(1.0, 0.1, 0.0, 0.0))
+    one = DraftTree((1, 5, 9, 9), (-1, 0, 0, 1), probes=frozenset({2, 3}), confidence=(1.0, 0.1, 0.0, 0.0))
     tree = union([one, DraftTree.chain(1, [6], [0.9])], 1).tree
     tree.check()
     assert tree.tokens == (1, 6, 9) and tree.probes == {2} and tree.parent == (-1, 0, 0)
@@ -83,20 +83,22 @@ def random_tree(rng: random.Random) -> DraftTree:
             probes.add(i)
     tokens = [7, *(rng.randrange(4) for _ in range(1, n))]
     return DraftTree(
-        tuple(tokens), tuple(parents), probes=frozenset(probes), hopes=(1.0, *(rng.random() for _ in range(n - 1)))
+        tuple(tokens), tuple(parents), probes=frozenset(probes), confidence=(1.0, *(rng.random() for _ in range(n - 1)))
     )
 
 
-def exclusive(hopes: dict[tuple[int, ...], float], owners: dict[tuple[int, ...], int]) -> dict[tuple[int, ...], float]:
+def exclusive(
+    confidence: dict[tuple[int, ...], float], owners: dict[tuple[int, ...], int]
+) -> dict[tuple[int, ...], float]:
     """Chances of paths, of which those that differ in their last token exclude each other: drawn one after the other,
     each with its chance given that it is none of the likelier ones, as the trees that have it see it."""
     agreed: dict[tuple[int, ...], float] = {}
-    for path in sorted(hopes, key=lambda path: -hopes[path]):
+    for path in sorted(confidence, key=lambda path: -confidence[path]):
         likelier = [other for other in agreed if other[:-1] == path[:-1]]
         none = 1 - sum(agreed[other] for other in likelier)
-        none_as_seen = 1 - sum(hopes[other] for other in likelier if owners[other] & owners[path])
-        given_none = min(hopes[path] / none_as_seen, 1.0) if none_as_seen > 0 else 1.0
-        agreed[path] = min(none * given_none, hopes[path])
+        none_as_seen = 1 - sum(confidence[other] for other in likelier if owners[other] & owners[path])
+        given_none = min(confidence[path] / none_as_seen, 1.0) if none_as_seen > 0 else 1.0
+        agreed[path] = min(none * given_none, confidence[path])
     return agreed
 
 
@@ -111,18 +113,18 @@ def test_a_union_holds_the_likeliest_paths_of_all(native: str, monkeypatch: pyte
         budget = rng.randint(0, 30)
         joined = union(trees, budget)
         joined.tree.check()
-        hopes: dict[tuple[int, ...], float] = {}
+        confidence: dict[tuple[int, ...], float] = {}
         owners: dict[tuple[int, ...], int] = {}
         for k, tree in enumerate(trees):
             for node in set(range(1, len(tree))) - tree.probes:
                 path = tuple(tree.tokens[i] for i in tree.path(node)[1:])
-                hopes[path] = max(hopes.get(path, 0.0), tree.hopes[node])
+                confidence[path] = max(confidence.get(path, 0.0), tree.confidence[node])
                 owners[path] = owners.get(path, 0) | 1 << k
-        agreed = exclusive(hopes, owners)
+        agreed = exclusive(confidence, owners)
         for i in range(len(joined.tree)):
             family = [n for n, parent in enumerate(joined.tree.parent) if parent == i and n not in joined.tree.probes]
-            assert sum(joined.tree.hopes[n] for n in family) < 1 + 1e-9
-        values = {path: math.prod(agreed[path[:i]] for i in range(1, len(path) + 1)) for path in hopes}
+            assert sum(joined.tree.confidence[n] for n in family) < 1 + 1e-9
+        values = {path: math.prod(agreed[path[:i]] for i in range(1, len(path) + 1)) for path in confidence}
         best = sorted(values, key=values.__getitem__, reverse=True)[:budget]
         drafted = [n for n in range(1, len(joined.tree)) if n not in joined.tree.probes]
         found = [tuple(joined.tree.tokens[i] for i in joined.tree.path(n)[1:]) for n in drafted]
@@ -139,13 +141,13 @@ def test_estimates_are_set_right_alike_in_c_and_in_python() -> None:
     tallies = [(Tally(), Tally()) for _ in forms]
     for _ in range(300):
         tree = random_tree(rng)
-        assert tree.hopes is not None
-        parts, said = (tree.tokens, tree.parent, tree.hopes, tree.probes), [rng.randrange(4) for _ in range(5)]
+        assert tree.confidence is not None
+        parts, said = (tree.tokens, tree.parent, tree.confidence, tree.probes), [rng.randrange(4) for _ in range(5)]
         node = rng.randrange(len(tree))
         found = []
         for (go, settle), (ours, mine) in zip(forms, tallies, strict=True):
             sums = (EDGES, ours.right, ours.tried, mine.right, mine.tried)
-            found.append((go(parts, node, said, *sums, 0.99, 0.9), settle(tree.hopes, *sums, 4.0, 3.0)))
+            found.append((go(parts, node, said, *sums, 0.99, 0.9), settle(tree.confidence, *sums, 4.0, 3.0)))
         assert found[0] == found[1]
     assert sum(tallies[0][0].tried) > 50
     for mine, theirs in zip(*tallies, strict=True):
@@ -172,7 +174,7 @@ def test_what_is_right_half_as_often_as_hoped_is_hoped_for_half_as_much() -> Non
         trust.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8]))
         row.tokens.append(5 if i % 5 < 2 else 6)
         trust.heard(row)
-    (_, hope) = trust.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8])).hopes or ()
+    (_, hope) = trust.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8])).confidence or ()
     assert 0.25 < hope < 0.55
 
 
@@ -183,24 +185,24 @@ def test_a_union_says_what_only_one_had() -> None:
 
 
 def test_a_switch_takes_the_first_that_drafts() -> None:
-    assert paths(drafted(Switch([Told(), Told([4]), Told([5])]))[1]) == {(4,)}
+    assert paths(drafted(Switch([RowText(), RowText([4]), RowText([5])]))[1]) == {(4,)}
 
 
 def test_a_route_takes_what_promises_most_and_says_which() -> None:
-    router = Route([Told([5], 0.9), Told([6, 7], 0.9), Told([8, 9, 3], 0.1)])
+    router = Route([RowText([5], 0.9), RowText([6, 7], 0.9), RowText([8, 9, 3], 0.1)])
     row, tree = drafted(router)
     assert paths(tree) == {(6,), (6, 7)}
     assert router.history == [(row.index, 0, 1)]
 
 
 def test_a_cascade_goes_on_where_a_draft_ends() -> None:
-    assert paths(drafted(Cascade([Told([4, 5]), Told([6])]))[1]) == {(4,), (4, 5), (4, 5, 6)}
-    assert paths(drafted(Cascade([Told(), Told([6])]))[1]) == {(6,)}
-    assert len(drafted(Cascade([Told([4, 5]), Told([6] * 8)]), budget=3)[1]) == 4
+    assert paths(drafted(Cascade([RowText([4, 5]), RowText([6])]))[1]) == {(4,), (4, 5), (4, 5, 6)}
+    assert paths(drafted(Cascade([RowText(), RowText([6])]))[1]) == {(6,)}
+    assert len(drafted(Cascade([RowText([4, 5]), RowText([6] * 8)]), budget=3)[1]) == 4
 
 
 def test_parts_that_were_not_chosen_see_every_pass() -> None:
-    parts = [Told([5], 0.9), Told([6], 0.1)]
+    parts = [RowText([5], 0.9), RowText([6], 0.1)]
     drafter = Route(parts)
     row, tree = drafted(drafter)
     row.tokens += [5, 3]
@@ -210,7 +212,7 @@ def test_parts_that_were_not_chosen_see_every_pass() -> None:
 
 def asked_of_60(drafter: Merge, seconds: float, said: int) -> list[int]:
     """Passes of 60, a second each, in which each part was asked; the second takes `seconds`, the row says `said`."""
-    drafter.prices = Prices(1.0, 0.0)
+    drafter.pass_cost = PassCost(1.0, 0.0)
     row, _ = drafted(drafter)
     asked = [0] * len(drafter.parts)
     for _ in range(60):
@@ -226,19 +228,19 @@ def asked_of_60(drafter: Merge, seconds: float, said: int) -> list[int]:
 
 def test_a_merge_lets_a_part_rest_that_takes_more_than_it_gives() -> None:
     """Both draft the same, and are right half of the time; the second costs half a pass."""
-    first, second = asked_of_60(Merge([Told([5], 0.5), Told([5], 0.5)]), 0.5, said=6)
+    first, second = asked_of_60(Merge([RowText([5], 0.5), RowText([5], 0.5)]), 0.5, said=6)
     assert first == 60 and 8 <= second <= 40
 
 
 def test_a_merge_asks_no_other_where_one_is_sure() -> None:
-    sure, other = asked_of_60(Merge([Told([5], 0.99), Told([6], 0.5)]), 0.1, said=5)
+    sure, other = asked_of_60(Merge([RowText([5], 0.99), RowText([6], 0.5)]), 0.1, said=5)
     assert sure == 60 and other <= 12
-    _, other = asked_of_60(Merge([Told([5], 0.99), Told([6], 0.5)]), 0.1, said=6)
+    _, other = asked_of_60(Merge([RowText([5], 0.99), RowText([6], 0.5)]), 0.1, said=6)
     assert other >= 50
 
 
 def test_the_string_form_binds_as_it_says() -> None:
-    made = compose("a>b+c|d?e", lambda name: Told([ord(name)]))
+    made = compose("a>b+c|d?e", lambda name: RowText([ord(name)]))
     assert isinstance(made, Route) and isinstance(made.parts[0], Merge) and isinstance(made.parts[1], Switch)
     assert isinstance(made.parts[0].parts[0], Cascade)
     loaded = registry.load("drafters", "suffix:alpha=2.0+token-recycling:nodes=24")

@@ -180,7 +180,7 @@ def test_the_curve_draws_straight_lines() -> None:
 class Dear:
     """A drafter whose every token costs as much as a plain pass would."""
 
-    width, hope, by_level = 8, 0.7, True
+    width, hope, autoregressive = 8, 0.7, True
 
 
 @pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])
@@ -247,7 +247,7 @@ def test_probes_are_tried_again_in_later_calls() -> None:
 
 
 def test_a_clock_that_steps_back_while_drafting_makes_no_draft_free(control: Cost) -> None:
-    control._drafter.by_level, row = True, Row(0, [1], 1, 9999)  # type: ignore[union-attr]
+    control._drafter.autoregressive, row = True, Row(0, [1], 1, 9999)  # type: ignore[union-attr]
     control.start([row])
     for step in [0.1, -5.0, -5.0, 0.1, -0.2] * 4:
         (most,) = control.budget([row])
@@ -276,14 +276,14 @@ def turns(draw: st.DrawFn) -> tuple[list[int], list[int], float, list[float]]:
     st.booleans(), st.booleans(), st.lists(st.tuples(st.integers(1, 7), turns()), max_size=40),
 )  # fmt: skip
 def test_whatever_passes_take_budgets_and_costs_stay_in_bounds(
-    measured: list[float], in_step: bool, by_level: bool, passes: list[tuple[int, tuple]]
+    measured: list[float], lockstep: bool, autoregressive: bool, passes: list[tuple[int, tuple]]
 ) -> None:
-    control, drafter = Cost(), SimpleNamespace(width=10, hope=0.15, by_level=by_level, prices=None)
+    control, drafter = Cost(), SimpleNamespace(width=10, hope=0.15, autoregressive=autoregressive, pass_cost=None)
     seconds = {"draft": 0.0, "observe": 0.0, "control": 0.0, "prefill": 0.0, "target": 0.0}
     observed = list(measured)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "of", lambda target: Known(Curve((1, 4, 32), tuple(measured))))
-        control.open(SimpleNamespace(cold=False), drafter, seconds, in_step, 99)  # type: ignore[arg-type]
+        control.open(SimpleNamespace(cold=False), drafter, seconds, lockstep, 99)  # type: ignore[arg-type]
     rows = [Row(i, [1], 1, 9999) for i in range(7)]
     control.start(rows)
     for count, (drafted, right, took, beside) in passes:

@@ -69,7 +69,7 @@ class Setting:
         self,
         seed: int,
         rows: int = 3,
-        in_step: bool = False,
+        lockstep: bool = False,
         pads: bool = True,
         rule: Rule | None = None,
         drawn: bool = False,
@@ -89,18 +89,18 @@ class Setting:
         criteria = Criteria([MaxLengthCriteria(4 + ROOM)])
         if pads:
             criteria.append(EosTokenCriteria(END))
-        if in_step:
+        if lockstep:
             criteria.append(Alongside(4 + EARLY))
             self.plain[0].longest = self.rows[0].prompt + EARLY
         stops = Stops(criteria, self.history, laws)
-        assert stops.in_step == in_step
+        assert stops.lockstep == lockstep
         self.target = Target(self.note, begins_with_drafts)
         self.drafter = RandomDrafts(self.note, seed, drawn, width)
         self.control, self.chance = Pruning(self.note, seed), Steps()
         self.rule = rule or Likeliest()
         self.request = Request(self.rows, self.prompts, self.drafter, self.rule, laws, stops, self.chance, self.history)
         self.engine = Engine(self.target, self.control, self.watch)  # type: ignore[arg-type]
-        self.in_step, self.pads = in_step, pads
+        self.lockstep, self.pads = lockstep, pads
 
     def note(self, event: str) -> None:
         self.events.append(event)
@@ -111,7 +111,7 @@ class Setting:
 
     def expected(self) -> list[tuple[list[int], int | None]]:
         """Plain decoding; in step until the last row has ended."""
-        if not self.in_step:
+        if not self.lockstep:
             for row in self.plain:
                 while row.end is None:
                     row.emit(next_token(row.tokens))
@@ -128,10 +128,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "rows by themselves": {},
     "one row": {"rows": 1},
     "no end of text": {"pads": False},
-    "in step": {"in_step": True},
-    "in step without padding": {"in_step": True, "pads": False},
+    "in step": {"lockstep": True},
+    "in step without padding": {"lockstep": True, "pads": False},
     "tokens known before the walk": {"rule": Greedy()},
-    "in step, known": {"rule": Greedy(), "in_step": True},
+    "in step, known": {"rule": Greedy(), "lockstep": True},
     "drawn drafts": {"drawn": True},
     "drafts before the first pass": {"begins_with_drafts": True},
     "no drafts": {"width": 0},
@@ -217,7 +217,7 @@ def test_drafts_of_the_right_size_are_asked_for() -> None:
 def test_rows_that_wait_have_padding_as_deep_as_the_others_may_get() -> None:
     waited = 0
     for seed, pads in itertools.product(range(SEEDS), (True, False)):
-        setting = Setting(seed, in_step=True, pads=pads)
+        setting = Setting(seed, lockstep=True, pads=pads)
         setting.decode()
         steps = [row.prompt for row in setting.rows]
         for pass_, (rows, trees, accepted) in enumerate(setting.drafter.seen):
@@ -235,12 +235,12 @@ def test_rows_that_wait_have_padding_as_deep_as_the_others_may_get() -> None:
 def test_what_every_part_is_given_before_the_first_pass() -> None:
     rule = Likeliest()
     rule.needs = Taps((2,))
-    for in_step in (False, True):
-        setting = Setting(1, in_step=in_step, rule=rule)
+    for lockstep in (False, True):
+        setting = Setting(1, lockstep=lockstep, rule=rule)
         setting.decode()
         assert setting.target.taps.hidden == (1, 2)
         assert all(row.request is setting.request for row in setting.rows)
-        assert setting.control.opened[:4] == (setting.target, setting.drafter, setting.watch.seconds, in_step)
+        assert setting.control.opened[:4] == (setting.target, setting.drafter, setting.watch.seconds, lockstep)
         assert [row.index for row in setting.drafter.under_way] == [0, 1, 2]
         assert [row.index for row in setting.control.started] == [0, 1, 2]
         assert setting.control.learnt == len(setting.drafter.seen) - 1  # prompts are no drafts
@@ -288,7 +288,7 @@ def test_chance_is_told_how_far_rows_are() -> None:
 class Dressing(Likeliest):
     """Hangs a probe below every root, and looks at every pass."""
 
-    def dress(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+    def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return [
             DraftTree((*tree.tokens, 3), (*tree.parent, 0), probes=frozenset({*tree.probes, len(tree)}))
             for tree in trees

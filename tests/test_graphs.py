@@ -23,7 +23,7 @@ from truedraft import DraftTree, Refused
 from truedraft.runtime import graphs
 from truedraft.runtime.calibration import Calibration
 from truedraft.runtime.graphs import CudaGraphs, GraphPass, Run, bucket
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import check_exact
 from truedraft.targets.padded import Padded
@@ -53,7 +53,7 @@ def capture(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[
         def runner(target: DecoderTarget, _: str) -> Any:
             try:
                 return GraphPass(target._stock(), stand_in), None
-            except Unsuited as why:
+            except NotCompilable as why:
                 return target._own_forward(), str(why)
 
         if device == "cpu":

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 
 import truedraft.accept
 from truedraft import Refused, registry
-from truedraft.accept._base import Offer, Rule, first_children, walk
+from truedraft.accept._base import Candidates, Rule, first_children, walk
 from truedraft.accept._rounds import as_law, in_order
 from truedraft.accept.block import _judged
 from truedraft.chance import Chance, Replay, StreamNoise, outcomes
@@ -222,8 +222,10 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
         noted = Picking(chance)
         judge.ahead(logits, rows, trees, laws, noted)
         assert 1 not in noted.flipped
-        offers = [Offer((tree.tokens[1],), tree.draws, None if tree.dist is None else tree.dist[0]) for tree in trees]
-        first, third = (judge.choose(logits[[i], 0], [offers[i]], [rows[i]], chance)[0] for i in (0, 2))
+        candidates = [
+            Candidates((tree.tokens[1],), tree.draws, None if tree.dist is None else tree.dist[0]) for tree in trees
+        ]
+        first, third = (judge.choose(logits[[i], 0], [candidates[i]], [rows[i]], chance)[0] for i in (0, 2))
         return [(first,), (third,)]
 
     for texts, probability in outcomes(once):
@@ -285,7 +287,7 @@ def test_a_block_refuses_processors_that_it_cannot_look_behind() -> None:
 # one node: how often drafts are kept
 
 
-def at_a_node(rule: str, p: Tensor, offered: Callable[[Replay], Offer]) -> tuple[list[float], float]:
+def at_a_node(rule: str, p: Tensor, offered: Callable[[Replay], Candidates]) -> tuple[list[float], float]:
     """The law of the token at a node and the chance that it is one of the offered."""
     judge, row = registry.load("accept", rule), Row(0, [1], 1, ROOM)
     found, kept = [0.0] * len(p), 0.0
@@ -301,9 +303,9 @@ def at_a_node(rule: str, p: Tensor, offered: Callable[[Replay], Offer]) -> tuple
     return found, kept
 
 
-def siblings(q: Tensor, count: int, draws: Draws) -> Callable[[Replay], Offer]:
+def siblings(q: Tensor, count: int, draws: Draws) -> Callable[[Replay], Candidates]:
     row = Row(0, [1], 1, ROOM)
-    return lambda chance: Offer(tuple(chance.draw(q, row, count, draws == "distinct")), draws, q)
+    return lambda chance: Candidates(tuple(chance.draw(q, row, count, draws == "distinct")), draws, q)
 
 
 def without(q: Tensor, token: int) -> Tensor:
@@ -372,7 +374,7 @@ def test_rejection_judges_the_first_sibling_alone() -> None:
     """What is drawn after a refusal may be a sibling by chance, and no more."""
     for (p, q), first, second in itertools.product(pairs(), range(V), range(V)):
         if q[first] > 0:
-            one, two = (Offer(tokens, "independent", q) for tokens in ((first,), (first, second)))
+            one, two = (Candidates(tokens, "independent", q) for tokens in ((first,), (first, second)))
             alone, beside = (at_a_node("rejection", p, lambda chance, o=o: o)[0] for o in (one, two))  # type: ignore[misc]
             assert alone == pytest.approx(beside)
 
@@ -385,7 +387,7 @@ def test_siblings_are_kept_in_turn() -> None:
         assert refused == pytest.approx(missed(p, q, count, draws == "distinct"), abs=1e-6)
 
 
-def none_kept(judge: Rule, p: Tensor, offered: Callable[[Replay], Offer], row: Row) -> float:
+def none_kept(judge: Rule, p: Tensor, offered: Callable[[Replay], Candidates], row: Row) -> float:
     """The chance that a token is drawn because no draft was kept."""
 
     def once(chance: Replay) -> bool:
@@ -419,8 +421,8 @@ def test_certain_drafts_and_one_drawn_are_kept_as_well_as_can_be() -> None:
         if rest.sum() == 0:
             continue
 
-        def offered(chance: Replay) -> Offer:
-            return Offer((first, *chance.draw(rest, Row(0, [1], 1, ROOM))), "last", rest)
+        def offered(chance: Replay) -> Candidates:
+            return Candidates((first, *chance.draw(rest, Row(0, [1], 1, ROOM))), "last", rest)
 
         for rule in ("greedy-multi-draft", "multi-round"):
             found, kept = at_a_node(rule, p, offered)
@@ -432,7 +434,7 @@ def test_certain_drafts_and_one_drawn_are_kept_as_well_as_can_be() -> None:
 @pytest.mark.parametrize("rule", ["rejection", "multi-round", "greedy-multi-draft"])
 def test_certain_drafts_at_a_node(rule: str) -> None:
     for (p, _), tokens in itertools.product(pairs(), [(), (0,), (2, 1), (1, 1, 0), (0, 1, 2)]):
-        found, kept = at_a_node(rule, p, lambda chance, t=tokens: Offer(t))  # type: ignore[misc]
+        found, kept = at_a_node(rule, p, lambda chance, t=tokens: Candidates(t))  # type: ignore[misc]
         assert found == pytest.approx(p.tolist(), abs=1e-6)
         if rule != "rejection":
             assert kept == pytest.approx(sum(float(p[t]) for t in set(tokens)), abs=1e-6)
@@ -456,10 +458,16 @@ def test_rows_are_judged_each_by_its_own_law(rule: str) -> None:
     laws = [[1.0, 0.0, 0.0], broken, [0.0, 0.25, 0.75], [0.4, 0.6, 0.0], broken]
     q = torch.tensor([1.0, 0.0, 0.0])
     half = torch.tensor([0.5, 0.5, 0.0])
-    offers = [Offer((0,), "one", half), Offer((0,), "one", q), Offer((0,), "one", q), Offer(()), Offer(())]
+    candidates = [
+        Candidates((0,), "one", half),
+        Candidates((0,), "one", q),
+        Candidates((0,), "one", q),
+        Candidates(()),
+        Candidates(()),
+    ]
     rows = [Row(i, [1], 1, ROOM) for i in range(5)]
     chance = Picking(Sure())
-    assert registry.load("accept", rule).choose(torch.tensor(laws).log(), offers, rows, chance) == [0, -1, 2, 1, -1]
+    assert registry.load("accept", rule).choose(torch.tensor(laws).log(), candidates, rows, chance) == [0, -1, 2, 1, -1]
     asked = dict(chance.asked)
     assert [row for row, _ in chance.asked] == [1, 2, 3, 4], "one call, and none for the row that keeps its draft"
     assert asked[2] == pytest.approx([0, 0.25, 0.75]) and asked[3] == pytest.approx([0.4, 0.6, 0.0])
@@ -469,7 +477,7 @@ def test_nothing_is_drawn_where_every_draft_is_kept() -> None:
     q = torch.tensor([1.0, 0.0, 0.0])
     for rule in BY_LAW:
         judge, row, chance = registry.load("accept", rule), Row(0, [1], 1, ROOM), Picking(Sure())
-        assert judge.choose(q.log()[None], [Offer((0,), "one", q)], [row], chance) == [0] and not chance.asked
+        assert judge.choose(q.log()[None], [Candidates((0,), "one", q)], [row], chance) == [0] and not chance.asked
 
 
 class Unlikely(Sure):
@@ -483,17 +491,17 @@ def test_a_law_of_which_nothing_is_left_stays() -> None:
     q, row = torch.tensor([1.0, 0.0, 0.0]), Row(0, [1], 1, ROOM)
     for rule in ("greedy-multi-draft", "k-seq"):
         chance = Picking(Unlikely())
-        registry.load("accept", rule).choose(q.log()[None], [Offer((0,), "one", q)], [row], chance)
+        registry.load("accept", rule).choose(q.log()[None], [Candidates((0,), "one", q)], [row], chance)
         assert chance.asked == [(0, q.tolist())]
     almost = torch.tensor([1 - 2**-24, 0.0, 0.0])
     judge = in_order()
-    token, law = judge(almost, Offer((0,)), row, Unlikely())
+    token, law = judge(almost, Candidates((0,)), row, Unlikely())
     assert token is None and torch.equal(law, almost)
     only = torch.tensor([1.0, 0.0, 0.0])
-    token, law = judge(almost, Offer((0,), "one", only), row, Unlikely())
+    token, law = judge(almost, Candidates((0,), "one", only), row, Unlikely())
     assert token is None and torch.equal(law, almost)
     half = torch.tensor([0.5, 0.5, 0.0])
-    token, law = judge(half, Offer((0, 0), "distinct", only), row, Unlikely())
+    token, law = judge(half, Candidates((0, 0), "distinct", only), row, Unlikely())
     assert token is None and law.tolist() == [0.0, 1.0, 0.0]
 
 
@@ -503,7 +511,7 @@ def test_rules_draw_where_the_laws_lie() -> None:
     tree = DraftTree.chain(1, [0, 1])
     with torch.device("meta"):
         for tokens in ((0,), (0, 1)):
-            found = in_order()(p, Offer(tokens), row, Unlikely())[1]
+            found = in_order()(p, Candidates(tokens), row, Unlikely())[1]
             assert found.device == p.device
         assert _judged(p.expand(3, V), tree, [0, 1, 2], row, Unlikely())[1].tolist() == pytest.approx([0, 0.6, 0.4])
 
@@ -552,14 +560,14 @@ def test_seeded_draws_as_the_noise_of_a_step_has_it() -> None:
     torch.manual_seed(3)
     expected = torch.multinomial(scores.softmax(-1), 1).flatten().tolist()
     torch.manual_seed(3)
-    assert judge.choose(scores, [Offer(()), Offer((3,))], rows, StreamNoise(2)) == expected
+    assert judge.choose(scores, [Candidates(()), Candidates((3,))], rows, StreamNoise(2)) == expected
 
 
 def test_greedy_is_the_first_likeliest_token() -> None:
     judge, row, tree = registry.load("accept", "greedy"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.0], [4.0, 0.5, 0.0]]])
-    assert judge.choose(logits[0], [Offer(()), Offer(())], [row, row], StreamNoise(1)) == [1, 0]
+    assert judge.choose(logits[0], [Candidates(()), Candidates(())], [row, row], StreamNoise(1)) == [1, 0]
     assert judge.ahead(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1)) == [[1, 0]]
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
     assert judge.ahead(logits, [row], [tree], warped, StreamNoise(1)) is None

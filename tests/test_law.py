@@ -64,7 +64,12 @@ def test_the_law_is_the_targets(name: str, rule: str) -> None:
     assert draft is None or draft.draws == "certain" or name in (*SMALL, *TRIALS), "give it small drafts"
     fast = truedraft.accelerate(model, draft=draft, control="fixed", rule=rule)
     judge = registry.method("accept", rule)
-    if draft is not None and judge.wants == "law" and judge.takes is not None and draft.draws not in judge.takes:
+    if (
+        draft is not None
+        and judge.preferred_drafts == "law"
+        and judge.takes is not None
+        and draft.draws not in judge.takes
+    ):
         with pytest.raises(truedraft.Refused, match="cannot judge the drafts"):
             fast.generate(torch.tensor([prompt]), do_sample=True)
         return
@@ -87,7 +92,7 @@ def test_the_law_is_the_targets(name: str, rule: str) -> None:
 
 def forgetful(fast: truedraft.Accelerated, make: Callable[[], Drafter | None]) -> truedraft.Accelerated:
     """With a drafter that has learnt nothing yet: every outcome is to be drafted for alike."""
-    if fast.drafter.knows is None and (draft := make()) is not None:
+    if fast.drafter.vocab_size is None and (draft := make()) is not None:
         fast.drafter = draft
     return fast
 

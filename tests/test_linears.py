@@ -12,7 +12,7 @@ from truedraft.runtime import linears, native
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.targets.stock import LinearsPass, StockPass
+from truedraft.targets.stock import ForwardPass, LinearsPass
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -93,7 +93,7 @@ def test_layers_that_are_no_plain_ones_are_left_alone(monkeypatch: pytest.Monkey
     assert len(Linears(nn.Linear(32, 32, dtype=torch.float64))) == 0
     monkeypatch.setattr(native, "library", lambda: None)
     assert len(Linears(nn.Linear(32, 32))) == 0
-    assert type(DecoderTarget(tiny("phimoe", torch.float32)).runner) is StockPass
+    assert type(DecoderTarget(tiny("phimoe", torch.float32)).runner) is ForwardPass
 
 
 def test_stock_stays_stock() -> None:

@@ -29,14 +29,14 @@ class Asked(Noise):
 
     takes_references = True
     hope = 0.83
-    by_level = True
+    autoregressive = True
 
     def __init__(self) -> None:
         super().__init__(vocabulary=20)
         self.calls: list[Any] = []
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        self.calls.append(("propose", [list(r.tokens) for r in rows], list(budget), self.prices is None))
+        self.calls.append(("propose", [list(r.tokens) for r in rows], list(budget), self.pass_cost is None))
         return super().propose(rows, budget)
 
     def forget(self) -> None:
@@ -100,8 +100,8 @@ def test_what_a_listener_says_of_itself_is_what_the_drafter_says() -> None:
     listener: Any = Listener(drafter)
     for name in (n for n in dir(Drafter) if not n.startswith("_") and n not in ("open", "observe")):
         assert getattr(listener, name) == getattr(drafter, name), name
-    listener.prices = prices = object()
-    assert drafter.prices is prices and listener.prices is prices
+    listener.pass_cost = pass_cost = object()
+    assert drafter.pass_cost is pass_cost and listener.pass_cost is pass_cost
     assert isinstance(listener, Asked) and name_of(listener) == name_of(drafter)
 
 

@@ -20,7 +20,7 @@ from truedraft.accept.greedy import Greedy
 from truedraft.chance import PositionNoise
 from truedraft.engine import Engine
 from truedraft.runtime import native
-from truedraft.runtime.lean import Nodes
+from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.native import Kind
 from truedraft.runtime.program import Program
 from truedraft.stopping import Stops
@@ -54,17 +54,17 @@ def text_with_eos() -> None:
 
 
 def reshaped(change: Callable[[Shape], Shape]) -> Fault:
-    def plant(patch: pytest.MonkeyPatch) -> None:
+    def growing(patch: pytest.MonkeyPatch) -> None:
         true = trees.shape_of
         patch.setattr(trees, "shape_of", lambda parent: change(true(parent)))
 
-    return plant
+    return growing
 
 
 def misread(kind: Kind, **fields: int) -> Fault:
     """Operations of a kind with other numbers in them."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
+    def growing(patch: pytest.MonkeyPatch) -> None:
         true = Program.op
 
         def op(self: Program, of: Kind, *args: Any, **given: Any) -> Any:
@@ -75,7 +75,7 @@ def misread(kind: Kind, **fields: int) -> Fault:
 
         patch.setattr(Program, "op", op)
 
-    return unchecked(plant)
+    return unchecked(growing)
 
 
 def second_best(self: Greedy, scores: Tensor, *_: Any) -> list[int]:
@@ -182,7 +182,7 @@ def test_the_net_is_green_without_the_fault(name: str) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_net_catches_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, net = MUTANTS[name]
-    plant(monkeypatch)
+    growing, net = MUTANTS[name]
+    growing(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
         net()

@@ -13,7 +13,7 @@ from models import tiny
 from test_seq2seq import tiny as seq2seq
 from truedraft import DraftTree
 from truedraft.runtime import native
-from truedraft.runtime.lean import array
+from truedraft.runtime.compiled import array
 from truedraft.runtime.native import Failure, Kind, Op, Pass
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget

@@ -15,7 +15,7 @@ from test_seq2seq import ARCHITECTURES, V, sources, tiny
 from truedraft import DraftTree, Refused
 from truedraft.runtime import native
 from truedraft.runtime.pair_programs import PAIR_PROGRAMS
-from truedraft.runtime.pairs import LeanEncoderPass
+from truedraft.runtime.pairs import CompiledEncoderPass
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import Prompt, Taps
 
@@ -124,7 +124,7 @@ def test_the_encoder_says_what_the_model_s_does(kind: str, dtype: torch.dtype) -
     heard[1, 9:], heard[2, :4], heard[3, :2], heard[3, 11:] = 0, 0, 0, 0
     ids = ids * heard
     expected = model.get_encoder()(input_ids=ids, attention_mask=heard).last_hidden_state
-    found = LeanEncoderPass(model).states(ids, heard)
+    found = CompiledEncoderPass(model).states(ids, heard)
     assert not found[heard == 0].any()
     for row in range(4):
         close(found[row][heard[row] == 1], expected[row][heard[row] == 1], dtype)

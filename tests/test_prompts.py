@@ -15,7 +15,7 @@ from models import ARCHITECTURES, V, ragged, tiny
 from nets import text_net
 from truedraft import DraftTree
 from truedraft.runtime import native
-from truedraft.runtime.lean import LeanPass
+from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.runtime.quantize import quantize
 from truedraft.targets import stock
@@ -105,7 +105,7 @@ def test_both_ways_of_reading_write_the_same_cache_but_for_rounding(
             target.taps = Taps((0, 1, 2, -1))
             prompts = [prompt(41, seed=SEED), prompt(30, seed=SEED + 1)]
             found.append(bits(target, prompts, 64))
-            assert type(target.runner) is LeanPass
+            assert type(target.runner) is CompiledPass
     tolerance = 2e-5 if dtype == torch.float32 else 0.1
     for other in found[1:]:
         for row, expected in zip(other, found[0], strict=True):

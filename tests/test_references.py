@@ -13,7 +13,7 @@ import truedraft
 from models import ragged, tiny
 from truedraft import Chat, Drafter, Refused, registry
 from truedraft.cli._models import load
-from truedraft.drafters._base import Prices
+from truedraft.drafters._base import PassCost
 from truedraft.drafters._texts import told
 from truedraft.stores.automaton import SEPARATOR
 from truedraft.stores.references import PIECE, References, Text
@@ -103,7 +103,7 @@ def test_what_is_read_late_is_copied_from_then_on() -> None:
     document = tuple(pick.randrange(500) for _ in range(40_000))
     given = References([document])
     row = Row(0, [1], 1, 10, given)
-    text = told(row, Prices(1e-3, 1e-4))
+    text = told(row, PassCost(1e-3, 1e-4))
     assert len(given.tokens) < len(document)
     passes = 0
     while len(given.tokens) <= len(document):

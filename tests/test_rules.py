@@ -15,7 +15,7 @@ from matrix import SPELT
 from models import ragged, sibling, tiny
 from truedraft import registry
 from truedraft.accept import optimal_acceptance
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Candidates, Rule
 from truedraft.chance import PositionNoise, Replay, StreamNoise, likeliest, outcomes
 from truedraft.sampling import History, Laws
 from truedraft.tree import DraftTree, Draws, Prompt, Row
@@ -31,15 +31,15 @@ LAWS = {
 }
 
 
-def _offered(q: Tensor, siblings: int, draws: Draws, chance: Replay, row: Row) -> Offer:
+def _offered(q: Tensor, siblings: int, draws: Draws, chance: Replay, row: Row) -> Candidates:
     """What a drafter with the law q offers."""
     if draws == "last" and siblings:
         certain = likeliest(q, siblings - 1)
         rest = q.index_fill(0, torch.tensor(certain, dtype=torch.long), 0.0)
         if rest.sum() == 0:
-            return Offer(tuple(certain), draws)
-        return Offer((*certain, *chance.draw(rest / rest.sum(), row)), draws, rest / rest.sum())
-    return Offer(tuple(chance.draw(q, row, siblings, draws == "distinct")), draws, q)
+            return Candidates(tuple(certain), draws)
+        return Candidates((*certain, *chance.draw(rest / rest.sum(), row)), draws, rest / rest.sum())
+    return Candidates(tuple(chance.draw(q, row, siblings, draws == "distinct")), draws, q)
 
 
 def _judges(rule: str, draws: Draws) -> bool:
@@ -90,7 +90,7 @@ def test_drawn_drafts_leave_the_law_as_it_is(rule: str, laws: str, draws: Draws,
 @pytest.mark.parametrize("rule", [rule for rule in BY_NODE if _judges(rule, "certain")])
 def test_certain_drafts_leave_the_law_as_it_is(rule: str, laws: str, tokens: tuple[int, ...]) -> None:
     p, row = torch.tensor(LAWS[laws][0]), Row(0, [1], 1, 9)
-    said, kept = _law_of(rule, p, Offer(tokens), row)
+    said, kept = _law_of(rule, p, Candidates(tokens), row)
     assert said == pytest.approx(p.tolist(), abs=1e-6)
     if rule in ("multi-round", "greedy-multi-draft"):  # as much as any rule can keep
         assert kept == pytest.approx(sum(p[t].item() for t in set(tokens)), abs=1e-6)
@@ -121,7 +121,7 @@ def test_each_draft_is_worth_something_to_k_seq() -> None:
 def test_nan_is_said(rule: str) -> None:
     scores = torch.full((1, SIZE), torch.nan)
     row = Row(0, [1], 1, 9)
-    assert registry.load("accept", rule).choose(scores, [Offer((2,))], [row], StreamNoise(1)) == [-1]
+    assert registry.load("accept", rule).choose(scores, [Candidates((2,))], [row], StreamNoise(1)) == [-1]
 
 
 def test_fresh_noise_does_not_depend_on_neighbours() -> None:
@@ -153,7 +153,7 @@ def _block(p: list[Tensor], q: list[Tensor], rule: str) -> tuple[dict[tuple[int,
         judge.ahead(laws, [row], [tree], Laws(LogitsProcessorList(), history), chance)
         node = 0
         while True:
-            offer = Offer(tree.tokens[node + 1 : node + 2], "one", tree.dist[node])  # type: ignore[index]
+            offer = Candidates(tree.tokens[node + 1 : node + 2], "one", tree.dist[node])  # type: ignore[index]
             (token,) = judge.choose(laws[:, node], [offer], [row], chance)
             row.tokens.append(token)
             child = tree.child(node, token)
@@ -187,7 +187,7 @@ def test_a_chain_judged_as_a_whole_has_the_same_law_and_keeps_more(seed: int) ->
     assert longer > shorter + 1e-3
 
 
-def _lossy(spec: str, p: list[float], offer: Offer) -> int:
+def _lossy(spec: str, p: list[float], offer: Candidates) -> int:
     (token,) = registry.load("accept.lossy", spec).choose(
         torch.tensor([p]).log(), [offer], [Row(0, [1], 1, 9)], Replay([])
     )
@@ -196,10 +196,10 @@ def _lossy(spec: str, p: list[float], offer: Offer) -> int:
 
 def test_what_lossy_rules_keep() -> None:
     p = [0.5, 0.3, 0.15, 0.05]  # exp(-entropy) is 0.32
-    assert _lossy("typical:delta=0.5", p, Offer((2, 1))) == 1, "the likelier of those that are likely enough"
-    assert _lossy("typical:epsilon=0.2,delta=1.0", p, Offer((2,))) == 0, "0.15 is not enough"
-    assert _lossy("top-beta:beta=2", p, Offer((1,))) == 1 and _lossy("top-beta:beta=2", p, Offer((2,))) == 0
-    assert _lossy("top-beta:gap=0.4", p, Offer((1,))) == 0, "too far behind the likeliest"
+    assert _lossy("typical:delta=0.5", p, Candidates((2, 1))) == 1, "the likelier of those that are likely enough"
+    assert _lossy("typical:epsilon=0.2,delta=1.0", p, Candidates((2,))) == 0, "0.15 is not enough"
+    assert _lossy("top-beta:beta=2", p, Candidates((1,))) == 1 and _lossy("top-beta:beta=2", p, Candidates((2,))) == 0
+    assert _lossy("top-beta:gap=0.4", p, Candidates((1,))) == 0, "too far behind the likeliest"
 
 
 @pytest.mark.parametrize("laws", LAWS)
@@ -219,7 +219,7 @@ def test_lenience_says_no_token_too_often(laws: str) -> None:
 
 
 def _once(judge: Rule, p: Tensor, q: Tensor, row: Row, chance: Replay) -> tuple[int, bool]:
-    offered = Offer(tuple(chance.draw(q, row)), "one", q)
+    offered = Candidates(tuple(chance.draw(q, row)), "one", q)
     (token,) = judge.choose(p.log()[None], [offered], [row], chance)
     return token, token in offered.tokens
 
@@ -246,7 +246,7 @@ def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
     row, chain = Row(0, [3, 1, 4], 3, 9), DraftTree((4, 7, 8, 9, 7), (-1, 0, 1, 2, 0))
     laws = Laws(LogitsProcessorList(), History(torch.tensor([[3, 1, 4]]), 9, 0, [row]))
     rule.read(SPELT)
-    (tree,) = rule.dress([chain])
+    (tree,) = rule.add_probes([chain])
     assert tree.drafted == 4 and len(tree) == 5 + 3 + 2 <= 5 + rule.extra(4)
     target.reserve(1, 30)
     target.prefill([Prompt(torch.tensor([3, 1, 4]))])

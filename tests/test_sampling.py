@@ -140,7 +140,7 @@ def test_each_row_has_the_law_of_its_own_prefix(names: tuple[str, ...]) -> None:
         for group in ([0, 1, 2], [2, 0], [1]):
             history, rows = started(steps)
             laws = Laws(processors(*names), history)
-            assert not laws.in_step and laws.strangers == [] and laws.scores is laws.logits is None
+            assert not laws.lockstep and laws.unknown_processors == [] and laws.scores is laws.logits is None
             raw = logits(len(group), torch.float64)
             before = raw.clone()
             scores = laws([rows[i] for i in group], raw)
@@ -154,7 +154,13 @@ def test_a_stranger_is_called_once_a_step_with_the_whole_batch() -> None:
     mine, plain = Summing(), Summing()
     laws = Laws(LogitsProcessorList([mine, *processors("repetition, each behind its own")]), history)
     reference = LogitsProcessorList([plain, *processors("repetition, each behind its own")])
-    assert laws.in_step and laws.strangers == ["Summing"] and not laws.pointwise and not laws.apart and not laws.raw
+    assert (
+        laws.lockstep
+        and laws.unknown_processors == ["Summing"]
+        and not laws.pointwise
+        and not laws.apart
+        and not laws.raw
+    )
     for step in range(3):
         raw = logits(3)
         before = raw.clone()
@@ -166,7 +172,7 @@ def test_a_stranger_is_called_once_a_step_with_the_whole_batch() -> None:
     one, raw = Row(0, [5, 6], 2, STEPS), logits(1)
     alone = Laws(LogitsProcessorList([Summing()]), History(torch.tensor([[5, 6]]), STEPS, PAD, [one]))
     assert torch.equal(alone([one], raw), Summing()(torch.tensor([[5, 6]]), raw))
-    assert Laws(LogitsProcessorList([Summing2(), Summing()]), history).strangers == ["Summing", "Summing2"]
+    assert Laws(LogitsProcessorList([Summing2(), Summing()]), history).unknown_processors == ["Summing", "Summing2"]
 
 
 @pytest.mark.parametrize("changing", [Changing, lambda: lp.TemperatureLogitsWarper(0.5)])
@@ -184,7 +190,7 @@ def test_scores_and_logits_are_kept_as_they_were() -> None:
     for scores, kept in ((True, True), (True, False), (False, True)):
         history, rows = started([0, 0, 0])
         laws = Laws(processors("temperature"), history, scores, kept)
-        assert laws.in_step and laws.pointwise and not laws.apart and not laws.raw and laws.strangers == []
+        assert laws.lockstep and laws.pointwise and not laws.apart and not laws.raw and laws.unknown_processors == []
         for step in range(2):
             raw = logits(3) + step
             laws(rows, raw).zero_()
@@ -203,7 +209,7 @@ def test_what_laws_depend_on() -> None:
     def of(names: tuple[str, ...], batch: int = 3, **kept: bool) -> tuple[bool, bool, bool, bool]:
         rows = [Row(i, [1], 1, 3) for i in range(batch)]
         laws = Laws(processors(*names), History(torch.ones(batch, 1), 3, PAD, rows), **kept)
-        return laws.in_step, laws.pointwise, laws.apart, laws.raw
+        return laws.lockstep, laws.pointwise, laws.apart, laws.raw
 
     assert of(()) == (False, True, True, True)
     assert of(("temperature", "top-k")) == (False, True, True, False)

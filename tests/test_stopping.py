@@ -95,7 +95,7 @@ BY_ROW = [
 def test_rows_by_themselves_end_where_plain_decoding_ends_them(kinds: list[str]) -> None:
     for batch, steps in itertools.product((1, 3), (2, 6)):
         stops, rows = started(of(kinds, steps), batch)
-        assert not stops.in_step and stops.strangers == [] and stops.steps == steps
+        assert not stops.lockstep and stops.unknown_processors == [] and stops.steps == steps
         expected = plain(of(kinds, steps), batch)
         for row in reversed(rows):  # each at its own pace
             for token in SCRIPTS[row.index]:
@@ -110,7 +110,7 @@ def test_rows_by_themselves_end_where_plain_decoding_ends_them(kinds: list[str])
 def test_rows_in_step_end_where_plain_decoding_ends_them(kinds: list[str]) -> None:
     stops, rows = started(of(kinds), 3)
     pads = "eos" in kinds
-    assert stops.in_step and stops.pads == pads
+    assert stops.lockstep and stops.pads == pads
     ends: list[list[int | None]] = []
     for step in range(STEPS):
         for row in rows:
@@ -126,7 +126,7 @@ def test_a_criterion_of_ones_own_sees_the_batch_once_a_step_and_its_scores() -> 
     counting = Counting(99, 0)
     criteria = StoppingCriteriaList([counting, sc.MaxLengthCriteria(9)])
     stops, rows = started(criteria, 3, keep_scores=True)
-    assert stops.strangers == ["Counting"]
+    assert stops.unknown_processors == ["Counting"]
     for step in range(3):
         stops.laws(rows, torch.full((3, 10), float(step)))
         for row in rows:
@@ -178,11 +178,11 @@ def test_who_goes_in_step() -> None:
         (["sure"], 1, known, True, False),
         (["eos"], 1, stranger, True, True),
     ]
-    for kinds, batch, processors, in_step, pads in cases:
+    for kinds, batch, processors, lockstep, pads in cases:
         stops, _ = started(of(kinds), batch, processors)
-        assert (stops.in_step, stops.pads) == (in_step, pads), (kinds, batch)
+        assert (stops.lockstep, stops.pads) == (lockstep, pads), (kinds, batch)
     stops, _ = started(of(["third of row 1", "sure", "eos"]), 1)
-    assert stops.strangers == ["ConfidenceCriteria", "Counting"]
+    assert stops.unknown_processors == ["ConfidenceCriteria", "Counting"]
 
 
 def test_ends_and_lengths() -> None:

@@ -237,8 +237,8 @@ def test_successors_are_those_last_seen_and_grow_after_a_template(native: str, m
     assert {token: table.of(token) for token in range(50) if table.of(token)} == known
     shape = template(40, 4, 5)
     for budget in (0, 7, 40):
-        tokens, parents, hopes = table.tree(9, budget, shape)
-        tree = DraftTree(tokens, parents, hopes=hopes)
+        tokens, parents, confidence = table.tree(9, budget, shape)
+        tree = DraftTree(tokens, parents, confidence=confidence)
         tree.check()
         paths = {(0,): [9]}  # of ranks, as far as there are successors
         for i, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True), 1):

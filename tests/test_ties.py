@@ -69,8 +69,8 @@ class Largest(Greedy):
         self.chosen: list[Any] = []
         self.observed: list[Any] = []
 
-    def choose(self, scores: Tensor, offers: Any, rows: Any, chance: Any) -> list[int]:
-        self.chosen.append((offers, rows))
+    def choose(self, scores: Tensor, candidates: Any, rows: Any, chance: Any) -> list[int]:
+        self.chosen.append((candidates, rows))
         return scores.argmax(-1).tolist()
 
     def ahead(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> Any:

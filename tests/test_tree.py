@@ -45,7 +45,7 @@ def same_nodes(kept: DraftTree, tree: DraftTree, nodes: list[int]) -> None:
     assert kept.probes == frozenset(nodes.index(i) for i in tree.probes if i in nodes)
     assert kept.dist is not None and tree.dist is not None
     assert all(a is tree.dist[i] for a, i in zip(kept.dist, nodes, strict=True))
-    assert kept.hopes == tuple(tree.hopes[i] for i in nodes)  # type: ignore[index]
+    assert kept.confidence == tuple(tree.confidence[i] for i in nodes)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("seed", range(TREES))
@@ -103,16 +103,18 @@ def _below(tree: DraftTree, probe: int, chosen: set[int]) -> bool:
 def test_trees_without_laws_or_confidences_stay_so() -> None:
     tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 1), probes=frozenset({2}))
     for part in (tree.cut(3), tree.bare(), tree.shallow(1), tree.drafting(1)):
-        assert part.dist is None and part.hopes is None and part.draws == "certain"
+        assert part.dist is None and part.confidence is None and part.draws == "certain"
     assert tree.cut(2).probes == frozenset() and tree.cut(3).probes == {2}
 
 
 def test_chains() -> None:
     chain = DraftTree.chain(5, [6, 7, 8], [0.5, 0.25, 0.125])
-    assert chain.tokens == (5, 6, 7, 8) and chain.parent == (-1, 0, 1, 2) and chain.hopes == (1.0, 0.5, 0.25, 0.125)
+    assert (
+        chain.tokens == (5, 6, 7, 8) and chain.parent == (-1, 0, 1, 2) and chain.confidence == (1.0, 0.5, 0.25, 0.125)
+    )
     assert chain.drafted == 3 and chain.dist is None and chain.draws == "certain" and chain.probes == frozenset()
     lone = DraftTree.chain(5)
-    assert (lone.tokens, lone.parent, lone.hopes, lone.drafted) == ((5,), (-1,), None, 0)
+    assert (lone.tokens, lone.parent, lone.confidence, lone.drafted) == ((5,), (-1,), None, 0)
     assert DraftTree.chain(1, iter([2, 3])).tokens == (1, 2, 3)
 
 
@@ -130,9 +132,9 @@ BROKEN = [
     (dict(TWO, dist=(None, None)), "^dist belongs to drawn children, and draws is 'certain'$"),
     (dict(TWO, draws="one"), "^dist belongs to drawn children, and draws is 'one'$"),
     (dict(TWO, dist=(None,), draws="one"), "^dist needs one law per node, got 1 for 2 nodes$"),
-    (dict(TWO, hopes=(1.0,)), "^hopes need one chance per node, got .* for 2 nodes$"),
-    (dict(TWO, hopes=(1.0, 1.1)), "^hopes need one chance"),
-    (dict(TWO, hopes=(1.0, -0.1)), "^hopes need one chance"),
+    (dict(TWO, confidence=(1.0,)), "^confidence needs one chance per node, got .* for 2 nodes$"),
+    (dict(TWO, confidence=(1.0, 1.1)), "^confidence needs one chance"),
+    (dict(TWO, confidence=(1.0, -0.1)), "^confidence needs one chance"),
 ]
 
 
@@ -144,7 +146,7 @@ def test_a_tree_that_breaks_its_contract(fields: dict[str, Any], message: str) -
 
 def test_trees_that_keep_their_contract() -> None:
     for tree in (
-        DraftTree((1, 2, 3), (-1, 0, 1), probes=frozenset({2}), hopes=(1.0, 0.0, 1.0)),
+        DraftTree((1, 2, 3), (-1, 0, 1), probes=frozenset({2}), confidence=(1.0, 0.0, 1.0)),
         DraftTree((1, 2, 3), (-1, 0, 1), probes=frozenset({1, 2})),
         DraftTree((1, 2), (-1, 0), dist=(torch.ones(3), None), draws="distinct"),
     ):

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList as Cr
 
 from scripted import END, PAD, Alongside, Likeliest, Plain, V, next_token, random_draft
 from truedraft import Refused
-from truedraft.accept._base import Offer, Rule, first_children, walk
+from truedraft.accept._base import Candidates, Rule, first_children, walk
 from truedraft.chance import Chance, Replay
 from truedraft.sampling import History, Laws
 from truedraft.stopping import Stops
@@ -84,14 +84,14 @@ def batch(rng: random.Random, ended: bool, pads: bool) -> list[Row]:
     return rows
 
 
-def around(rows: Sequence[Row], in_step: bool, pads: bool) -> tuple[Laws, Stops]:
+def around(rows: Sequence[Row], lockstep: bool, pads: bool) -> tuple[Laws, Stops]:
     prompt = torch.zeros(len(rows), 3, dtype=torch.long)
     history = History(prompt, ROOM, PAD, rows)
     laws = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
     criteria = Criteria([MaxLengthCriteria(3 + ROOM)])
     if pads:
         criteria.append(EosTokenCriteria(END))
-    if in_step:
+    if lockstep:
         criteria.append(Alongside())
     return laws, Stops(criteria, history, laws)
 
@@ -127,7 +127,7 @@ def test_rows_in_step(known: bool, pads: bool) -> None:
         plain = [Plain(list(row.tokens), row.prompt + ROOM, last, row.end) for row in rows]
         expected = together(plain, trees, pads)
         laws, stops = around(rows, True, pads)
-        assert stops.in_step and stops.pads == pads
+        assert stops.lockstep and stops.pads == pads
         assert accepted(rows, trees, rule, known, stops, laws) == expected
         assert [(row.tokens, row.end) for row in rows] == [(row.tokens, row.end) for row in plain]
         longest = max(longest, *(len(a.path) for a in expected))
@@ -149,16 +149,18 @@ def test_a_rule_is_asked_along_the_path_with_what_hangs_there() -> None:
     row, rule = Row(0, [1], 1, ROOM), Likeliest()
     laws, stops = around([row], False, True)
     accepted([row], [DraftTree.chain(1, [2])], rule, False, stops, laws)
-    assert rule.asked[0][2] == Offer((2,), "certain", None)
+    assert rule.asked[0][2] == Candidates((2,), "certain", None)
 
 
 def test_scores_are_those_of_the_laws() -> None:
     """The rule judges processed scores: a temperature of 0.5 doubles them."""
 
     class Seeing(Likeliest):
-        def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+        def choose(
+            self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+        ) -> list[int]:
             assert scores.max(-1).values.tolist() == [2.0] * len(rows) and isinstance(chance, Replay)
-            return super().choose(scores, offers, rows, chance)
+            return super().choose(scores, candidates, rows, chance)
 
     rows = batch(random.Random(0), False, True)
     laws, stops = around(rows, False, True)
@@ -185,9 +187,9 @@ def test_how_many_offered_tokens_are_certain() -> None:
     q = torch.full((V,), 0.2)
     for tokens in ((), (1,), (1, 2, 3)):
         n = len(tokens)
-        assert Offer(tokens).fixed == n and Offer(tokens, "last").fixed == n
-        assert Offer(tokens, "last", q).fixed == max(n - 1, 0)
-        assert [Offer(tokens, draws, q).fixed for draws in ("one", "independent", "distinct")] == [0, 0, 0]  # type: ignore[arg-type]
+        assert Candidates(tokens).fixed == n and Candidates(tokens, "last").fixed == n
+        assert Candidates(tokens, "last", q).fixed == max(n - 1, 0)
+        assert [Candidates(tokens, draws, q).fixed for draws in ("one", "independent", "distinct")] == [0, 0, 0]  # type: ignore[arg-type]
 
 
 def test_the_run_of_first_children() -> None:
@@ -200,16 +202,16 @@ def test_the_run_of_first_children() -> None:
 def test_a_rule_needs_nothing_but_to_choose() -> None:
     rule, trees = Likeliest(), (DraftTree.chain(1, [2]), DraftTree.chain(3))
     laws, _ = around(rows := [Row(0, [1], 1, ROOM)], False, True)
-    assert rule.extra(7) == 0 and rule.dress(trees) == list(trees) and rule.attributions() == ()
+    assert rule.extra(7) == 0 and rule.add_probes(trees) == list(trees) and rule.attributions() == ()
     assert rule.ahead(torch.zeros(1, 1, V), rows, trees[:1], laws, Replay([])) is None
     assert rule.takes is None and rule.needs == Taps() and not rule.takes_references
 
 
-@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-def test_every_row_has_a_tree(known: bool, in_step: bool) -> None:
+def test_every_row_has_a_tree(known: bool, lockstep: bool) -> None:
     rows = batch(random.Random(0), False, True)
-    laws, stops = around(rows, in_step, True)
+    laws, stops = around(rows, lockstep, True)
     trees = [DraftTree.chain(row.tokens[-1]) for row in rows]
     scores, tokens = Scores(torch.zeros(3, 1, V), {}, [0] * 3), [[0], [0], [0]] if known else None
     with pytest.raises((ValueError, IndexError)):

@@ -249,7 +249,7 @@ class Accelerated(StandIn):
         except KeyboardInterrupt as interrupt:
             report.interrupted = True
             report.notes.append("interrupted: the text ends with the last pass that was completed")
-            cut(rows, report.passes, stops.in_step)
+            cut(rows, report.passes, stops.lockstep)
             vars(interrupt).update(output=output(model, rows, history, laws, prepared.returns), report=report)
             raise
         finally:

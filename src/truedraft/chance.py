@@ -43,7 +43,7 @@ class Chance(Protocol):
         """A waiting time, exponentially distributed with mean 1, by fresh noise."""
         ...
 
-    def foretell(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
+    def draw_with_target_noise(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
         """What a (V,) law would draw with the noise of the step `ahead` after the row's next one, the best first.
 
         Where that noise cannot be known, the likeliest tokens.
@@ -134,7 +134,7 @@ class StreamNoise(Chance):
     def flip(self, probability: float, row: Row) -> bool:
         return bool(torch.rand(()) < probability)
 
-    def foretell(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
+    def draw_with_target_noise(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
         self._look(row.step + ahead, law)
         return likeliest(law / self.blocks[row.step + ahead][row.index], count)
 
@@ -203,7 +203,7 @@ class PositionNoise(Chance):
     def wait(self, row: Row) -> float:
         return float(self._fresh(row).standard_exponential())
 
-    def foretell(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
+    def draw_with_target_noise(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
         return likeliest(law / self._noise(self._bits(row, row.step + ahead, 0), law), count)
 
     def flip(self, probability: float, row: Row) -> bool:

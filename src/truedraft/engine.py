@@ -140,7 +140,9 @@ class Engine:
         cohort = self._cohort
         drafts = self._propose(cohort, self._size(cohort))
         kept = _unpicked(drafts, self._prune(cohort, drafts))
-        trees = _each(cohort.requests, lambda r, rows, some: r.rule.dress(_padded(r, rows, some)), cohort.rows, kept)
+        trees = _each(
+            cohort.requests, lambda r, rows, some: r.rule.add_probes(_padded(r, rows, some)), cohort.rows, kept
+        )
         return cohort, trees, self._score(trees)
 
     def _proposed(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
@@ -180,8 +182,8 @@ class Engine:
         return self._controls[id(drafter)][1]
 
     def _opened(self, drafter: Drafter, rows: Sequence[Row]) -> None:
-        in_step, steps = any(row.request.stops.in_step for row in rows), max(row.room - row.step for row in rows)
-        self._control(drafter).open(self.target, drafter, self.watch.seconds, in_step, steps)
+        lockstep, steps = any(row.request.stops.lockstep for row in rows), max(row.room - row.step for row in rows)
+        self._control(drafter).open(self.target, drafter, self.watch.seconds, lockstep, steps)
 
     def _sized(self, cohort: Cohort) -> list[int]:
         def sized(drafter: Drafter, rows: Sequence[Row]) -> list[int]:

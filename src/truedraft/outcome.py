@@ -13,16 +13,16 @@ from truedraft.stats import Pass
 from truedraft.tree import Row
 
 
-def cut(rows: Sequence[Row], passes: Sequence[Pass], in_step: bool) -> None:
+def cut(rows: Sequence[Row], passes: Sequence[Pass], lockstep: bool) -> None:
     """Take from the rows what a pass that was not completed has emitted.
 
-    in_step: rows that ended went on with the others.
+    lockstep: rows that ended went on with the others.
     """
     emitted = [0] * len(rows)
     for emission in (e for done in passes for e in done.emitted):
         emitted[emission.row] += len(emission.tokens)
     for row in rows:
-        del row.tokens[row.prompt + (max(emitted) if in_step else emitted[row.index]) :]
+        del row.tokens[row.prompt + (max(emitted) if lockstep else emitted[row.index]) :]
 
 
 def output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:

@@ -87,10 +87,10 @@ def check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None
                 f"the tokenizer of {name} ({len(drafter.tokenizer)} entries) differs from the model's "
                 f"({len(tokenizer)}): use a drafter made for this model"
             )
-    elif drafter.tokenizer is not None and drafter.knows != vocabulary:
+    elif drafter.tokenizer is not None and drafter.vocab_size != vocabulary:
         raise Refused(f"{name} has a tokenizer of its own: give accelerate() the model's, so they can be compared")
-    elif drafter.knows not in (None, vocabulary):
+    elif drafter.vocab_size not in (None, vocabulary):
         raise Refused(
-            f"{name} knows {drafter.knows} tokens, the model {vocabulary}: use a drafter made for this model, or, "
+            f"{name} knows {drafter.vocab_size} tokens, the model {vocabulary}: use a drafter made for this model, or, "
             "if only the padding differs, give accelerate() the tokenizer and the draft model by its name"
         )

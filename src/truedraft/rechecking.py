@@ -33,9 +33,9 @@ def reference_of(ties: str, target: DecoderTarget, rows: int, capacity: int, law
     """
     if ties == "keep":
         return None
-    if laws.strangers:
+    if laws.unknown_processors:
         raise Refused(
-            f"ties='recheck' scores some tokens twice, and {', '.join(laws.strangers)} may count its calls: leave "
-            "one of them out"
+            f"ties='recheck' scores some tokens twice, and {', '.join(laws.unknown_processors)} may count its calls: "
+            "leave one of them out"
         )
     return Reference(target, rows, capacity)

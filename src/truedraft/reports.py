@@ -9,7 +9,7 @@ from truedraft.accept._base import Rule
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
-from truedraft.runtime.lean import LeanPass
+from truedraft.runtime.compiled import CompiledPass
 from truedraft.sampling import Laws
 from truedraft.stats import Report
 from truedraft.stopping import Stops
@@ -38,11 +38,11 @@ def ended(report: Report, target: DecoderTarget, rule: Any) -> None:
 
 def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
     """Why rows advanced together, where they did."""
-    if len(rows) == 1 or not stops.in_step:
+    if len(rows) == 1 or not stops.lockstep:
         return []
-    if strangers := laws.strangers + stops.strangers:
-        return [f"rows advanced together, because {', '.join(strangers)} may look across rows"]
-    cause = "the scores of every step are returned" if laws.in_step else "there is no end-of-text token"
+    if unknown := laws.unknown_processors + stops.unknown_processors:
+        return [f"rows advanced together, because {', '.join(unknown)} may look across rows"]
+    cause = "the scores of every step are returned" if laws.lockstep else "there is no end-of-text token"
     return [f"rows advanced together, because {cause}"]
 
 
@@ -50,7 +50,7 @@ def _reference(target: DecoderTarget, rule: Rule, dtype: str) -> str:
     if rule.guarantee == "none":
         return "none"
     of = {"tokens": "plain decoding", "distribution": "the law of plain sampling"}[rule.guarantee]
-    same_bits = isinstance(target.runner, LeanPass)
+    same_bits = isinstance(target.runner, CompiledPass)
     ties = f"up to ties of {dtype}"
     if same_bits:
         return f"{of} through the same pass, to the bit; model.generate {ties}"

@@ -99,7 +99,7 @@ class History:
 class Laws:
     """Processed next-token scores of the nodes that the walk visits, kept where the caller wants them returned.
 
-    in_step: rows advance together, those that ended on padding, and every call is the one that plain generate makes:
+    lockstep: rows advance together, those that ended on padding, and every call is the one that plain generate makes:
         the whole batch, once per step. So it must be where a processor may couple rows or count its calls, and where
         the scores of a batch are returned, which `transformers` goes on computing for rows that ended.
     """
@@ -115,11 +115,11 @@ class Laws:
         self.history = history
         kinds = {type(p) for p in processors}
         batch = history.ids.shape[0]
-        self.in_step = bool(kinds - ROWWISE) or (batch > 1 and bool(keep_scores or keep_logits))
+        self.lockstep = bool(kinds - ROWWISE) or (batch > 1 and bool(keep_scores or keep_logits))
         self.pointwise = not kinds - POINTWISE
         self.apart = self.pointwise and not (keep_scores or keep_logits)  # a law is made of its logits, and not kept
         self.raw = self.apart and not kinds
-        self.strangers = sorted(k.__name__ for k in kinds - ROWWISE)
+        self.unknown_processors = sorted(k.__name__ for k in kinds - ROWWISE)
         # one (batch, V) tensor per step: where they are kept, every call is for the whole batch
         self.scores: list[Tensor] | None = [] if keep_scores else None
         self.logits: list[Tensor] | None = [] if keep_logits else None
@@ -183,7 +183,7 @@ class Laws:
         return self._process((), logits.flatten(0, 1).to(torch.float32)).unflatten(0, logits.shape[:2])
 
     def _process(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
-        if self.in_step:
+        if self.lockstep:
             return self.processors(self.history.batch(rows[0].step), raw.clone())  # type: ignore[arg-type]
         return self._apart(rows, raw)
 

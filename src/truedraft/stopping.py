@@ -21,7 +21,7 @@ class Stops:
     End-of-text tokens and lengths are integers here; every other criterion is asked as it is, on its row's prefix.
 
     steps: tokens that a row may emit.
-    in_step: a criterion may look across rows or count its calls, or rows that ended go on until the last one has
+    lockstep: a criterion may look across rows or count its calls, or rows that ended go on until the last one has
         (what `transformers` does without an end-of-text token): rows advance together and leave together.
     pads: rows that ended go on with padding, as `transformers` has it where there is an end-of-text token.
     """
@@ -34,14 +34,14 @@ class Stops:
             c for c in criteria if type(c) not in (sc.EosTokenCriteria, sc.MaxLengthCriteria)
         )
         kinds = {type(c) for c in criteria}
-        self.strangers = sorted(k.__name__ for k in kinds - ROWWISE)
+        self.unknown_processors = sorted(k.__name__ for k in kinds - ROWWISE)
         self.pads = any(hasattr(c, "eos_token_id") for c in criteria)
         unpadded = history.ids.shape[0] > 1 and not self.pads and bool(kinds - ALIKE)
-        self.in_step = laws.in_step or bool(self.strangers) or unpadded
+        self.lockstep = laws.lockstep or bool(self.unknown_processors) or unpadded
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Judge `rows`, each of which has just emitted a token; in step, rows that ended stay ended."""
-        if self.in_step:
+        if self.lockstep:
             scores = None if self.laws.scores is None else tuple(self.laws.scores)
             ended = self.criteria(self.history.batch(rows[0].step), scores).tolist()
         else:

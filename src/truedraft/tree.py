@@ -74,8 +74,8 @@ class DraftTree:
         the whole where all children are certain, that is, point masses.
     draws: how children come about.
     probes: nodes that are read but never verified (mask tokens, prompt tokens, window entries).
-    hopes: (n,) the chance of each node to be right if its parent is, as the drafter has learnt it; None where it has
-        not. The root's is 1.
+    confidence: (n,) the chance of each node to be right if its parent is, as the drafter has learnt it; None where it
+        has not. The root's is 1.
     """
 
     tokens: tuple[int, ...]
@@ -83,7 +83,7 @@ class DraftTree:
     dist: tuple[Tensor | None, ...] | None = None
     probes: frozenset[int] = field(default_factory=frozenset)
     draws: Draws = "certain"
-    hopes: tuple[float, ...] | None = None
+    confidence: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if CHECKS:
@@ -104,17 +104,17 @@ class DraftTree:
             raise ValueError(f"dist belongs to drawn children, and draws is {self.draws!r}")
         if self.dist is not None and len(self.dist) != n:
             raise ValueError(f"dist needs one law per node, got {len(self.dist)} for {n} nodes")
-        if self.hopes is not None and (len(self.hopes) != n or not all(0 <= h <= 1 for h in self.hopes)):
-            raise ValueError(f"hopes need one chance per node, got {self.hopes} for {n} nodes")
+        if self.confidence is not None and (len(self.confidence) != n or not all(0 <= h <= 1 for h in self.confidence)):
+            raise ValueError(f"confidence needs one chance per node, got {self.confidence} for {n} nodes")
 
     @classmethod
-    def chain(cls, root: int, draft: Iterable[int] = (), hopes: Iterable[float] | None = None) -> DraftTree:
+    def chain(cls, root: int, draft: Iterable[int] = (), confidence: Iterable[float] | None = None) -> DraftTree:
         """The pending token `root` followed by `draft`, each token the only child of the one before.
 
-        hopes: of the drafted tokens.
+        confidence: of the drafted tokens.
         """
         tokens = (root, *draft)
-        return cls(tokens, _chain_parents(len(tokens)), hopes=None if hopes is None else (1.0, *hopes))
+        return cls(tokens, _chain_parents(len(tokens)), confidence=None if confidence is None else (1.0, *confidence))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -154,7 +154,7 @@ class DraftTree:
             None if self.dist is None else self.dist[:nodes],
             frozenset(i for i in self.probes if i < nodes) if self.probes else self.probes,
             self.draws,
-            None if self.hopes is None else self.hopes[:nodes],
+            None if self.confidence is None else self.confidence[:nodes],
         )
 
     def bare(self) -> DraftTree:
@@ -185,7 +185,7 @@ class DraftTree:
             None if self.dist is None else tuple(self.dist[i] for i in nodes),
             frozenset(new[i] for i in self.probes if i in new),
             self.draws,
-            None if self.hopes is None else tuple(self.hopes[i] for i in nodes),
+            None if self.confidence is None else tuple(self.confidence[i] for i in nodes),
         )
 
 

@@ -20,7 +20,7 @@ from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
 
 
 @dataclass
-class Offer:
+class Candidates:
     """What the draft offers below a node.
 
     tokens: the children's, in the order in which they came about.
@@ -46,7 +46,7 @@ class Rule(ABC):
     guarantee: `tokens` (identical to the reference for a given seed), `distribution`, or `none` (lossy: a rule under
         `accept/lossy`, reached by asking for it).
     samples: whether the rule draws from the law, as `do_sample=True` asks.
-    wants: the drafts that serve it best.
+    preferred_drafts: the drafts that serve it best.
     takes: what it can judge; None for whatever is drafted.
     needs: what it asks to see of every pass.
     takes_references: whether it looks into documents that the caller gives.
@@ -55,7 +55,7 @@ class Rule(ABC):
     card: ClassVar[Card]
     guarantee: ClassVar[Guarantee]
     samples: ClassVar[bool]
-    wants: ClassVar[Wanted]
+    preferred_drafts: ClassVar[Wanted]
     takes: ClassVar[frozenset[Draws] | None] = None
     needs: Taps = Taps()
     takes_references: ClassVar[bool] = False
@@ -82,10 +82,10 @@ class Rule(ABC):
         """
 
     def extra(self, width: int) -> int:
-        """Nodes that `dress` adds to a draft of so many, at most."""
+        """Nodes that `add_probes` adds to a draft of so many, at most."""
         return 0
 
-    def dress(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+    def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """Drafts with what the rule wants to read besides: probes."""
         return list(trees)
 
@@ -93,11 +93,13 @@ class Rule(ABC):
         """Every pass before anything of it is accepted, with what the rule `needs` of it."""
 
     @abstractmethod
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
         """The next token of each row, -1 where its scores are NaN.
 
         scores: (k, V) processed scores at the node where each row stands.
-        offers: the k nodes' children.
+        candidates: the k nodes' children.
         """
 
     def ahead(
@@ -150,7 +152,7 @@ def walk(
 
     said: the rule's token at every node, where it is known already.
     """
-    if said is not None and not stops.in_step:
+    if said is not None and not stops.lockstep:
         return [_followed(row, tree, tokens, stops) for row, tree, tokens in zip(rows, trees, said, strict=True)]
     paths: list[list[int]] = [[0] for _ in rows]
     alive = list(range(len(rows)))
@@ -160,24 +162,24 @@ def walk(
         if said is not None:
             tokens = [said[i][node] for i, node in zip(alive, nodes, strict=True)]
         else:
-            offers = [_offer(trees[i], node) for i, node in zip(alive, nodes, strict=True)]
-            tokens = rule.choose(laws(standing, scores.logits[alive, nodes]), offers, standing, chance)
+            candidates = [_candidates(trees[i], node) for i, node in zip(alive, nodes, strict=True)]
+            tokens = rule.choose(laws(standing, scores.logits[alive, nodes]), candidates, standing, chance)
         _check(min(tokens))
         for row, token in zip(standing, tokens, strict=True):
             row.tokens.append(pad if row.ended and stops.pads else token)
         stops(standing)
         below = [
-            None if row.ended and not stops.in_step else trees[i].child(node, row.tokens[-1])
+            None if row.ended and not stops.lockstep else trees[i].child(node, row.tokens[-1])
             for row, i, node in zip(standing, alive, nodes, strict=True)
         ]
-        if stops.in_step and (None in below or all(row.ended for row in standing)):
+        if stops.lockstep and (None in below or all(row.ended for row in standing)):
             break
         alive = [i for i, child in zip(alive, below, strict=True) if child is not None]
         for i, child in zip(alive, filter(None, below), strict=True):
             paths[i].append(child)
     over = all(row.ended for row in rows)
     return [
-        Accepted(tuple(path), row.tokens[-1], over if stops.in_step else row.ended)
+        Accepted(tuple(path), row.tokens[-1], over if stops.lockstep else row.ended)
         for path, row in zip(paths, rows, strict=True)
     ]
 
@@ -209,6 +211,8 @@ def first_children(tree: DraftTree) -> list[int]:
     return nodes
 
 
-def _offer(tree: DraftTree, node: int) -> Offer:
+def _candidates(tree: DraftTree, node: int) -> Candidates:
     children = [c for c in tree.shape.children[node] if c not in tree.probes]
-    return Offer(tuple(tree.tokens[c] for c in children), tree.draws, None if tree.dist is None else tree.dist[node])
+    return Candidates(
+        tuple(tree.tokens[c] for c in children), tree.draws, None if tree.dist is None else tree.dist[node]
+    )

@@ -8,20 +8,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Offer
+from truedraft.accept._base import Candidates
 from truedraft.chance import Chance
 from truedraft.tree import Row
 
 # (law of the target, what is offered, row, chance) -> the draft that is kept, or None and the law to draw from instead
-Judge = Callable[[Tensor, Offer, Row, Chance], tuple[int | None, Tensor]]
+Judge = Callable[[Tensor, Candidates, Row, Chance], tuple[int | None, Tensor]]
 
 
-def said(scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance, judge: Judge) -> list[int]:
+def said(
+    scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance, judge: Judge
+) -> list[int]:
     """The next token of each row, -1 where its scores are NaN. scores: (k, V) processed scores."""
     laws, tokens = scores.softmax(-1), [-1] * len(rows)
     left: list[int] = []  # rows where no draft was kept, the law that is left in place of theirs
     broken = laws[:, 0].isnan().tolist()
-    for i, (offer, row) in enumerate(zip(offers, rows, strict=True)):
+    for i, (offer, row) in enumerate(zip(candidates, rows, strict=True)):
         token, law = (None, laws[i]) if broken[i] else judge(laws[i], offer, row, chance)
         if token is None:
             laws[i] = law
@@ -40,7 +42,7 @@ def in_order(most: int | None = None) -> Judge:
     return partial(_in_order, most)
 
 
-def _in_order(most: int | None, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+def _in_order(most: int | None, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
     q = None
     for i, token in enumerate(offer.tokens[:most]):
         if i == offer.fixed:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Candidates, Rule
 from truedraft.chance import Chance
 from truedraft.delegate import Delegate
 from truedraft.sampling import Laws
@@ -62,8 +62,10 @@ class NearTies(Delegate):
         self._at_once = None if found is None else chance
         return found
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        tokens: list[int] = self.inner.choose(scores, offers, rows, chance)
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        tokens: list[int] = self.inner.choose(scores, candidates, rows, chance)
         places = [i for i, row in enumerate(rows) if not row.ended]  # the others wait for these
         if (keys := self.inner.keys(scores, chance)) is None or not places:
             return tokens
@@ -72,7 +74,7 @@ class NearTies(Delegate):
             near = self._near(self._reduce()).tolist()
             for i in (place for place, close in zip(places, near, strict=True) if close):
                 again = self.laws.again(rows[i], self._again(rows[i])[None])
-                tokens[i] = self.inner.choose(again, [offers[i]], [rows[i]], chance)[0]
+                tokens[i] = self.inner.choose(again, [candidates[i]], [rows[i]], chance)[0]
         return tokens
 
     def observe(

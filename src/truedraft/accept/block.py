@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Offer, Rule, first_children
+from truedraft.accept._base import Candidates, Rule, first_children
 from truedraft.accept._rounds import as_law, said
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
@@ -33,13 +33,13 @@ class Block(Rule):
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True
-    wants: ClassVar[Wanted] = "law"
+    preferred_drafts: ClassVar[Wanted] = "law"
 
     def ready(self, laws: Laws) -> None:
-        if laws.strangers:
+        if laws.unknown_processors:
             raise Refused(
                 "rule='block' must know the laws behind drafted tokens before they are said, and "
-                f"{laws.strangers[0]} may count its calls or look across rows: use rule='rejection'"
+                f"{laws.unknown_processors[0]} may count its calls or look across rows: use rule='rejection'"
             )
 
     def ahead(
@@ -58,10 +58,12 @@ class Block(Rule):
             kept, law = _judged(p, tree, chain, row, chance)
             self._ends[row.index] = row.step + kept, law
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        return said(scores, offers, rows, chance, self._settled)
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        return said(scores, candidates, rows, chance, self._settled)
 
-    def _settled(self, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+    def _settled(self, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
         """What was found of the whole chain; behind its end, plain sampling."""
         end, law = self._ends[row.index]
         if row.step < end:

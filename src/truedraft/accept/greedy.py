@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Candidates, Rule
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
@@ -29,9 +29,11 @@ class Greedy(Rule):
     )
     guarantee: ClassVar[Guarantee] = "tokens"
     samples: ClassVar[bool] = False
-    wants: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[Wanted] = "likeliest"
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
         return largest(scores)
 
     def keys(self, scores: Tensor, chance: Chance) -> Tensor:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Candidates, Rule
 from truedraft.accept._rounds import as_law, said
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
@@ -30,14 +30,16 @@ class GreedyMultiDraft(Rule):
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True
-    wants: ClassVar[Wanted] = "law"
+    preferred_drafts: ClassVar[Wanted] = "law"
     takes: ClassVar[frozenset[Draws]] = frozenset({"certain", "one", "last"})
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        return said(scores, offers, rows, chance, _last)
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        return said(scores, candidates, rows, chance, _last)
 
 
-def _last(p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+def _last(p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
     """The drawn draft if it is kept, or None and the law that is left. p: (V,)."""
     q = offer.dist
     if q is None or not offer.tokens:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Candidates, Rule
 from truedraft.accept._rounds import in_order, said
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
@@ -30,7 +30,9 @@ class Rejection(Rule):
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True
-    wants: ClassVar[Wanted] = "law"
+    preferred_drafts: ClassVar[Wanted] = "law"
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        return said(scores, offers, rows, chance, in_order(1))
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        return said(scores, candidates, rows, chance, in_order(1))

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Offer, Rule
+from truedraft.accept._base import Candidates, Rule
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance, largest_of
 from truedraft.sampling import Laws
@@ -31,9 +31,11 @@ class Seeded(Rule):
     )
     guarantee: ClassVar[Guarantee] = "tokens"
     samples: ClassVar[bool] = True
-    wants: ClassVar[Wanted] = "noise"
+    preferred_drafts: ClassVar[Wanted] = "noise"
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
         return chance.pick(scores.softmax(-1), rows)
 
     def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:

@@ -114,7 +114,7 @@ def law_audit(
                     eos_token_id=None, **values,
                 )  # fmt: skip
                 out = fast.generate(ids, generation_config=config, seed=seed + number)
-                placed.append(_places(model, out, ids.shape[1], values, seed, listener.offers))
+                placed.append(_places(model, out, ids.shape[1], values, seed, listener.candidates))
                 length += fast.report().mean_acceptance_length / len(encoded)
             by_law, by_draft, tops = torch.cat(placed, 1)
             p_value = min(2 * _p_value(by_law), 2 * _p_value(by_draft), 1.0)
@@ -138,7 +138,7 @@ def _places(
     prompt: int,
     values: Mapping[str, float],
     seed: int,
-    offers: Mapping[int, Sequence[Tensor | tuple[int, ...] | None]],
+    candidates: Mapping[int, Sequence[Tensor | tuple[int, ...] | None]],
 ) -> Tensor:
     """(3, n) for every new token: its places by the model's order and by the draft's, and the mass that is first."""
     processors = LogitsProcessorList()
@@ -151,7 +151,7 @@ def _places(
     generator = torch.Generator().manual_seed(seed)
     found = []
     for step in range(logits.shape[1]):
-        going = [row for row in range(len(ids)) if step < len(offers[row])]  # the others have ended
+        going = [row for row in range(len(ids)) if step < len(candidates[row])]  # the others have ended
         if not going:
             break
         law = processors(ids[going, : prompt + step], logits[going, step]).softmax(-1).double().cpu()  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def _places(
             ids[going, prompt + step, None].cpu(),
             torch.rand(len(law), generator=generator, dtype=torch.float64),
         )
-        drafted = torch.stack([_liking(offers[row][step], p) for row, p in zip(going, law, strict=True)])
+        drafted = torch.stack([_liking(candidates[row][step], p) for row, p in zip(going, law, strict=True)])
         found.append(torch.stack([_place(law, law, own, share), _place(law, drafted, own, share), law.amax(-1)]))
     return torch.cat(found, 1)
 

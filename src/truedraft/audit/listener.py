@@ -15,19 +15,19 @@ class Listener(Delegate):
     """Another drafter, in whose place it stands, and what is heard of each row, in the order of its tokens.
 
     logits: row -> the raw logits (V,) behind each token that was said.
-    offers: row -> what the draft had below the node where each token was said: the law (V,) that its children were
+    candidates: row -> what the draft had below the node where each token was said: the law (V,) that its children were
         drawn from, their tokens where they are certain, or None.
     """
 
     logits: dict[int, list[Tensor]]
-    offers: dict[int, list[Tensor | tuple[int, ...] | None]]
+    candidates: dict[int, list[Tensor | tuple[int, ...] | None]]
 
     def __init__(self, drafter: Drafter):
         super().__init__(drafter)
-        self.logits, self.offers = {}, {}
+        self.logits, self.candidates = {}, {}
 
     def open(self) -> None:
-        self.logits, self.offers = {}, {}
+        self.logits, self.candidates = {}, {}
         self.inner.open()
 
     def observe(
@@ -35,7 +35,7 @@ class Listener(Delegate):
     ) -> None:
         for b, (row, tree, one) in enumerate(zip(rows, trees, accepted, strict=True)):
             self.logits.setdefault(row.index, []).extend(scores.logits[b, list(one.path)].float().cpu())
-            self.offers.setdefault(row.index, []).extend(_offered(tree, node) for node in one.path)
+            self.candidates.setdefault(row.index, []).extend(_offered(tree, node) for node in one.path)
         self.inner.observe(rows, trees, scores, accepted)
 
 

@@ -27,12 +27,12 @@ class Control(ABC):
         return replace(self)  # type: ignore[type-var]
 
     def open(
-        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool, steps: int
+        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int
     ) -> None:
         """Before the first pass of a call.
 
         seconds: spent so far by part (prefill, draft, observe, control, target), kept current.
-        in_step: rows advance together, so a token counts only where every row accepts it.
+        lockstep: rows advance together, so a token counts only where every row accepts it.
         steps: tokens that a row may emit, at most.
         """
 

@@ -24,7 +24,7 @@ from statistics import median
 from truedraft.card import Card, knob
 from truedraft.control._base import Control
 from truedraft.control._probing import Probing
-from truedraft.drafters._base import Drafter, Prices
+from truedraft.drafters._base import Drafter, PassCost
 from truedraft.runtime import calibration
 from truedraft.runtime.curve import Curve
 from truedraft.targets.decoder import DecoderTarget
@@ -72,17 +72,17 @@ class Odds:
     def values(self, tree: DraftTree) -> list[float]:
         """The chance of every node that it is right, the root's (1) first; 0 for probes.
 
-        By what the drafter hopes of each, where it says so, else by its place in the tree.
+        By the confidence that the drafter has in each, where it has any, else by its place in the tree.
         """
-        hopes: Sequence[float]
-        if tree.hopes is not None:
-            hopes = tree.hopes
+        confidence: Sequence[float]
+        if tree.confidence is not None:
+            confidence = tree.confidence
         else:
             shape = tree.shape
-            hopes = [self.chance(d, o) for d, o in zip(shape.depth, shape.order, strict=True)]
+            confidence = [self.chance(d, o) for d, o in zip(shape.depth, shape.order, strict=True)]
         values = [1.0]
         for i, parent in enumerate(tree.parent[1:], 1):
-            values.append(0.0 if i in tree.probes else values[parent] * hopes[i])
+            values.append(0.0 if i in tree.probes else values[parent] * confidence[i])
         return values
 
 
@@ -130,7 +130,7 @@ class Cost(Control):
         self._first: list[tuple[float, int]] = []  # seconds and tokens of those that were, until it is
 
     def open(
-        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool, steps: int
+        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int
     ) -> None:
         if drafter.width:
             self._measure(target, steps)
@@ -148,9 +148,9 @@ class Cost(Control):
             self._trials = 0.0  # seconds that drafts may lose which are not expected to pay
             self._earned = 0.0  # seconds that drafts have saved of late, all that they took drawn from it
         self._probing.begin()
-        self._width, self._seconds, self._in_step = drafter.width, seconds, in_step
+        self._width, self._seconds, self._lockstep = drafter.width, seconds, lockstep
         if drafter.width:
-            drafter.prices = self._prices(1)
+            drafter.pass_cost = self._pass_cost(1)
         self._proposed = 0
         self._asked = self._trusted = self._solvent = True
         self._resumed = False  # whether drafts were asked for again after a pause
@@ -182,7 +182,7 @@ class Cost(Control):
         if not self._width:
             return [0] * len(rows)
         assert self._drafter is not None
-        self._drafter.prices = self._prices(len(rows))
+        self._drafter.pass_cost = self._pass_cost(len(rows))
         for row in rows:
             self._emitted[id(row)] = len(row.tokens)
         self._settle(len(rows))
@@ -221,9 +221,9 @@ class Cost(Control):
         self._admitted = self._admitted and not asked
         self._beside, self._drafted, self._passing = beside, drafting, passing
 
-    def _prices(self, rows: int) -> Prices:
+    def _pass_cost(self, rows: int) -> PassCost:
         plain = self._cost(rows)
-        return Prices(plain, (self._cost(rows * (1 + FEW)) - plain) / (rows * FEW))
+        return PassCost(plain, (self._cost(rows * (1 + FEW)) - plain) / (rows * FEW))
 
     def _plan(self, rows: Sequence[Row]) -> tuple[int, bool]:
         """Nodes to draft per row, and whether they are expected to pay.
@@ -252,21 +252,21 @@ class Cost(Control):
     def _dear(self) -> bool:
         """Whether drafting costs a share of a plain pass that must be weighed before it is done."""
         assert self._drafter is not None
-        return self._drafter.by_level and self._level() > CHEAP * self._cost(1)
+        return self._drafter.autoregressive and self._level() > CHEAP * self._cost(1)
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         self._exploring, self._promised = False, 0.0
         if not self._asked:
             self._pass = None if self._known else (len(rows), self._seconds["target"])
             return list(trees)
-        if self._drafter is not None and self._drafter.by_level:
+        if self._drafter is not None and self._drafter.autoregressive:
             self._levels = max(max(tree.shape.depth) for tree in trees)
         self._drawn = any(tree.dist is not None for tree in trees)
         largest = max(trees, key=len)
         if len(largest) > 1 and (not self._formed or len(largest) >= len(self._form)):
             self._form, self._formed = largest, True
         for row, tree in zip(rows, trees, strict=True):
-            if len(tree) > 1 and tree.hopes is None:
+            if len(tree) > 1 and tree.confidence is None:
                 self._shadows[id(row)].append(Shadow(tree))
         self._offered_probes = any(tree.probes for tree in trees)
         sized = self._sized(rows, trees)
@@ -322,7 +322,7 @@ class Cost(Control):
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft."""
         values = [self._rows[id(row)].values(tree) for row, tree in zip(rows, trees, strict=True)]
         nodes = islice(zip_longest(*values, fillvalue=0.0), 1, longest + 1)
-        each = (len(rows) * math.prod(chances) if self._in_step else sum(chances) for chances in nodes)
+        each = (len(rows) * math.prod(chances) if self._lockstep else sum(chances) for chances in nodes)
         return list(accumulate(each, initial=0.0))
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:

@@ -21,9 +21,9 @@ class Fixed(Control):
     nodes: int = knob(0, 0, 4096)  # nodes drafted per row and pass; 0 stands for the drafter's own size
 
     def open(
-        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], in_step: bool, steps: int
+        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int
     ) -> None:
-        self._size, drafter.prices = self.nodes or drafter.width, None
+        self._size, drafter.pass_cost = self.nodes or drafter.width, None
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
         return [self._size] * len(rows)

@@ -23,7 +23,7 @@ IDLE = 0.01  # of a pass, for learning from it: what costs more is spared while 
 SPARED = 8  # but for one pass in so many
 
 
-class Prices(NamedTuple):
+class PassCost(NamedTuple):
     """Seconds of a pass without drafts, and those that one drafted node adds to it."""
 
     plain: float
@@ -46,8 +46,8 @@ class Drafter(ABC):
     takes_references: whether it copies from documents that the caller gives.
     tokenizer: of a drafter that has one of its own; it must be the target's.
     hope: how often the first token of its drafts is right, before anything is known of the text.
-    by_level: whether every level of a draft costs a pass of a model.
-    prices: what passes take, where drafts have to pay for their own time; None where they need not.
+    autoregressive: whether every level of a draft costs a pass of a model.
+    pass_cost: what passes take, where drafts have to pay for their own time; None where they need not.
     learner: how it is trained, where it has to be (`truedraft train`).
     bound: what it was last made ready for.
     alone: whether its drafts are offered as they are; those that are joined with others may not be drawn.
@@ -58,14 +58,14 @@ class Drafter(ABC):
     takes_references: ClassVar[bool] = False
     tokenizer: PreTrainedTokenizerBase | None = None
     hope: ClassVar[float] = 0.15
-    by_level: bool = False
-    prices: Prices | None = None
+    autoregressive: bool = False
+    pass_cost: PassCost | None = None
     learner: ClassVar[type[Learner] | None] = None
     bound: Bound | None = None
     alone: bool = True
 
     @property
-    def knows(self) -> int | None:
+    def vocab_size(self) -> int | None:
         """Token ids that it may draft, where it has a model of its own; padding at the end may differ."""
         return None
 
@@ -100,7 +100,7 @@ class Drafter(ABC):
         Only where it is "law" may a drafter draw by `chance.draw`, and say so in `dist`; what of such a draft is
         offered must not depend on what was drawn.
         """
-        wanted = row.request.rule.wants
+        wanted = row.request.rule.preferred_drafts
         return "likeliest" if wanted == "law" and not self.alone else wanted
 
     @property
@@ -151,7 +151,7 @@ class Plain(Drafter):
 class PerRow(Drafter, Generic[State]):
     """A drafter that treats every sequence by itself: a state per row, and a chain or tree from it.
 
-    What it hopes of its nodes is set right by what came of earlier ones (`_trust.py`), whether they were verified or
+    Its confidence in its nodes is set right by what became of earlier ones (`_trust.py`), whether they were verified or
     not.
     """
 
@@ -216,7 +216,7 @@ class PerRow(Drafter, Generic[State]):
 
     def _learns(self) -> bool:
         """Whether it learns from this pass; of those for which no draft was wanted, from a few only if that is dear."""
-        if self._asked or self.prices is None or self._learning <= IDLE * self.prices.plain:
+        if self._asked or self.pass_cost is None or self._learning <= IDLE * self.pass_cost.plain:
             return True
         self._spared = (self._spared + 1) % SPARED
         return self._spared == 0

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
-from truedraft.drafters._base import Drafter, PerRow, Plain, Prices, lately
+from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, lately
 from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
@@ -62,7 +62,7 @@ class Many(Drafter):
         for part in parts:
             self.needs |= part.needs
             part.alone = False
-        self.by_level = any(part.by_level for part in parts)
+        self.autoregressive = any(part.autoregressive for part in parts)
         self.takes_references = any(part.takes_references for part in parts)  # type: ignore[misc]
         self.tokenizer: PreTrainedTokenizerBase | None = next(
             (part.tokenizer for part in parts if part.tokenizer is not None), None
@@ -85,8 +85,8 @@ class Many(Drafter):
         return self.sign.join(map(name_of, self.parts))
 
     @property
-    def knows(self) -> int | None:
-        known = {part.knows for part in self.parts} - {None}
+    def vocab_size(self) -> int | None:
+        known = {part.vocab_size for part in self.parts} - {None}
         if len(known) > 1:
             raise Refused(f"{self.name}: its parts know different numbers of tokens, {sorted(map(str, known))}")
         return known.pop() if known else None
@@ -105,7 +105,7 @@ class Many(Drafter):
 
     def start(self, rows: Sequence[Row]) -> None:
         for part in self.parts:
-            part.prices = self.prices
+            part.pass_cost = self.pass_cost
             part.start(rows)
 
     @property
@@ -114,7 +114,7 @@ class Many(Drafter):
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         for part in self.parts:
-            part.prices = self.prices
+            part.pass_cost = self.pass_cost
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
         return self.joined(rows, budget)
@@ -124,7 +124,7 @@ class Many(Drafter):
         """One draft a row, from those of the parts."""
 
     def asked(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        """The drafts of part k, with hopes; how long they took is noted."""
+        """The drafts of part k, with confidence; how long they took is noted."""
         self._called.add(k)
         began = time.perf_counter()
         trees = self._hoped(k, rows, budget)
@@ -133,11 +133,13 @@ class Many(Drafter):
 
     def _hoped(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]
-        if all(tree.hopes is not None for tree in trees):
+        if all(tree.confidence is not None for tree in trees):
             return trees
         hope = self.parts[k].hope
         return [
-            self._trusts.setdefault(k, Trust()).proposed(row, tree if tree.hopes is not None else placed(tree, hope))
+            self._trusts.setdefault(k, Trust()).proposed(
+                row, tree if tree.confidence is not None else placed(tree, hope)
+            )
             for row, tree in zip(rows, trees, strict=True)
         ]
 
@@ -199,21 +201,21 @@ class Merge(Many):
 
     def _asks(self, k: int, doubt: float) -> bool:
         """Whether part k is asked, where those asked before it leave so much doubt about the first token."""
-        if self.prices is None:
+        if self.pass_cost is None:
             return True
-        promising = doubt * MORE * self.prices.plain > self.seconds[k] or self._unasked[k] > SKIPPED
+        promising = doubt * MORE * self.pass_cost.plain > self.seconds[k] or self._unasked[k] > SKIPPED
         return promising and not self._resting[k]
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        if self.prices is not None and self._drafts:
-            self._judge(self.prices, rows, trees)
+        if self.pass_cost is not None and self._drafts:
+            self._judge(self.pass_cost, rows, trees)
         self._drafts.clear()
         super().observe(rows, trees, scores, accepted)
         self._resting = [max(left - 1, 0) for left in self._resting]
 
-    def _judge(self, prices: Prices, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
+    def _judge(self, pass_cost: PassCost, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """A part whose own contribution saves less time than it takes rests a while, and then is tried again."""
         awake = self._called
         saved = [0.0] * len(self.parts)
@@ -221,9 +223,9 @@ class Merge(Many):
             if id(row) in self._drafts:
                 said, draft = self._drafts[id(row)]
                 for k, (right, made) in enumerate(zip(*draft.alone(row.tokens[said:], tree.drafted), strict=True)):
-                    saved[k] += right * prices.plain / len(rows) - made * prices.node
+                    saved[k] += right * pass_cost.plain / len(rows) - made * pass_cost.node
         if not any(self._credit):
-            self._credit = [CREDIT * prices.plain] * len(self.parts)
+            self._credit = [CREDIT * pass_cost.plain] * len(self.parts)
         for k in awake:
             self._credit[k] = KEPT * self._credit[k] + (1 - KEPT) * saved[k]
         for k in awake:
@@ -273,7 +275,7 @@ class Route(Many):
         which: list[int] = []
         for k in sorted(range(len(self.parts)), key=self.seconds.__getitem__):
             self._idle[k] += 1
-            dear = self.prices is not None and self.seconds[k] > DEAR * self.prices.plain
+            dear = self.pass_cost is not None and self.seconds[k] > DEAR * self.pass_cost.plain
             if best and dear and self._rate(k, self.gains[k]) < sum(rates) / len(rates) and self._idle[k] < AGAIN:
                 continue
             self._idle[k] = 0
@@ -292,9 +294,9 @@ class Route(Many):
 
     def _rate(self, k: int | None, gain: float) -> float:
         """Tokens per second, with the time of drafting where it is not spent already; per pass where time is free."""
-        if self.prices is None:
+        if self.pass_cost is None:
             return gain
-        return (1 + gain) / (self.prices.plain + (self.seconds[k] if k is not None else 0.0))
+        return (1 + gain) / (self.pass_cost.plain + (self.seconds[k] if k is not None else 0.0))
 
 
 class Cascade(Many):
@@ -352,8 +354,10 @@ def name_of(part: object) -> str:
 
 def _doubt(tree: DraftTree) -> float:
     """The chance that the first token is none of those drafted."""
-    assert tree.hopes is not None
-    return 1 - max((hope for hope, parent in zip(tree.hopes, tree.parent, strict=True) if parent == 0), default=0.0)
+    assert tree.confidence is not None
+    return 1 - max(
+        (hope for hope, parent in zip(tree.confidence, tree.parent, strict=True) if parent == 0), default=0.0
+    )
 
 
 def _timed(before: float, now: float) -> float:

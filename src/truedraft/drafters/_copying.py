@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._texts import RowText, root_of, told
 from truedraft.drafters._trees import copied
 from truedraft.stores.memory import Memory, Places
 from truedraft.tree import DraftTree, Row
 
 
-class InText(PerRow[Told]):
+class InText(PerRow[RowText]):
     """Drafts chains by what stands in references, prompt and output.
 
     Fields that every subclass has: length, tokens drafted.
@@ -26,8 +26,8 @@ class InText(PerRow[Told]):
     def width(self) -> int:
         return self.length
 
-    def begin(self, row: Row) -> Told:
-        return told(row, self.prices)
+    def begin(self, row: Row) -> RowText:
+        return told(row, self.pass_cost)
 
 
 class Copying(InText):
@@ -38,7 +38,7 @@ class Copying(InText):
     def span(self) -> tuple[int, int]:
         """Tokens of the shortest and the longest suffix that is looked for; what first followed it is copied."""
 
-    def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: RowText, ahead: Sequence[int], budget: int) -> DraftTree:
         state.follow(row)
         shortest, longest = self.span
         text, place = state.place(ahead, longest)
@@ -46,7 +46,7 @@ class Copying(InText):
         return copied(root_of(row, ahead), tokens, place.length)
 
 
-class Remembering(PerRow[tuple[Told, Places]]):
+class Remembering(PerRow[tuple[RowText, Places]]):
     """Looks in the row's own text and in what earlier rows of its namespace said.
 
     Fields that every subclass has: memory, tokens of earlier outputs that are kept.
@@ -62,8 +62,8 @@ class Remembering(PerRow[tuple[Told, Places]]):
     def memories(self) -> Sequence[Memory]:
         return (self._said,)
 
-    def begin(self, row: Row) -> tuple[Told, Places]:
-        return told(row, self.prices), Places()
+    def begin(self, row: Row) -> tuple[RowText, Places]:
+        return told(row, self.pass_cost), Places()
 
-    def finish(self, row: Row, state: tuple[Told, Places]) -> None:
+    def finish(self, row: Row, state: tuple[RowText, Places]) -> None:
         self._said.add(row.namespace, row.tokens[row.prompt : row.end])

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from truedraft.drafters._nn import masking
 from truedraft.runtime.filling import LeanFilling
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import Row
 
 
@@ -55,7 +55,7 @@ class KeptCompiled(Kept):
     """By the compiled pass.
 
     Raises:
-        Unsuited: there is none for this filler.
+        NotCompilable: there is none for this filler.
     """
 
     def __init__(self, filler: Any, rows: Sequence[Row], masks: int):
@@ -136,5 +136,5 @@ def kept(filler: Any, rows: Sequence[Row], masks: int) -> Kept:
     """Compiled where it can be."""
     try:
         return KeptCompiled(filler, rows, masks)
-    except Unsuited:
+    except NotCompilable:
         return KeptTensors(filler, rows, masks)

@@ -23,14 +23,14 @@ BRANCHES = f"how many children a node has, level by level, as in '4x2x1', {NODES
 
 
 @dataclass(eq=False)
-class Plant:
+class GrowingTree:
     """One row's draft while it grows: a tree whose root is the pending token, below those that were not read yet.
 
     tokens, parent: of every node; the first ones are tokens of the row that the draft model has still to read.
     root: the pending token's place.
     room: nodes that may still be added.
     deepest: levels that may be added below the root.
-    tips: nodes added at the last level, to be read next.
+    frontier: nodes added at the last level, to be read next.
     read: how many of the first nodes the draft model's cache holds.
     laws: node -> the law that its children were drawn from.
     worth: node -> whatever the method values it by.
@@ -45,7 +45,7 @@ class Plant:
     deepest: int
     parent: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
-    tips: list[int] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=list)
     read: int = 0
     laws: dict[int, Tensor] = field(default_factory=dict)
     worth: dict[int, float] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Plant:
     def __post_init__(self) -> None:
         self.parent = list(range(-1, self.root))
         self.depth = [0] * (self.root + 1)
-        self.tips = [self.root] if self.room > 0 and self.deepest > 0 else []
+        self.frontier = [self.root] if self.room > 0 and self.deepest > 0 else []
 
     def add(self, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
         """Children of a node, as many as there is room for; returns their places."""
@@ -72,7 +72,9 @@ class Plant:
     def grown(self, added: Sequence[int]) -> None:
         """A level is complete; its nodes are read next, but for those that end the text or are deep enough."""
         alive = self.room > 0
-        self.tips = [n for n in added if alive and self.depth[n] < self.deepest and self.tokens[n] not in self.row.ends]
+        self.frontier = [
+            n for n in added if alive and self.depth[n] < self.deepest and self.tokens[n] not in self.row.ends
+        ]
 
     def said(self, node: int) -> list[int]:
         """The tokens from below the root to a node."""
@@ -87,7 +89,7 @@ class Plant:
         parents = (-1, *(p - self.read for p in self.parent[self.read + 1 :]))
         return DraftTree(tuple(self.tokens[self.read :]), parents)
 
-    def trunk(self, reached: int) -> int:
+    def linear_prefix(self, reached: int) -> int:
         """How many nodes more, before `reached`, all that follows stands on: the cache may keep them."""
         node = self.read
         while node < reached and self.parent.count(node) == 1:
@@ -121,7 +123,7 @@ class ModelDrafter(Drafter):
     """
 
     hope = 0.7
-    by_level = True
+    autoregressive = True
     model: Any
 
     def __post_init__(self) -> None:
@@ -134,12 +136,12 @@ class ModelDrafter(Drafter):
         """How deep a draft goes."""
 
     @abstractmethod
-    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         """Add the next level: children of `nodes`, by the (k, V) laws that the draft model has for them."""
 
     @property
-    def knows(self) -> int | None:
-        return None if self.model is None else self._reader.knows
+    def vocab_size(self) -> int | None:
+        return None if self.model is None else self._reader.vocab_size
 
     def ready(self, target: DecoderTarget) -> None:
         if self.model is None:
@@ -158,21 +160,21 @@ class ModelDrafter(Drafter):
         reader = self._reader
         reader.admit(rows)
         reader.catch_up([row.tokens if reader.fits(row, 0) else None for row in reader.standing])
-        plants = {id(row): self._plant(row, most) for row, most in zip(rows, budget, strict=True)}
-        standing = [plants[id(row)] for row in reader.standing]
-        while any(plant.tips for plant in standing):
+        growing_trees = {id(row): self._growing(row, most) for row, most in zip(rows, budget, strict=True)}
+        standing = [growing_trees[id(row)] for row in reader.standing]
+        while any(growing.frontier for growing in standing):
             self._level(standing)
-        return [self.finished(plants[id(row)]) for row in rows]
+        return [self.finished(growing_trees[id(row)]) for row in rows]
 
     def room(self, budget: int) -> int:
         """Nodes that may grow where `budget` may be offered."""
         return budget
 
-    def finished(self, plant: Plant) -> DraftTree:
+    def finished(self, growing: GrowingTree) -> DraftTree:
         """The draft as it is offered."""
-        return plant.tree(self.draws if self.preferred(plant.row) == "law" else "certain")
+        return growing.tree(self.draws if self.preferred(growing.row) == "law" else "certain")
 
-    def _plant(self, row: Row, budget: int) -> Plant:
+    def _growing(self, row: Row, budget: int) -> GrowingTree:
         """A draft at its beginning."""
         reader = self._reader
         deepest = min(self.levels, row.room - row.step - 1)
@@ -182,48 +184,52 @@ class ModelDrafter(Drafter):
         else:
             deepest = 0
         most = min(budget, self.width)
-        return Plant(row, row.tokens[common:], len(row.tokens) - 1 - common, self.room(most), deepest, budget=most)
+        return GrowingTree(
+            row, row.tokens[common:], len(row.tokens) - 1 - common, self.room(most), deepest, budget=most
+        )
 
-    def _level(self, standing: Sequence[Plant]) -> None:
+    def _level(self, standing: Sequence[GrowingTree]) -> None:
         """One pass of the draft model, and the level that grows from it; rows whose drafts are complete idle along."""
-        scores = self._reader.score([plant.unread() if plant.tips else DraftTree.chain(0) for plant in standing])
-        at = [(slot, tip) for slot, plant in enumerate(standing) for tip in plant.tips]
+        scores = self._reader.score(
+            [growing.unread() if growing.frontier else DraftTree.chain(0) for growing in standing]
+        )
+        at = [(slot, tip) for slot, growing in enumerate(standing) for tip in growing.frontier]
         logits = scores[[slot for slot, _ in at], [tip - standing[slot].read for slot, tip in at]]
         rows, said = [standing[slot].row for slot, _ in at], [standing[slot].said(tip) for slot, tip in at]
         laws = laws_of(rows, said, logits)
         first = 0
         kept: list[list[int]] = []
-        for plant in standing:
-            tips, reached, read = plant.tips, len(plant.tokens), plant.read
-            if tips:
-                self.grow(plant, tips, laws[first : first + len(tips)])
-                first += len(tips)
-                kept.append(plant.tokens[read : read + plant.trunk(reached)])
+        for growing in standing:
+            frontier, reached, read = growing.frontier, len(growing.tokens), growing.read
+            if frontier:
+                self.grow(growing, frontier, laws[first : first + len(frontier)])
+                first += len(frontier)
+                kept.append(growing.tokens[read : read + growing.linear_prefix(reached)])
             else:
                 kept.append([])
         self._reader.keep(kept)
 
-    def likeliest(self, plant: Plant, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
+    def likeliest(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
         """Add the `count` most probable continuations of all paths, and keep their probabilities; returns places."""
-        paths = laws * laws.new_tensor([plant.worth.get(node, 1.0) for node in nodes])[:, None]
-        worth, at = paths.flatten().topk(min(count, paths.numel(), plant.room))
+        paths = laws * laws.new_tensor([growing.worth.get(node, 1.0) for node in nodes])[:, None]
+        worth, at = paths.flatten().topk(min(count, paths.numel(), growing.room))
         added = []
         for value, place in zip(worth.tolist(), at.tolist(), strict=True):
             if value > 0:
-                (child,) = plant.add(nodes[place // laws.shape[1]], [place % laws.shape[1]])
-                plant.worth[child] = value
+                (child,) = growing.add(nodes[place // laws.shape[1]], [place % laws.shape[1]])
+                growing.worth[child] = value
                 added.append(child)
         return added
 
-    def chosen(self, plant: Plant, node: int, law: Tensor, count: int = 1) -> list[int]:
+    def chosen(self, growing: GrowingTree, node: int, law: Tensor, count: int = 1) -> list[int]:
         """Tokens to draft below a node, in order: drawn freely, by the target's own noise, or the likeliest."""
         if not law.any():
             return []  # nothing is allowed here, or the draft model's logits are NaN
-        row, request = plant.row, plant.row.request
+        row, request = growing.row, growing.row.request
         if self.preferred(row) == "law":
             return request.chance.draw(law, row, count, distinct=self.draws == "distinct")
-        if self.preferred(row) == "noise" and not request.laws.strangers:
-            return request.chance.foretell(law, row, plant.depth[node], count)
+        if self.preferred(row) == "noise" and not request.laws.unknown_processors:
+            return request.chance.draw_with_target_noise(law, row, growing.depth[node], count)
         return likeliest(law, count)
 
 

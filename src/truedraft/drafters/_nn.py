@@ -53,7 +53,7 @@ def masking(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
-class Listening(nn.Module):
+class CrossAttentionLayer(nn.Module):
     """A layer that looks at its own tokens, then at a source, then thinks; norms stand in front.
 
     Args:

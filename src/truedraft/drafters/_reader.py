@@ -53,7 +53,7 @@ class Reader:
         self._hosted: DecoderTarget | None = None
 
     @property
-    def knows(self) -> int:
+    def vocab_size(self) -> int:
         """Entries of the model's vocabulary, padding included."""
         return self.model.config.get_text_config(decoder=True).vocab_size
 

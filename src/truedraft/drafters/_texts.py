@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from truedraft.drafters._base import Prices
+from truedraft.drafters._base import PassCost
 from truedraft.stores._native import Cursor
 from truedraft.stores.automaton import Automaton, automaton
 from truedraft.stores.memory import Places
@@ -15,16 +15,16 @@ from truedraft.tree import Row
 READING = 0.05  # of plain decoding's time, for reading references: as much at once, and again as passes go by
 
 
-class Told:
+class RowText:
     """Prompt and output of one row in an automaton, and the row's references; where its last tokens stood before.
 
-    prices: what passes take; None where reading need not pay.
+    pass_cost: what passes take; None where reading need not pay.
     given: the references, None where there are none.
     """
 
-    def __init__(self, row: Row, prices: Prices | None):
+    def __init__(self, row: Row, pass_cost: PassCost | None):
         self.automaton, self.cursor, self.heard = automaton(), Cursor(), 0
-        self._pace = None if prices is None else READING * prices.plain
+        self._pace = None if pass_cost is None else READING * pass_cost.plain
         self.given: References | None = None
         if row.references:
             self.given = row.references if isinstance(row.references, References) else References(row.references)
@@ -63,14 +63,14 @@ class Told:
         return max(self.places(ahead, longest), key=lambda place: place[1].length)
 
 
-_TOLD: WeakKeyDictionary[Row, Told] = WeakKeyDictionary()
+_TOLD: WeakKeyDictionary[Row, RowText] = WeakKeyDictionary()
 
 
-def told(row: Row, prices: Prices | None) -> Told:
+def told(row: Row, pass_cost: PassCost | None) -> RowText:
     """What the row may copy from as far as it goes; one, whoever drafts from it."""
     text = _TOLD.get(row)
     if text is None:
-        text = _TOLD[row] = Told(row, prices)
+        text = _TOLD[row] = RowText(row, pass_cost)
     text.follow(row)
     return text
 

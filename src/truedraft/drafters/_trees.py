@@ -35,17 +35,17 @@ def onward(root: int, source: Sequence[int], at: int, most: int, run: int, first
     """
     tokens = source[at : at + most]
     tokens = tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
-    hopes = keeps(run, len(tokens))
+    confidence = keeps(run, len(tokens))
     if first is not None:
-        hopes[:1] = [first]
-    return DraftTree.chain(root, tokens, hopes[: len(tokens)])
+        confidence[:1] = [first]
+    return DraftTree.chain(root, tokens, confidence[: len(tokens)])
 
 
 def counted(root: int, grown: Grown, count: int, found: int) -> DraftTree:
     """A tree of what followed the last `found` tokens, which stood there `count` times, as often as each did."""
     tree = counted_in_python if (native := trees()) is None else native.counted
-    tokens, parents, hopes = tree(root, count, *grown, keeps(found, 1 + len(grown.tokens)))
-    return DraftTree(tokens, parents, hopes=hopes)
+    tokens, parents, confidence = tree(root, count, *grown, keeps(found, 1 + len(grown.tokens)))
+    return DraftTree(tokens, parents, confidence=confidence)
 
 
 def counted_in_python(
@@ -55,41 +55,41 @@ def counted_in_python(
 
     sure: how sure the nodes of each level are that the text goes on as one of the places did.
     """
-    depth, times, hopes = [0], [count, *counts], [1.0]
+    depth, times, confidence = [0], [count, *counts], [1.0]
     for parent, here in zip(parents, counts, strict=True):
         level, of = depth[parent + 1], times[parent + 1]
         depth.append(level + 1)
-        hopes.append(sure[level] if here >= of else here / of * sure[level])
-    return (root, *tokens), (-1, *(parent + 1 for parent in parents)), tuple(hopes)
+        confidence.append(sure[level] if here >= of else here / of * sure[level])
+    return (root, *tokens), (-1, *(parent + 1 for parent in parents)), tuple(confidence)
 
 
 def values_of(tree: DraftTree) -> list[float]:
     """The chance of every node that all of its path is right."""
-    assert tree.hopes is not None
+    assert tree.confidence is not None
     values = [1.0]
-    for parent, hope in zip(tree.parent[1:], tree.hopes[1:], strict=True):
+    for parent, hope in zip(tree.parent[1:], tree.confidence[1:], strict=True):
         values.append(values[parent] * hope)
     return values
 
 
 def placed(tree: DraftTree, hope: float) -> DraftTree:
-    """A draft whose drafter does not say what it hopes of each node, with a guess from its place."""
+    """A draft whose drafter states no confidence, with a guess from each place."""
     shape = tree.shape
     guesses = [(hope if d == 1 else LATER) * 0.5**o for d, o in zip(shape.depth, shape.order, strict=True)]
-    return DraftTree(tree.tokens, tree.parent, probes=tree.probes, hopes=(1.0, *guesses[1:]))
+    return DraftTree(tree.tokens, tree.parent, probes=tree.probes, confidence=(1.0, *guesses[1:]))
 
 
 def grafted(tree: DraftTree, node: int, branch: DraftTree) -> DraftTree:
     """A tree with another's nodes below one of its own; the other's root is that node."""
-    assert tree.hopes is not None
+    assert tree.confidence is not None
     n = len(tree)
-    hopes = branch.hopes if branch.hopes is not None else placed(branch, LATER).hopes
-    assert hopes is not None
+    confidence = branch.confidence if branch.confidence is not None else placed(branch, LATER).confidence
+    assert confidence is not None
     return DraftTree(
         (*tree.tokens, *branch.tokens[1:]),
         (*tree.parent, *(node if p == 0 else p + n - 1 for p in branch.parent[1:])),
         probes=tree.probes | {i + n - 1 for i in branch.probes},
-        hopes=(*tree.hopes, *hopes[1:]),
+        confidence=(*tree.confidence, *confidence[1:]),
     )
 
 
@@ -100,7 +100,7 @@ def likeliest_paths(
 
     tokens, chances: of each place, the likeliest first; of one a place, the tree is a chain.
     """
-    said, parents, hopes = [root], [-1], [1.0]
+    said, parents, confidence = [root], [-1], [1.0]
     heap = [(-chances[0][0], 0, 0, 0, 1.0)]  # of a path, its last place, the rank there, the parent and its chance
     while heap and len(said) <= nodes:
         value, place, rank, parent, before = heapq.heappop(heap)
@@ -110,5 +110,5 @@ def likeliest_paths(
             heapq.heappush(heap, (value * chances[place + 1][0], place + 1, 0, len(said), -value))
         said.append(tokens[place][rank])
         parents.append(parent)
-        hopes.append(chances[place][rank])
-    return DraftTree(tuple(said), tuple(parents), hopes=tuple(hopes))
+        confidence.append(chances[place][rank])
+    return DraftTree(tuple(said), tuple(parents), confidence=tuple(confidence))

@@ -61,15 +61,15 @@ class Trust:
 
         ahead: what it stands behind.
         """
-        if tree.hopes is None or len(tree) == 1:
+        if tree.confidence is None or len(tree) == 1:
             return tree
         known = self._known(row)
         if len(known.drafts) < FOLLOWED:
             known.drafts.append(Followed(tree, ahead))
         ours, mine, native = self._all, known.tally, trees()
         settle = settled if native is None else native.settled
-        hopes = settle(tree.hopes, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
-        return DraftTree(tree.tokens, tree.parent, tree.dist, tree.probes, tree.draws, hopes)
+        confidence = settle(tree.confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
+        return DraftTree(tree.tokens, tree.parent, tree.dist, tree.probes, tree.draws, confidence)
 
     def heard(self, row: Row) -> None:
         """The row went on."""
@@ -87,10 +87,10 @@ class Trust:
                 return False
             draft.ahead, said = draft.ahead[len(said) :], said[waits:]
         ours, tree, native = self._all, draft.tree, trees()
-        assert tree.hopes is not None
+        assert tree.confidence is not None
         go = follow if native is None else native.follow
         draft.node = go(
-            (tree.tokens, tree.parent, tree.hopes, tree.probes), draft.node, list(said),
+            (tree.tokens, tree.parent, tree.confidence, tree.probes), draft.node, list(said),
             EDGES, ours.right, ours.tried, mine.right, mine.tried, LONG, SHORT,
         )  # fmt: skip
         return draft.node >= 0
@@ -106,16 +106,16 @@ class Trust:
 
 
 def settled(
-    hopes: tuple[float, ...], edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats,
+    confidence: tuple[float, ...], edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats,
     prior: float, others: float,
 ) -> tuple[float, ...]:  # fmt: skip
     """Estimates set right by what became of such ones, of all rows and of one; the root's is 1. As in `_trees.c`."""
     found: dict[float, float] = {}
-    for raw in set(hopes):
+    for raw in set(confidence):
         at = bisect(edges, raw)
         here = (right[at] + prior * raw) / (tried[at] + prior)
         found[raw] = (mine_right[at] + others * here) / (mine_tried[at] + others)
-    return (1.0, *[found[raw] for raw in hopes[1:]])
+    return (1.0, *[found[raw] for raw in confidence[1:]])
 
 
 def follow(
@@ -123,7 +123,7 @@ def follow(
     edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats, long: float, short: float,
 ) -> int:  # fmt: skip
     """The node reached by what was said, -1 where the tree went wrong or ends; nodes are counted. As in `_trees.c`."""
-    tokens, parent, hopes, probes = tree
+    tokens, parent, confidence, probes = tree
     for token in said:
         child, reached = node, -1
         for _ in range(parent.count(node)):
@@ -131,7 +131,7 @@ def follow(
             if child in probes:
                 continue
             good = tokens[child] == token and reached < 0
-            at = bisect(edges, hopes[child])
+            at = bisect(edges, confidence[child])
             for kept, was, of in ((long, right, tried), (short, mine_right, mine_tried)):
                 was[at] = was[at] * kept + good
                 of[at] = of[at] * kept + 1

@@ -86,7 +86,7 @@ class Aded(WithCorpora[Trigrams]):
         found = state.search(last[-2], root, self.simulations, self.depth, self.c1, self.c2, most)
         return DraftTree(
             (root, *found.tokens), (-1, *(p + 1 for p in found.parents)),
-            hopes=(1.0, *(SURE * share for share in found.shares)),
+            confidence=(1.0, *(SURE * share for share in found.shares)),
         )  # fmt: skip
 
 

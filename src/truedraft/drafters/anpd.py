@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from truedraft.card import Card, knob
 from truedraft.drafters._copying import InText
-from truedraft.drafters._texts import Told, root_of
+from truedraft.drafters._texts import RowText, root_of
 from truedraft.drafters._trees import KEEPS
 from truedraft.tree import DraftTree, Row
 
@@ -34,17 +34,17 @@ class Anpd(InText):
     n: int = knob(5, 2, 1024)  # longest n-gram, its successor counted; published about 5 (unverified)
     length: int = knob(6, 1, 1024)  # tokens drafted; published about 6 (unverified)
 
-    def draft(self, row: Row, state: Told, ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: RowText, ahead: Sequence[int], budget: int) -> DraftTree:
         state.follow(row)
         tokens: list[int] = []
-        hopes: list[float] = []
+        confidence: list[float] = []
         text, key = max(reversed(state.places(ahead, self.n - 1)), key=lambda place: place[1].length)
         for _ in range(min(self.length, budget)):
             found = key.copy()
             if not (token := text.copy(found, 1, 1, latest=True)):
                 break
             tokens += token
-            hopes.append(KEEPS[found.length])
+            confidence.append(KEEPS[found.length])
             text.follow(key, token)
             text.shorten(key, self.n - 1)
-        return DraftTree.chain(root_of(row, ahead), tokens, hopes)
+        return DraftTree.chain(root_of(row, ahead), tokens, confidence)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
-from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._texts import RowText, root_of, told
 from truedraft.drafters._trees import counted
 from truedraft.stores.likeliest import likeliest
 from truedraft.stores.memory import Places, Tenants
@@ -39,7 +39,7 @@ class Habits:
 
 
 @dataclass
-class CodeSwift(WithCorpora[tuple[Told, Places]]):
+class CodeSwift(WithCorpora[tuple[RowText, Places]]):
     card = Card(
         paper="arXiv 2502.17139 (2025)",
         idea="Draft what the target thought likely here before, then what the project and a corpus say.",
@@ -76,10 +76,10 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
         if tokenizer is not self._tokenizer:
             self._tokenizer, self._texts = tokenizer, {}
 
-    def begin(self, row: Row) -> tuple[Told, Places]:
-        return told(row, self.prices), Places()
+    def begin(self, row: Row) -> tuple[RowText, Places]:
+        return told(row, self.pass_cost), Places()
 
-    def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: tuple[RowText, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
         text.follow(row)
         nodes, last = min(self.nodes, budget), (*row.tokens[-self.longest :], *ahead)[-self.longest :]
@@ -103,7 +103,7 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
     def _cached(self, namespace: str, last: Sequence[int], nodes: int) -> DraftTree:
         """The alternatives behind the last tokens, and behind each of these in turn."""
         likely = self._habits.of(namespace).likely
-        tokens, parents, hopes = [last[-1]], [-1], [1.0]
+        tokens, parents, confidence = [last[-1]], [-1], [1.0]
         keys = [tuple(last[-self.context :])]
         at = 0
         while at < len(tokens) and len(tokens) <= nodes:
@@ -111,12 +111,14 @@ class CodeSwift(WithCorpora[tuple[Told, Places]]):
             for rank, token in enumerate(known if at == 0 else known[:1]):
                 tokens.append(token)
                 parents.append(at)
-                hopes.append(RANKS[min(rank, len(RANKS) - 1)])
+                confidence.append(RANKS[min(rank, len(RANKS) - 1)])
                 keys.append((*keys[at], token)[-self.context :])
             at += 1
-        return DraftTree(tuple(tokens), tuple(parents), hopes=tuple(hopes))
+        return DraftTree(tuple(tokens), tuple(parents), confidence=tuple(confidence))
 
-    def learn(self, row: Row, state: tuple[Told, Places], tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+    def learn(
+        self, row: Row, state: tuple[RowText, Places], tree: DraftTree, logits: Tensor, accepted: Accepted
+    ) -> None:
         habits = self._habits.of(row.namespace)
         end = len(row.tokens) - len(accepted.path)
         before = row.tokens[max(end - self.longest, 0) : end]

@@ -86,7 +86,7 @@ class CsDrafting(Drafter):
     bottom: Any = "max-gram"  # the drafter below the models, or its name; published max-gram
 
     hope = 0.7
-    by_level = True
+    autoregressive = True
 
     def __post_init__(self) -> None:
         given = self.model.split(";") if isinstance(self.model, str) else self.model
@@ -104,8 +104,8 @@ class CsDrafting(Drafter):
         self.needs, self.takes_references = below.needs, below.takes_references  # type: ignore[misc]
 
     @property
-    def knows(self) -> int | None:
-        known = [reader.knows for reader in self._readers]
+    def vocab_size(self) -> int | None:
+        known = [reader.vocab_size for reader in self._readers]
         words = [tokenizer.get_vocab() for tokenizer in self._tokenizers]
         named = len(words) == len(known)  # then only the padding may differ
         if any(w != words[0] for w in words) or not (named or len(set(known)) <= 1):
@@ -133,7 +133,7 @@ class CsDrafting(Drafter):
         self._bottom.open()
 
     def start(self, rows: Sequence[Row]) -> None:
-        self._bottom.prices = self.prices
+        self._bottom.pass_cost = self.pass_cost
         self._bottom.start(rows)
         for reader in self._readers:
             reader.start(rows, self.width)
@@ -162,7 +162,7 @@ class CsDrafting(Drafter):
         drafts = [
             Growing(row, min(most, self.width, row.room - row.step - 1)) for row, most in zip(rows, budget, strict=True)
         ]
-        self._bottom.prices = self.prices
+        self._bottom.pass_cost = self.pass_cost
         if any(draft.most > 0 for draft in drafts):
             for reader in self._readers:
                 reader.admit(rows)
@@ -194,20 +194,20 @@ class CsDrafting(Drafter):
         return draft.row in reader.standing and reader.fits(draft.row, draft.most)
 
     def _copy(self, draft: Growing, goal: int) -> None:
-        """What the bottom drafts: of a tree, the way that it hopes most of."""
+        """What the bottom drafts: of a tree, the path of most confidence."""
         if draft.over or len(draft.said) >= goal:
             return
         tree = self._bottom.extend(draft.row, draft.said, goal - len(draft.said))
         node = 0
         while below := tree.shape.children[node]:
-            node = below[0] if tree.hopes is None else max(below, key=tree.hopes.__getitem__)
+            node = below[0] if tree.confidence is None else max(below, key=tree.confidence.__getitem__)
             draft.say([tree.tokens[node]])
 
     def _review(self, k: int, drafts: Sequence[Growing]) -> None:
         """A pass of model k over what those below it draft: kept as far as it agrees, and then its own word."""
         before = [len(draft.said) for draft in drafts]
         self._grow(k + 1, drafts)
-        offers = [draft.taken_back(n) for draft, n in zip(drafts, before, strict=True)]
+        candidates = [draft.taken_back(n) for draft, n in zip(drafts, before, strict=True)]
         reader = self._readers[k]
         slots = [reader.standing.index(draft.row) for draft in drafts]
         texts: list[list[int] | None] = [None] * len(reader.standing)
@@ -217,8 +217,8 @@ class CsDrafting(Drafter):
         read: list[list[int]] = [
             [] if text is None else text[len(written) :] for text, written in zip(texts, reader.written, strict=True)
         ]
-        words = self._words(drafts, offers, reader, read, slots)
-        for slot, draft, offer in zip(slots, drafts, offers, strict=True):
+        words = self._words(drafts, candidates, reader, read, slots)
+        for slot, draft, offer in zip(slots, drafts, candidates, strict=True):
             mine = list(islice(words, len(offer) + 1))
             agreed = next((n for n, (a, b) in enumerate(zip(offer, mine, strict=False)) if a != b), len(offer))
             draft.say(mine[: agreed + 1])
@@ -226,7 +226,7 @@ class CsDrafting(Drafter):
         reader.keep(read)
 
     def _words(
-        self, drafts: Sequence[Growing], offers: Sequence[list[int]], reader: Reader, read: list[list[int]],
+        self, drafts: Sequence[Growing], candidates: Sequence[list[int]], reader: Reader, read: list[list[int]],
         slots: Sequence[int],
     ) -> Iterator[int]:  # fmt: skip
         """What a draft model says behind each draft and behind each token that it is then offered, in one pass.
@@ -237,20 +237,20 @@ class CsDrafting(Drafter):
         read: by slot, what it has still to read of each row and draft.
         """
         chains = [list(new) for new in read]
-        for slot, offer in zip(slots, offers, strict=True):
+        for slot, offer in zip(slots, candidates, strict=True):
             chains[slot] += offer
         logits = reader.read(chains)
-        at = [(i, n) for i, offer in enumerate(offers) for n in range(1 + len(offer))]
-        rows, said = [drafts[i].row for i, _ in at], [drafts[i].said + offers[i][:n] for i, n in at]
+        at = [(i, n) for i, offer in enumerate(candidates) for n in range(1 + len(offer))]
+        rows, said = [drafts[i].row for i, _ in at], [drafts[i].said + candidates[i][:n] for i, n in at]
         logits = logits[[slots[i] for i, _ in at], [len(read[slots[i]]) - 1 + n for i, n in at]]
         laws = laws_of(rows, said, logits)
-        offered = [(k, offers[i][n]) for k, (i, n) in enumerate(at) if n < len(offers[i])]
+        offered = [(k, candidates[i][n]) for k, (i, n) in enumerate(at) if n < len(candidates[i])]
         laws[[k for k, _ in offered], [token for _, token in offered]] *= self.lenience
         value, token = laws.max(-1)
         tokens = token.masked_fill(value <= 0, -1).tolist()
         for i, (row, depth) in enumerate(zip(rows, map(len, said), strict=True)):
-            if self.preferred(row) == "noise" and not row.request.laws.strangers:
-                tokens[i] = (row.request.chance.foretell(laws[i], row, depth) or [-1])[0]
+            if self.preferred(row) == "noise" and not row.request.laws.unknown_processors:
+                tokens[i] = (row.request.chance.draw_with_target_noise(laws[i], row, depth) or [-1])[0]
         return iter(tokens)
 
 

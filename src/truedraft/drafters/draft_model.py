@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
-from truedraft.drafters._model import ModelDrafter, Plant
+from truedraft.drafters._model import GrowingTree, ModelDrafter
 from truedraft.tree import Draws
 
 
@@ -46,9 +46,9 @@ class DraftModel(ModelDrafter):
     def draws(self) -> Draws:
         return "one"
 
-    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         (node,), (law,) = nodes, laws
-        tokens = self.chosen(plant, node, law)
+        tokens = self.chosen(growing, node, law)
         sure = all(law[token] >= self.confidence for token in tokens)
-        added = plant.add(node, tokens, law)
-        plant.grown(added if sure else [])
+        added = growing.add(node, tokens, law)
+        growing.grown(added if sure else [])

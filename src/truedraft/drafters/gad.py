@@ -31,7 +31,7 @@ from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._filling import Kept, kept
 from truedraft.drafters._learned import Learner, Line, read_learnt, with_weights
-from truedraft.drafters._nn import Keeping, Listening, Places, masking
+from truedraft.drafters._nn import CrossAttentionLayer, Keeping, Places, masking
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
@@ -54,7 +54,7 @@ class Shape:
     heard: int
 
 
-class Filler(nn.Module):
+class MaskFiller(nn.Module):
     """Fills masks behind a prefix, for a target whose embeddings and output head it uses as they are."""
 
     def __init__(self, shape: Shape, model: PreTrainedModel, dropout: float = 0.0):
@@ -66,14 +66,15 @@ class Filler(nn.Module):
         self.norm_heard = nn.LayerNorm(shape.heard)
         self.mask_embeddings = nn.Parameter(torch.randn(shape.masks, shape.size) * 0.1)
         self.layers = nn.ModuleList(
-            Listening(shape.size, shape.heads, 4 * shape.size, shape.heard, dropout) for _ in range(shape.layers)
+            CrossAttentionLayer(shape.size, shape.heads, 4 * shape.size, shape.heard, dropout)
+            for _ in range(shape.layers)
         )
         with torch.no_grad():  # logits that differ by about 1
             head: Any = self._shared[1]
             self.norm_out.weight.div_(head.weight.float().std() * shape.size**0.5)
 
     @classmethod
-    def fresh(cls, model: PreTrainedModel, layers: int, masks: int, dropout: float = 0.0) -> Filler:
+    def fresh(cls, model: PreTrainedModel, layers: int, masks: int, dropout: float = 0.0) -> MaskFiller:
         """As wide as a target, with nothing learnt."""
         size = model.get_decoder().get_input_embeddings().embedding_dim
         heads = gcd(size // 2, model.config.get_text_config(decoder=True).num_attention_heads)
@@ -119,7 +120,7 @@ class Filler(nn.Module):
         self, x: Tensor, places: Places, keeps: Sequence[Keeping], mask: Tensor,
         sources: Sequence[tuple[Tensor, Tensor]], hears: Tensor, first: int,
     ) -> Tensor:  # fmt: skip
-        """What becomes of masks in all layers; they stand behind `first` tokens. See `Listening`."""
+        """What becomes of masks in all layers; they stand behind `first` tokens. See `CrossAttentionLayer`."""
         *inner, last = zip(self.layers, keeps, sources, strict=True)
         for layer, keep, source in inner:
             x = layer(x, places, keep, mask, source, hears)
@@ -152,7 +153,7 @@ class Filling(Learner):
         if not model.config.is_encoder_decoder:
             raise Refused(f"{type(model).__name__} is not an encoder-decoder: {CANNOT['decoder']}")
         self.model = model.requires_grad_(False)
-        self.module: Filler = Filler.fresh(model, self.layers, self.k, self.dropout)
+        self.module: MaskFiller = MaskFiller.fresh(model, self.layers, self.k, self.dropout)
 
     def about(self) -> dict[str, Any]:
         return {"shape": asdict(self.module.shape)}
@@ -268,14 +269,14 @@ class Gad(Drafter):
         ),
     )
     learner = Filling
-    model: Any = None  # folder of a checkpoint (`truedraft train gad`), or a Filler
+    model: Any = None  # folder of a checkpoint (`truedraft train gad`), or a MaskFiller
     length: int = knob(0, 0, 1024)  # masks filled, 0 for all that were trained; published 25, authors' script 5
     nodes: int = knob(0, 0, 1024)  # of a tree of the likeliest paths; published 0: a chain of the likeliest tokens
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | PathLike | Filler | None):
-            raise Refused(f"gad:model={shown(self.model)}: give the folder of a checkpoint, or a Filler")
-        self._filler: Filler | None = self.model if isinstance(self.model, Filler) else None
+        if not isinstance(self.model, str | PathLike | MaskFiller | None):
+            raise Refused(f"gad:model={shown(self.model)}: give the folder of a checkpoint, or a MaskFiller")
+        self._filler: MaskFiller | None = self.model if isinstance(self.model, MaskFiller) else None
         self._kept: Kept | None = None
         self._going: set[Row] = set()
         self.forget()
@@ -288,10 +289,10 @@ class Gad(Drafter):
             raise Refused(f"gad cannot draft for {type(target.model).__name__}: {why}")
         if self.model is None:
             raise Refused("gad needs a checkpoint: draft='gad:model=FOLDER', made by `truedraft train gad`")
-        if not isinstance(self.model, Filler):
+        if not isinstance(self.model, MaskFiller):
             about, weights = read_learnt(Path(self.model).expanduser(), "gad", target.model)
             self._filler = with_weights(
-                lambda: Filler(Shape(**about["shape"]), target.model), weights, "gad", self.model
+                lambda: MaskFiller(Shape(**about["shape"]), target.model), weights, "gad", self.model
             )
         assert self._filler is not None
         if self.length > self._filler.shape.masks:
@@ -321,8 +322,8 @@ class Gad(Drafter):
         best, tokens = logits.topk(CANDIDATES if self.nodes else 1)
         chances = (best - logits.logsumexp(-1, keepdim=True)).exp_().nan_to_num_(0.0).clamp_(max=1.0)
         drafts = {
-            id(row): likeliest_paths(row.tokens[-1], said, hopes, self.width, row.ends)
-            for row, said, hopes in zip(self._kept.rows, tokens.tolist(), chances.tolist(), strict=True)
+            id(row): likeliest_paths(row.tokens[-1], said, confidence, self.width, row.ends)
+            for row, said, confidence in zip(self._kept.rows, tokens.tolist(), chances.tolist(), strict=True)
         }
         return [
             self._trust.proposed(row, drafts[id(row)].cut(1 + most)) for row, most in zip(rows, budget, strict=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.chance import likeliest
-from truedraft.drafters._model import BRANCHES, Branching, Plant, branched
+from truedraft.drafters._model import BRANCHES, Branching, GrowingTree, branched
 from truedraft.tree import Draws
 
 
@@ -35,19 +35,19 @@ class GreedyMultiDraft(Branching):
     def draws(self) -> Draws:
         return "last"
 
-    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         added = []
         for node, law in zip(nodes, laws, strict=True):
-            count = min(self._factors[plant.depth[node]], plant.room)
-            if self.preferred(plant.row) != "law":
-                added += plant.add(node, self.chosen(plant, node, law, count))
+            count = min(self._factors[growing.depth[node]], growing.room)
+            if self.preferred(growing.row) != "law":
+                added += growing.add(node, self.chosen(growing, node, law, count))
             elif count and law.any():
                 certain = likeliest(law, count - 1)
                 rest = law.index_fill(0, torch.tensor(certain, dtype=torch.long, device=law.device), 0.0)
                 left = rest.sum()
                 if left > 0:
-                    drawn = plant.row.request.chance.draw(rest / left, plant.row)
-                    added += plant.add(node, certain + drawn, rest / left)
+                    drawn = growing.row.request.chance.draw(rest / left, growing.row)
+                    added += growing.add(node, certain + drawn, rest / left)
                 else:
-                    added += plant.add(node, certain)
-        plant.grown(added)
+                    added += growing.add(node, certain)
+        growing.grown(added)

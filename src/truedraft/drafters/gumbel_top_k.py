@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
-from truedraft.drafters._model import BRANCHES, Branching, Plant, branched
+from truedraft.drafters._model import BRANCHES, Branching, GrowingTree, branched
 from truedraft.tree import Draws
 
 
@@ -34,9 +34,9 @@ class GumbelTopK(Branching):
     def draws(self) -> Draws:
         return "distinct"
 
-    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         added = []
         for node, law in zip(nodes, laws, strict=True):
-            count = self._factors[plant.depth[node]]
-            added += plant.add(node, self.chosen(plant, node, law, count), law)
-        plant.grown(added)
+            count = self._factors[growing.depth[node]]
+            added += growing.add(node, self.chosen(growing, node, law, count), law)
+        growing.grown(added)

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._texts import RowText, root_of, told
 from truedraft.drafters._trees import onward
 from truedraft.tree import DraftTree, Row
 
@@ -41,7 +41,7 @@ class Place:
     """
 
     source: list[int]
-    text: Told
+    text: RowText
     heard: int
     at: int | None = None
     run: int = 0
@@ -72,7 +72,7 @@ class InputGuided(PerRow[Place]):
         return self.length
 
     def begin(self, row: Row) -> Place:
-        text = told(row, self.prices)
+        text = told(row, self.pass_cost)
         source = text.given.tokens if text.given is not None else list(row.tokens[: row.prompt])
         begins = bool(row.source) and text.given is not None  # else its tokens are not those of the output
         return Place(source, text, len(row.tokens), at=0 if begins else None)

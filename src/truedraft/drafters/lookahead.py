@@ -78,8 +78,8 @@ class Lookahead(PerRow[Window]):
 
     def draft(self, row: Row, state: Window, ahead: Sequence[int], budget: int) -> DraftTree:
         root, nodes = root_of(row, ahead), min(self.guesses * (self.n - 1), budget)
-        hopes = [FIRST, *[LATER] * (self.n - 2)]
-        known = [DraftTree.chain(root, ngram, hopes) for ngram in reversed(state.pool.get(root, ()))]
+        confidence = [FIRST, *[LATER] * (self.n - 2)]
+        known = [DraftTree.chain(root, ngram, confidence) for ngram in reversed(state.pool.get(root, ()))]
         drafts = union(known, nodes).tree if known else DraftTree.chain(root, (), ())
         if ahead or budget < len(drafts) - 1 + self.window * (self.n - 1):
             return drafts
@@ -91,9 +91,9 @@ class Lookahead(PerRow[Window]):
                 below[column] = len(tokens)
                 tokens.append(token)
         probes = frozenset(range(len(drafts), len(tokens)))
-        assert drafts.hopes is not None
+        assert drafts.confidence is not None
         return DraftTree(
-            tuple(tokens), tuple(parents), probes=probes, hopes=(*drafts.hopes, *[0.0] * len(probes)),
+            tuple(tokens), tuple(parents), probes=probes, confidence=(*drafts.confidence, *[0.0] * len(probes)),
         )  # fmt: skip
 
     def learn(self, row: Row, state: Window, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from truedraft.card import Card, knob
 from truedraft.drafters._copying import Remembering
-from truedraft.drafters._texts import Told, root_of
+from truedraft.drafters._texts import RowText, root_of
 from truedraft.drafters._trees import counted
 from truedraft.stores.memory import Places
 from truedraft.stores.union import union
@@ -44,7 +44,7 @@ class LookaheadPia(Remembering):
     def width(self) -> int:
         return self.nodes
 
-    def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: tuple[RowText, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
         text.follow(row)
         sources = text.places(ahead, self.branch)

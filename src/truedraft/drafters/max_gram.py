@@ -19,7 +19,7 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._texts import RowText, root_of, told
 from truedraft.drafters._trees import keeps
 from truedraft.stores.memory import Tenants
 from truedraft.stores.successors import Successors, Template
@@ -29,7 +29,7 @@ PAIR = 0.45  # how often the likeliest successor is the right one: a first guess
 
 
 @dataclass
-class MaxGram(PerRow[tuple[Told, Successors]]):
+class MaxGram(PerRow[tuple[RowText, Successors]]):
     card = Card(
         paper="arXiv 2312.11462 (2023), section 3.3",
         idea="Copy what followed the longest suffix that stood before, or else the likeliest token after each token.",
@@ -51,19 +51,19 @@ class MaxGram(PerRow[tuple[Told, Successors]]):
     def width(self) -> int:
         return self.length
 
-    def begin(self, row: Row) -> tuple[Told, Successors]:
-        return told(row, self.prices), self._pairs.of(row.namespace)
+    def begin(self, row: Row) -> tuple[RowText, Successors]:
+        return told(row, self.pass_cost), self._pairs.of(row.namespace)
 
-    def draft(self, row: Row, state: tuple[Told, Successors], ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: tuple[RowText, Successors], ahead: Sequence[int], budget: int) -> DraftTree:
         (text, pairs), root, most = state, root_of(row, ahead), min(self.length, budget)
         text.follow(row)
         automaton, place = text.place(ahead)
         copy = automaton.copy(place, self.shortest, most)
-        tokens, _, hopes = pairs.tree(copy[-1] if copy else root, most - len(copy), chain_of(self.length))
-        return DraftTree.chain(root, [*copy, *tokens[1:]], [*keeps(place.length, len(copy)), *hopes[1:]])
+        tokens, _, confidence = pairs.tree(copy[-1] if copy else root, most - len(copy), chain_of(self.length))
+        return DraftTree.chain(root, [*copy, *tokens[1:]], [*keeps(place.length, len(copy)), *confidence[1:]])
 
     def learn(
-        self, row: Row, state: tuple[Told, Successors], tree: DraftTree, logits: Tensor, accepted: Accepted
+        self, row: Row, state: tuple[RowText, Successors], tree: DraftTree, logits: Tensor, accepted: Accepted
     ) -> None:
         state[1].learn(tree.tokens, logits)
 

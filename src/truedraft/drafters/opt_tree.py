@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
-from truedraft.drafters._model import ModelDrafter, Plant
+from truedraft.drafters._model import GrowingTree, ModelDrafter
 from truedraft.tree import DraftTree
 
 
@@ -45,12 +45,12 @@ class OptTree(ModelDrafter):
     def room(self, budget: int) -> int:
         return self.beam * self.length if budget > 0 else 0
 
-    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
-        before = sum(sorted(plant.worth.values(), reverse=True)[: self.nodes])
-        added = self.likeliest(plant, nodes, laws, self.beam)
-        after = sum(sorted(plant.worth.values(), reverse=True)[: self.nodes])
-        plant.grown(added if after - before >= self.gain else [])
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        before = sum(sorted(growing.worth.values(), reverse=True)[: self.nodes])
+        added = self.likeliest(growing, nodes, laws, self.beam)
+        after = sum(sorted(growing.worth.values(), reverse=True)[: self.nodes])
+        growing.grown(added if after - before >= self.gain else [])
 
-    def finished(self, plant: Plant) -> DraftTree:
-        best = sorted(plant.worth, key=lambda node: (-plant.worth[node], node))
-        return plant.tree("certain", best[: min(self.nodes, plant.budget)])
+    def finished(self, growing: GrowingTree) -> DraftTree:
+        best = sorted(growing.worth, key=lambda node: (-growing.worth[node], node))
+        return growing.tree("certain", best[: min(self.nodes, growing.budget)])

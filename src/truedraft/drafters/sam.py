@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
-from truedraft.drafters._texts import Told, root_of, told
+from truedraft.drafters._texts import RowText, root_of, told
 from truedraft.drafters._trees import copied, counted
 from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class Sam(WithCorpora[tuple[Told, Places]]):
+class Sam(WithCorpora[tuple[RowText, Places]]):
     card = Card(
         paper="arXiv 2411.10666 (2024)",
         idea="Copy from the longest match of the last tokens in the text so far, or in a corpus.",
@@ -45,10 +45,10 @@ class Sam(WithCorpora[tuple[Told, Places]]):
     def width(self) -> int:
         return max(self.length, self.nodes) if self.corpora else self.length
 
-    def begin(self, row: Row) -> tuple[Told, Places]:
-        return told(row, self.prices), Places()
+    def begin(self, row: Row) -> tuple[RowText, Places]:
+        return told(row, self.pass_cost), Places()
 
-    def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: tuple[RowText, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
         text.follow(row)
         here, place = text.place(ahead)

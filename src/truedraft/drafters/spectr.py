@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
-from truedraft.drafters._model import ModelDrafter, Plant
+from truedraft.drafters._model import GrowingTree, ModelDrafter
 from truedraft.tree import Draws
 
 
@@ -43,17 +43,17 @@ class SpecTr(ModelDrafter):
     def draws(self) -> Draws:
         return "independent"
 
-    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         """A node is continued by as many draws as there are continuations that begin with it."""
         added: list[int] = []
         for node, law in zip(nodes, laws, strict=True):
-            count = int(plant.worth.get(node, self.paths))
+            count = int(growing.worth.get(node, self.paths))
             first: dict[int, int] = {}
-            for child in plant.add(node, self.chosen(plant, node, law, count), law):
-                token = plant.tokens[child]
+            for child in growing.add(node, self.chosen(growing, node, law, count), law):
+                token = growing.tokens[child]
                 if token in first:
-                    plant.worth[first[token]] += 1
+                    growing.worth[first[token]] += 1
                 else:
-                    first[token], plant.worth[child] = child, 1
+                    first[token], growing.worth[child] = child, 1
             added += first.values()
-        plant.grown(added)
+        growing.grown(added)

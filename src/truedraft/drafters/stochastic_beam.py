@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
-from truedraft.drafters._model import ModelDrafter, Plant
+from truedraft.drafters._model import GrowingTree, ModelDrafter
 from truedraft.tree import Draws
 
 
@@ -46,24 +46,24 @@ class StochasticBeam(ModelDrafter):
     def draws(self) -> Draws:
         return "distinct"
 
-    def grow(self, plant: Plant, nodes: Sequence[int], laws: Tensor) -> None:
-        if self.preferred(plant.row) != "law":
-            return plant.grown(self.likeliest(plant, nodes, laws, self.beam))
-        chance = plant.row.request.chance
-        rate = {node: plant.worth.get(node, 1.0) for node in nodes}  # probability of the path
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        if self.preferred(growing.row) != "law":
+            return growing.grown(self.likeliest(growing, nodes, laws, self.beam))
+        chance = growing.row.request.chance
+        rate = {node: growing.worth.get(node, 1.0) for node in nodes}  # probability of the path
         left = dict(zip(nodes, laws, strict=True))
-        arrivals = [(plant.when.get(node, 0.0), node) for node, law in left.items() if law.any()]
+        arrivals = [(growing.when.get(node, 0.0), node) for node, law in left.items() if law.any()]
         heapq.heapify(arrivals)
         added: list[int] = []
-        while arrivals and len(added) < self.beam and plant.room > 0:
+        while arrivals and len(added) < self.beam and growing.room > 0:
             time, node = heapq.heappop(arrivals)
             law = laws[nodes.index(node)]
-            (token,) = chance.draw(left[node], plant.row)
-            (child,) = plant.add(node, [token], law)
-            plant.worth[child], plant.when[child] = rate[node] * float(law[token]), time
+            (token,) = chance.draw(left[node], growing.row)
+            (child,) = growing.add(node, [token], law)
+            growing.worth[child], growing.when[child] = rate[node] * float(law[token]), time
             added.append(child)
             left[node] = left[node].clone()
             left[node][token] = 0.0
             if (rest := float(left[node].sum())) > 0:
-                heapq.heappush(arrivals, (time + chance.wait(plant.row) / (rate[node] * rest), node))
-        plant.grown(added)
+                heapq.heappush(arrivals, (time + chance.wait(growing.row) / (rate[node] * rest), node))
+        growing.grown(added)

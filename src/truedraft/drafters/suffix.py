@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from truedraft.card import Card, knob
 from truedraft.drafters._copying import Remembering
-from truedraft.drafters._texts import Told, root_of
+from truedraft.drafters._texts import RowText, root_of
 from truedraft.drafters._trees import counted
 from truedraft.stores._native import Cursor
 from truedraft.stores.automaton import Automaton, Grown
@@ -49,7 +49,7 @@ class Suffix(Remembering):
     def width(self) -> int:
         return self.depth
 
-    def draft(self, row: Row, state: tuple[Told, Places], ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: tuple[RowText, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
         text.follow(row)
         said = places.ahead(self._said.of(row.namespace), row.tokens, ahead)

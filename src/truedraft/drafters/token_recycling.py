@@ -59,8 +59,8 @@ class TokenRecycling(PerRow[Successors]):
 
     def draft(self, row: Row, state: Successors, ahead: Sequence[int], budget: int) -> DraftTree:
         shape = template(self.nodes, self.depth, min(self.successors, len(RANKS)))
-        tokens, parents, hopes = state.tree(root_of(row, ahead), budget, shape)
-        return DraftTree(tokens, parents, hopes=hopes)
+        tokens, parents, confidence = state.tree(root_of(row, ahead), budget, shape)
+        return DraftTree(tokens, parents, confidence=confidence)
 
     def learn(self, row: Row, state: Successors, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         state.learn(tree.tokens, logits)

@@ -12,27 +12,28 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from truedraft.caches.pairs import PairCache
+from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.fingerprint import fingerprint
-from truedraft.runtime.lean import Nodes
 from truedraft.runtime.pairs import Hearing
 from truedraft.runtime.program import Program
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 
 
 class LeanFilling(Hearing):
     """Fills masks behind the tokens of rows; what it has read of them is kept.
 
-    filler: layers that look at their own tokens with turned queries and keys, at a source, and think (`_nn.Listening`),
-        between `norm_in` and `norm_out`; with `config`, `turns`, embeddings and head as a model has them.
+    filler: layers that look at their own tokens with turned queries and keys, at a source, and think
+        (`_nn.CrossAttentionLayer`), between `norm_in` and `norm_out`; with `config`, `turns`, embeddings and head as a
+        model has them.
 
     Raises:
-        Unsuited: the compiled pass is not there, or does not know the filler's sizes or dtype.
+        NotCompilable: the compiled pass is not there, or does not know the filler's sizes or dtype.
     """
 
     def _compiled(self) -> Program:
         filler: Any = self.model
         if filler.dtype not in (torch.float32, torch.bfloat16) or filler.mask_embeddings.device.type != "cpu":
-            raise Unsuited("it is not fp32 or bf16 on the CPU")
+            raise NotCompilable("it is not fp32 or bf16 on the CPU")
         self._made_of = self._fingerprint()
         p = Program(filler.dtype == torch.bfloat16, ["full_attention"] * len(filler.layers))
         compile_filler(p, filler)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime.fingerprint import hooked
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.padded import Padded
-from truedraft.targets.stock import StockPass
+from truedraft.targets.stock import ForwardPass
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 VIEW = 256  # positions that a pass reads at least, where the cache has as many
@@ -101,18 +101,20 @@ class GraphPass:
         capture: function over static buffers -> what replays it.
 
     Raises:
-        Unsuited: modules do more than their forward, which a replay would leave out.
+        NotCompilable: modules do more than their forward, which a replay would leave out.
     """
 
     name = "captured CUDA graphs"
 
-    def __init__(self, stock: StockPass, capture: Callable[[Run], Run]):
+    def __init__(self, stock: ForwardPass, capture: Callable[[Run], Run]):
         self.stock, self._capture = stock, capture
         self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...]], Captured] = OrderedDict()
         self._over: RowCache | None = None  # the cache that graphs were captured over
         self.cold = False  # whether the last pass was captured first
         if names := hooked(stock.model):
-            raise Unsuited(f"hooks or replaced forwards would not be run in a captured graph ({', '.join(names[:3])})")
+            raise NotCompilable(
+                f"hooks or replaced forwards would not be run in a captured graph ({', '.join(names[:3])})"
+            )
 
     def kept(self, rows: int, capacity: int) -> RowCache | None:
         """The cache that graphs were captured over, empty, where it is idle and has the room; else both are let go."""
@@ -142,7 +144,7 @@ class GraphPass:
         """The logits at every node of one tree per slot in use.
 
         Raises:
-            Unsuited: the pass could not be captured; nothing was committed.
+            NotCompilable: the pass could not be captured; nothing was committed.
         """
         cursor, width = self.stock.cache.cursor, max(map(len, trees))
         rows = bucket(len(trees), cursor.slots)
@@ -183,7 +185,7 @@ class GraphPass:
             return Captured(inputs, self._capture(run))
         except Exception as error:
             why = (str(error) or type(error).__name__).splitlines()[0]
-            raise Unsuited(f"the pass could not be captured in a CUDA graph: {why}") from error
+            raise NotCompilable(f"the pass could not be captured in a CUDA graph: {why}") from error
 
 
 def bucket(n: int, limit: int | None = None) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from truedraft.runtime import native
 from truedraft.runtime.native import Kind, Op
 from truedraft.runtime.overrides import Override, overridden
-from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight, padded
+from truedraft.runtime.weights import NotCompilable, Weight, fields, linear_weight, padded
 
 SMALLEST = 1 << 17  # weights of a layer for which a call is worth its few microseconds
 
@@ -50,7 +50,7 @@ def _compiled(library: Any, module: nn.Linear) -> Any:
     dtype = module.weight.dtype
     try:
         weight = linear_weight(module, dtype)
-    except Unsuited:
+    except NotCompilable:
         return None
     out, inner = weight.values.shape
     if dtype not in (torch.float32, torch.bfloat16) or inner % 16 or out * inner < SMALLEST:

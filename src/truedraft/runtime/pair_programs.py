@@ -63,7 +63,7 @@ def t5(p: Program, model: Any, encoder: bool = False) -> None:
     heads = SimpleNamespace(num_attention_heads=c.num_heads, sliding_window=None)
     p.buffers(model, c.d_ff, c.num_heads * c.d_kv, c.num_heads * c.d_kv)
     p.embed(body.embed_tokens)
-    knows: Any = None
+    vocab_size: Any = None
     for i, block in enumerate(body.block):
         told, *heard, feed = block.layer
         own, dense = told.SelfAttention, feed.DenseReluDense
@@ -71,8 +71,8 @@ def t5(p: Program, model: Any, encoder: bool = False) -> None:
         for dst, layer in (("q", own.q), ("k", own.k), ("v", own.v)):
             p.linear("h", dst, layer, wait=dst == "v")
         p.attend(i, own, heads, scale=1.0)
-        knows = own if own.has_relative_attention_bias else knows
-        p.biased.append((p.ops[-1], knows))
+        vocab_size = own if own.has_relative_attention_bias else vocab_size
+        p.biased.append((p.ops[-1], vocab_size))
         p.linear("a", "x", own.o, add=True)
         for part in heard:
             source = part.EncDecAttention

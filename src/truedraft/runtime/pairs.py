@@ -11,18 +11,18 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.pairs import PairCache
 from truedraft.caches.rows import RowCache
-from truedraft.runtime.lean import LeanPass, Nodes, array
+from truedraft.runtime.compiled import CompiledPass, Nodes, array
 from truedraft.runtime.native import Pass
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_encoder
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.positions import Positions, by_distance
 from truedraft.tree import Prompt, Scores, Taps
 
 CPU = torch.device("cpu")
 
 
-class LeanStackPass(LeanPass):
+class LeanStackPass(CompiledPass):
     """The compiled pass of one of the two stacks, whose positions come from a table or as biases by distance.
 
     ahead: whether a node sees what follows it.
@@ -43,7 +43,7 @@ class LeanStackPass(LeanPass):
         if (table := self._positions.table(capacity, CPU)) is not None:
             positions, blank = table
             if blank is not None and blank.any():
-                raise Unsuited("padding has a position of its own")
+                raise NotCompilable("padding has a position of its own")
             p.place(positions.contiguous(), blank=-1 if blank is None else self._positions.pad)
         first = 1 - capacity if self.ahead else 0
         self._biases = [by_distance(module, first, capacity) for _, module in p.biased]
@@ -51,8 +51,8 @@ class LeanStackPass(LeanPass):
             op.bias, op.out, op.shift = biases.data_ptr(), biases.shape[1], -first
 
 
-class LeanEncoderPass(LeanStackPass):
-    """See `LeanPass`: padding takes no part."""
+class CompiledEncoderPass(LeanStackPass):
+    """See `CompiledPass`: padding takes no part."""
 
     ahead = True
 
@@ -67,15 +67,15 @@ class LeanEncoderPass(LeanStackPass):
         """What the encoder says to sources (rows, length) with their mask; (rows, length, H), zeros for padding.
 
         Raises:
-            Unsuited: the mask of a row has gaps, the encoder has fewer positions, or was changed into one that is not
-                known.
+            NotCompilable: the mask of a row has gaps, the encoder has fewer positions, or was changed into one that is
+                not known.
         """
         rows, length = ids.shape
         if (heard.diff(dim=1) != 0).sum(1).gt(2 - (heard[:, 0] + heard[:, -1]).clamp(0, 1)).any():
-            raise Unsuited("a mask has gaps")
+            raise NotCompilable("a mask has gaps")
         self.attach(RowCache(len(self.program.layer_types), rows, length))
         if self.program.positions is not None and len(self.program.positions) < length:
-            raise Unsuited("a source has more tokens than there are positions")
+            raise NotCompilable("a source has more tokens than there are positions")
         nodes, counted = Nodes(), heard.cumsum(1) - 1 if self.program.biased else self._positions.counted(ids)
         for slot, mask in enumerate(heard.bool()):
             nodes.add_whole(slot, ids[slot, mask].tolist(), counted[slot, mask].tolist())
@@ -86,7 +86,7 @@ class LeanEncoderPass(LeanStackPass):
         return states
 
 
-class Hearing(LeanPass):
+class Hearing(CompiledPass):
     """A pass whose nodes see their row's source, which stands together at the front, without padding."""
 
     pairs: PairCache
@@ -110,8 +110,8 @@ class Hearing(LeanPass):
         given.longest = max(nodes.longest, given.sources)
 
 
-class LeanPairPass(Hearing, LeanStackPass):
-    """The decoder's. See `LeanPass`."""
+class CompiledSeq2SeqPass(Hearing, LeanStackPass):
+    """The decoder's. See `CompiledPass`."""
 
     ahead = False
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from truedraft.runtime.native import Kind, Op
-from truedraft.runtime.weights import Unsuited, Weight, fields, linear_weight, padded, plain
+from truedraft.runtime.weights import NotCompilable, Weight, fields, linear_weight, padded, plain
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
 SIGMOID = 4
@@ -50,7 +50,7 @@ class Program:
                 fields[name] = list(self.widths).index(fields[name])
         for name, size in (("src", "inner"), ("dst", "out")):
             if name in fields and fields.get(size, 0) > list(self.widths.values())[fields[name]]:
-                raise Unsuited("its layers are not of the sizes that its configuration says")
+                raise NotCompilable("its layers are not of the sizes that its configuration says")
         made = Op(kind=kind, wait=wait, **{"scale": 1.0, "narrow": self.narrow, **fields})
         self.ops.append(made)
         self.layers.append(layer)
@@ -97,7 +97,7 @@ class Program:
 
     def _activation(self, name: str) -> int:
         if name not in ACTIVATIONS:
-            raise Unsuited(f"its activation is {name}")
+            raise NotCompilable(f"its activation is {name}")
         self.activations.add(name)
         return ACTIVATIONS[name]
 
@@ -127,7 +127,7 @@ class Program:
 
     def layer_norm(self, src: str, dst: str, norm: Any) -> None:
         if norm.weight is None:
-            raise Unsuited("its layer norms have no weights")
+            raise NotCompilable("its layer norms have no weights")
         self.op(
             Kind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight),
             bias=self.small(getattr(norm, "bias", None)), eps=_eps(norm),
@@ -163,7 +163,7 @@ class Program:
         """
         head = head_of(attention)
         if head % 8:
-            raise Unsuited(f"heads of {head} numbers, not a multiple of eight")
+            raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
         shared: dict[str, Any] = dict(
             heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head, step=3 * head if fused else head,
             window=config.sliding_window if self.layer_types[index] == "sliding_attention" else 0,
@@ -183,7 +183,7 @@ class Program:
         """Attention of q over what the source was made into by the layers `keys` and `values`; the result is in "a"."""
         head = head_of(attention)
         if head % 8:
-            raise Unsuited(f"heads of {head} numbers, not a multiple of eight")
+            raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
         count = config.num_attention_heads
         made = self.op(
             Kind.CROSS, src="q", dst="a", scale=attention.scaling, heads=count, kv_heads=count, head=head, step=head
@@ -198,7 +198,7 @@ class Program:
         else:
             gate, up = self.weight(mlp.gate_proj), self.weight(mlp.up_proj)
         if (gate.form, gate.group) != (up.form, up.group):
-            raise Unsuited("the weights of one feed-forward are kept in two ways")
+            raise NotCompilable("the weights of one feed-forward are kept in two ways")
         second = self.read(up)
         self.op(
             Kind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
@@ -302,7 +302,7 @@ class Program:
 
     def embed(self, embedding: Any, scale: float = 1.0, given_too: bool = False) -> None:
         if getattr(embedding, "max_norm", None) is not None:
-            raise Unsuited("its embeddings are normed when they are looked up")
+            raise NotCompilable("its embeddings are normed when they are looked up")
         table = plain(embedding.weight, self.dtype)
         self.kept.append(table)
         self.known = len(table)
@@ -350,11 +350,11 @@ def _mixture(mlp: Any) -> tuple[int, int, int]:
     """How many experts a mixture has, and the numbers that go into one and that stand inside it."""
     for part in (mlp.gate, mlp.experts):
         if not type(part).__module__.startswith("transformers.models."):
-            raise Unsuited(f"it has a {type(part).__name__} among its experts")
+            raise NotCompilable(f"it has a {type(part).__name__} among its experts")
     both, down, router = mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight
     count, hidden = router.shape
     if both.ndim != 3 or both.shape != (count, 2 * down.shape[-1], hidden) or down.shape[:2] != (count, hidden):
-        raise Unsuited("its experts are not of the sizes that its router says")
+        raise NotCompilable("its experts are not of the sizes that its router says")
     return count, hidden, down.shape[-1]
 
 

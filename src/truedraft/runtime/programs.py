@@ -19,7 +19,7 @@ from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.pair_programs import PAIR_PROGRAMS, layers_of
 from truedraft.runtime.program import Program
 from truedraft.runtime.text import text_of
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 
 Norm = Callable[[str, str, Any], None]
 OWN = ("torch.nn.modules.", "transformers.", "torchao.")  # of modules whose forwards programs know
@@ -82,7 +82,7 @@ def olmoe(p: Program, model: Any) -> None:
     """OLMoE: mixtures of experts, norms over all queries and keys together."""
     c = model.config
     if c.clip_qkv is not None:
-        raise Unsuited("its queries, keys and values are clipped")
+        raise NotCompilable("its queries, keys and values are clipped")
     p.mixtures(layer.mlp for layer in model.model.layers)
     p.begin(model, 0)
     for i, layer in enumerate(model.model.layers):
@@ -166,7 +166,7 @@ def stablelm(p: Program, model: Any) -> None:
     """StableLM: Llama with layer norms and part of each head rotated."""
     c = model.config
     if c.qk_layernorm or c.use_parallel_residual:
-        raise Unsuited("its queries and keys are normed, or its blocks are parallel")
+        raise NotCompilable("its queries and keys are normed, or its blocks are parallel")
     p.begin(model, c.intermediate_size)
     pre_norm(p, model, p.layer_norm, p.gate(c.hidden_act))
     p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.norm))
@@ -176,7 +176,7 @@ def phi(p: Program, model: Any) -> None:
     """Phi 1 and 2: attention and feed-forward side by side behind one norm."""
     c = model.config
     if c.qk_layernorm:
-        raise Unsuited("its queries and keys are normed")
+        raise NotCompilable("its queries and keys are normed")
     p.begin(model, c.intermediate_size)
     for i, layer in enumerate(model.model.layers):
         p.layer_norm("x", "h", layer.input_layernorm)
@@ -195,7 +195,7 @@ def cohere(p: Program, model: Any) -> None:
     """Cohere: attention and gated feed-forward side by side, neighbours rotated together, scaled logits."""
     c = model.config
     if c.use_qk_norm:
-        raise Unsuited("its queries and keys are normed")
+        raise NotCompilable("its queries and keys are normed")
     p.begin(model, c.intermediate_size)
     for i, layer in enumerate(model.model.layers):
         p.layer_norm("x", "h", layer.input_layernorm)
@@ -234,7 +234,7 @@ def opt(p: Program, model: Any) -> None:
     """OPT: learned positions, scaled queries, norms before the blocks."""
     c, body = model.config, model.model.decoder
     if not c.do_layer_norm_before or body.final_layer_norm is None or body.project_in or body.project_out:
-        raise Unsuited("its norms stand behind the blocks, or its embeddings are projected")
+        raise NotCompilable("its norms stand behind the blocks, or its embeddings are projected")
     attention = body.layers[0].self_attn
     p.begin(
         model, c.ffn_dim, attention=attention, positions=body.embed_positions, offset=body.embed_positions.offset
@@ -282,7 +282,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
 
 
 def compile_program(model: Any) -> Program:
-    """Raises Unsuited, with the reason, where the compiled pass cannot stand in for the model's forward."""
+    """Raises NotCompilable, with the reason, where the compiled pass cannot stand in for the model's forward."""
     if model.config.is_encoder_decoder:
         return _compiled(model, PAIR_PROGRAMS, ["full_attention"] * layers_of(model.get_decoder()))
     return _compiled(model, PROGRAMS, get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0])
@@ -291,7 +291,7 @@ def compile_program(model: Any) -> Program:
 def compile_encoder(model: Any) -> Program:
     """As `compile_program`, of an encoder-decoder's encoder."""
     if model.config.model_type == "longt5":
-        raise Unsuited("its encoder sees near words only")
+        raise NotCompilable("its encoder sees near words only")
     programs = {name: partial(make, encoder=True) for name, make in PAIR_PROGRAMS.items()}
     return _compiled(model, programs, ["full_attention"] * layers_of(model.get_encoder()))
 
@@ -301,21 +301,21 @@ def _compiled(model: Any, programs: Mapping[str, Callable[[Program, Any], None]]
     kind = text.config.model_type
     make = programs.get(kind)
     if make is None:
-        raise Unsuited(f"there is no program for {kind} models")
+        raise NotCompilable(f"there is no program for {kind} models")
     if not type(model).__module__.startswith("transformers.models."):
-        raise Unsuited(f"{type(model).__name__} is not a class of transformers")
+        raise NotCompilable(f"{type(model).__name__} is not a class of transformers")
     if model.dtype not in (torch.float32, torch.bfloat16):
-        raise Unsuited(f"{model.dtype} is neither float32 nor bfloat16")
+        raise NotCompilable(f"{model.dtype} is neither float32 nor bfloat16")
     if found := hooked(model):
-        raise Unsuited(f"hooks or replaced forwards would not be run ({', '.join(found)})")
+        raise NotCompilable(f"hooks or replaced forwards would not be run ({', '.join(found)})")
     program = Program(model.dtype == torch.bfloat16, layer_types)
     try:
         make(program, text)
     except (AttributeError, TypeError, IndexError) as missing:
-        raise Unsuited(f"its modules are not those of a {kind} model: {missing}") from missing
+        raise NotCompilable(f"its modules are not those of a {kind} model: {missing}") from missing
     body = model if text is model else model.get_decoder()
     if others := foreign(body):
-        raise Unsuited(f"it has a {others[0].__name__} of {others[0].__module__}, whose forward is not known")
+        raise NotCompilable(f"it has a {others[0].__name__} of {others[0].__module__}, whose forward is not known")
     check_activations(body, program)
     return program
 
@@ -327,8 +327,8 @@ def foreign(model: nn.Module) -> list[type]:
 
 
 def check_activations(model: nn.Module, program: Program) -> None:
-    """Raises Unsuited where a model has other activations than its configuration says, by which programs go."""
+    """Raises NotCompilable where a model has other activations than its configuration says, by which programs go."""
     named = {type(ACT2FN[name]) for name in program.activations}
     for module in model.modules():
         if type(module).__module__.startswith(ACTIVATIONS) and type(module) not in named:
-            raise Unsuited(f"it has a {type(module).__name__} where its configuration says otherwise")
+            raise NotCompilable(f"it has a {type(module).__name__} where its configuration says otherwise")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from truedraft.runtime.native import Form
 
 
-class Unsuited(Exception):
+class NotCompilable(Exception):
     """The model has something that the compiled pass does not know; its own forward is used."""
 
 
@@ -54,10 +54,10 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
     """The weight of an ordinary linear layer of a model of `dtype`.
 
     Raises:
-        Unsuited: it is something built on a linear layer, or is not kept as the kernels read it.
+        NotCompilable: it is something built on a linear layer, or is not kept as the kernels read it.
     """
     if type(layer) is not nn.Linear:
-        raise Unsuited(f"it has a {type(layer).__name__} where a linear layer stood")
+        raise NotCompilable(f"it has a {type(layer).__name__} where a linear layer stood")
     weight = layer.weight
     if type(weight).__module__.startswith("torchao."):
         return Weight(*_integers(weight), layer.bias)
@@ -94,7 +94,7 @@ def plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
     The result holds on to the memory: a parameter may be given other memory while a pass reads it.
     """
     if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type != "cpu":
-        raise Unsuited(f"weights are not all {dtype} and contiguous on the CPU")
+        raise NotCompilable(f"weights are not all {dtype} and contiguous on the CPU")
     return weight.detach()
 
 
@@ -103,19 +103,19 @@ def _integers(weight: Any) -> tuple[Tensor, Tensor]:
     values, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     block = tuple(getattr(weight, "block_size", ()))
     if values is None or scales is None or values.dtype != torch.int8 or len(block) != 2 or block[0] != 1:
-        raise Unsuited(f"the compiled pass does not read torchao's {kind}")
+        raise NotCompilable(f"the compiled pass does not read torchao's {kind}")
     if any(getattr(weight, name, None) is not None for name in ("act_quant_kwargs", "activation_quantization")):
-        raise Unsuited("its activations are quantised too")
+        raise NotCompilable("its activations are quantised too")
     if getattr(weight, "act_pre_scale", None) is not None:
-        raise Unsuited("its activations are scaled first")
+        raise NotCompilable("its activations are scaled first")
     zero = getattr(weight, "zero_point", None)
     if zero is not None and zero.any():
-        raise Unsuited("its integers are not symmetric around zero")
+        raise NotCompilable("its integers are not symmetric around zero")
     if not (values.is_contiguous() and scales.is_contiguous()) or values.device.type != "cpu":
-        raise Unsuited("weights are not all contiguous on the CPU")
+        raise NotCompilable("weights are not all contiguous on the CPU")
     width, group = values.shape[1], block[1]
     if group < width and (group & (group - 1) or group < 16 or width % group):
-        raise Unsuited(f"its groups of {group} weights are no power of two from 16 on")
+        raise NotCompilable(f"its groups of {group} weights are no power of two from 16 on")
     values, scales = values.detach(), scales.detach()
     return values, scales.view(-1) if group >= width else scales
 

@@ -14,20 +14,20 @@ from truedraft.stores._native import library
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.likeliest import MOST, likeliest
 
-Grown = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # tokens, parents, hopes
+Grown = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # tokens, parents, confidence
 Growing = Callable[..., Grown]
 
 
 class Template(NamedTuple):
     """The nodes of a tree below its root, in the order in which they are taken.
 
-    parents: of each, counted with the root as 0. ranks: which of its parent's successors it is. hopes: the chance of
-        each that it is right if its parent is.
+    parents: of each, counted with the root as 0. ranks: which of its parent's successors it is. confidence: the chance
+        of each that it is right if its parent is.
     """
 
     parents: Sequence[int]
     ranks: Sequence[int]
-    hopes: Sequence[float]
+    confidence: Sequence[float]
 
 
 class Successors:
@@ -84,12 +84,12 @@ class Successors:
 
 def grown(
     table: np.ndarray, count: int, root: int, budget: int,
-    parents: Sequence[int], ranks: Sequence[int], hopes: Sequence[float],
+    parents: Sequence[int], ranks: Sequence[int], confidence: Sequence[float],
 ) -> Grown:  # fmt: skip
     """As in `_trees.c`."""
     tokens, above, chances = [root], [-1], [1.0]
     places = [0]  # of the template's nodes in the tree, -1 where there is no such successor
-    for parent, rank, hope in zip(parents, ranks, hopes, strict=True):
+    for parent, rank, hope in zip(parents, ranks, confidence, strict=True):
         if len(tokens) > budget:
             break
         below = places[parent]

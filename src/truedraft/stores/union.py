@@ -9,7 +9,7 @@ from truedraft.stores._native import trees as compiled
 from truedraft.tree import DraftTree
 
 TREES = 31  # that the compiled form joins, at most
-Tree = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]]  # tokens, parents, hopes, probes
+Tree = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]]  # tokens, parents, confidence, probes
 Joined = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], list[int], int]  # ..., owners, the first probe
 Joining = Callable[[list[Tree], int, list[float]], Joined]
 
@@ -54,21 +54,23 @@ def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | No
 
     Hopes of nodes that exclude each other are made to agree.
 
-    trees: with hopes.
+    trees: with confidence.
     weights: of each tree's nodes in that order; all the same by default.
     """
     given: list[Tree] = []
     for tree in trees:
-        assert tree.hopes is not None
-        given.append((tree.tokens, tree.parent, tree.hopes, tree.probes))
+        assert tree.confidence is not None
+        given.append((tree.tokens, tree.parent, tree.confidence, tree.probes))
     native = compiled() if len(trees) <= TREES else None
     join: Joining = native.union if native is not None else _joined
-    tokens, parent, hopes, owners, drafted = join(given, budget, list(weights or [1.0] * len(trees)))
-    return Union(DraftTree(tokens, parent, probes=frozenset(range(drafted, len(tokens))), hopes=hopes), owners)
+    tokens, parent, confidence, owners, drafted = join(given, budget, list(weights or [1.0] * len(trees)))
+    return Union(
+        DraftTree(tokens, parent, probes=frozenset(range(drafted, len(tokens))), confidence=confidence), owners
+    )
 
 
 def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:
-    tokens, parents, hopes = [trees[0][0][0]], [-1], [1.0]
+    tokens, parents, confidence = [trees[0][0][0]], [-1], [1.0]
     weight, owners = [1.0], [(1 << len(trees)) - 1]
     read: set[int] = set()
     known: dict[tuple[int, int], int] = {}
@@ -82,16 +84,16 @@ def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:
             if node == new:
                 tokens.append(token)
                 parents.append(parent)
-                hopes.append(hope_of[i])
+                confidence.append(hope_of[i])
                 weight.append(heavy)
                 owners.append(0)
-            hopes[node] = max(hopes[node], hope_of[i])
+            confidence[node] = max(confidence[node], hope_of[i])
             weight[node] = max(weight[node], heavy)
             owners[node] |= 1 << k
             at.append(node)
-    _shared(parents, hopes, owners, read)
+    _shared(parents, confidence, owners, read)
     values = [1.0]
-    for parent, hope in zip(parents[1:], hopes[1:], strict=True):
+    for parent, hope in zip(parents[1:], confidence[1:], strict=True):
         values.append(values[parent] * hope)
     ranks = [value * heavy for value, heavy in zip(values, weight, strict=True)]
     kept = [i for i in range(1, len(tokens)) if i not in read]
@@ -105,25 +107,25 @@ def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:
     return (
         tuple([tokens[i] for i in nodes]),
         (-1, *[place[parents[i]] for i in nodes[1:]]),
-        tuple([hopes[i] for i in nodes]),
+        tuple([confidence[i] for i in nodes]),
         [owners[i] for i in nodes],
         drafted,
     )
 
 
-def _shared(parents: Sequence[int], hopes: list[float], owners: Sequence[int], probes: Collection[int]) -> None:
-    """One child of a node is right at most: what a tree hopes of one, the likelier ones of other trees leave less of.
+def _shared(parents: Sequence[int], confidence: list[float], owners: Sequence[int], probes: Collection[int]) -> None:
+    """One child of a node is right at most: likelier children of other trees leave less of the confidence in one.
 
-    Trees are taken to err independently of each other; what one hopes of its own nodes adds up already.
+    Trees are taken to err independently of each other; the confidence of one in its own nodes adds up already.
     """
     children: dict[int, list[int]] = {}
     for i in range(1, len(parents)):
         if i not in probes:
             children.setdefault(parents[i], []).append(i)
     for family in children.values():
-        family.sort(key=lambda i: (-hopes[i], i))
-        before, left = [hopes[i] for i in family], 1.0
+        family.sort(key=lambda i: (-confidence[i], i))
+        before, left = [confidence[i] for i in family], 1.0
         for k, i in enumerate(family):
             own = sum(before[j] for j in range(k) if owners[family[j]] & owners[i])
-            hopes[i] = min(hopes[i] * left / max(1 - own, left), left) if left else 0.0
-            left -= hopes[i]
+            confidence[i] = min(confidence[i] * left / max(1 - own, left), left) if left else 0.0
+            left -= confidence[i]

@@ -20,12 +20,12 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import NoRoom, Refused
+from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
-from truedraft.runtime.lean import LeanPass
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
-from truedraft.targets.stock import LinearsPass, PromptPass, StockPass, long_prompt
+from truedraft.targets.stock import ForwardPass, LinearsPass, PromptPass, long_prompt
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
 
 BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill with zeros for texts
@@ -73,31 +73,31 @@ class DecoderTarget:
 
     def _long(self) -> int | None:
         quantised = any(type(p).__module__.startswith("torchao.") for p in self.model.parameters())
-        if quantised or not isinstance(self.runner, LeanPass | LinearsPass):
+        if quantised or not isinstance(self.runner, CompiledPass | LinearsPass):
             return None
         return long_prompt(self.dtype, self.config.hidden_size)
 
-    def _runner(self, runtime: str) -> tuple[LeanPass | GraphPass | StockPass, str | None]:
+    def _runner(self, runtime: str) -> tuple[CompiledPass | GraphPass | ForwardPass, str | None]:
         if runtime == "stock":
             return self._stock(), None
         try:
             if self.device.type == "cuda":
                 return GraphPass(self._stock(), CudaGraphs(self.device)), None
-            return LeanPass(self.model), None
-        except Unsuited as why:
+            return CompiledPass(self.model), None
+        except NotCompilable as why:
             return self._own_forward(), str(why)
 
-    def _stock(self) -> StockPass:
-        return StockPass(self.model, self.layer_types, self.window)
+    def _stock(self) -> ForwardPass:
+        return ForwardPass(self.model, self.layer_types, self.window)
 
-    def _own_forward(self) -> StockPass:
+    def _own_forward(self) -> ForwardPass:
         """The model's own forward, its linear layers by compiled code where there is any."""
         try:
             return LinearsPass(self.model, self.layer_types, self.window)
-        except Unsuited:
+        except NotCompilable:
             return self._stock()
 
-    def _fall_back(self, why: Unsuited) -> None:
+    def _fall_back(self, why: NotCompilable) -> None:
         """From here on the model's own forward makes the passes."""
         self.runner, self.why_stock = self._own_forward(), str(why)
         self.runner.attach(self._cache)
@@ -134,7 +134,7 @@ class DecoderTarget:
         self._reader.attach(cache)
         try:
             self.runner.attach(cache)
-        except Unsuited as why:  # it cannot be had for such a cache
+        except NotCompilable as why:  # it cannot be had for such a cache
             self._fall_back(why)
 
     @property
@@ -182,7 +182,7 @@ class DecoderTarget:
             Refused: the cache would not fit in the memory that is free, or autocast is on, which only the model's own
                 forward follows; nothing was computed yet.
         """
-        if torch.is_autocast_enabled(self.device.type) and self.runner.name != StockPass.name:
+        if torch.is_autocast_enabled(self.device.type) and self.runner.name != ForwardPass.name:
             raise Refused(
                 f"torch.autocast is on, which the {self.runner.name} does not follow: load the model in the dtype "
                 "that is wanted, or accelerate(runtime='stock')"
@@ -229,7 +229,7 @@ class DecoderTarget:
         """One pass: the logits at every node of one tree per slot in use. A GPU may be at it still; see `wait`."""
         try:
             return self.runner.score(trees, self.taps)
-        except Unsuited as why:  # it could not be captured
+        except NotCompilable as why:  # it could not be captured
             self._fall_back(why)
             return self.runner.score(trees, self.taps)
 

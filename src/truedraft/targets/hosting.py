@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import Refused
-from truedraft.runtime.lean import LeanPass
+from truedraft.runtime.compiled import CompiledPass
 from truedraft.targets.decoder import BLANK, DecoderTarget, check_hosted
 from truedraft.targets.seq2seq import Seq2SeqTarget
-from truedraft.targets.stock import StockPass
+from truedraft.targets.stock import ForwardPass
 from truedraft.tree import DraftTree, Prompt
 
 
@@ -36,13 +36,13 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
     try:
         check_exact(target)
     except Refused:
-        if type(target.runner) is StockPass:
+        if type(target.runner) is ForwardPass:
             raise
         why = f"the {target.runner.name} did not reproduce the model's forward"
         target = kind(model, "stock")
         target.why_stock = why
         check_exact(target)
-    if strict and not isinstance(target.runner, LeanPass):
+    if strict and not isinstance(target.runner, CompiledPass):
         why = target.why_stock or (
             "runtime='stock' was asked for" if runtime == "stock" else "this model is not on the CPU"
         )

@@ -23,19 +23,19 @@ from truedraft.caches.pairs import PairCache
 from truedraft.errors import Refused
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.pair_programs import layers_of
-from truedraft.runtime.pairs import LeanEncoderPass, LeanPairPass, stacked
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.pairs import CompiledEncoderPass, CompiledSeq2SeqPass, stacked
+from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
 from truedraft.targets.positions import Positions
-from truedraft.targets.stock import StockPass
+from truedraft.targets.stock import ForwardPass
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
 
 OWN = {"encoder_outputs", "inputs_embeds", "input_features", "output_attentions", "output_hidden_states"}
 SOURCE = 32  # positions of a source that passes are measured with
 
 
-class Seq2SeqPass(StockPass):
+class Seq2SeqPass(ForwardPass):
     """The forward of an encoder-decoder behind its encoder, called as it is, its linear layers by compiled code."""
 
     cache: PairCache  # type: ignore[assignment]
@@ -116,18 +116,18 @@ class Seq2SeqTarget(DecoderTarget):
     family = "encoder-decoder"
 
     def _runner(self, runtime: str) -> tuple[Any, str | None]:
-        self._encoder: LeanEncoderPass | None = None
+        self._encoder: CompiledEncoderPass | None = None
         if runtime == "stock" or self.device.type != "cpu":
             return Seq2SeqPass(self.model, compiled=False), None
-        with suppress(Unsuited, Refused):
-            self._encoder = self._trusted(LeanEncoderPass(self.model))
+        with suppress(NotCompilable, Refused):
+            self._encoder = self._trusted(CompiledEncoderPass(self.model))
         try:
-            return LeanPairPass(self.model), None
-        except Unsuited as why:
+            return CompiledSeq2SeqPass(self.model), None
+        except NotCompilable as why:
             return self._own_forward(), str(why)
 
     @torch.no_grad()
-    def _trusted(self, encoder: LeanEncoderPass) -> LeanEncoderPass | None:
+    def _trusted(self, encoder: CompiledEncoderPass) -> CompiledEncoderPass | None:
         """The compiled pass, if it says what the model's own encoder does, padding on either side."""
         known = len(self.model.get_encoder().get_input_embeddings().weight)
         ids = torch.randint(1, known, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -166,7 +166,7 @@ class Seq2SeqTarget(DecoderTarget):
         heard = (heard != 0).long()
         try:
             states = self._encoder.states(ids, heard)
-        except (Unsuited, IndexError):
+        except (NotCompilable, IndexError):
             return given
         return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
@@ -182,7 +182,7 @@ class Seq2SeqTarget(DecoderTarget):
     def _said(self, ids: Tensor, heard: Tensor) -> Tensor:
         """What the encoder says to the sources, (rows, length, H)."""
         if self._encoder is not None:
-            with suppress(Unsuited):  # it was changed since
+            with suppress(NotCompilable):  # it was changed since
                 return self._encoder.states(ids, heard)
         return self.model.get_encoder()(input_ids=ids, attention_mask=heard, return_dict=True).last_hidden_state
 

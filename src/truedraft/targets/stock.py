@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime.linears import Linears
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.padded import Padded
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
 
@@ -27,7 +27,7 @@ ROOM = 4 << 30  # bytes of activations that reading a prompt may take ...
 PART = 2048  # ... and how much of a longer one is read at a time
 
 
-class StockPass:
+class ForwardPass:
     """The forward of a `transformers` model, called as it is.
 
     window: how many positions back its sliding layers see, or None.
@@ -153,7 +153,7 @@ def _processor() -> frozenset[str]:
     )
 
 
-class PromptPass(StockPass):
+class PromptPass(ForwardPass):
     """The model's own forward for the prompts of a target whose other passes are compiled.
 
     A prompt is read alone, so that neither its keys and values nor its scores depend on its neighbours; in one call, or
@@ -179,11 +179,11 @@ class PromptPass(StockPass):
         return length if length * numbers * self.model.dtype.itemsize <= ROOM else PART
 
 
-class LinearsPass(StockPass):
+class LinearsPass(ForwardPass):
     """The model's own forward with its linear layers by compiled code.
 
     Raises:
-        Unsuited: there is no compiled code here, or no layer that it would compute.
+        NotCompilable: there is no compiled code here, or no layer that it would compute.
     """
 
     name = "transformers forward with compiled linear layers"
@@ -192,7 +192,7 @@ class LinearsPass(StockPass):
         super().__init__(model, layer_types, window)
         self._linears = Linears(model)
         if not self._linears:
-            raise Unsuited("there are no linear layers for compiled code")
+            raise NotCompilable("there are no linear layers for compiled code")
 
     def attach(self, cache: RowCache | None) -> None:
         super().attach(cache)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Offer
+from truedraft.accept._base import Candidates
 from truedraft.accept._rounds import as_law, said
 from truedraft.accept.lossy._base import LossyRule
 from truedraft.card import Card, knob
@@ -31,13 +31,15 @@ class Lenient(LossyRule):
         published="T5-XXL drafted by T5-small: acceptance 0.62 at l 1, 0.71 at 0.5, 0.76 at 0.3, 0.84 at 0.1 (memory).",
     )
     samples: ClassVar[bool] = True
-    wants: ClassVar[Wanted] = "law"
+    preferred_drafts: ClassVar[Wanted] = "law"
     lenience: float = knob(0.5, 0, 1, open=True)  # published 1 (exact) down to 0.1
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        return said(scores, offers, rows, chance, self._forgiving)
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        return said(scores, candidates, rows, chance, self._forgiving)
 
-    def _forgiving(self, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+    def _forgiving(self, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
         if not offer.tokens:
             return None, p
         token = offer.tokens[0]

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.accept._base import Offer
+from truedraft.accept._base import Candidates
 from truedraft.accept._rounds import as_law, said
 from truedraft.accept.lossy._base import LossyRule
 from truedraft.card import Card, knob
@@ -84,7 +84,7 @@ class Nest(LossyRule):
         "nats a token, its own text 0.3 to 0.9. Without the drafter: 0.4x to 0.7x.",
     )
     samples: ClassVar[bool] = True
-    wants: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[Wanted] = "likeliest"
     takes_references: ClassVar[bool] = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
     layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
@@ -116,14 +116,16 @@ class Nest(LossyRule):
         for row, tree, (hidden, context) in zip(rows, trees, states, strict=True):
             self._seen[row.index] = Seen(len(row.tokens), tree, self._search.at(row, hidden[context:]))
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        tokens = said(scores, offers, rows, chance, self._relaxed)
-        for row, offer, token in zip(rows, offers, tokens, strict=True):
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        tokens = said(scores, candidates, rows, chance, self._relaxed)
+        for row, offer, token in zip(rows, candidates, tokens, strict=True):
             if not row.ended:
                 self._follow(row, token, token in offer.tokens)
         return tokens
 
-    def _relaxed(self, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+    def _relaxed(self, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
         law = self._mixed(p, row)
         enough = self.gamma * float(law.max())
         for token in offer.tokens:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from truedraft.accept._base import Offer, first_children
+from truedraft.accept._base import Candidates, first_children
 from truedraft.accept.lossy._base import LossyRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
@@ -34,7 +34,7 @@ class Reflective(LossyRule):
         published="5 to 15 % on top of statistical verification, at like task scores.",
     )
     samples: ClassVar[bool] = False
-    wants: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[Wanted] = "likeliest"
     share: float = knob(0.3, 0, 1)  # of the second look, 0 is exact; the paper's knob between quality and speed
     prompt: str = knob(" Read it again and repeat it: ")  # between the draft and its repetition; of one's own making
 
@@ -48,7 +48,7 @@ class Reflective(LossyRule):
     def extra(self, width: int) -> int:
         return width + len(self._prompt) if width else 0
 
-    def dress(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+    def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return [self._asked(tree) for tree in trees]
 
     def _asked(self, tree: DraftTree) -> DraftTree:
@@ -64,7 +64,7 @@ class Reflective(LossyRule):
             parent=(*tree.parent, chain[-1], *range(first, first + len(more) - 1)),
             dist=None if tree.dist is None else (*tree.dist, *[None] * len(more)),
             probes=tree.probes | frozenset(range(first, first + len(more))),
-            hopes=None if tree.hopes is None else (*tree.hopes, *[0.0] * len(more)),
+            confidence=None if tree.confidence is None else (*tree.confidence, *[0.0] * len(more)),
         )
 
     def ahead(
@@ -77,9 +77,11 @@ class Reflective(LossyRule):
             for depth, node in enumerate(chain[1:]):
                 self._seen[row.index, row.step + depth] = tree.tokens[node], logits[b, looks + depth]
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
         laws = scores.softmax(-1)
-        for i, (row, offer) in enumerate(zip(rows, offers, strict=True)):
+        for i, (row, offer) in enumerate(zip(rows, candidates, strict=True)):
             drafted, look = self._seen.get((row.index, row.step), (-1, laws[i]))
             if offer.tokens[:1] == (drafted,):
                 second = look.float().softmax(-1).masked_fill(laws[i] == 0, 0.0)

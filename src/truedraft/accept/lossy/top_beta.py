@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Offer
+from truedraft.accept._base import Candidates
 from truedraft.accept.lossy._base import LossyRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
@@ -29,14 +29,16 @@ class TopBeta(LossyRule):
         published="GAD++ on WMT14 English-German: 3.0x to 4.5x at the quality of beam search, GAD 2.3x to 3.1x.",
     )
     samples: ClassVar[bool] = False
-    wants: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[Wanted] = "likeliest"
     beta: int = knob(3, 1, 1_000_000)  # rank that is good enough, 1 is greedy; published 3 and 5
     gap: float = knob(1.0, 0, 1e9)  # log-probability that a kept token may be behind the likeliest; published 1 to 6
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
         best, tokens = scores.topk(min(self.beta, scores.shape[-1]))
         said = tokens[:, 0].masked_fill(best[:, 0].isnan(), -1).tolist()
-        for i, (values, ranked, offer) in enumerate(zip(best.tolist(), tokens.tolist(), offers, strict=True)):
+        for i, (values, ranked, offer) in enumerate(zip(best.tolist(), tokens.tolist(), candidates, strict=True)):
             near = [t for v, t in zip(values, ranked, strict=True) if t in offer.tokens and values[0] - v <= self.gap]
             said[i] = near[0] if near else said[i]
         return said

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Offer
+from truedraft.accept._base import Candidates
 from truedraft.accept._rounds import said
 from truedraft.accept.lossy._base import LossyRule
 from truedraft.card import Card, knob
@@ -32,14 +32,16 @@ class Typical(LossyRule):
         published="Medusa, Vicuna 7B: about a tenth faster than greedy acceptance (from memory).",
     )
     samples: ClassVar[bool] = True
-    wants: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[Wanted] = "likeliest"
     epsilon: float = knob(0.09, 0, 1)  # probability that is always enough; published 0.09 (posterior threshold)
     delta: float = knob(0.3, 0, 1e6)  # share of exp(-entropy) that is enough too; published 0.3, the threshold's root
 
-    def choose(self, scores: Tensor, offers: Sequence[Offer], rows: Sequence[Row], chance: Chance) -> list[int]:
-        return said(scores, offers, rows, chance, self._typical)
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        return said(scores, candidates, rows, chance, self._typical)
 
-    def _typical(self, p: Tensor, offer: Offer, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+    def _typical(self, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
         if not offer.tokens:
             return None, p
         enough = min(self.epsilon, self.delta * math.exp(-float(torch.special.entr(p).sum())))

@@ -20,7 +20,7 @@ from truedraft.runtime import native
 from truedraft.runtime.native import Failure, Kind, Op, Pass
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
-from truedraft.runtime.weights import Unsuited
+from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
@@ -106,11 +106,11 @@ class Nodes:
         self.longest = max(self.longest, sees)
 
 
-class LeanPass:
+class CompiledPass:
     """The compiled pass of one model.
 
     Raises:
-        Unsuited: the compiled pass is not there, or cannot stand in for this model's forward; says why.
+        NotCompilable: the compiled pass is not there, or cannot stand in for this model's forward; says why.
     """
 
     name = "compiled pass"
@@ -119,7 +119,7 @@ class LeanPass:
     def __init__(self, model: PreTrainedModel):
         library = native.library()
         if library is None:
-            raise Unsuited("the compiled pass was not built here, or the processor has no AVX2")
+            raise NotCompilable("the compiled pass was not built here, or the processor has no AVX2")
         self._run = library.truedraft_pass
         self.model = model
         self._compile()
