@@ -109,46 +109,53 @@ def _refused(*_: Any) -> int:
     raise PermissionError("no")
 
 
-def test_measuring_takes_a_share_of_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock by which a pass over w tokens takes w / 4 + 3 / 4 seconds."""
-    target, now, passes = DecoderTarget(tiny("qwen2")), 0.0, 0
-    score, prefill = target.score, target.prefill
+class Clock:
+    """By which a pass of a target over w tokens takes w / 4 + 3 / 4 seconds."""
 
-    def ticks(f: Any, width: Any) -> Any:
+    def __init__(self, target: DecoderTarget, patch: pytest.MonkeyPatch):
+        self.now, self.passes = 0.0, 0
+        for name in ("score", "prefill"):
+            patch.setattr(target, name, self.ticks(getattr(target, name)))
+        patch.setattr(calibration.time, "perf_counter", lambda: self.now)
+
+    def ticks(self, f: Any) -> Any:
         def timed(given: Any) -> Any:
-            nonlocal now, passes
-            now, passes = now + width(given) / 4 + 0.75, passes + 1
+            self.now, self.passes = self.now + len(given[0]) / 4 + 0.75, self.passes + 1
             return f(given)
 
         return timed
 
-    monkeypatch.setattr(target, "score", ticks(score, lambda trees: len(trees[0])))
-    monkeypatch.setattr(target, "prefill", ticks(prefill, lambda prompts: len(prompts[0])))
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now)
+
+def test_measuring_takes_a_share_of_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = DecoderTarget(tiny("qwen2"))
+    clock = Clock(target, monkeypatch)
     fresh = Calibration(target)
-    assert fresh.go_on(8, None) is None and passes == 0
+    assert fresh.go_on(8, None) is None and clock.passes == 0
     known, widest, due = None, 0, 8
     for steps in (64, 200, 300, 512, 2000, 8000):
-        begun, due = now, due + steps
+        begun, due = clock.now, due + steps
         known = fresh.go_on(steps, known)
         unknown = 64 / 4 + 0.75 - calibration.TYPICAL[-1]  # what the first pass of the widest takes unforeseen
-        assert now - begun <= calibration.SHARE * due * 1.05 + 1 + unknown
-        due = due if now == begun else 0
+        assert clock.now - begun <= calibration.SHARE * due * 1.05 + 1 + unknown
+        due = due if clock.now == begun else 0
         widest = max(widest, *(knot.width for knot in known.knots)) if known else 0
     assert known is not None and widest == 64 and fresh.complete
     for width in WIDTHS:
         assert known(width) == pytest.approx(width / 4 + 0.75)
 
 
-def test_processes_go_on_where_earlier_ones_stopped(folder: Path) -> None:
+def test_processes_go_on_where_earlier_ones_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of one call, in whose share a pass over 64 tokens does not fit."""
     target, kept = DecoderTarget(tiny("qwen2")), []
-    for _ in range(400):  # a process each, of one short call
+    Clock(target, monkeypatch)
+    for _ in range(60):
         fresh = Calibration(target)
-        fresh.go_on(200, fresh.kept)
-        for file in folder.glob("*"):
-            kept.append([passes for _, passes in json.loads(file.read_text())["times"].values()])
+        fresh.go_on(600, fresh.kept)
+        (file,) = folder.glob("*")
+        kept.append([passes for _, passes in json.loads(file.read_text())["times"].values()])
     sums = [sum(passes) for passes in kept]
-    assert sums == sorted(sums) and kept[-1][:5] == [calibration.ROUNDS] * 5
+    assert sums == sorted(sums) and sums[0] < sums[-1] and kept[-1] == [calibration.ROUNDS] * 6 + [1]  # tried once
+    assert not fresh.complete and fresh.kept is not None and fresh.kept(32) == pytest.approx(32 / 4 + 0.75)
 
 
 def test_short_calls_are_measured_for_together(folder: Path, quick: None) -> None:
