@@ -141,7 +141,9 @@ def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
         while not request.finished:
             engine.step()
         check(request, 1, 10, None)
-        assert request.report().tokens == len(request.tokens) and request.report().seconds["all"] > 0
+        report = request.report()
+        assert report.tokens == len(request.tokens) and report.seconds["all"] > 0
+        assert "tokens/s" in str(report) and "prefill" not in str(report), "passes were made for all requests together"
     with pytest.raises(Refused, match="closed"):
         engine.step()
     for sizes in ((0, 10), (2, 1), (True, 10), (2.0, 10)):

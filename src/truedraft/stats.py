@@ -185,8 +185,8 @@ class Report:
         rate = self.acceptance_rate
         yield "", "nothing drafted" if rate is None else f"{rate:.0%} of drafted nodes accepted"
         yield "speed", f"{self.tokens_per_second:.1f} tokens/s"
-        parts = ("prefill", "draft", "target")
-        yield "time", ", ".join(f"{part} {self.seconds.get(part, 0.0) / self._working:.0%}" for part in parts)
+        if parts := [part for part in ("prefill", "draft", "target") if part in self.seconds]:
+            yield "time", ", ".join(f"{part} {self.seconds[part] / self._working:.0%}" for part in parts)
         if self.attributions:
             copied, sources = sum(a.end - a.start for a in self.attributions), {a.source for a in self.attributions}
             yield "copied", f"{copied} tokens copied, {len(self.attributions)} spans of {', '.join(sorted(sources))}"
