@@ -105,21 +105,22 @@ class Target:
 
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
         self.note("prefill")
+        first = len(self.slots)
         self._begin(prompts)
         last = [prompt.ids[-1].item() if prompt.ids is not None else 0 for prompt in prompts]
-        return self._scores([DraftTree.chain(token) for token in last])  # type: ignore[arg-type]
+        return self._scores([DraftTree.chain(token) for token in last], first)  # type: ignore[arg-type]
 
     def score(self, trees: Sequence[DraftTree]) -> Scores:
         self.note("score")
         return self._scores(trees)
 
-    def _scores(self, trees: Sequence[DraftTree]) -> Scores:
-        assert len(trees) == len(self.slots)
+    def _scores(self, trees: Sequence[DraftTree], first: int = 0) -> Scores:
+        assert len(trees) == len(self.slots) - first
         self.trees = list(trees)
         logits = torch.zeros(len(trees), max(map(len, trees)), V)
-        for slot, tree in enumerate(trees):
+        for row, (slot, tree) in enumerate(zip(self.slots[first:], trees, strict=True)):
             for node in range(len(tree)):
-                logits[slot, node, next_token(self.slots[slot] + [tree.tokens[i] for i in tree.path(node)])] = 1.0
+                logits[row, node, next_token(slot + [tree.tokens[i] for i in tree.path(node)])] = 1.0
         return Scores(logits, {}, [0] * len(trees))
 
     def wait(self) -> None:
@@ -172,7 +173,7 @@ class RandomDrafts(Drafter):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         self.note("observe")
-        assert scores.logits.shape[:2] == (len(rows), max(map(len, trees)))
+        assert len(scores.logits) == len(rows) == len(trees) and scores.logits.shape[1] >= max(map(len, trees))
         for row, tree, reached in zip(rows, trees, accepted, strict=True):
             drafted = [tree.tokens[i] for i in reached.path]
             assert row.tokens[-len(drafted) - 1 :] == [*drafted, reached.token][-len(row.tokens) :]
@@ -197,6 +198,8 @@ class Pruning(Control):
         self.pruned: list[list[DraftTree]] = []
         self.before: list[list[DraftTree]] = []
         self.learnt = 0
+        self.shares: list[tuple[int, int]] = []  # rows of each pass, and those of others
+        self.nodes: list[tuple[int, int]] = []  # the same in nodes
 
     def open(self, *opened: Any) -> None:
         self.note("open")
@@ -206,6 +209,7 @@ class Pruning(Control):
         self.started = list(rows)
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
+        self.shares.append((len(rows), self.beside))
         return [10 + row.index for row in rows]
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
@@ -218,6 +222,7 @@ class Pruning(Control):
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         self.note("learn")
         assert len(rows) == len(trees) == len(accepted)
+        self.nodes.append((sum(map(len, trees)), self.beside))
         self.learnt += 1
 
     def end(self, row: Row) -> None:

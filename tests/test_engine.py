@@ -398,3 +398,104 @@ def test_every_row_has_a_draft(part: str) -> None:
         setting.control.prune = lambda rows, trees: list(trees)[1:]  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="zip"):
         setting.decode()
+
+
+class Showing(Likeliest):
+    """A rule that keeps what it is shown of every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[tuple[list[Row], list[DraftTree], list[int]]] = []
+
+    def observe(self, rows: Any, trees: Any, scores: Any, accepted: Any) -> None:
+        assert len(rows) == len(trees) == len(scores.logits) == len(accepted)
+        self.shown.append((list(rows), list(trees), [len(one.path) for one in accepted]))
+
+
+def beside_each_other(seed: int) -> tuple[Engine, list[Setting], list[int]]:
+    """Three requests that come one after another, of three drafters; how many rows ran in each pass."""
+    rng = random.Random(seed)
+    second = Setting(seed + 50, rows=2, rule=Greedy(), pads=False)
+    settings = [Setting(seed, rule=Showing()), second, Setting(seed + 90, rows=1)]
+    engine, ran = settings[0].engine, []
+    for setting in settings:
+        engine.admit(setting.request)
+        for _ in range(rng.randint(1, 2)):
+            engine.step()
+            ran.append(len(engine.rows))
+    return engine, settings, ran
+
+
+def test_requests_run_beside_each_other() -> None:
+    most = 0
+    for seed in range(SEEDS):
+        engine, settings, ran = beside_each_other(seed)
+        while engine.running:
+            moved = engine.step()
+            assert moved and all(request.passes for request in moved)
+        most = max(most, *ran)
+        for setting in settings:
+            assert setting.found() == setting.expected()
+            assert sorted(setting.drafter.ended) == list(range(len(setting.rows)))
+            emitted = [e for done in setting.request.passes for e in done.emitted]
+            assert sum(len(e.tokens) for e in emitted) == sum(
+                (row.end or len(row.tokens)) - row.prompt for row in setting.rows
+            )
+        assert settings[0].target.slots == [] and engine.rows == []
+        rule: Any = settings[0].rule
+        for (rows, trees, _), (mine, same, _) in zip(rule.shown, settings[0].drafter.seen, strict=True):
+            assert [row.index for row in rows] == mine and all(a is b for a, b in zip(trees, same, strict=True))
+    assert most == 6
+
+
+def test_each_drafter_has_a_control_that_knows_what_stands_beside() -> None:
+    for seed in range(SEEDS):
+        engine, settings, _ = beside_each_other(seed)
+        while engine.running:
+            engine.step()
+        controls: list[Any] = [engine._control(setting.drafter) for setting in settings]
+        assert controls[0] is settings[0].control and len({id(control) for control in controls}) == 3
+        for control, setting in zip(controls, settings, strict=True):
+            assert control.opened[1] is setting.drafter and control.opened[4] == ROOM
+            assert sorted(control.ended) == sorted(setting.drafter.ended)
+            assert all(0 < own <= len(setting.rows) and 0 <= beside <= 6 - own for own, beside in control.shares)
+            assert all(own >= rows for (own, _), (rows, _) in zip(control.nodes, control.shares, strict=True))
+            assert all(n >= rows for (_, n), (_, rows) in zip(control.nodes, control.shares, strict=True))
+        assert any(beside for control in controls for _, beside in control.shares)
+        assert any(
+            n > rows for control in controls for (_, n), (_, rows) in zip(control.nodes, control.shares, strict=True)
+        )
+
+
+def test_a_request_is_cancelled_where_it_is() -> None:
+    for seed in range(SEEDS):
+        engine, settings, _ = beside_each_other(seed)
+        waiting = Setting(seed + 130, rows=1)
+        engine.admit(waiting.request)
+        left = settings[1]
+        here = [row for row in engine.rows if row.request is left.request]
+        texts = [list(row.tokens) for row in left.rows]
+        engine.cancel(left.request)
+        engine.cancel(waiting.request)
+        assert all(row.request is not left.request for row in engine.rows)
+        assert len(engine.rows) == len(settings[0].target.slots)
+        assert {row.index for row in here} <= set(left.drafter.ended) and sorted(left.drafter.ended) == [0, 1]
+        while engine.running:
+            engine.step()
+        assert [row.tokens for row in left.rows] == texts and waiting.request.passes == []
+        for setting in (settings[0], settings[2]):
+            assert setting.found() == setting.expected()
+
+
+def test_all_that_drafters_and_rules_ask_for_is_tapped() -> None:
+    first, second = Setting(0), Setting(1)
+    first.rule.needs, second.rule.needs = Taps((2,)), Taps((4, 1))
+    engine = first.engine
+    engine.admit(first.request)
+    engine.step()
+    assert first.target.taps.hidden == (1, 2)
+    engine.admit(second.request)
+    engine.step()
+    assert first.target.taps.hidden == (1, 2, 4)
+    engine.close()
+    assert engine.rows == [] and not engine.running
