@@ -154,8 +154,31 @@ def test_processes_go_on_where_earlier_ones_stopped(folder: Path, monkeypatch: p
         (file,) = folder.glob("*")
         kept.append([passes for _, passes in json.loads(file.read_text())["times"].values()])
     sums = [sum(passes) for passes in kept]
-    assert sums == sorted(sums) and sums[0] < sums[-1] and kept[-1] == [calibration.ROUNDS] * 6 + [1]  # tried once
+    assert sums == sorted(sums) and sums[0] < sums[-1] and kept[-1] == [calibration.ROUNDS] * 6 + [calibration.ENOUGH]
     assert not fresh.complete and fresh.kept is not None and fresh.kept(32) == pytest.approx(32 / 4 + 0.75)
+
+
+def test_a_pass_that_waited_for_other_work_is_made_up_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it is the only one of its width, and so slow that another would not fit in a call's share."""
+    target = DecoderTarget(tiny("qwen2"))
+    clock = Clock(target, monkeypatch)
+    score, slow = target.score, [True]
+
+    def waiting(trees: Any) -> Any:
+        if len(trees[0]) == 8 and slow:
+            slow.pop()
+            clock.now += 400.0
+        return score(trees)
+
+    monkeypatch.setattr(target, "score", waiting)
+    fresh, known = Calibration(target), None
+    for call in range(40):
+        known = fresh.go_on(400, known)
+        if not slow and call < 3:
+            assert known is not None and known(8) <= max(known(16), 8 / 4 + 0.75)
+    assert not slow and known is not None
+    for width in (1, 2, 4, 8, 16):
+        assert known(width) == pytest.approx(width / 4 + 0.75)
 
 
 def test_short_calls_are_measured_for_together(folder: Path, quick: None) -> None:

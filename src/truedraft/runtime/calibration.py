@@ -26,6 +26,7 @@ SHARE = 0.02  # of the plain passes that a call may make, for measuring
 ROUNDS = 8  # over all widths, at most
 SECONDS = 1.5  # of measuring in all, after which no further round begins
 ENOUGH = 3  # rounds that are made however long they take
+DOUBTED = 2.0  # times the typical, beyond which fewer passes of a width are not taken for what it takes
 BANDWIDTH = 2e10  # bytes a second at which weights are taken to be read, before any pass was seen
 VERSION = 4
 
@@ -99,12 +100,25 @@ class Calibration:
 
     def _expected(self, width: int) -> float:
         """Plain passes that one of a width takes."""
-        one, found = self._times[1], self._times[width]
-        return found.seconds / one.seconds if one.passes and found.passes else TYPICAL[WIDTHS.index(width)]
+        typical, (_, passes) = TYPICAL[WIDTHS.index(width)], self._times[width]
+        if not passes or not self._times[1].passes:
+            return typical
+        found = self._least[width] / self._least[1]
+        return found if passes >= ENOUGH else min(found, DOUBTED * typical)
+
+    @property
+    def _least(self) -> dict[int, float]:
+        """Seconds of the widths that were timed: none takes longer than a wider one, whatever was in its way."""
+        least, found = math.inf, {}
+        for width, (seconds, passes) in reversed(self._times.items()):
+            least = min(least, seconds)
+            if passes:
+                found[width] = least
+        return found
 
     def _measured(self, curve: Curve | None) -> Curve | None:
         """A curve with the times measured so far in the place of what it says there; None where there are none."""
-        times = {w: seconds for w, (seconds, passes) in self._times.items() if passes}
+        times = self._least
         if not times:
             return curve
         curve = curve or Curve.typical(*min(times.items()))
