@@ -64,6 +64,10 @@ class Reason:
 SAME = "the same result by another way, with more work, or from what no caller can give"
 ROUNDING = "a guard against rounding, or a bound beside what no test reaches exactly"
 SEARCH = "another step of a search that still ends at the same point, perhaps in more rounds"
+SLOWER = "what was learnt or measured counts otherwise: slower at worst, no other text"
+CRASH = (
+    "the compiled pass writes beyond a cache of that shape, and the process ends: found, as mutmut has no word for it"
+)
 REASONS = (
     Reason(
         "zip's check of lengths that come from one list: it is for faults elsewhere",
@@ -85,6 +89,11 @@ REASONS = (
     Reason(SAME, "*.accept.*", r"(?m)^\+.*(softmax\(\+1\)|odds >= 0|odds > drafted|\[1\] if row\.ended)"),
     Reason(SAME, "*._rounds.*", r"(?m)^\+.*(\[\+1\]|\[-2\]|laws\[:, 1\])"),
     Reason(SAME, "*.k_seq.x__tried__*"),
+    Reason(SAME, "*.tree.*", r"(?m)^\+.*(together|parts\[1\]\.hidden)"),
+    Reason(SAME, "*.engine.*", r'(?m)^\+.*(_cohort.* = ""|row\.room \+ row\.step|\) and False else \[values)'),
+    Reason(SLOWER, "*.engine.*", r"(?m)^\+.*(id\(None\)|nodes \+ sum)"),
+    Reason(SAME, "*._ties.*", r"(?m)^\+.*(\) and False else keys|len\(paths\[0\]\) - 2)"),
+    Reason(CRASH, "*.caches.rows.*lazy_initialization*", r"(?m)^\+.*torch\.zeros\("),
 )
 
 

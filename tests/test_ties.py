@@ -106,6 +106,7 @@ def test_the_share_is_that_of_the_accepted_nodes() -> None:
         ([[0, 1, 3]], [going], 2 / 3),
         ([[0, 3], [0, 1]], [going, waits], 1.0),  # the second row's last token is padding
         ([[0, 1], [0, 3]], [going, waits], 2 / 3),
+        ([[0, 1], [0]], [going, waits], 0.5),
     ):
         logits = torch.tensor([[near, far, far, near]] * len(rows))
         held: Any = NearTies(Largest(), RAW, noise=0.25)
