@@ -239,7 +239,7 @@ def test_what_every_part_is_given_before_the_first_pass() -> None:
         setting = Setting(1, lockstep=lockstep, rule=rule)
         setting.decode()
         assert setting.target.taps.hidden == (1, 2)
-        assert all(row.request is setting.request for row in setting.rows)
+        assert all(row.request is None for row in setting.rows), "they do not keep each other"
         assert setting.control.opened[:4] == (setting.target, setting.drafter, setting.watch.seconds, lockstep)
         assert [row.index for row in setting.drafter.under_way] == [0, 1, 2]
         assert [row.index for row in setting.control.started] == [0, 1, 2]

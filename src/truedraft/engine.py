@@ -107,9 +107,12 @@ class Engine:
         """End the rows that are left, wherever a step was cut short; once more, even if that was cut short itself."""
         self._waiting.clear()
         self._cohort = None
+        left = list(self.rows)
         while self.rows:
             self._end(self.rows[-1])
             self.rows.pop()
+        for row in left:  # one of them may have been there twice
+            row.request = None  # type: ignore[assignment]
 
     def _admitted(self) -> tuple[Cohort, list[DraftTree], Scores]:
         """New rows, and their prompts' own pass; where they need none, they join the others' at once."""
@@ -212,11 +215,12 @@ class Engine:
 
         Wherever this is cut short, every row that was not ended is among `rows` still.
         """
-        self._cohort = None
-        self._end(self.rows[slot])
+        self._cohort, row = None, self.rows[slot]
+        self._end(row)
         self.target.release(slot)
         self.rows[slot] = self.rows[-1]
         self.rows.pop()
+        row.request = None  # type: ignore[assignment]  # or they would keep each other
 
     def _retire(self, cohort: Cohort, accepted: Sequence[Accepted]) -> None:
         """Rows that ended leave."""

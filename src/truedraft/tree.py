@@ -287,7 +287,7 @@ class Row:
     end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
     namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
     given: what the target reads before the first pass; of an encoder-decoder with the states of its source.
-    request: what it came with, a `Request`; None outside an engine.
+    request: what it came with, a `Request`, while it runs.
     """
 
     index: int
