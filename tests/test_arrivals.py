@@ -133,6 +133,7 @@ def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
             ({"draft": "nonsense"}, "nonsense"),
             ({"rule": "block"}, "block"),
             ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+            ({"draft": "token-recycling:nodes=400", "max_new_tokens": 40}, "drafts of 400 nodes .* max_tokens=189"),
         ):
             with pytest.raises(Refused, match=match):
                 engine.add_request(ids, **{"max_new_tokens": 4, "do_sample": False, **wrong})  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from truedraft.surroundings import defaults, exclusive
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import hosted
 
-DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes: those of wider drafters are cut to it
+DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes
 
 Reason = Literal["stop", "length", "abort"]
 
@@ -171,7 +171,11 @@ class ContinuousEngine:
                 raise Refused("return_dict_in_generate: a request has its tokens alone; leave it out")
             drafter = fitted(self._drafter if draft == "default" else drafter_of(draft), target, self.tokenizer)
             judge = rule_for(self._judge(rule), bool(generation_config.do_sample), drafter)
-            request = request_of(prepared, call, target, self.tokenizer, drafter, judge, "keep", self._check)
+
+            def check(rows: int, tokens: int) -> None:
+                self._check(tokens, drafter.width + judge.extra(drafter.width))
+
+            request = request_of(prepared, call, target, self.tokenizer, drafter, judge, "keep", check)
             report = reports.begun(target, drafter, judge, engine.control, {"all": 0.0})
             report.passes = request.passes
             return EngineRequest(request, seed, streamer, report)
@@ -237,12 +241,17 @@ class ContinuousEngine:
             raise Refused("the engine is closed: make another one with engine()")
         return self._engine
 
-    def _check(self, rows: int, tokens: int) -> None:
-        """Raises Refused where a request is longer than there is room for."""
+    def _check(self, tokens: int, drafts: int) -> None:
+        """Raises Refused where a request, or a draft at its end, is longer than there is room for."""
         if tokens > self.max_tokens:
             raise Refused(
                 f"{tokens} tokens of prompt and output are more than max_tokens={self.max_tokens} of the engine: lower "
                 "max_new_tokens, or make an engine with more"
+            )
+        if tokens + drafts > self.max_tokens + DRAFTS:
+            raise Refused(
+                f"drafts of {drafts} nodes may not fit behind {tokens} tokens: give a drafter of fewer, or make an "
+                f"engine with max_tokens={tokens + drafts - DRAFTS}"
             )
 
     def _judge(self, rule: str | Rule | None) -> Rule | None:
