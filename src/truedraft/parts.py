@@ -30,8 +30,7 @@ def part(given: Any, kind: str, base: type) -> Any:
         return registry.load(kind, given)
     if isinstance(given, base):
         return given
-    what = {"drafters": "draft", "accept": "rule"}.get(kind, kind)
-    raise Refused(f"{what}={given!r}: give a {base.__name__} or the name of one (`truedraft methods` lists them)")
+    raise Refused(f"{registry.KINDS[kind].argument}={given!r}: give a {base.__name__} or the name of one (`truedraft methods` lists them)")
 
 
 def drafter_of(given: Any) -> Drafter:
