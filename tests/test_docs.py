@@ -19,7 +19,7 @@ from typer.main import get_command
 
 import truedraft
 from truedraft import loading, registry
-from truedraft.accept._base import walk
+from truedraft.accept._verification import Verification
 from truedraft.cli import EXAMPLES, app
 from truedraft.control._base import Control
 from truedraft.declared import declared
@@ -106,9 +106,9 @@ def test_sketches_call_what_there_is(block: Block) -> None:
 
     def sketched(*args: Any) -> Any:
         assert args[-1] is ...
-        bound.extend(list(inspect.signature(walk).parameters)[: len(args) - 1])
+        bound.extend(list(inspect.signature(Verification).parameters)[: len(args) - 1])
 
-    exec(block.text, {**given, "rows": [], "walk": sketched})
+    exec(block.text, {**given, "rows": [], "verify": sketched})
     assert bound == ["rows", "trees", "scores"]
     assert all(part.method_calls for part in given.values())
 

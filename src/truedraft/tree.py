@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -309,6 +309,10 @@ class Row:
     def step(self) -> int:
         """Tokens emitted so far: the step of `transformers` generate that samples the next one."""
         return len(self.tokens) - self.prompt
+
+    def after(self, tokens: Iterable[int]) -> Row:
+        """A copy of the row as it will stand once it has emitted these tokens."""
+        return replace(self, tokens=[*self.tokens, *tokens])
 
     @property
     def source(self) -> tuple[int, ...]:
