@@ -279,6 +279,7 @@ def _fitted(row: Row, tree: DraftTree) -> DraftTree:
     """A drafter's tree without the nodes that could not be emitted any more."""
     if tree.tokens[0] != row.tokens[-1]:
         raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
+    tree.check_embeds()
     return tree.cut(1 + row.request.drafter.width).shallow(row.room - row.step - 1)
 
 

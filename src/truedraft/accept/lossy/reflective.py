@@ -9,7 +9,7 @@ it is `greedy`. Worth trying only with models that follow instructions; each pas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -56,15 +56,7 @@ class Reflective(LossyRule, ProbingRule):
         if len(chain) == 1:
             return tree
         more = [*self._prompt, *(tree.tokens[node] for node in chain[1:-1])]
-        first = len(tree)
-        return replace(
-            tree,
-            tokens=(*tree.tokens, *more),
-            parent=(*tree.parent, chain[-1], *range(first, first + len(more) - 1)),
-            dist=None if tree.dist is None else (*tree.dist, *[None] * len(more)),
-            probes=tree.probes | frozenset(range(first, first + len(more))),
-            confidence=None if tree.confidence is None else (*tree.confidence, *[0.0] * len(more)),
-        )
+        return tree.with_probes(more, (chain[-1], *range(len(tree), len(tree) + len(more) - 1)))
 
     def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
         chain = first_children(tree)
