@@ -23,10 +23,10 @@ from truedraft import DraftTree, Refused
 from truedraft.runtime import graphs
 from truedraft.runtime.calibration import Calibration
 from truedraft.runtime.graphs import CudaGraphs, GraphPass, Run, bucket
+from truedraft.runtime.padded import Padded
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import check_exact
-from truedraft.targets.padded import Padded
 from truedraft.tree import Prompt, Taps
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))

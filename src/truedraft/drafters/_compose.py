@@ -27,7 +27,7 @@ from truedraft.errors import Refused
 from truedraft.registry import split
 from truedraft.stores.memory import Memory
 from truedraft.stores.union import Union, union
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 LEAVES = 4  # ends of a draft that a cascade goes on from
@@ -91,7 +91,7 @@ class Many(Drafter):
             raise Refused(f"{self.name}: its parts know different numbers of tokens, {sorted(map(str, known))}")
         return known.pop() if known else None
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         for part in self.parts:
             part.ready(target)
 

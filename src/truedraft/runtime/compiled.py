@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
+from truedraft.runtime._base import Runner
 from truedraft.runtime.native import Failure, Kind, Op, Pass
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
@@ -106,7 +107,7 @@ class Nodes:
         self.longest = max(self.longest, sees)
 
 
-class CompiledPass:
+class CompiledPass(Runner):
     """The compiled pass of one model.
 
     Raises:
@@ -114,7 +115,7 @@ class CompiledPass:
     """
 
     name = "compiled pass"
-    cold = False
+    batch_invariant = True
 
     def __init__(self, model: PreTrainedModel):
         library = native.library()
