@@ -50,7 +50,6 @@ class DecoderTarget:
         blank: inputs of the model whose zeros change nothing, as they mark text among images.
         long: tokens from which on a prompt is read by the model's own forward; None where `runner` reads them all.
         why_stock: why it is the model's own forward, where something faster was asked for.
-        noise: by how much its logits and those of the model's own forward differ, at most; 0 until it was measured.
 
     Raises:
         Refused: the model cannot be hosted exactly; the message says why.
@@ -120,13 +119,10 @@ class DecoderTarget:
 
     @property
     def changed(self) -> bool:
-        """Whether the model is another one than when this was made, in more than the values of its weights: what is
-        known of it, the comparison with its own forward included, does not hold any more."""
         return fingerprint(self.model) != self._made_of
 
     @property
     def runtime(self) -> str:
-        """How passes are made, and why not faster where that was asked for."""
         return f"{self.runner.name} ({self.why_stock})" if self.why_stock else self.runner.name
 
     @property
@@ -176,12 +172,10 @@ class DecoderTarget:
 
     @property
     def context(self) -> int | None:
-        """Positions that the model was made for."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def hard_limit(self) -> int | None:
-        """Positions past which the model itself fails; None where it does not."""
         return learned_positions(self.config)
 
     @property
