@@ -22,7 +22,7 @@ from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import MODES, Audit, audit
 from truedraft.cli import main
 from truedraft.drafters._model import ModelDrafter
-from truedraft.targets.padded import Padded
+from truedraft.runtime.padded import Padded
 from truedraft.tree import DraftTree
 
 PROMPTS = ["3 1 4 3 1 4 3", "9 2 6 5 9 2 6 5 9", "8 9 7", "5 5 8 2 5 5 8"]

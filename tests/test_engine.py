@@ -251,19 +251,19 @@ def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
     setting = Setting(1, rows=1)
     passes = setting.engine.run(setting.request)
     next(passes)
-    assert setting.events == ["open", "start", "ready", "prefill", "wait", "commit", "observe"]
+    assert setting.events == ["open", "start", "admit", "wait", "commit", "observe"]
     next(passes)
-    assert setting.events[7:] == ["propose", "prune", "score", "wait", "commit", "observe", "learn"]
+    assert setting.events[6:] == ["propose", "prune", "score", "wait", "commit", "observe", "learn"]
     list(passes)
     assert setting.events[-3:] == ["drafter ends", "control ends", "release"]
     of = setting.parts
     assert of["open"] == "calibrate" and of["prune"] == of["learn"] == "control"
-    assert of["ready"] == of["prefill"] == "prefill" and of["propose"] == "draft"
+    assert of["admit"] == "prefill" and of["propose"] == "draft"
     assert of["start"] == of["observe"] == "observe" and of["score"] == of["wait"] == "target"
     assert set(setting.watch.seconds) == {"calibrate", "control", "prefill", "draft", "observe", "target"}
     setting = Setting(1, rows=1, begins_with_drafts=True)
     next(setting.engine.run(setting.request))
-    assert setting.events[:6] == ["open", "start", "ready", "propose", "prune", "score"]
+    assert setting.events[:6] == ["open", "start", "admit", "propose", "prune", "score"]
     known = Setting(1, rule=Greedy())
     known.decode()
     assert "wait" not in known.events, "who knows every token has waited already"

@@ -98,7 +98,7 @@ def test_a_node_says_the_next_recorded_token_where_its_path_agrees() -> None:
     output = [rng.randrange(1, 4) for _ in range(60)]
     target = ReplayTarget(5)
     target.play(output)
-    assert target.prefill([Prompt(ids=None, embeds=[0])]).logits.argmax(-1).tolist() == [[output[0]]]
+    assert target.admit([Prompt(ids=None, embeds=[0])]).logits.argmax(-1).tolist() == [[output[0]]]
     target.commit([(0,)])
     said = 1
     while said < len(output):

@@ -25,8 +25,8 @@ from truedraft.request import Request
 from truedraft.stats import Report, Stopwatch
 from truedraft.streaming import Stream
 from truedraft.surroundings import defaults, exclusive
-from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import hosted
+from truedraft.targets.kinds import reads_sources
 
 DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes
 
@@ -101,12 +101,12 @@ class ContinuousEngine:
         for name, value, least in (("max_rows", max_rows, 1), ("max_tokens", max_tokens, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise Refused(f"{name}={value!r}: give an integer of {least} or more")
-        if model.config.is_encoder_decoder:
+        if reads_sources(model.config):
             raise Refused("engine() is for decoder language models, and this is an encoder-decoder: call generate()")
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._drafter, self._rule = drafter, rule
-        self._target: DecoderTarget = hosted(model, *hosting)
+        self._target = hosted(model, *hosting)
         with defaults():
             self._target.reserve(max_rows, max_tokens + DRAFTS)
         self._engine: Engine | None = Engine(self._target, control, Stopwatch())
@@ -234,7 +234,7 @@ class ContinuousEngine:
                 for request in [*self._waiting, *(request for request, _ in self._running.values())]:
                     self._finish(request, "abort")
                 self._waiting.clear()
-                self._target.cache = None
+                self._target.free()
 
     def _open(self) -> Engine:
         if self._engine is None:

@@ -11,7 +11,7 @@ from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.request import Request
 from truedraft.stats import Emission, Pass, Stopwatch
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 K = TypeVar("K")
@@ -45,14 +45,13 @@ class Engine:
     rows: those that run, in the order of their slots.
     """
 
-    def __init__(self, target: DecoderTarget, control: Control, watch: Stopwatch):
+    def __init__(self, target: Target, control: Control, watch: Stopwatch):
         self.target, self.control, self.watch = target, control, watch
         self.rows: list[Row] = []
         self._controls: dict[int, tuple[Drafter, Control]] = {}
         self._waiting: list[Request] = []
         self._cohort: Cohort | None = None  # of all rows, until one comes or goes
-        self._ready = watch.timed("prefill", target.ready)
-        self._prefill = watch.timed("prefill", target.prefill)
+        self._read = watch.timed("prefill", target.admit)
         self._score = watch.timed("target", target.score)
         self._decide = watch.timed("target", self._decided)
         self._propose = watch.timed("draft", self._proposed)
@@ -131,10 +130,9 @@ class Engine:
         for drafter, places in new.drafters:
             self._control(drafter).start(_of(new.rows, places))
         prompts = [prompt for request in requests for prompt in request.prompts]
-        if self._ready(prompts):
+        if (scores := self._read(prompts)) is None:
             return self._drafted()
-        trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in new.rows]
-        return new, trees, self._prefill(prompts)
+        return new, [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in new.rows], scores
 
     def _drafted(self) -> tuple[Cohort, list[DraftTree], Scores]:
         """Drafts of all rows, and the pass over them."""

@@ -18,7 +18,6 @@ from truedraft.arguments import (
     chance_of,
     check_lengths,
     namespaces_of,
-    prompts_of,
     references_of,
 )
 from truedraft.chance import Chance
@@ -28,7 +27,7 @@ from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass
 from truedraft.stopping import Stops, ends_of, longest
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Row
 
 
@@ -65,7 +64,7 @@ class Prepared:
 def request_of(
     prepared: Prepared,
     call: Call,
-    target: DecoderTarget,
+    target: Target,
     tokenizer: PreTrainedTokenizerBase | None,
     drafter: Drafter,
     rule: Rule,
@@ -82,7 +81,7 @@ def request_of(
     input_ids, config = prepared.input_ids, prepared.config
     rule.bind(target.model, tokenizer)
     drafter.read(tokenizer)
-    prompts = prompts_of(input_ids, prepared.inputs, target.window, call.sources)
+    prompts = target.prompts_of(input_ids, prepared.inputs, call.sources)
     batch, most = len(prompts), max(map(len, prompts))
     steps = longest(prepared.criteria) - input_ids.shape[1]
     check_lengths(target, most, steps)

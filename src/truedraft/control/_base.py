@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from truedraft.card import Card
 from truedraft.drafters._base import Drafter
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
 
 
@@ -26,9 +26,7 @@ class Control(ABC):
         """One with the same knobs that has learnt nothing yet."""
         return replace(self)  # type: ignore[type-var]
 
-    def open(
-        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int
-    ) -> None:
+    def open(self, target: Target, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int) -> None:
         """Before the first pass of a call.
 
         seconds: spent so far by part (prefill, draft, observe, control, target), kept current.

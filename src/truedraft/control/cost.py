@@ -27,7 +27,7 @@ from truedraft.control._probing import Probing
 from truedraft.drafters._base import Drafter, PassCost
 from truedraft.runtime import calibration
 from truedraft.runtime.curve import Curve
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
 
 CHEAP = 0.05  # of a plain pass, for a level of a draft
@@ -123,15 +123,13 @@ class Cost(Control):
         self._rows: dict[int, Odds] = {}
         self._shadows: dict[int, list[Shadow]] = {}
         self._emitted: dict[int, int] = {}
-        self._target: DecoderTarget | None = None
+        self._target: Target | None = None
         self._drafter: Drafter | None = None
         self._curve = Curve.typical(1, 1.0)
         self._known = False  # whether the curve is of passes that were seen
         self._first: list[tuple[float, int]] = []  # seconds and tokens of those that were, until it is
 
-    def open(
-        self, target: DecoderTarget, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int
-    ) -> None:
+    def open(self, target: Target, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int) -> None:
         if drafter.width:
             self._measure(target, steps)
         if drafter is not self._drafter:  # what is known of one drafter is kept from call to call
@@ -163,7 +161,7 @@ class Cost(Control):
         self._lost = 0.0  # seconds that the latest pass took beyond the plain passes that it saved
         self._pass: tuple[int, float] | None = None  # tokens of the pass under way, seconds of the target before it
 
-    def _measure(self, target: DecoderTarget, steps: int) -> None:
+    def _measure(self, target: Target, steps: int) -> None:
         if self._target is not target:
             self._target, self._calibration = target, calibration.of(target)
             self._known, self._first = self._calibration.kept is not None, []

@@ -29,7 +29,7 @@ from truedraft.drafters._joint import Joint
 from truedraft.drafters._model import NODES, laws_of, unnamed
 from truedraft.drafters._reader import Reader, loaded
 from truedraft.errors import Refused
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Row
 
 LENGTHS = (
@@ -116,7 +116,7 @@ class CsDrafting(Joint):
             )
         return known[0] if known else None
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         if not self._readers:
             raise unnamed(self)
         if len(self._table) != len(self._readers) + 1:

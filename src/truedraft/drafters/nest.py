@@ -19,7 +19,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
 from truedraft.stores.neighbours import Near, Search
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 
@@ -60,7 +60,7 @@ class Nest(PerRow[Standing]):
         self._search = Search(self.store, self.layer, self.k, self.alpha, self.tau)
         self.needs = Taps((self._search.layer,))
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         self._search.fit(target.model)
 
     @property

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
+from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Kind, Op, Pass
 from truedraft.runtime.program import Program
@@ -107,7 +108,7 @@ class Nodes:
         self.longest = max(self.longest, sees)
 
 
-class CompiledPass:
+class CompiledPass(Runner):
     """The compiled pass of one model.
 
     Raises:
@@ -115,7 +116,7 @@ class CompiledPass:
     """
 
     name = "compiled pass"
-    cold = False
+    batch_invariant = True
 
     def __init__(self, model: PreTrainedModel):
         library = native.library()

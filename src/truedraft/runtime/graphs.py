@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from truedraft.caches.rows import RowCache
+from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.fingerprint import hooked
+from truedraft.runtime.forward import ForwardPass
+from truedraft.runtime.padded import Padded
 from truedraft.runtime.weights import NotCompilable
-from truedraft.targets.padded import Padded
-from truedraft.targets.stock import ForwardPass
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 
 VIEW = 256  # positions that a pass reads at least, where the cache has as many
@@ -99,7 +100,7 @@ class Captured:
     run: Run
 
 
-class GraphPass:
+class GraphPass(Runner):
     """The forward of a `transformers` model on a GPU, captured once per size and replayed; prompts are read plainly.
 
     Args:
@@ -116,7 +117,6 @@ class GraphPass:
         self.stock, self._capture = stock, capture
         self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...], bool], Captured] = OrderedDict()
         self._over: RowCache | None = None  # the cache that graphs were captured over
-        self.cold = False  # whether the last pass was captured first
         if names := hooked(stock.model):
             raise NotCompilable(
                 f"hooks or replaced forwards would not be run in a captured graph ({', '.join(names[:3])})"
@@ -184,12 +184,11 @@ class GraphPass:
 
     def _made(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Captured:
         inputs = nodes.to(self.stock.device)
-        given = {"input_ids": inputs.ids} if embeds is None else {"inputs_embeds": embeds}
 
         def run() -> Outputs:
             self.stock.cache.cursor.replayed(inputs.places, view)
-            out = self.stock.forward(given, self.stock.mask(inputs, view), inputs.positions, taps)
-            return (out.logits, *(out.hidden_states[layer] for layer in taps.hidden))
+            out = self.stock.forward_nodes(inputs, view, taps, embeds)
+            return (out.logits, *(self.stock.hidden_states(out)[layer] for layer in taps.hidden))
 
         try:
             return Captured(inputs, embeds, self._capture(run))
