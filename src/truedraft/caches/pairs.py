@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from truedraft.caches.rows import Cursor, RowCache, SlotLayer
+from truedraft.caches.rows import Cursor, RowCache, RowLayer, SlotLayer
 
 
 class SourceLayer(SlotLayer):
@@ -100,6 +100,12 @@ class PairCache(EncoderDecoderCache):
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         self.rows.commit(slot, path)
+
+    def advance(self, slot: int, path: Sequence[int], layers: Sequence[RowLayer]) -> None:
+        self.rows.advance(slot, path, layers)
+
+    def rewind(self) -> None:
+        self.rows.rewind()
 
     def release(self, slot: int) -> None:
         """Free a slot; the last one in use takes its place."""

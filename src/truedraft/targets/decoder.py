@@ -27,6 +27,7 @@ from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
 from truedraft.targets.stock import ForwardPass, LinearsPass, PromptPass, long_prompt
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
+from truedraft.views._base import View
 
 BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill with zeros for texts
 
@@ -209,6 +210,7 @@ class DecoderTarget:
 
         By whichever is faster here, which depends on a prompt's own length alone: not on drafts, nor on other rows.
         """
+        self.rewind()
         parts: list[Scores] = []
         for long, group in groupby(prompts, self._is_long):
             batch = list(group)
@@ -225,13 +227,67 @@ class DecoderTarget:
         return self.long is not None and len(prompt) >= self.long
 
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree]) -> Scores:
-        """One pass: the logits at every node of one tree per slot in use. A GPU may be at it still; see `wait`."""
+    def score(
+        self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
+    ) -> Scores:  # fmt: skip
+        """One pass: the logits at every node of one tree per slot in use. A GPU may be at it still; see `wait`.
+
+        Without a view the whole model reads the committed KV, and scratch is dropped. Under a view the pass reads the
+        scratch as well, behind the committed KV, and writes behind both.
+
+        Args:
+            slots: under a view, those that the trees are of, in increasing order; all that are in use by default.
+
+        Raises:
+            Refused: the model cannot run under the view (see `check_view`), or no more scratch fits in the cache;
+                nothing was computed.
+        """
+        if view is not None:
+            return self._score_under(view, trees, slots)
+        self.rewind()
         try:
             return self.runner.score(trees, self.taps)
         except NotCompilable as why:  # it could not be captured
             self._fall_back(why)
             return self.runner.score(trees, self.taps)
+
+    def _score_under(self, view: View, trees: Sequence[DraftTree], slots: Sequence[int] | None) -> Scores:
+        assert self.cache is not None
+        cursor = self.cache.cursor
+        slots = range(len(cursor.lengths)) if slots is None else slots
+        padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a lone token
+        for slot, tree in zip(slots, trees, strict=True):
+            padded[slot] = tree
+        with cursor.behind_scratch():
+            if (need := max(cursor.lengths) + max(map(len, trees))) > cursor.capacity:
+                raise Refused(
+                    f"the scratch of {type(view).__name__} needs {need} positions of a row, the cache has "
+                    f"{cursor.capacity}: a drafter's width counts every position that it advances by"
+                )
+            return self.runner.score(padded, view.taps, view).of(slots)
+
+    def check_view(self, view: View) -> None:
+        """Raises Refused, in one sentence, where passes of this model cannot be made under a view."""
+        self.runner.check_view(view)
+
+    def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
+        """Keep a path of each tree that was just scored under a view as scratch, which the view's next pass reads.
+
+        Args:
+            paths: node indices from the root on; none for a row whose scratch does not grow.
+            slots: as in `score`.
+        """
+        assert self.cache is not None
+        skipped = view.skipped(len(self.layer_types))
+        layers = [layer for i, layer in enumerate(self.cache.layers) if i not in skipped]
+        for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
+            self.cache.advance(slot, path, layers)
+
+    def rewind(self) -> None:
+        """Drop the scratch of views; also done by every pass of the whole model, and where rows come, leave or are
+        cropped."""
+        if self.cache is not None:
+            self.cache.rewind()
 
     def wait(self) -> None:
         """Until the device has done what it was asked."""
@@ -247,6 +303,7 @@ class DecoderTarget:
     def crop(self, slot: int, length: int) -> None:
         """Forget what a slot's cache holds beyond a length."""
         assert self.cache is not None
+        self.rewind()
         self.cache.lengths[slot] = length
 
     def release(self, slot: int) -> None:

@@ -30,6 +30,7 @@ from truedraft.targets.padded import Padded
 from truedraft.targets.positions import Positions
 from truedraft.targets.stock import ForwardPass
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
+from truedraft.views._base import View
 
 OWN = {"encoder_outputs", "inputs_embeds", "input_features", "output_attentions", "output_hidden_states"}
 SOURCE = 32  # positions of a source that passes are measured with
@@ -79,8 +80,16 @@ class Seq2SeqPass(ForwardPass):
             cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
         return joined(parts)
 
+    def check_view(self, view: View) -> None:
+        raise Refused(
+            f"{type(self.model).__name__} cannot run under a view by the {self.name}, in which a row's first pass "
+            "makes the keys of its source in every layer: views of encoder-decoders need the compiled pass"
+        )
+
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        if view is not None:
+            self.check_view(view)
         cursor = self.cache.cursor
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
         if all(self.cache.is_updated.values()):
@@ -174,6 +183,7 @@ class Seq2SeqTarget(DecoderTarget):
     def ready(self, prompts: Sequence[Prompt]) -> bool:
         if any(len(prompt) > 1 for prompt in prompts):
             return False
+        self.rewind()
         self.runner.hear(stacked(prompts, "states"), stacked(prompts, "heard"))  # type: ignore[union-attr]
         assert self.cache is not None
         self.cache.lengths.extend([0] * len(prompts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -15,9 +16,11 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime.linears import Linears
+from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.padded import Padded
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
+from truedraft.views._base import View
 
 # Tokens of a prompt from which on the model's own forward is the faster one, where layers are WIDE: in fp32 on Intel's
 # processors, for which torch's products are made, and on others; in bf16 by the processor's units, and without any.
@@ -39,6 +42,7 @@ class ForwardPass:
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._skippable: SkippableLayers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -76,8 +80,13 @@ class ForwardPass:
         return Scores(out.logits[:, -1:], hidden, [length - 1] * len(batch))
 
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
-        """The logits at every node of one tree per slot in use."""
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        """The logits at every node of one tree per slot in use, of the whole model or under a view.
+
+        Raises:
+            Refused: see `check_view`.
+        """
+        lighter = self._under(view)
         cursor = self.cache.cursor
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
         if len(trees) == cursor.width == 1 and (self.window is None or cursor.view <= self.window):
@@ -86,11 +95,25 @@ class ForwardPass:
         else:
             nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
             ids, positions, mask = nodes.ids, nodes.positions, self.mask(nodes, cursor.view)
-        out = self.forward({"input_ids": ids}, mask, positions, taps)
+        with lighter:
+            out = self.forward({"input_ids": ids}, mask, positions, taps)
         hidden = {
             layer: [h[: len(t)] for h, t in zip(out.hidden_states[layer], trees, strict=True)] for layer in taps.hidden
         }
         return Scores(out.logits, hidden, [0] * len(trees))
+
+    def check_view(self, view: View) -> None:
+        """Raises Refused where passes of this model cannot be made under a view."""
+        self._under(view)
+
+    def _under(self, view: View | None) -> AbstractContextManager[None]:
+        """A block in which `forward` runs under a view; None for the whole model."""
+        if view is None:
+            return nullcontext()
+        skipped = view.skipped(len(self.layer_types))
+        if self._skippable is None:
+            self._skippable = SkippableLayers(self.model, len(self.layer_types))
+        return self._skippable.without(skipped)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
         """The model's own output, over the cache as its cursor stands."""
