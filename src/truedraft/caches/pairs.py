@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from truedraft.caches.rows import Cursor, RowCache, RowLayer, SlotLayer
+from truedraft.caches.rows import Cursor, RowCache, SlotLayer
 
 
 class SourceLayer(SlotLayer):
@@ -101,8 +101,8 @@ class PairCache(EncoderDecoderCache):
     def commit(self, slot: int, path: Sequence[int]) -> None:
         self.rows.commit(slot, path)
 
-    def advance(self, slot: int, path: Sequence[int], layers: Sequence[RowLayer]) -> None:
-        self.rows.advance(slot, path, layers)
+    def advance(self, slot: int, path: Sequence[int], skipped: frozenset[int]) -> None:
+        self.rows.advance(slot, path, skipped)
 
     def rewind(self) -> None:
         self.rows.rewind()

@@ -167,12 +167,13 @@ class RowCache(Cache):
         self._gather(slot, self.lengths[slot], path, self.layers)
         self.lengths[slot] += len(path)
 
-    def advance(self, slot: int, path: Sequence[int], layers: Sequence[RowLayer]) -> None:
+    def advance(self, slot: int, path: Sequence[int], skipped: frozenset[int]) -> None:
         """Make the entries of `path`, offsets behind the slot's scratch, the next of its scratch.
 
-        layers: those that the view runs, and that have such entries.
+        skipped: layers that the view does not run, which have no such entries.
         """
         cursor = self.cursor
+        layers = [layer for i, layer in enumerate(self.layers) if i not in skipped]
         cursor.scratch = cursor.scratch or [0] * len(cursor.lengths)
         self._gather(slot, cursor.lengths[slot] + cursor.scratch[slot], path, layers)
         cursor.scratch[slot] += len(path)

@@ -68,7 +68,8 @@ class SkippableLayers:
 
             return forward
 
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+        table = model.get_input_embeddings().weight
+        token = torch.full((1, 1), len(table) // 2, device=table.device)  # not padding, whose embedding may be zero
         with overridden((layer, "forward", noting(layer)) for layer in self._layers):
             model(input_ids=token, use_cache=False, return_dict=True)
         returned = [out if isinstance(out, tuple) else (out,) for _, out in passed]

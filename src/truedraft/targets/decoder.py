@@ -279,9 +279,8 @@ class DecoderTarget:
         """
         assert self.cache is not None
         skipped = view.skipped(len(self.layer_types))
-        layers = [layer for i, layer in enumerate(self.cache.layers) if i not in skipped]
         for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
-            self.cache.advance(slot, path, layers)
+            self.cache.advance(slot, path, skipped)
 
     def rewind(self) -> None:
         """Drop the scratch of views; also done by every pass of the whole model, and where rows come, leave or are
