@@ -20,6 +20,7 @@ class Cursor:
 
     lengths: committed positions per slot in use.
     scratch: positions per slot in use that a view's passes have kept behind these; empty where there are none.
+    partial: layers that have not written all of the scratch.
     first, last: the slots that take part in the pass.
     width: positions that the pass writes per slot.
     view: positions that the pass may read, the longest row's length and the width.
@@ -34,6 +35,7 @@ class Cursor:
         self.slots, self.capacity = slots, capacity
         self.lengths: list[int] = []
         self.scratch: list[int] = []
+        self.partial: frozenset[int] = frozenset()
         self.first = self.last = self.width = self.view = 0
         self.level = True
 
@@ -164,7 +166,7 @@ class RowCache(Cache):
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Make the entries of `path`, offsets behind the slot's length, the next of the row. Scratch is dropped."""
         self.rewind()
-        self._gather(slot, self.lengths[slot], path, self.layers)
+        self._gather(slot, self.lengths[slot], path)
         self.lengths[slot] += len(path)
 
     def advance(self, slot: int, path: Sequence[int], skipped: frozenset[int]) -> None:
@@ -173,22 +175,25 @@ class RowCache(Cache):
         skipped: layers that the view does not run, which have no such entries.
         """
         cursor = self.cursor
-        layers = [layer for i, layer in enumerate(self.layers) if i not in skipped]
         cursor.scratch = cursor.scratch or [0] * len(cursor.lengths)
-        self._gather(slot, cursor.lengths[slot] + cursor.scratch[slot], path, layers)
+        self._gather(slot, cursor.lengths[slot] + cursor.scratch[slot], path, skipped)
         cursor.scratch[slot] += len(path)
+        if path:
+            cursor.partial |= skipped
 
     def rewind(self) -> None:
         """Drop all scratch."""
         self.cursor.scratch.clear()
+        self.cursor.partial = frozenset()
 
-    def _gather(self, slot: int, first: int, path: Sequence[int], layers: Sequence[RowLayer]) -> None:
-        """Move the entries of `path`, offsets behind the place `first`, there and behind it."""
+    def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
+        """Move the entries of `path`, offsets behind the place `first`, there and behind it, but in skipped layers."""
         stay = next((i for i, node in enumerate(path) if node != i), len(path))
         if stay < len(path):
             places = torch.tensor([first + node for node in path[stay:]], device=self.layers[0].keys.device)
-            for layer in layers:
-                layer.keep(slot, first + stay, places)
+            for i, layer in enumerate(self.layers):
+                if i not in skipped:
+                    layer.keep(slot, first + stay, places)
 
     def release(self, slot: int) -> None:
         """Free a slot; the last one in use takes its place. Scratch is dropped."""

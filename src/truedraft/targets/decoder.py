@@ -239,8 +239,8 @@ class DecoderTarget:
             slots: under a view, those that the trees are of, in increasing order; all that are in use by default.
 
         Raises:
-            Refused: the model cannot run under the view (see `check_view`), or no more scratch fits in the cache;
-                nothing was computed.
+            Refused: the model cannot run under the view (see `check_view`), the view runs a layer of which another
+                view has left no scratch, or no more scratch fits in the cache; nothing was computed.
         """
         if view is not None:
             return self._score_under(view, trees, slots)
@@ -258,6 +258,10 @@ class DecoderTarget:
         padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a lone token
         for slot, tree in zip(slots, trees, strict=True):
             padded[slot] = tree
+        if missing := sorted(cursor.partial - view.skipped(len(self.layer_types))):
+            raise Refused(
+                f"{type(view).__name__} runs layers {missing}, which have not written the scratch: rewind before it"
+            )
         with cursor.behind_scratch():
             if (need := max(cursor.lengths) + max(map(len, trees))) > cursor.capacity:
                 raise Refused(
