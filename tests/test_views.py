@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -25,10 +26,12 @@ from test_seq2seq import ARCHITECTURES as PAIRS
 from test_seq2seq import sources
 from truedraft import DraftTree, Refused
 from truedraft.bench.replay import ReplayTarget
-from truedraft.runtime import linears, native
+from truedraft.runtime import compiled, linears, native
+from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.graphs import GraphPass
 from truedraft.runtime.pair_programs import PAIR_PROGRAMS
 from truedraft.runtime.programs import PROGRAMS
+from truedraft.runtime.skipping import SkippableLayers
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.targets.stock import LinearsPass
@@ -442,8 +445,10 @@ def test_encoder_decoders_by_the_compiled_pass(kind: str) -> None:
 
 @COMPILED
 def test_an_encoder_decoder_that_drafts_for_itself() -> None:
-    model = seq2seq_target("bart", torch.float32).model
-    fast = truedraft.accelerate(model, draft=SelfDrafter((1,)), control="fixed")
+    """A decoder of more layers than its encoder."""
+    config = CONFIG_MAPPING["bart"](**{**PAIRS["bart"], "encoder_layers": 1, "decoder_layers": 4})
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    fast = truedraft.accelerate(model, draft=SelfDrafter((3,)), control="fixed")
     settings = dict(max_new_tokens=20, do_sample=False, num_beams=1)
     assert torch.equal(fast.generate(**sources(), **settings), model.generate(**sources(), **settings))
 
@@ -505,6 +510,49 @@ def test_layers_that_do_not_follow_each_other_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(type(model.model.layers[0]), "__call__", doubled)
     with pytest.raises(Refused, match="do not simply follow each other"):
         DecoderTarget(model, "stock").check_view(SkipLayers((1,)))
+
+
+@COMPILED
+def test_a_search_over_views_keeps_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of operations for every set of layers would fill the memory; one that comes back is made again."""
+    monkeypatch.setattr(compiled, "VARIANTS", 3)
+    target = begun(DecoderTarget(deep("llama", torch.float32)), [[5, 6, 7]])
+    seen = [target.score([DraftTree.chain(7)], SkipLayers({i, j})).logits for i in range(4) for j in range(4)]
+    again = [target.score([DraftTree.chain(7)], SkipLayers({i, j})).logits for i in range(4) for j in range(4)]
+    assert isinstance(target.runner, CompiledPass) and len(target.runner._variants) == 3
+    assert all(torch.equal(a, b) for a, b in zip(seen, again, strict=True))
+    assert len({str(logits) for logits in seen}) == 10
+
+
+def test_layers_that_hand_on_more_than_their_states_are_refused() -> None:
+    """T5's first layer makes the biases by distance that the others add."""
+    stack: Any = seq2seq_target("t5", torch.float32).model.get_decoder()
+    with pytest.raises(Refused, match="the layers of T5Stack cannot be skipped: they do not simply follow each other"):
+        SkippableLayers(stack, len(stack.block))
+
+
+def test_other_threads_call_the_whole_model_meanwhile() -> None:
+    """And behind the pass the model is as it was."""
+    model: Any = deep("llama", torch.float32)
+    target, ids = begun(DecoderTarget(model, "stock"), [[5, 6]]), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        plain, seen = model(ids).logits, list[Tensor]()
+
+        def beside(*_: Any) -> None:
+            with torch.no_grad():
+                seen.append(model(ids).logits)
+
+        def asked(*_: Any) -> None:
+            hook.remove()
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+
+        hook = model.lm_head.register_forward_hook(asked)
+        under = target.score([DraftTree.chain(6, [7])], SkipLayers((0, 1))).logits
+        assert torch.equal(seen[0], plain) and torch.equal(model(ids).logits, plain)
+    assert error(under[0, -1], plain[0, -1]) > 0.1
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
 
 
 def test_views_are_compared_by_what_they_say() -> None:

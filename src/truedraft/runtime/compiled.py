@@ -26,6 +26,7 @@ from truedraft.views._base import View
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
 PROMPT = 512  # nodes of prompts in one call
+VARIANTS = 64  # lists of operations that are kept; the one made first goes first
 NO_LAYERS: frozenset[int] = frozenset()
 FAILURES = {
     Failure.TOKEN: "a token outside the vocabulary",
@@ -210,17 +211,21 @@ class CompiledPass:
         """The positions of a prompt's tokens, where they are not those of their places."""
         return None
 
-    def check_view(self, view: View) -> None:
-        """Raises Refused where passes of this model cannot be made under a view."""
-        view.skipped(len(self.program.layer_types))
+    def skipped(self, view: View) -> frozenset[int]:
+        """The layers that passes under a view leave out.
+
+        Raises:
+            Refused: it is not a view of such a decoder.
+        """
+        return view.skipped(len(self.program.layer_types))
 
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
         Raises:
-            Refused: see `check_view`.
+            Refused: see `skipped`.
         """
-        skipped = NO_LAYERS if view is None else view.skipped(len(self.program.layer_types))
+        skipped = NO_LAYERS if view is None else self.skipped(view)
         nodes = Nodes()
         for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
             nodes.add_tree(slot, length, tree)
@@ -314,6 +319,8 @@ class CompiledPass:
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
                     norm.tail, norm.src, norm.dst = 0, list(p.widths).index("x"), len(p.widths) + k
                     made.append(norm)
+            if len(self._variants) == VARIANTS:
+                del self._variants[next(iter(self._variants))]
             self._variants[hidden, skipped] = (Op * len(made))(*made)
         return self._variants[hidden, skipped]
 

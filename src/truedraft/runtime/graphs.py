@@ -140,16 +140,16 @@ class GraphPass:
         """Read the prompts of new rows by plain forwards."""
         return self.stock.prefill(prompts, taps)
 
-    def check_view(self, view: View) -> None:
-        """See `ForwardPass.check_view`: passes under a view are plain forwards."""
-        self.stock.check_view(view)
+    def skipped(self, view: View) -> frozenset[int]:
+        """See `ForwardPass.skipped`: passes under a view are plain forwards."""
+        return self.stock.skipped(view)
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
         Raises:
-            Refused: see `check_view`.
+            Refused: see `skipped`.
             NotCompilable: the pass could not be captured; nothing was committed.
         """
         if view is not None:

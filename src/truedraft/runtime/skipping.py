@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,7 +33,8 @@ class SkippableLayers:
     def __init__(self, model: PreTrainedModel, count: int):
         self._name = type(model).__name__
         config: Any = model.config.get_text_config(decoder=True)
-        lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        modules = [*model.get_decoder().modules(), *model.modules()]  # not every model has its decoder where others do
+        lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
             raise self._refused("they are not found")
         if getattr(config, "num_kv_shared_layers", None):
@@ -58,13 +61,14 @@ class SkippableLayers:
     @torch.no_grad()
     def _observed(self, model: Any) -> list[int]:
         """How many values each layer returns, 0 where it is a tensor that stands by itself."""
-        passed: list[tuple[Tensor, Any]] = []
+        calls: list[_Call] = []
 
         def noting(layer: nn.Module) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 given = _given(args, kwargs).clone()
-                passed.append((given, type(layer).forward(layer, *args, **kwargs)))
-                return passed[-1][1]
+                returned = type(layer).forward(layer, *args, **kwargs)
+                calls.append(_Call(given, [*args, *kwargs.values()], returned))
+                return returned
 
             return forward
 
@@ -72,15 +76,27 @@ class SkippableLayers:
         token = torch.full((1, 1), len(table) // 2, device=table.device)  # not padding, whose embedding may be zero
         with overridden((layer, "forward", noting(layer)) for layer in self._layers):
             model(input_ids=token, use_cache=False, return_dict=True)
-        returned = [out if isinstance(out, tuple) else (out,) for _, out in passed]
-        follow = [torch.equal(out[0], given) for out, (given, _) in zip(returned, passed[1:], strict=False)]
-        more = [value for out in returned for value in out[1:] if value is not None]
-        if len(passed) != len(self._layers) or not all(follow) or more:
+        if len(calls) != len(self._layers) or not all(after.follows(call) for call, after in pairwise(calls)):
             raise self._refused("they do not simply follow each other")
-        return [len(out) if isinstance(out, tuple) else 0 for _, out in passed]
+        return [len(call.returned) if isinstance(call.returned, tuple) else 0 for call in calls]
 
     def _refused(self, why: str) -> Refused:
         return Refused(f"the layers of {self._name} cannot be skipped: {why}")
+
+
+@dataclass
+class _Call:
+    """Of a layer. states: the hidden states that it was given, as they were. given: its arguments."""
+
+    states: Tensor
+    given: list[Any]
+    returned: Any
+
+    def follows(self, before: _Call) -> bool:
+        """Whether this layer was given the hidden states of the one before, and nothing else that it returned."""
+        states, *others = before.returned if isinstance(before.returned, tuple) else (before.returned,)
+        handed_on = any(value is other for value in self.given for other in others if other is not None)
+        return torch.equal(self.states, states) and not handed_on
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

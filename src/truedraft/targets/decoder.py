@@ -258,7 +258,7 @@ class DecoderTarget:
         padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a lone token
         for slot, tree in zip(slots, trees, strict=True):
             padded[slot] = tree
-        if missing := sorted(cursor.partial - view.skipped(len(self.layer_types))):
+        if missing := sorted(cursor.partial - self.runner.skipped(view)):
             raise Refused(
                 f"{type(view).__name__} runs layers {missing}, which have not written the scratch: rewind before it"
             )
@@ -272,7 +272,7 @@ class DecoderTarget:
 
     def check_view(self, view: View) -> None:
         """Raises Refused, in one sentence, where passes of this model cannot be made under a view."""
-        self.runner.check_view(view)
+        self.runner.skipped(view)
 
     def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
         """Keep a path of each tree that was just scored under a view as scratch, which the view's next pass reads.
@@ -282,7 +282,7 @@ class DecoderTarget:
             slots: as in `score`.
         """
         assert self.cache is not None
-        skipped = view.skipped(len(self.layer_types))
+        skipped = self.runner.skipped(view)
         for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
             self.cache.advance(slot, path, skipped)
 

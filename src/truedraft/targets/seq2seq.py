@@ -80,7 +80,7 @@ class Seq2SeqPass(ForwardPass):
             cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
         return joined(parts)
 
-    def check_view(self, view: View) -> None:
+    def skipped(self, view: View) -> frozenset[int]:
         raise Refused(
             f"{type(self.model).__name__} cannot run under a view by the {self.name}, in which a row's first pass "
             "makes the keys of its source in every layer: views of encoder-decoders need the compiled pass"
@@ -89,7 +89,7 @@ class Seq2SeqPass(ForwardPass):
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         if view is not None:
-            self.check_view(view)
+            self.skipped(view)
         cursor = self.cache.cursor
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
         if all(self.cache.is_updated.values()):

@@ -84,7 +84,7 @@ class ForwardPass:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
         Raises:
-            Refused: see `check_view`.
+            Refused: see `skipped`.
         """
         lighter = self._under(view)
         cursor = self.cache.cursor
@@ -102,17 +102,23 @@ class ForwardPass:
         }
         return Scores(out.logits, hidden, [0] * len(trees))
 
-    def check_view(self, view: View) -> None:
-        """Raises Refused where passes of this model cannot be made under a view."""
-        self._under(view)
+    def skipped(self, view: View) -> frozenset[int]:
+        """The layers that passes under a view leave out.
+
+        Raises:
+            Refused: passes of this model cannot be made under it.
+        """
+        skipped = view.skipped(len(self.layer_types))
+        if self._skippable is None:
+            self._skippable = SkippableLayers(self.model, len(self.layer_types))
+        return skipped
 
     def _under(self, view: View | None) -> AbstractContextManager[None]:
         """A block in which `forward` runs under a view; None for the whole model."""
         if view is None:
             return nullcontext()
-        skipped = view.skipped(len(self.layer_types))
-        if self._skippable is None:
-            self._skippable = SkippableLayers(self.model, len(self.layer_types))
+        skipped = self.skipped(view)
+        assert self._skippable is not None
         return self._skippable.without(skipped)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
