@@ -119,6 +119,8 @@ class Engine:
         new = Cohort.of([row for request in requests for row in request.rows], len(self.rows))
         known = {id(row.request.drafter) for row in self.rows}
         self._cohort = None
+        for slot, row in enumerate(new.rows, len(self.rows)):
+            row.slot = slot
         self.rows += new.rows
         self._waiting.clear()
         self.target.taps = _taps(self.rows)
@@ -219,6 +221,7 @@ class Engine:
         self._end(row)
         self.target.release(slot)
         self.rows[slot] = self.rows[-1]
+        self.rows[slot].slot = slot
         self.rows.pop()
         row.request = None  # type: ignore[assignment]  # or they would keep each other
 

@@ -339,6 +339,7 @@ class Row:
     namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
     given: what the target reads before the first pass; of an encoder-decoder with the states of its source.
     request: what it came with, a `Request`, while it runs.
+    slot: its slot in the target's cache while it runs; it changes when another row leaves.
     """
 
     index: int
@@ -351,6 +352,7 @@ class Row:
     namespace: str = ""
     given: Prompt | None = None
     request: Request = None  # type: ignore[assignment]
+    slot: int = -1
 
     @property
     def ended(self) -> bool:

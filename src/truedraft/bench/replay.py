@@ -34,6 +34,7 @@ from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops
 from truedraft.targets.kinds import Family
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
+from truedraft.views._base import View
 
 
 class ReplayTarget:
@@ -66,7 +67,11 @@ class ReplayTarget:
     def admit(self, prompts: Sequence[Prompt]) -> Scores:
         return Scores(self._spoken([self._said], 1), {}, [len(prompts[0]) - 1])
 
-    def score(self, trees: Sequence[DraftTree]) -> Scores:
+    def score(
+        self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
+    ) -> Scores:  # fmt: skip
+        if view is not None:
+            self.check_view(view)
         (tree,) = trees
         places = [self._said]  # of each node's next token in the output, -1 where nobody knows
         for token, parent in zip(tree.tokens[1:], tree.parent[1:], strict=True):

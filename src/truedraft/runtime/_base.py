@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.views._base import View
 
 
 class Runner(ABC):
@@ -38,9 +39,19 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
-        """Logits (rows, width, V) at every node of one tree per slot in use; what is written is not committed.
+    def skipped(self, view: View) -> frozenset[int]:
+        """The layers that passes under a view leave out.
+
+        Raises:
+            Refused: passes of this model cannot be made under it.
+        """
+
+    @abstractmethod
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        """Logits (rows, width, V) at every node of one tree per slot in use, of the whole model or under a view; what
+        is written is not committed.
 
         Raises:
             NotCompilable: the pass could not be made; nothing was committed.
+            Refused: see `skipped`.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -19,8 +20,10 @@ from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.padded import Padded
+from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
+from truedraft.views._base import View
 
 # Tokens of a prompt from which on the model's own forward is the faster one, where layers are WIDE: in fp32 on Intel's
 # processors, for which torch's products are made, and on others; in bf16 by the processor's units, and without any.
@@ -41,6 +44,7 @@ class ForwardPass(Runner):
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._skippable: SkippableLayers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -77,22 +81,29 @@ class ForwardPass(Runner):
         return Scores(out.logits[:, -1:], hidden, [length - 1] * len(batch))
 
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
-        """The logits at every node of one tree per slot in use."""
-        cursor = self.cache.cursor
-        cursor.begin(0, len(trees), max(map(len, trees)), self.device)
-        embeds = embedded(self.model, trees, cursor.width, self.device)
-        if embeds is None and self._unmasked(trees):
-            ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
-            out = self.forward({"input_ids": ids}, None, positions, taps)
-        else:
-            nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
-            out = self.forward_nodes(nodes, cursor.view, taps, embeds)
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        """The logits at every node of one tree per slot in use, of the whole model or under a view.
+
+        Raises:
+            Refused: see `skipped`.
+        """
+        with self._under(view):
+            out = self._scored(trees, taps)
         hidden = {
             layer: [h[: len(t)] for h, t in zip(self.hidden_states(out)[layer], trees, strict=True)]
             for layer in taps.hidden
         }
         return Scores(out.logits, hidden, [0] * len(trees))
+
+    def _scored(self, trees: Sequence[DraftTree], taps: Taps) -> Any:
+        cursor = self.cache.cursor
+        cursor.begin(0, len(trees), max(map(len, trees)), self.device)
+        embeds = embedded(self.model, trees, cursor.width, self.device)
+        if embeds is None and self._unmasked(trees):
+            ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
+            return self.forward({"input_ids": ids}, None, positions, taps)
+        nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
+        return self.forward_nodes(nodes, cursor.view, taps, embeds)
 
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
         """Whether the pass is a single node that sees all of its row."""
@@ -106,6 +117,25 @@ class ForwardPass(Runner):
         """
         inputs = {"input_ids": nodes.ids} if embeds is None else {"inputs_embeds": embeds}
         return self.forward(inputs, self.mask(nodes, view), nodes.positions, taps)
+
+    def skipped(self, view: View) -> frozenset[int]:
+        """The layers that passes under a view leave out.
+
+        Raises:
+            Refused: passes of this model cannot be made under it.
+        """
+        skipped = view.skipped(len(self.layer_types))
+        if self._skippable is None:
+            self._skippable = SkippableLayers(self.model, len(self.layer_types))
+        return skipped
+
+    def _under(self, view: View | None) -> AbstractContextManager[None]:
+        """A block in which `forward` runs under a view; None for the whole model."""
+        if view is None:
+            return nullcontext()
+        skipped = self.skipped(view)
+        assert self._skippable is not None
+        return self._skippable.without(skipped)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
         """The model's own output, over the cache as its cursor stands."""

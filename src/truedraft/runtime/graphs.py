@@ -24,6 +24,7 @@ from truedraft.runtime.forward import ForwardPass
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.views._base import View
 
 VIEW = 256  # positions that a pass reads at least, where the cache has as many
 KEPT = 32  # graphs at most; the one replayed longest ago goes first
@@ -145,22 +146,29 @@ class GraphPass(Runner):
         """Read the prompts of new rows by plain forwards."""
         return self.stock.prefill(prompts, taps)
 
+    def skipped(self, view: View) -> frozenset[int]:
+        """See `ForwardPass.skipped`: passes under a view are plain forwards."""
+        return self.stock.skipped(view)
+
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
-        """The logits at every node of one tree per slot in use.
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
         Raises:
+            Refused: see `skipped`.
             NotCompilable: the pass could not be captured; nothing was committed.
         """
+        if view is not None:
+            return self.stock.score(trees, taps, view)
         cursor, width = self.stock.cache.cursor, max(map(len, trees))
         rows = bucket(len(trees), cursor.slots)
         ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]
-        view = bucket(max(VIEW, *ends), cursor.capacity)
+        reads = bucket(max(VIEW, *ends), cursor.capacity)
         idle = rows - len(trees)  # free slots score a lone token
         padded = [*trees, *[DraftTree.chain(0)] * idle]
         nodes = Padded.of(padded, cursor.lengths + [0] * idle, bucket(width), self.stock.device)
         embeds = embedded(self.stock.model, padded, bucket(width), self.stock.device)
-        logits, *states = self._replayed(nodes, embeds, view, taps)
+        logits, *states = self._replayed(nodes, embeds, reads, taps)
         # the next pass fills these tensors anew
         hidden = {
             layer: [h[: len(t)] for h, t in zip(state.clone(), trees, strict=False)]

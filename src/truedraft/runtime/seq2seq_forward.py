@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.pairs import PairCache
+from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass, LinearsPass
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.pairs import stacked
 from truedraft.runtime.positions import Positions, table_size
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.views._base import View
 
 
 class Seq2SeqPass(ForwardPass):
@@ -43,6 +45,12 @@ class Seq2SeqPass(ForwardPass):
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
         self.hear(stacked(batch, "states"), stacked(batch, "heard"))
         return super()._read(batch, most, taps)
+
+    def skipped(self, view: View) -> frozenset[int]:
+        raise Refused(
+            f"{type(self.model).__name__} cannot run under a view by the {self.name}, in which a row's first pass "
+            "makes the keys of its source in every layer: views of encoder-decoders need the compiled pass"
+        )
 
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
         return False

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from truedraft.targets.kinds import Family
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
+from truedraft.views._base import View
 
 
 class Target(Protocol):
@@ -187,9 +188,35 @@ class Target(Protocol):
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
         """The same by a pass, whether it has to be or not: logits (rows, 1, V) of the prompts' last tokens."""
 
-    def score(self, trees: Sequence[DraftTree]) -> Scores:
+    def score(self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None) -> Scores:
         """One pass: logits (rows, width, V) at every node of one tree per slot in use. A GPU may still be at it when
-        this returns; see `wait`."""
+        this returns; see `wait`.
+
+        Without a view the whole model reads the committed KV, and scratch is dropped. Under a view the pass reads the
+        scratch as well, behind the committed KV, and writes behind both.
+
+        Args:
+            slots: under a view, those that the trees are of, in increasing order; all that are in use by default.
+
+        Raises:
+            Refused: the model cannot run under the view (see `check_view`), the view runs a layer of which another
+                view has left no scratch, or no more scratch fits in the cache; nothing was computed.
+        """
+
+    def check_view(self, view: View) -> None:
+        """Raises Refused, in one sentence, where passes of this model cannot be made under a view."""
+
+    def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
+        """Keep a path of each tree that was just scored under a view as scratch, which the view's next pass reads.
+
+        Args:
+            paths: node indices from the root on; none for a row whose scratch does not grow.
+            slots: as in `score`.
+        """
+
+    def rewind(self) -> None:
+        """Drop the scratch of views; also done by every pass of the whole model, and where rows come, leave or are
+        cropped."""
 
     def wait(self) -> None:
         """Until the device has finished all passes."""

@@ -34,6 +34,7 @@ from truedraft.targets.memory import check_room
 from truedraft.targets.quirks import learned_positions
 from truedraft.targets.reference import Reference
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
+from truedraft.views._base import View
 
 
 class DecoderTarget:
@@ -237,6 +238,7 @@ class DecoderTarget:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
         """By whichever pass reads a prompt faster, which depends on its length alone, not on drafts or other rows."""
+        self.rewind()
         parts: list[Scores] = []
         for long, group in groupby(prompts, self._is_long):
             batch = list(group)
@@ -253,12 +255,49 @@ class DecoderTarget:
         return self.long is not None and len(prompt) >= self.long
 
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree]) -> Scores:
+    def score(
+        self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
+    ) -> Scores:  # fmt: skip
+        if view is not None:
+            return self._score_under(view, trees, slots)
+        self.rewind()
         try:
             return self.runner.score(trees, self.taps)
         except NotCompilable as why:  # it could not be captured
             self._fall_back(why)
             return self.runner.score(trees, self.taps)
+
+    def _score_under(self, view: View, trees: Sequence[DraftTree], slots: Sequence[int] | None) -> Scores:
+        assert self.cache is not None
+        cursor = self.cache.cursor
+        slots = range(len(cursor.lengths)) if slots is None else slots
+        padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a lone token
+        for slot, tree in zip(slots, trees, strict=True):
+            padded[slot] = tree
+        if missing := sorted(cursor.partial - self.runner.skipped(view)):
+            raise Refused(
+                f"{type(view).__name__} runs layers {missing}, which have not written the scratch: rewind before it"
+            )
+        with cursor.behind_scratch():
+            if (need := max(cursor.lengths) + max(map(len, trees))) > cursor.capacity:
+                raise Refused(
+                    f"the scratch of {type(view).__name__} needs {need} positions of a row, the cache has "
+                    f"{cursor.capacity}: a drafter's width counts every position that it advances by"
+                )
+            return self.runner.score(padded, view.taps, view).of(slots)
+
+    def check_view(self, view: View) -> None:
+        self.runner.skipped(view)
+
+    def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
+        assert self.cache is not None
+        skipped = self.runner.skipped(view)
+        for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
+            self.cache.advance(slot, path, skipped)
+
+    def rewind(self) -> None:
+        if self.cache is not None:
+            self.cache.rewind()
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -271,6 +310,7 @@ class DecoderTarget:
 
     def crop(self, slot: int, length: int) -> None:
         assert self.cache is not None
+        self.rewind()
         self.cache.lengths[slot] = length
 
     def release(self, slot: int) -> None:

@@ -27,6 +27,7 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.inputs import check_sources, source_prompts, states_of
 from truedraft.targets.kinds import Family
 from truedraft.tree import DraftTree, Prompt, Row, Scores
+from truedraft.views._base import View
 
 OWN = {"encoder_outputs", "inputs_embeds", "input_features", "output_attentions", "output_hidden_states"}
 SOURCE = 32  # positions of a source that passes are measured with
@@ -69,10 +70,10 @@ class Seq2SeqTarget(DecoderTarget):
         error = (encoder.states(ids, heard).float() - expected)[heard.bool()].abs().max() / expected.std()
         return encoder if error < (1e-3 if self.dtype == torch.float32 else 0.25) else None
 
-    def score(self, trees: Sequence[DraftTree]) -> Scores:
+    def score(self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None) -> Scores:
         if any(tree.embeds for tree in trees):
             raise Refused("probes with embeddings are for decoder language models: draft for this model with another")
-        return super().score(trees)
+        return super().score(trees, view, slots)
 
     def _long(self) -> int | None:
         return None  # what a decoder begins with is short
@@ -113,6 +114,7 @@ class Seq2SeqTarget(DecoderTarget):
         """A decoder's lone first token is the root of the first tree, so that such rows need no pass of their own."""
         if any(len(prompt) > 1 for prompt in prompts):
             return self.prefill(prompts)
+        self.rewind()
         assert self.cache is not None
         self.runner.hear(stacked(prompts, "states"), stacked(prompts, "heard"))
         self.cache.lengths.extend([0] * len(prompts))
