@@ -198,6 +198,9 @@ class DecoderTarget:
         check_room(self.config, layers, rows, capacity, self.dtype, self.device)
         return RowCache(layers, rows, capacity)
 
+    def check_room(self, prompts: Sequence[Prompt]) -> None:
+        """Raises NoRoom where what new rows need besides the cache that was reserved does not fit in the free memory."""
+
     def ready(self, prompts: Sequence[Prompt]) -> bool:
         """New rows made ready for drafts behind the last tokens of their prompts, where all before these needs no pass;
         elsewhere nothing is done, and the prompts are to be read first."""
@@ -255,7 +258,10 @@ class DecoderTarget:
         self.cache.release(slot)
 
 
-def check_room(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_room(
+    config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
+    remedy: str = "lower max_new_tokens or the batch size",
+) -> None:  # fmt: skip
     """Raises NoRoom where keys and values of so many rows and positions do not fit in the memory that is free."""
     of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
     numbers = 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers))
@@ -263,7 +269,7 @@ def check_room(config: Any, layers: int, rows: int, capacity: int, dtype: torch.
     if need > free:
         raise NoRoom(
             f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
-            "lower max_new_tokens or the batch size"
+            f"{remedy}"
         )
 
 

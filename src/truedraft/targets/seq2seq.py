@@ -23,7 +23,7 @@ from truedraft.caches.pairs import PairCache
 from truedraft.errors import Refused
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.pair_programs import layers_of
-from truedraft.runtime.pairs import CompiledEncoderPass, CompiledSeq2SeqPass, stacked
+from truedraft.runtime.pairs import CompiledEncoderPass, CompiledSeq2SeqPass, padded_sources
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget, check_room
 from truedraft.targets.padded import Padded
@@ -69,8 +69,8 @@ class Seq2SeqPass(ForwardPass):
         for length, group in groupby(prompts, len):
             batch = list(group)
             first = len(cursor.lengths)
-            states, heard, ids = (stacked(batch, name) for name in ("states", "heard", "ids"))
-            self.hear(states, heard)
+            ids = torch.stack([prompt.ids for prompt in batch])  # type: ignore[misc]
+            self.hear(*padded_sources(batch))
             cursor.lengths += [0] * len(batch)
             cursor.begin(first, first + len(batch), length, self.device)
             out = self.forward({"input_ids": ids}, None, ids, taps)
@@ -170,11 +170,19 @@ class Seq2SeqTarget(DecoderTarget):
             return given
         return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
 
+    def check_room(self, prompts: Sequence[Prompt]) -> None:
+        cache: Any = self.cache
+        width = max(len(prompt.states) for prompt in prompts)  # type: ignore[arg-type]
+        if width > cache.width:
+            layers, slots = len(cache.sources), cache.cursor.slots
+            remedy = "shorten the source, or give fewer at once"
+            check_room(self.config, layers, slots, width, self.dtype, self.device, remedy)
+
     @torch.no_grad()
     def ready(self, prompts: Sequence[Prompt]) -> bool:
         if any(len(prompt) > 1 for prompt in prompts):
             return False
-        self.runner.hear(stacked(prompts, "states"), stacked(prompts, "heard"))  # type: ignore[union-attr]
+        self.runner.hear(*padded_sources(prompts))  # type: ignore[union-attr]
         assert self.cache is not None
         self.cache.lengths.extend([0] * len(prompts))
         return True
