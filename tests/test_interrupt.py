@@ -227,9 +227,10 @@ def test_every_row_is_ended_once_however_the_call_ends() -> None:
 
 # Where rows begin and end, in every part that keeps something of them.
 WATCHED: list[Callable[..., Any]] = [
-    engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._drafted, engine.Engine._verified,
-    engine.Engine.close, engine.Engine._end, engine.Engine._leave, engine.Engine._retire, engine._begun,
-    engine._observed, accelerated.Accelerated._decode, prepared.request_of, accept.walk, _base.PerRow.start,
+    engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._prompted, engine.Engine._drafted,
+    engine.Engine._verified, engine.Engine._walked, engine.Engine.close, engine.Engine._end, engine.Engine._leave,
+    engine.Engine._retire, engine.Engine._begun, engine.Engine._observed, engine.Engine._guarded,
+    accelerated.Accelerated._decode, prepared.request_of, accept.walk, _base.PerRow.start,
     _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
     _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,
     _model.ModelDrafter.start, _model.ModelDrafter.end, _reader.Reader.start, _reader.Reader.end, _reader.Reader.admit,

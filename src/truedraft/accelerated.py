@@ -24,7 +24,7 @@ from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.outcome import cut, output
-from truedraft.parts import drafter_of, fitted, part, rule_for
+from truedraft.parts import drafter_of, fitted, part, parts_of, rule_for
 from truedraft.prepared import Call, Prepared, request_of
 from truedraft.rechecking import check_ties
 from truedraft.runtime.quantize import quantize as quantized
@@ -72,7 +72,7 @@ class Accelerated(StandIn):
 
     def _call(self) -> AbstractContextManager[None]:
         """The turn of a call: calls of other threads wait, as do those of models that share a part with this one."""
-        parts = self, self.drafter, *getattr(self.drafter, "parts", ()), self.rule, self.control
+        parts = self, *parts_of([self.drafter]), self.rule, self.control
         return exclusive([part for part in parts if part is not None])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
@@ -198,10 +198,11 @@ class Accelerated(StandIn):
 
         Args:
             max_rows: requests that run at once.
-            max_tokens: of a request's prompt and output together, at most.
+            max_tokens: of a request's prompt and output together, at most; sources of an encoder-decoder are not
+                counted.
 
         Raises:
-            Refused: the sizes make no sense, the model is an encoder-decoder, or the cache does not fit in memory.
+            Refused: the sizes make no sense, or the cache does not fit in memory.
         """
         if self.ties != "keep":
             raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
@@ -242,6 +243,7 @@ class Accelerated(StandIn):
         try:
             while engine.running:
                 advance()
+                request.check()
                 if call.on_pass is not None:
                     call.on_pass(request.passes[-1])
                 stream.put()

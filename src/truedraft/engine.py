@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from truedraft.accept._base import walk
+from truedraft.accept._base import Rule, walk
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.request import Request
@@ -36,11 +36,24 @@ class Cohort:
         requests = _by([row.request for row in rows])
         return cls(list(rows), first, requests, _by([row.request.drafter for row in rows]))
 
+    def without_failed(self) -> Cohort:
+        """The same pass, of which requests that failed see nothing more."""
+        if not any(request.error for request, _ in self.requests):
+            return self
+        requests = [(request, places) for request, places in self.requests if not request.error]
+        going = {place for _, places in requests for place in places}
+        drafters = [(drafter, [i for i in places if i in going]) for drafter, places in self.drafters]
+        return replace(self, requests=requests, drafters=[(drafter, own) for drafter, own in drafters if own])
+
 
 class Engine:
     """Rows that run, a pass at a time, from their prompts to their ends. Requests come and go between passes.
 
     The target's cache is reserved by whoever makes the engine, for as many rows as ever run at once.
+
+    What a part raises that requests brought along (their drafter, rule, processors or stopping criteria) is kept as
+    `Request.error`: these requests leave with the pass under way, and others are not touched. What the target or the
+    control raises, or an interruption, leaves a pass half made: the engine is to be closed.
 
     rows: those that run, in the order of their slots.
     """
@@ -50,14 +63,15 @@ class Engine:
         self.rows: list[Row] = []
         self._controls: dict[int, tuple[Drafter, Control]] = {}
         self._waiting: list[Request] = []
+        self._failed: list[Request] = []  # in the step under way
         self._cohort: Cohort | None = None  # of all rows, until one comes or goes
         self._ready = watch.timed("prefill", target.ready)
         self._prefill = watch.timed("prefill", target.prefill)
         self._score = watch.timed("target", target.score)
         self._decide = watch.timed("target", self._decided)
         self._propose = watch.timed("draft", self._proposed)
-        self._begin = watch.timed("observe", _begun)
-        self._observe = watch.timed("observe", _observed)
+        self._begin = watch.timed("observe", self._begun)
+        self._observe = watch.timed("observe", self._observed)
         self._calibrate = watch.timed("calibrate", self._opened)
         self._size = watch.timed("control", self._sized)
         self._prune = watch.timed("control", self._pruned)
@@ -73,24 +87,30 @@ class Engine:
         self._waiting.append(request)
 
     def step(self) -> list[Request]:
-        """One pass, over the prompts of new rows or over drafts of all rows; the requests that it moved."""
-        cohort, trees, scores = self._admitted() if self._waiting else self._drafted()
+        """One pass, over the prompts of new rows or over drafts of all rows; the requests that it moved or ended."""
+        self._failed = []
+        new = self._admitted() if self._waiting else []
+        if not self.rows:
+            return self._failed
+        cohort, trees, scores = self._prompted(new) if new else self._drafted()
         before = [len(row.tokens) for row in cohort.rows]
         accepted = self._verified(cohort, trees, scores)
         self.target.commit([one.path for one in accepted], cohort.first)
-        self._observe(cohort, trees, scores, accepted)
+        going = cohort.without_failed()
+        self._observe(going, trees, scores, accepted)
         if cohort is self._cohort:
-            self._learn(cohort, trees, accepted)
-        moved = _recorded(cohort, before, trees, accepted)
+            self._learn(going, trees, accepted)
+        moved = _recorded(going, before, trees, accepted)
         self._retire(cohort, accepted)
-        return moved
+        return [*moved, *(request for request in self._failed if request not in moved)]
 
     def run(self, request: Request) -> Iterator[Pass]:
-        """One request to its end, a pass at a time; `row.tokens` grows as it goes."""
+        """One request to its end, a pass at a time; `row.tokens` grows as it goes. Raises what ends it early."""
         self.admit(request)
         try:
             while self.running:
                 self.step()
+                request.check()
                 yield request.passes[-1]
         finally:
             self.close()
@@ -114,25 +134,40 @@ class Engine:
         for row in left:  # one of them may have been there twice
             row.request = None  # type: ignore[assignment]
 
-    def _admitted(self) -> tuple[Cohort, list[DraftTree], Scores]:
-        """New rows, and their prompts' own pass; where they need none, they join the others' at once."""
-        requests = list(self._waiting)
-        new = Cohort.of([row for request in requests for row in request.rows], len(self.rows))
+    def _admitted(self) -> list[Request]:
+        """New rows begin; the requests of those that did."""
+        requests, first = list(self._waiting), len(self.rows)
         known = {id(row.request.drafter) for row in self.rows}
         self._cohort = None
-        self.rows += new.rows
+        self.rows += [row for request in requests for row in request.rows]
         self._waiting.clear()
         self.target.taps = _taps(self.rows)
-        for drafter, places in new.drafters:
+        for drafter, places in _by([row.request.drafter for row in self.rows[first:]]):
+            rows = _of(self.rows[first:], places)
             if id(drafter) not in known:
-                self._calibrate(drafter, [new.rows[i] for i in places])
-                drafter.open()
-        self._begin(new)
-        for drafter, places in new.drafters:
-            self._control(drafter).start(_of(new.rows, places))
+                self._calibrate(drafter, rows)
+                self._guarded(rows, drafter.open)
+        self._begin(requests)
+        for place in reversed(range(first, len(self.rows))):
+            if self.rows[place].request.error:
+                self._end(self.rows[place])
+                del self.rows[place]
+        for drafter, places in _by([row.request.drafter for row in self.rows[first:]]):
+            self._control(drafter).start(_of(self.rows[first:], places))
+        return [request for request in requests if not request.error]
+
+    def _begun(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if not request.error:
+                self._guarded(request.rows, request.drafter.start, request.rows)
+
+    def _prompted(self, requests: Sequence[Request]) -> tuple[Cohort, list[DraftTree], Scores]:
+        """The prompts' own pass of new rows; where they need none, they join the others' at once."""
         prompts = [prompt for request in requests for prompt in request.prompts]
         if self._ready(prompts):
             return self._drafted()
+        first = len(self.rows) - len(prompts)
+        new = Cohort.of(self.rows[first:], first)
         trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in new.rows]
         return new, trees, self._prefill(prompts)
 
@@ -143,28 +178,79 @@ class Engine:
         cohort = self._cohort
         drafts = self._propose(cohort, self._size(cohort))
         kept = _unpicked(drafts, self._prune(cohort, drafts))
-        trees = _each(
-            cohort.requests, lambda r, rows, some: r.rule.add_probes(_padded(r, rows, some)), cohort.rows, kept
-        )
+        trees = _each(cohort.requests, self._probed, cohort.rows, kept)
         return cohort, trees, self._score(trees)
 
     def _proposed(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
-        drafts = _each(cohort.drafters, lambda drafter, rows, most: drafter.propose(rows, most), cohort.rows, budget)
-        return [_fitted(row, tree) for row, tree in zip(cohort.rows, drafts, strict=True)]
+        def drafted(drafter: Drafter, rows: Sequence[Row], most: Sequence[int]) -> list[DraftTree]:
+            try:
+                return [_fitted(row, tree) for row, tree in zip(rows, drafter.propose(rows, most), strict=True)]
+            except Exception as error:
+                self._fail(rows, error)
+                return [DraftTree.chain(row.tokens[-1]) for row in rows]
+
+        return _each(cohort.drafters, drafted, cohort.rows, budget)
+
+    def _probed(self, request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
+        """Drafts with what the rule reads besides."""
+        try:
+            return request.rule.add_probes(_padded(request, rows, trees))
+        except Exception as error:
+            self._fail(rows, error)
+            return trees
 
     def _verified(self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores) -> list[Accepted]:
         """How far each row's own rule goes along its tree."""
         accepted: list[Accepted | None] = [None] * len(trees)
         for request, places in cohort.requests:
-            rows, drafts, own = _of(cohort.rows, places), _of(trees, places), scores.of(places)
-            known = self._decide(request, rows, drafts, own)
-            found = walk(
-                rows, drafts, own, known, request.laws, request.rule, request.stops, request.chance, request.history.pad
-            )
-            request.chance.reached(max(row.step for row in rows))
+            found = self._walked(request, _of(cohort.rows, places), _of(trees, places), scores.of(places))
             for place, one in zip(places, found, strict=True):
                 accepted[place] = one
         return accepted  # type: ignore[return-value]
+
+    def _walked(
+        self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
+    ) -> list[Accepted]:
+        """The same of one request; where it fails, its rows emit nothing and leave."""
+        texts = [(len(row.tokens), row.end) for row in rows]
+        try:
+            if not request.error:
+                known = self._decide(request, rows, trees, scores)
+                found = walk(
+                    rows, trees, scores, known, request.laws, request.rule, request.stops, request.chance,
+                    request.history.pad,
+                )  # fmt: skip
+                request.chance.reached(max(row.step for row in rows))
+                return found
+        except Exception as error:
+            self._fail(rows, error)
+        for row, (length, end) in zip(rows, texts, strict=True):
+            del row.tokens[length:]
+            row.end = end
+        return [Accepted((0,), -1, True)] * len(rows)
+
+    def _observed(
+        self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        """Show drafters and rules the pass as it was."""
+        parts: list[tuple[Drafter | Rule, Sequence[int]]] = [*cohort.drafters]
+        parts += [(request.rule, places) for request, places in cohort.requests]
+        for part, places in parts:
+            rows = _of(cohort.rows, places)
+            self._guarded(rows, part.observe, rows, _of(trees, places), scores.of(places), _of(accepted, places))
+
+    def _guarded(self, rows: Sequence[Row], hook: Callable[..., None], *given: object) -> None:
+        """A hook of a part that rows brought along; where it fails, their requests do."""
+        try:
+            hook(*given)
+        except Exception as error:
+            self._fail(rows, error)
+
+    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
+        for request in {id(row.request): row.request for row in rows}.values():
+            if not request.error:
+                request.error = error
+                self._failed.append(request)
 
     def _decided(
         self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
@@ -207,7 +293,7 @@ class Engine:
             control.observe(_of(cohort.rows, places), own, _of(accepted, places))
 
     def _end(self, row: Row) -> None:
-        row.request.drafter.end(row)
+        self._guarded([row], row.request.drafter.end, row)
         self._control(row.request.drafter).end(row)
 
     def _leave(self, slot: int) -> None:
@@ -223,9 +309,9 @@ class Engine:
         row.request = None  # type: ignore[assignment]  # or they would keep each other
 
     def _retire(self, cohort: Cohort, accepted: Sequence[Accepted]) -> None:
-        """Rows that ended leave."""
+        """Rows that ended or failed leave."""
         for place in reversed(range(len(accepted))):
-            if accepted[place].ended:
+            if accepted[place].ended or cohort.rows[place].request.error:
                 self._leave(cohort.first + place)
         for request, places in cohort.requests:
             if going := [cohort.rows[i].step for i in places if not accepted[i].ended]:
@@ -260,19 +346,6 @@ def _taps(rows: Sequence[Row]) -> Taps:
     for request in {id(row.request): row.request for row in rows}.values():
         taps = taps | request.drafter.needs | request.rule.needs
     return taps
-
-
-def _begun(cohort: Cohort) -> None:
-    for drafter, places in cohort.drafters:
-        drafter.start(_of(cohort.rows, places))
-
-
-def _observed(cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]) -> None:
-    """Show drafters and rules the pass as it was."""
-    for drafter, places in cohort.drafters:
-        drafter.observe(_of(cohort.rows, places), _of(trees, places), scores.of(places), _of(accepted, places))
-    for request, places in cohort.requests:
-        request.rule.observe(_of(cohort.rows, places), _of(trees, places), scores.of(places), _of(accepted, places))
 
 
 def _fitted(row: Row, tree: DraftTree) -> DraftTree:

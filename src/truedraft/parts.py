@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -41,6 +42,11 @@ def drafter_of(given: Any) -> Drafter:
     if isinstance(given := unwrapped(given), PreTrainedModel):
         return registry.load("drafters", "draft-model", model=given)
     return part(given, "drafters", Drafter)
+
+
+def parts_of(drafters: Sequence[Drafter]) -> list[Drafter]:
+    """Drafters and those that they are composed of: whoever uses one uses all."""
+    return [part for drafter in drafters for part in (drafter, *getattr(drafter, "parts", ()))]
 
 
 def fitted(drafter: Drafter, target: DecoderTarget, tokenizer: PreTrainedTokenizerBase | None) -> Drafter:

@@ -143,7 +143,7 @@ class CompiledSeq2SeqPass(Hearing, LeanStackPass):
 
 
 def padded_sources(prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """The states and the masks of the sources of prompts, (rows, length, H) and (rows, length), as long as the longest."""
+    """The states and the masks of the sources of prompts, (rows, length, H) and (rows, length), padded at the end."""
     states, masks = ([getattr(prompt, name) for prompt in prompts] for name in ("states", "heard"))
     return pad_sequence(states, batch_first=True), pad_sequence(masks, batch_first=True)
 

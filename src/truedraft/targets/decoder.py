@@ -199,7 +199,7 @@ class DecoderTarget:
         return RowCache(layers, rows, capacity)
 
     def check_room(self, prompts: Sequence[Prompt]) -> None:
-        """Raises NoRoom where what new rows need besides the cache that was reserved does not fit in the free memory."""
+        """Raises NoRoom where what new rows need beside the cache that was reserved does not fit in the free memory."""
 
     def ready(self, prompts: Sequence[Prompt]) -> bool:
         """New rows made ready for drafts behind the last tokens of their prompts, where all before these needs no pass;
@@ -268,8 +268,7 @@ def check_room(
     need, free = numbers * dtype.itemsize, free_memory(device)
     if need > free:
         raise NoRoom(
-            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
-            f"{remedy}"
+            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: {remedy}"
         )
 
 
