@@ -134,6 +134,8 @@ def play(names: list[str], events: list[tuple[int, int, int]], kind: str = "deco
             engine.step()
         check_nothing_left(engine, drafts.values())
     for request in known:
-        assert request[0].finished and request[0].error is None
+        assert request[0].finished
+        if request[0].error is not None:
+            raise request[0].error
         check(*request, kind)
     return len(events)
