@@ -190,6 +190,7 @@ def check_failed(request: EngineRequest, error: type[Exception], streamer: Any) 
         request.result()
     report = request.report()
     assert report.tokens == len(request.tokens) and "ended by an error" in str(report)
+    assert all(done.emitted for done in report.passes), "a pass that it did not complete"
     assert streamer is None or streamer.ended == 1
 
 

@@ -275,19 +275,21 @@ class ContinuousEngine:
                     self._close()
 
     def _close(self) -> None:
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
-            try:
-                engine.close()
-            finally:
-                for request in self._unfinished():
-                    self._finish(request, "abort")
-                self._waiting.clear()
-                self._target.cache = None
+        if self._engine is None:
+            return
+        try:
+            self._engine.close()
+        except BaseException:
+            self._engine.close()  # once more, where an interruption cut it short
+            raise
+        finally:
+            for request in self._unfinished():
+                self._finish(request, request.finish_reason or "abort")
+            self._waiting.clear()
+            self._target.cache = self._engine = None
 
     def _unfinished(self) -> list[EngineRequest]:
-        requests = [*self._waiting, *(request for request, _ in self._running.values())]
-        return [request for request in dict.fromkeys(requests) if not request.finished]
+        return list(dict.fromkeys([*self._waiting, *(request for request, _ in self._running.values())]))
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -373,7 +375,6 @@ class ContinuousEngine:
     def _finish(self, request: EngineRequest, reason: Reason) -> None:
         request.finish_reason = reason
         report, inner = request.report(), request._request
-        self._running.pop(id(inner), None)
         try:
             if request._streamer is not None:
                 request._streamer.end()
@@ -388,3 +389,4 @@ class ContinuousEngine:
             report.interrupted = True
             report.notes.append("aborted: the text ends with the last pass that was completed")
         self._totals.end(report, request.finish_reason)
+        self._running.pop(id(inner), None)

@@ -14,6 +14,8 @@ from truedraft.stats import Emission, Pass, Stopwatch
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
+KEPT = 16  # drafters without rows whose controls are kept
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -263,10 +265,17 @@ class Engine:
         return known
 
     def _control(self, drafter: Drafter) -> Control:
-        """That of a drafter's rows: each learns how often the drafts of its own are right."""
+        """That of a drafter's rows: each learns how often the drafts of its own are right.
+
+        Those of drafters that no row has are kept for later rows, as long as there are few.
+        """
         if not self._controls:
             self._controls[id(drafter)] = drafter, self.control
         if id(drafter) not in self._controls:
+            running = {id(row.request.drafter) for row in self.rows}
+            idle = [key for key in list(self._controls)[1:] if key not in running]
+            for key in idle[: max(len(idle) - KEPT, 0)]:
+                del self._controls[key]
             self._controls[id(drafter)] = drafter, self.control.another()
         return self._controls[id(drafter)][1]
 
