@@ -353,6 +353,7 @@ def test_ctrl_c_at_every_line_of_a_running_engine() -> None:
         for request, streamer, text in zip(requests, streamers, expected, strict=False):
             assert request.finished and streamer.ended >= 1, spot
             assert request.tokens == text[: len(request.tokens)], spot
+            assert request.report().tokens == len(request.tokens), spot
         assert running._target.cache is None and not left(fast.drafter), spot
     assert pressed > 130
 

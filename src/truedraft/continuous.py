@@ -21,6 +21,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import NoRoom, Refused, let_go, why
+from truedraft.outcome import cut
 from truedraft.parts import drafter_of, fitted, part, parts_of, rule_for
 from truedraft.prepared import Call, Prepared, request_of
 from truedraft.request import Request
@@ -386,6 +387,7 @@ class ContinuousEngine:
             report.notes.append(f"ended by an error: {why(inner.error)}")
             let_go(inner.error)
         elif reason == "abort":
+            cut(inner.rows, inner.passes, lockstep=False)
             report.interrupted = True
             report.notes.append("aborted: the text ends with the last pass that was completed")
         self._totals.end(report, request.finish_reason)
