@@ -18,6 +18,7 @@ from truedraft.errors import Refused
 from truedraft.runtime import calibration
 
 KINDS = ["decoder", "encoder-decoder"]
+EVENTS_IN_ALL = 10_000
 EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 14)), min_size=8, max_size=30)
 
 
@@ -49,17 +50,18 @@ def test_drafters_mix_behind_sources(events: list[tuple[int, int, int]]) -> None
 
 
 @pytest.mark.slow
-def test_ten_thousand_events() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand_events(kind: str) -> None:
     count, rng = 0, random.Random(0)
-    names = [name for name in [*REGISTERED, *DECODERS] if _serves(name)]
-    while count < 10_000:
+    names = [name for name in [*REGISTERED, *DECODERS] if _serves(name, kind)]
+    while count < EVENTS_IN_ALL:
         events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(60)]
-        count += play(rng.sample(names, 4), events)
+        count += play(rng.sample(names, 4), events, kind, rng.choice(["auto", "stock"]))
 
 
-def _serves(name: str) -> bool:
+def _serves(name: str, kind: str) -> bool:
     try:
-        drafter(name, model()) if name != "auto" else None
+        drafter(name, model(kind)) if name != "auto" else None
     except pytest.skip.Exception:
         return False
     return True
@@ -150,6 +152,9 @@ def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
             ({"draft": "nonsense"}, "nonsense"),
             ({"rule": "block"}, "block"),
             ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+            ({"references": [[1, 2]], "draft": None}, "references were given, and plain does not use any"),
+            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for drafts"),
+            ({"assistant_model": model()}, "assistant_model asks for drafts"),
             ({"draft": "token-recycling:nodes=400", "max_new_tokens": 40}, "drafts of 400 nodes .* max_tokens=189"),
         ):
             with pytest.raises(Refused, match=match):

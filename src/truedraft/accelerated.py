@@ -24,7 +24,7 @@ from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.outcome import cut, output
-from truedraft.parts import drafter_of, fitted, part, parts_of, rule_for
+from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
 from truedraft.prepared import Call, Prepared, request_of
 from truedraft.rechecking import check_ties
 from truedraft.runtime.quantize import quantize as quantized
@@ -270,13 +270,8 @@ class Accelerated(StandIn):
             return self._assistant(assistant, config)
         if (length := config.prompt_lookup_num_tokens) is not None:
             return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
-        takers = (self.drafter, self.rule)
-        if references is None or any(taker is not None and taker.takes_references for taker in takers):
-            return self.drafter
-        name = name_of(self.drafter)
-        raise Refused(
-            f"references were given, and {name} does not use any: leave them out, or accelerate with draft='auto'"
-        )
+        check_references(references, self.drafter, self.rule)
+        return self.drafter
 
     def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
         """The drafter that `assistant_model` stands for, with the lengths that transformers knows; kept until another

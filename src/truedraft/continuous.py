@@ -22,7 +22,7 @@ from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import NoRoom, Refused, let_go, why
 from truedraft.outcome import cut
-from truedraft.parts import drafter_of, fitted, part, parts_of, rule_for
+from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
 from truedraft.prepared import Call, Prepared, request_of
 from truedraft.request import Request
 from truedraft.stats import EngineReport, Report, Stopwatch, Totals
@@ -202,6 +202,9 @@ class ContinuousEngine:
                 raise Refused("return_dict_in_generate: a request has its tokens alone; leave it out")
             drafter = fitted(given, target, self.tokenizer)
             judge = rule_for(self._judge(rule), bool(generation_config.do_sample), drafter)
+            check_references(references, drafter, judge)
+            if generation_config.prompt_lookup_num_tokens is not None:
+                raise Refused("prompt_lookup_num_tokens asks for drafts: give draft='prompt-lookup' in its place")
 
             def check(rows: int, tokens: int) -> None:
                 self._check(tokens, drafter.width + judge.extra(drafter.width))
@@ -213,6 +216,8 @@ class ContinuousEngine:
 
         with exclusive([self]), exclusive(parts_of([given])), defaults():
             self._open()
+            if kwargs.get("assistant_model") is not None:
+                raise Refused("assistant_model asks for drafts: give it as draft=")
             check_arguments(target, ids, kwargs)
             self._check_model()
             kwargs = with_stop_strings(target.encoded(ids, kwargs), self.model, self.tokenizer)

@@ -84,6 +84,16 @@ def rule_for(rule: Rule | None, samples: bool, drafter: Drafter) -> Rule:
     return rule
 
 
+def check_references(references: Any, drafter: Drafter, rule: Rule | None) -> None:
+    """Raises Refused where documents were given and nobody looks into them."""
+    takes = drafter.takes_references or (rule is not None and rule.takes_references)
+    if references is not None and not takes:
+        raise Refused(
+            f"references were given, and {name_of(drafter)} does not use any: leave them out, or accelerate with "
+            "draft='auto'"
+        )
+
+
 def check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
     """Raises Refused where a drafter has other tokens than the target."""
     name = name_of(drafter)
