@@ -14,7 +14,8 @@ import seq2seq_models
 import truedraft
 from models import ragged, tiny
 from nets import EVERY, drafter
-from truedraft.continuous import ContinuousEngine, EngineRequest
+from truedraft.continuous import ContinuousEngine
+from truedraft.engine_request import EngineRequest
 
 ROWS, LONGEST, END = 3, 48, 5
 DECODERS = [name for name in EVERY if name not in ("oracle", "probes", "taps")] + ["auto"]

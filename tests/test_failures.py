@@ -16,8 +16,9 @@ from arrivals import LONGEST, ROWS, added, check, check_nothing_left, model, pro
 from models import tiny
 from nets import drafter
 from truedraft.accept.greedy import Greedy
-from truedraft.continuous import ContinuousEngine, EngineRequest
+from truedraft.continuous import ContinuousEngine
 from truedraft.control.cost import Cost
+from truedraft.engine_request import EngineRequest
 from truedraft.errors import NoRoom, Refused
 from truedraft.targets import decoder
 
@@ -429,6 +430,23 @@ def test_the_report_of_an_engine_adds_up() -> None:
         assert figures["ended"]["abort"] == 1 and figures["seconds"]["all"] >= figures["seconds"]["target"] > 0
         assert requests[3].report().interrupted and "aborted" in str(requests[3].report())
     assert engine.report().as_dict() == figures, "it can be read when the engine is closed"
+
+
+def test_a_request_that_fails_before_its_pass_counts_for_none() -> None:
+    with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 5, None, **with_drafter("start")(lambda inner: failing(inner, 0), "decoder"))
+        assert engine.step() == [request] and engine.step() == []
+        assert engine.report().totals.passes == 0 and engine.report().as_dict()["ended"] == {"error": 1}
+
+
+def test_a_request_of_another_engine_is_not_aborted() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine, fast.engine(max_rows=1, max_tokens=LONGEST) as other:
+        request = added(engine, 0, 9, None, "default")
+        with pytest.raises(Refused, match="another engine"):
+            other.abort_request(request)
+        finish(engine)
+        check(request, 0, 9, None)
 
 
 def test_a_result_is_had_of_a_finished_request() -> None:

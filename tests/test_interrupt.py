@@ -26,6 +26,7 @@ from truedraft import Refused, accelerated, continuous, engine, prepared
 from truedraft.accept import _base as accept
 from truedraft.control import cost
 from truedraft.drafters import _base, _compose, _model, _reader, _trust
+from truedraft.engine_request import EngineRequest
 from truedraft.loading import load
 from truedraft.runtime import native
 from truedraft.stats import Pass
@@ -310,9 +311,9 @@ def test_ctrl_c_at_every_line_with_a_model_that_drafts() -> None:
     assert pressed > 90
 
 
-def run(running: continuous.ContinuousEngine, streamers: list[Recorder]) -> list[continuous.EngineRequest]:
+def run(running: continuous.ContinuousEngine, streamers: list[Recorder]) -> list[EngineRequest]:
     """Three requests, of which the second is aborted; those that there are when it ends."""
-    requests: list[continuous.EngineRequest] = []
+    requests: list[EngineRequest] = []
     with suppress(KeyboardInterrupt), running:
         for length in (5, 3, 4):
             ids = ragged(tiny(), 3)["input_ids"][2, -length:]

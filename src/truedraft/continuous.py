@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,12 @@ from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
+from truedraft.engine_request import EngineRequest, Reason
 from truedraft.errors import NoRoom, Refused, let_go, why
 from truedraft.outcome import cut
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
 from truedraft.prepared import Call, Prepared, request_of
-from truedraft.request import Request
-from truedraft.stats import EngineReport, Report, Stopwatch, Totals
-from truedraft.streaming import Stream
+from truedraft.stats import EngineReport, Stopwatch, Totals
 from truedraft.surroundings import defaults, exclusive
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import hosted
@@ -34,65 +33,6 @@ from truedraft.targets.hosting import hosted
 DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes
 
 SHARE = 0.02  # of the time, at most, for noticing between steps that the model was changed
-
-Reason = Literal["stop", "length", "abort", "error"]
-
-
-class EngineRequest:
-    """A request of one row; made by `ContinuousEngine.add_request`.
-
-    Attributes:
-        seed: what the noise of its tokens is drawn from, with their positions.
-        finish_reason: "stop" (an end-of-text token or another stopping criterion), "length" (as many tokens as it may
-            have), "abort", "error", or None while it waits or runs.
-    """
-
-    def __init__(self, request: Request, seed: int, streamer: Any, report: Report):
-        self.seed = seed
-        self.finish_reason: Reason | None = None
-        self._request, self._streamer, self._report = request, streamer, report
-        self._stream = Stream(streamer, request.rows, request.history)
-
-    @property
-    def _row(self) -> Any:
-        return self._request.rows[0]
-
-    @property
-    def tokens(self) -> list[int]:
-        """The token ids that it has emitted, the prompt left out."""
-        row = self._row
-        return row.tokens[row.prompt : row.end]
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def error(self) -> Exception | None:
-        """What one of its own parts raised (a processor, a stopping criterion, its streamer, rule or drafter), or why
-        it could not be admitted; None where nothing went wrong."""
-        return self._request.error
-
-    def result(self) -> list[int]:
-        """`tokens` of a finished request.
-
-        Raises:
-            Refused: it is not finished yet.
-            Exception: its `error`, where it has one.
-        """
-        if not self.finished:
-            raise Refused("the request is not finished: step() the engine until it is")
-        if self.error is not None:
-            raise self.error
-        return self.tokens
-
-    def report(self) -> Report:
-        """Figures of the passes that it completed; "all" are the seconds since it was admitted, whoever else ran."""
-        return self._report
-
-    def __repr__(self) -> str:
-        state = self.finish_reason or ("running" if self._request.passes else "waiting")
-        return f"<EngineRequest {state}: {len(self.tokens)} tokens>"
 
 
 class ContinuousEngine:
@@ -245,17 +185,23 @@ class ContinuousEngine:
                 moved = self._admit(engine)
                 if engine.running:
                     ran = self._step()
-                    self._totals.passes += 1
+                    self._totals.passes = engine.passes
                     for request in [self._running[id(request)][0] for request in ran]:
                         self._moved(request)
                         moved.append(request)
         return moved
 
     def abort_request(self, request: EngineRequest) -> None:
-        """End a request where it is; nothing happens to one that is finished."""
+        """End a request where it is; nothing happens to one that is finished.
+
+        Raises:
+            Refused: it is one of another engine, or this is a call within a call.
+        """
         with exclusive([self]):
             if not request.finished:
                 engine = self._open()
+                if request not in self._unfinished():
+                    raise Refused("the request is one of another engine: abort it there")
                 with self._changing():
                     if request in self._waiting:
                         self._waiting.remove(request)
@@ -266,7 +212,7 @@ class ContinuousEngine:
     def report(self) -> EngineReport:
         """Figures of all its requests so far."""
         totals = copy.deepcopy(self._totals)
-        for request, _ in self._running.values():
+        for request, _ in list(self._running.values()):  # other threads may be at it
             totals.add(request.report())
         return EngineReport(
             self._target.runtime, name_of(self._control), totals, len(self._waiting), len(self._running),

@@ -58,11 +58,13 @@ class Engine:
     control raises, or an interruption, leaves a pass half made: the engine is to be closed.
 
     rows: those that run, in the order of their slots.
+    passes: made so far.
     """
 
     def __init__(self, target: DecoderTarget, control: Control, watch: Stopwatch):
         self.target, self.control, self.watch = target, control, watch
         self.rows: list[Row] = []
+        self.passes = 0
         self._controls: dict[int, tuple[Drafter, Control]] = {}
         self._waiting: list[Request] = []
         self._failed: list[Request] = []  # in the step under way
@@ -95,6 +97,7 @@ class Engine:
         if not self.rows:
             return self._failed
         cohort, trees, scores = self._prompted(new) if new else self._drafted()
+        self.passes += 1
         before = [len(row.tokens) for row in cohort.rows]
         accepted = self._verified(cohort, trees, scores)
         self.target.commit([one.path for one in accepted], cohort.first)
