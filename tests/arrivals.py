@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -9,80 +10,114 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+import seq2seq_models
 import truedraft
 from models import ragged, tiny
 from nets import EVERY, drafter
-from truedraft.continuous import ContinuousEngine, EngineRequest
+from truedraft.continuous import ContinuousEngine
+from truedraft.engine_request import EngineRequest
 
 ROWS, LONGEST, END = 3, 48, 5
 DECODERS = [name for name in EVERY if name not in ("oracle", "probes", "taps")] + ["auto"]
 TINIEST = np.finfo(np.float32).tiny
 
 
-def model() -> PreTrainedModel:
-    return tiny("llama", torch.float32)
+def model(kind: str = "decoder") -> PreTrainedModel:
+    return tiny("llama", torch.float32) if kind == "decoder" else seq2seq_models.model()
 
 
 @cache
-def prompts() -> list[tuple[int, ...]]:
+def prompts(kind: str = "decoder") -> list[tuple[int, ...]]:
+    """Six of different lengths; of an encoder-decoder sources, the longest in the midst of them."""
+    if kind != "decoder":
+        generator = torch.Generator().manual_seed(4)
+        lengths = (4, 9, 31, 2, 17, 12)
+        return [tuple(torch.randint(3, 300, (n,), generator=generator).tolist()) for n in lengths]
     inputs = ragged(model(), 6, seed=2)
     lines = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
     return [tuple(ids[seen.bool()].tolist()) for ids, seen in lines]
 
 
+def plain_logits(prompt: tuple[int, ...], emitted: list[int], kind: str = "decoder") -> torch.Tensor:
+    """(V,) of the next token by a plain forward over all of it."""
+    with torch.no_grad():
+        if kind == "decoder":
+            return model()(torch.tensor([[*prompt, *emitted]]), use_cache=False).logits[0, -1]
+        begun = [model(kind).config.decoder_start_token_id, *emitted]
+        ids, text = torch.tensor([prompt]), torch.tensor([begun])
+        return model(kind)(ids, decoder_input_ids=text, use_cache=False).logits[0, -1]
+
+
 @cache
-def alone(prompt: tuple[int, ...], steps: int, seed: int | None) -> list[int]:
+def alone(prompt: tuple[int, ...], steps: int, seed: int | None, kind: str = "decoder") -> list[int]:
     """Plain decoding of a prompt by itself: by `model.generate`, or a forward a token and the noise of its place."""
     ids = torch.tensor([prompt])
     if seed is None:
-        out = model().generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=END, pad_token_id=0)
-        return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+        out = model(kind).generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=END, pad_token_id=0)
+        return out[0, len(prompt) if kind == "decoder" else 1 :].tolist()  # type: ignore[no-any-return]
     emitted: list[int] = []
     while len(emitted) < steps and END not in emitted:
-        with torch.no_grad():
-            law = model()(torch.tensor([[*prompt, *emitted]])).logits[0, -1].softmax(-1)
+        law = plain_logits(prompt, emitted, kind).softmax(-1)
         bits = np.random.Philox(key=(seed, 0), counter=[0, len(emitted), 0, 0])
         noise = np.random.Generator(bits).standard_exponential(len(law), dtype=np.float32)
         emitted.append(int((law / torch.from_numpy(np.maximum(noise, TINIEST))).argmax()))
     return emitted
 
 
-def added(engine: ContinuousEngine, which: int, steps: int, seed: int | None, draft: Any) -> EngineRequest:
+def added(
+    engine: ContinuousEngine, which: int, steps: int, seed: int | None, draft: Any, **other: Any
+) -> EngineRequest:
     sampling = {"do_sample": False} if seed is None else {"do_sample": True, "top_k": 0, "seed": seed}
+    ids = torch.tensor(prompts(kind_of(engine))[which])
     return engine.add_request(
-        torch.tensor(prompts()[which]), draft=draft, max_new_tokens=steps, eos_token_id=END, pad_token_id=0, **sampling
+        ids, draft=draft, max_new_tokens=steps, eos_token_id=END, pad_token_id=0, **sampling, **other
     )
 
 
-def check(request: EngineRequest, which: int, steps: int, seed: int | None) -> None:
-    """Its text is that which it has alone; of one that was aborted, as far as it went."""
-    expected = alone(prompts()[which], steps, seed)
-    if request.finish_reason == "abort":
+def kind_of(engine: ContinuousEngine) -> str:
+    return engine._target.family
+
+
+def check(request: EngineRequest, which: int, steps: int, seed: int | None, kind: str = "decoder") -> None:
+    """Its text is that which it has alone; of one that was aborted or failed, as far as it went."""
+    expected = alone(prompts(kind)[which], steps, seed, kind)
+    if request.finish_reason in ("abort", "error"):
         assert request.tokens == expected[: len(request.tokens)]
     else:
-        assert request.tokens == expected
+        assert request.tokens == request.result() == expected
         assert request.finish_reason == ("stop" if END in expected else "length")
 
 
 def watch(engine: ContinuousEngine) -> None:
     """At every pass the logits where each row stands are those of a plain forward over its tokens."""
     inner: Any = engine._engine
-    decide = inner._decide
+    decide, kind = inner._decide, kind_of(engine)
 
     def checked(request: Any, rows: Any, trees: Any, scores: Any) -> Any:
         for row, logits in zip(rows, scores.logits[:, 0], strict=True):
-            with torch.no_grad():
-                plain = model()(torch.tensor([row.tokens]), use_cache=False).logits[0, -1]
+            prompt = row.source or tuple(row.tokens[: row.prompt])
+            plain = plain_logits(prompt, row.tokens[row.prompt :], kind)
             assert (logits - plain).abs().max() < 1e-4 * plain.std(), f"the logits of {row.tokens} are others"
         return decide(request, rows, trees, scores)
 
     inner._decide = checked
 
 
-def play(names: list[str], events: list[tuple[int, int, int]]) -> int:
+def check_nothing_left(engine: ContinuousEngine, drafts: Iterable[Any]) -> None:
+    """No row is left in the cache, in a slot or in a drafter."""
+    inner: Any = engine._engine
+    cache: Any = engine._target.cache
+    assert cache.lengths == inner.rows == [] and getattr(cache, "counts", []) == []
+    assert engine.room() == engine.max_rows
+    for draft in drafts:
+        for part in getattr(draft, "parts", [draft]):
+            assert not getattr(part, "_states", {}) and not getattr(part, "_going", ()), "a row was left in a drafter"
+
+
+def play(names: list[str], events: list[tuple[int, int, int]], kind: str = "decoder", runtime: str = "auto") -> int:
     """Admit, step and abort as `events` say, (what, which, how long); the number of events."""
-    drafts: dict[str, Any] = {name: name if name == "auto" else drafter(name, model()) for name in set(names)}
-    fast = truedraft.accelerate(model(), draft=None)
+    drafts: dict[str, Any] = {name: name if name == "auto" else drafter(name, model(kind)) for name in set(names)}
+    fast = truedraft.accelerate(model(kind), draft=None, runtime=runtime)
     known: list[tuple[EngineRequest, int, int, int | None]] = []
     with fast.engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
         watch(engine)
@@ -98,12 +133,10 @@ def play(names: list[str], events: list[tuple[int, int, int]]) -> int:
                 engine.abort_request(known[which % len(known)][0])
         while engine.has_unfinished_requests():
             engine.step()
-        assert engine._target.cache is not None and engine._target.cache.lengths == []
-        assert engine.room() == ROWS
+        check_nothing_left(engine, drafts.values())
     for request in known:
         assert request[0].finished
-        check(*request)
-    for draft in drafts.values():
-        for part in getattr(draft, "parts", [draft]):
-            assert not getattr(part, "_states", {}), "a row was left in a drafter"
+        if request[0].error is not None:
+            raise request[0].error
+        check(*request, kind)
     return len(events)

@@ -17,6 +17,8 @@ from nets import REGISTERED, drafter
 from truedraft.errors import Refused
 from truedraft.runtime import calibration
 
+KINDS = ["decoder", "encoder-decoder"]
+EVENTS_IN_ALL = 10_000
 EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 14)), min_size=8, max_size=30)
 
 
@@ -27,34 +29,50 @@ def test_every_request_has_the_text_that_it_has_alone(name: str) -> None:
         play([name], [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)])
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_request_behind_a_source_has_the_text_that_it_has_alone(name: str) -> None:
+    rng = random.Random(name)
+    for runtime in ("auto", "stock"):
+        events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)]
+        play([name], events, "encoder-decoder", runtime)
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(events=EVENTS)
 def test_drafters_mix(events: list[tuple[int, int, int]]) -> None:
     play(["auto", "plain", "draft-model", "token-recycling", "prompt-lookup"], events)
 
 
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(events=EVENTS)
+def test_drafters_mix_behind_sources(events: list[tuple[int, int, int]]) -> None:
+    play(["auto", "plain", "draft-model", "token-recycling", "iad"], events, "encoder-decoder")
+
+
 @pytest.mark.slow
-def test_ten_thousand_events() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand_events(kind: str) -> None:
     count, rng = 0, random.Random(0)
-    names = [name for name in [*REGISTERED, *DECODERS] if _serves(name)]
-    while count < 10_000:
+    names = [name for name in [*REGISTERED, *DECODERS] if _serves(name, kind)]
+    while count < EVENTS_IN_ALL:
         events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(60)]
-        count += play(rng.sample(names, 4), events)
+        count += play(rng.sample(names, 4), events, kind, rng.choice(["auto", "stock"]))
 
 
-def _serves(name: str) -> bool:
+def _serves(name: str, kind: str) -> bool:
     try:
-        drafter(name, model()) if name != "auto" else None
+        drafter(name, model(kind)) if name != "auto" else None
     except pytest.skip.Exception:
         return False
     return True
 
 
-def test_rows_have_the_same_bits_in_any_company() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_the_same_bits_in_any_company(kind: str) -> None:
     """On the compiled pass a row's logits do not depend on who runs beside it."""
     seen: list[dict[int, torch.Tensor]] = []
     for company in (False, True):
-        with truedraft.accelerate(model(), draft=None).engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
+        with truedraft.accelerate(model(kind), draft=None).engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
             mine = added(engine, 3, 12, None, "token-recycling")
             inner: Any = engine._engine
             logits, decide = {}, inner._decide
@@ -67,7 +85,7 @@ def test_rows_have_the_same_bits_in_any_company() -> None:
             inner._decide = noted
             turn = 0
             while not mine.finished:
-                if company and turn in (1, 3):
+                if company and turn in (0, 2):
                     added(engine, turn, 12, turn, "auto")
                 engine.step()
                 turn += 1
@@ -104,20 +122,21 @@ def test_generate_may_be_called_between_steps() -> None:
     check(request, 2, 14, 9)
 
 
-def test_costs_are_measured_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_costs_are_measured_while_others_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of another drafter begin with measuring, over a cache beside that of the rows that run."""
     monkeypatch.setattr(calibration, "_path", lambda target: None)
     monkeypatch.setattr(calibration, "SHARE", 1e3)
     monkeypatch.setattr(calibration, "ROUNDS", 2)
-    with truedraft.accelerate(model()).engine(max_rows=2, max_tokens=LONGEST) as engine:
+    with truedraft.accelerate(model(kind)).engine(max_rows=2, max_tokens=LONGEST) as engine:
         first = added(engine, 3, 14, 4, "default")
         engine.step()
         engine.step()
         second = added(engine, 2, 9, None, "token-recycling")
         while engine.has_unfinished_requests():
             engine.step()
-    check(first, 3, 14, 4)
-    check(second, 2, 9, None)
+    check(first, 3, 14, 4, kind)
+    check(second, 2, 9, None, kind)
 
 
 def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
@@ -133,6 +152,9 @@ def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
             ({"draft": "nonsense"}, "nonsense"),
             ({"rule": "block"}, "block"),
             ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+            ({"references": [[1, 2]], "draft": None}, "references were given, and plain does not use any"),
+            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for drafts"),
+            ({"assistant_model": model()}, "assistant_model asks for drafts"),
             ({"draft": "token-recycling:nodes=400", "max_new_tokens": 40}, "drafts of 400 nodes .* max_tokens=189"),
         ):
             with pytest.raises(Refused, match=match):

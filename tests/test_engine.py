@@ -21,7 +21,7 @@ from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.accept._verification import Verification
 from truedraft.accept.greedy import Greedy
 from truedraft.chance import Replay
-from truedraft.engine import Engine
+from truedraft.engine import KEPT, Engine
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Stopwatch
@@ -511,3 +511,53 @@ def test_all_that_drafters_and_rules_ask_for_is_tapped() -> None:
     assert first.target.taps.hidden == (1, 2, 4)
     engine.close()
     assert engine.rows == [] and not engine.running
+
+
+def test_controls_of_drafters_that_left_are_let_go() -> None:
+    engine, first = Setting(0).engine, Setting(0)
+    for seed in range(3 * KEPT):
+        setting = Setting(seed, rows=1) if seed else first
+        engine.admit(setting.request)
+        setting.drafter.seed = seed
+        while engine.running:
+            engine.step()
+        assert setting.found() == setting.expected()
+    assert len(engine._controls) == KEPT + 2 and engine._control(first.drafter) is engine.control
+
+
+@pytest.mark.parametrize("hook", ["open", "start", "propose", "observe", "end"])
+def test_a_request_fails_alone(hook: str) -> None:
+    """Its drafter raises at any call: its rows leave as they were, and the others are not touched."""
+    for seed, calls in itertools.product(range(4), range(5)):
+        settings = [Setting(seed + 40 * i, rows=1 + i) for i in range(3)]
+        engine, broken = settings[0].engine, settings[1]
+        inner, made = getattr(broken.drafter, hook), []
+
+        def fail(*given: Any, inner: Any = inner, made: Any = made, calls: int = calls) -> Any:
+            made.append(None)
+            if len(made) == calls + 1:
+                raise RuntimeError
+            return inner(*given)
+
+        setattr(broken.drafter, hook, fail)
+        moved = []
+        for setting in settings:
+            engine.admit(setting.request)
+            moved += engine.step()
+        while engine.running:
+            moved += engine.step()
+        assert isinstance(broken.request.error, RuntimeError) == (len(made) > calls)
+        assert broken.request in moved
+        for row, (text, _) in zip(broken.rows, broken.expected(), strict=True):
+            assert row.tokens == text[: len(row.tokens)] and (row.tokens == text or broken.request.error)
+        for setting in (settings[0], settings[2]):
+            assert setting.found() == setting.expected() and setting.request.error is None
+        assert settings[0].target.slots == engine.rows == []
+
+
+def test_what_ends_a_request_early_is_raised_where_it_runs_by_itself() -> None:
+    setting = Setting(1, rows=2)
+    setting.drafter.observe = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        setting.decode()
+    assert setting.engine.rows == setting.target.slots == [] and setting.request.error is None

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -22,10 +22,11 @@ import seq2seq_models
 import truedraft
 from drafters_for_tests import Noise
 from models import ragged, sibling, tiny
-from truedraft import Refused, accelerated, engine, prepared
+from truedraft import Refused, accelerated, continuous, engine, prepared
 from truedraft.accept._verification import Verification
 from truedraft.control import cost
 from truedraft.drafters import _base, _compose, _model, _reader, _trust
+from truedraft.engine_request import EngineRequest
 from truedraft.loading import load
 from truedraft.runtime import native
 from truedraft.stats import Pass
@@ -227,10 +228,14 @@ def test_every_row_is_ended_once_however_the_call_ends() -> None:
 
 # Where rows begin and end, in every part that keeps something of them.
 WATCHED: list[Callable[..., Any]] = [
-    engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._drafted, engine.Engine._verified,
-    engine.Engine.close, engine.Engine._end, engine.Engine._leave, engine.Engine._retire, engine._begun,
-    engine._observed, accelerated.Accelerated._decode, prepared.request_of, Verification.walked, Verification.emitted,
-    Verification._alone, _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
+    engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._prompted, engine.Engine._drafted,
+    engine.Engine._verified, engine.Engine._walked, engine.Engine.close, engine.Engine._end, engine.Engine._leave,
+    engine.Engine._retire, engine.Engine._begun, engine.Engine._observed, engine.Engine._guarded,
+    continuous.ContinuousEngine.step, continuous.ContinuousEngine.abort_request, continuous.ContinuousEngine.close,
+    continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._moved,
+    continuous.ContinuousEngine._finish, accelerated.Accelerated._decode, prepared.request_of,
+    Verification.walked, Verification.emitted, Verification._alone,
+    _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
     _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,
     _model.ModelDrafter.start, _model.ModelDrafter.end, _reader.Reader.start, _reader.Reader.end, _reader.Reader.admit,
     _reader.Reader._release, _reader.Reader.keep,
@@ -305,6 +310,54 @@ def test_ctrl_c_at_every_line_with_a_model_that_drafts() -> None:
         lambda: truedraft.accelerate(model, draft=sibling(model), control="fixed"), ragged(model, 2)
     )
     assert pressed > 90
+
+
+def run(running: continuous.ContinuousEngine, streamers: list[Recorder]) -> list[EngineRequest]:
+    """Three requests, of which the second is aborted; those that there are when it ends."""
+    requests: list[EngineRequest] = []
+    with suppress(KeyboardInterrupt), running:
+        for length in (5, 3, 4):
+            ids = ragged(tiny(), 3)["input_ids"][2, -length:]
+            untraced = sys.gettrace()
+            sys.settrace(None)  # what is raised while a request is added leaves no request
+            requests.append(running.add_request(ids, **GREEDY, streamer=streamers[len(requests)]))
+            sys.settrace(untraced)
+            running.step()
+        running.abort_request(requests[1])
+        while running.has_unfinished_requests():
+            running.step()
+    return requests
+
+
+def test_ctrl_c_at_every_line_of_a_running_engine() -> None:
+    """Every request has ended, its streamer too, and begins as it would have; nothing is left in any part."""
+    fast = truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling", control="fixed")
+    reached = Counter[tuple[CodeType, int]]()
+    with traced(lambda code, line: reached.update([(code, line)])):
+        expected = [request.tokens for request in run(fast.engine(2, 32), [Recorder() for _ in range(3)])]
+    assert len(expected) == 3 and len(expected[0]) == TOKENS
+    pressed = 0
+    for spot, nth in [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())]:
+        fast.forget()
+        times = Counter[tuple[CodeType, int]]()
+
+        def press(code: CodeType, line: int, spot: Any = spot, nth: int = nth, times: Any = times) -> None:
+            times[code, line] += 1
+            if (code, line) == spot and times[spot] == nth:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        running, streamers = fast.engine(2, 32), [Recorder() for _ in range(3)]
+        with traced(press):
+            requests = run(running, streamers)
+        pressed += times[spot] >= nth
+        running.close()
+        for request, streamer, text in zip(requests, streamers, expected, strict=False):
+            assert request.finished and streamer.ended >= 1, spot
+            assert request.tokens == text[: len(request.tokens)], spot
+            assert request.report().tokens == len(request.tokens), spot
+        assert running._target.cache is None and not left(fast.drafter), spot
+    assert pressed > 130
 
 
 def test_ctrl_c_with_an_encoder_decoder() -> None:

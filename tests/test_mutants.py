@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import faults
+import test_failures
 from arrivals import play
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
@@ -20,8 +21,9 @@ from test_views import check_against_cut
 from truedraft import accelerate
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
+from truedraft.caches.pairs import SourceLayer
 from truedraft.chance import PositionNoise
-from truedraft.engine import Engine
+from truedraft.engine import Cohort, Engine
 from truedraft.runtime import native
 from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.native import Kind
@@ -132,7 +134,46 @@ def view_arrivals() -> None:
         ]
         while engine.has_unfinished_requests():
             engine.step()
-    assert all(request.report().acceptance_rate == 1.0 for request in requests)
+    assert all(request.result() and request.report().acceptance_rate == 1.0 for request in requests)
+
+
+def arrivals_behind_sources() -> None:
+    """The first to leave has the shortest source, and the last slot, which takes its place, a longer one."""
+    add, step = 3, (5, 0, 1)
+    come = [(add, 3, 3), step, (add, 1, 14), step, (add, 2, 14), *[step] * 9, (add, 0, 13)]
+    play(["token-recycling"], come, "encoder-decoder")
+
+
+def failures() -> None:
+    test_failures.test_an_error_ends_the_request_that_it_belongs_to("processor", "decoder")
+
+
+def sources_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
+    true = SourceLayer.put
+    patch.setattr(SourceLayer, "put", lambda self, slot, *rest: true(self, 0, *rest))
+
+
+def narrower(self: SourceLayer, width: int) -> None:
+    """Longer sources take the place of those that are kept."""
+    self.clear(width)
+
+
+def tokens_of_failed_requests_kept(patch: pytest.MonkeyPatch) -> None:
+    true = Engine._walked
+
+    def walked(self: Engine, request: Any, rows: Sequence[Row], *rest: Any) -> Any:
+        for row in rows:
+            row.tokens = Undeleted(row.tokens)
+        return true(self, request, rows, *rest)
+
+    patch.setattr(Engine, "_walked", walked)
+
+
+class Undeleted(list[int]):
+    """From which nothing is taken back, and to which another token comes in the attempt."""
+
+    def __delitem__(self, where: Any) -> None:
+        self.append(0)
 
 
 def prompts_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
@@ -218,6 +259,14 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
         replaced(DecoderTarget, "commit", commit_from_the_first),
         arrivals,
     ),
+    "a new row's source over a running row's": (unchecked(sources_in_the_first_slot), arrivals_behind_sources),
+    "a row's source left behind where it moves": (
+        replaced(SourceLayer, "move", lambda self, source, target: None),
+        arrivals_behind_sources,
+    ),
+    "kept sources lost to a longer one": (replaced(SourceLayer, "widen", narrower), arrivals_behind_sources),
+    "a failed request's pass kept": (tokens_of_failed_requests_kept, failures),
+    "a pass shown to a request that failed in it": (replaced(Cohort, "without_failed", lambda self: self), failures),
 }
 
 

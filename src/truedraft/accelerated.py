@@ -14,7 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry, reports
-from truedraft.accept._base import AttributingRule, Rule, extra_probes
+from truedraft.accept._base import Rule, extra_probes
 from truedraft.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
 from truedraft.chance import Chance
 from truedraft.continuous import ContinuousEngine
@@ -24,7 +24,7 @@ from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.outcome import cut, output
-from truedraft.parts import drafter_of, fitted, part, rule_for
+from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
 from truedraft.prepared import Call, Prepared, request_of
 from truedraft.rechecking import check_ties
 from truedraft.runtime.quantize import quantize as quantized
@@ -72,7 +72,7 @@ class Accelerated(StandIn):
 
     def _call(self) -> AbstractContextManager[None]:
         """The turn of a call: calls of other threads wait, as do those of models that share a part with this one."""
-        parts = self, self.drafter, *getattr(self.drafter, "parts", ()), self.rule, self.control
+        parts = self, *parts_of([self.drafter]), self.rule, self.control
         return exclusive([part for part in parts if part is not None])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
@@ -198,10 +198,11 @@ class Accelerated(StandIn):
 
         Args:
             max_rows: requests that run at once.
-            max_tokens: of a request's prompt and output together, at most.
+            max_tokens: of a request's prompt and output together, at most; sources of an encoder-decoder are not
+                counted.
 
         Raises:
-            Refused: the sizes make no sense, the model is an encoder-decoder, or the cache does not fit in memory.
+            Refused: the sizes make no sense, or the cache does not fit in memory.
         """
         if self.ties != "keep":
             raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
@@ -242,6 +243,7 @@ class Accelerated(StandIn):
         try:
             while engine.running:
                 advance()
+                request.check()
                 if call.on_pass is not None:
                     call.on_pass(request.passes[-1])
                 stream.put()
@@ -269,12 +271,8 @@ class Accelerated(StandIn):
             return self._assistant(assistant, config)
         if (length := config.prompt_lookup_num_tokens) is not None:
             return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
-        if references is None or self.drafter.takes_references or isinstance(self.rule, AttributingRule):
-            return self.drafter
-        name = name_of(self.drafter)
-        raise Refused(
-            f"references were given, and {name} does not use any: leave them out, or accelerate with draft='auto'"
-        )
+        check_references(references, self.drafter, self.rule)
+        return self.drafter
 
     def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
         """The drafter that `assistant_model` stands for, with the lengths that transformers knows; kept until another

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,61 +15,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
 from truedraft.accept._base import Rule, extra_probes
-from truedraft.arguments import Document, check_arguments, check_settings, with_stop_strings
+from truedraft.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
-from truedraft.errors import Refused
-from truedraft.parts import drafter_of, fitted, part, rule_for
+from truedraft.engine_request import EngineRequest, Reason
+from truedraft.errors import NoRoom, Refused, let_go, why
+from truedraft.outcome import cut
+from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
 from truedraft.prepared import Call, Prepared, request_of
-from truedraft.request import Request
-from truedraft.stats import Report, Stopwatch
-from truedraft.streaming import Stream
+from truedraft.stats import EngineReport, Stopwatch, Totals
 from truedraft.surroundings import defaults, exclusive
 from truedraft.targets.hosting import hosted
-from truedraft.targets.kinds import reads_sources
 
 DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes
 
-Reason = Literal["stop", "length", "abort"]
-
-
-class EngineRequest:
-    """A request of one row; made by `ContinuousEngine.add_request`.
-
-    Attributes:
-        seed: what the noise of its tokens is drawn from, with their positions.
-        finish_reason: "stop" (an end-of-text token or another stopping criterion), "length" (as many tokens as it may
-            have), "abort", or None while it waits or runs.
-    """
-
-    def __init__(self, request: Request, seed: int, streamer: Any, report: Report):
-        self.seed = seed
-        self.finish_reason: Reason | None = None
-        self._request, self._streamer, self._report = request, streamer, report
-        self._stream = Stream(streamer, request.rows, request.history)
-
-    @property
-    def _row(self) -> Any:
-        return self._request.rows[0]
-
-    @property
-    def tokens(self) -> list[int]:
-        """The token ids that it has emitted, the prompt left out."""
-        row = self._row
-        return row.tokens[row.prompt : row.end]
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    def report(self) -> Report:
-        """Figures of the passes that it took part in; times are those since it was admitted, whoever else ran."""
-        return self._report
-
-    def __repr__(self) -> str:
-        state = self.finish_reason or ("running" if self._request.passes else "waiting")
-        return f"<EngineRequest {state}: {len(self.tokens)} tokens>"
+SHARE = 0.02  # of the time, at most, for noticing between steps that the model was changed
 
 
 class ContinuousEngine:
@@ -77,14 +40,19 @@ class ContinuousEngine:
     A request's text is the one that `generate` gives it alone, whoever runs beside it and whenever it came: greedy, or
     sampled with the same `seed`. Requests for which there is no slot wait for one, first come first served.
 
-    One thread may call it at a time. `close` it, or use it in a `with` block.
+    What a part of one request raises ends that request alone: its `finish_reason` is "error". A drafter that several
+    share ends all of those that it was called for. What belongs to none of them (the target's pass, the control,
+    Ctrl-C) is raised by `step` and closes the engine.
+
+    Calls from several threads take turns; one inside another (from a streamer, a processor) is refused. `close` it, or
+    use it in a `with` block.
 
     Args:
         max_rows: requests that run at once.
-        max_tokens: of a request's prompt and output together, at most.
+        max_tokens: of a request's prompt and output together, at most; sources of an encoder-decoder are not counted.
 
     Raises:
-        Refused: the sizes make no sense, the model is an encoder-decoder, or the cache does not fit in memory.
+        Refused: the sizes make no sense, or the cache does not fit in memory.
     """
 
     def __init__(
@@ -101,15 +69,17 @@ class ContinuousEngine:
         for name, value, least in (("max_rows", max_rows, 1), ("max_tokens", max_tokens, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise Refused(f"{name}={value!r}: give an integer of {least} or more")
-        if reads_sources(model.config):
-            raise Refused("engine() is for decoder language models, and this is an encoder-decoder: call generate()")
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._drafter, self._rule = drafter, rule
         self._target = hosted(model, *hosting)
         with defaults():
             self._target.reserve(max_rows, max_tokens + DRAFTS)
-        self._engine: Engine | None = Engine(self._target, control, Stopwatch())
+        self._watch, self._control = Stopwatch(), control
+        self._engine: Engine | None = Engine(self._target, control, self._watch)
+        self._step = self._watch.timed("all", self._engine.step)
+        self._totals = Totals()
+        self._compared = (0.0, 0.0)  # when the model was last compared with what it was, and the seconds that took
         self._waiting: deque[EngineRequest] = deque()
         self._running: dict[int, tuple[EngineRequest, float]] = {}  # by the request's identity, and since when
 
@@ -123,7 +93,7 @@ class ContinuousEngine:
         return bool(self._waiting or self._running)
 
     def room(self) -> int:
-        """Requests that could begin with the next step."""
+        """Slots for requests that could begin with the next step; one with a long source may also wait for memory."""
         return self.max_rows - len(self._running) - len(self._waiting)
 
     def add_request(
@@ -141,7 +111,7 @@ class ContinuousEngine:
         """A request, which begins with the next step for which there is a slot.
 
         Args:
-            input_ids: (1, length) or (length,) token ids of the prompt.
+            input_ids: (1, length) or (length,) token ids of the prompt; of an encoder-decoder those of the source.
             draft: a drafter, its name, or None for none; by default the drafter of the accelerated model.
             rule: an acceptance rule or its name; by default that of the accelerated model.
             seed: noise comes from (seed, position); drawn from torch's stream where it is not given.
@@ -150,16 +120,16 @@ class ContinuousEngine:
             **kwargs: what `model.generate` takes.
 
         Raises:
-            Refused: a setting that cannot be honoured exactly, a prompt of several rows, or one that does not fit with
-                the tokens that it may emit.
+            Refused: a setting that cannot be honoured exactly, a prompt of several rows, one that does not fit with the
+                tokens that it may emit, or a source for which there is no memory (`NoRoom`).
         """
-        engine = self._open()
         ids = input_ids[None] if isinstance(input_ids, Tensor) and input_ids.dim() == 1 else input_ids
         if isinstance(ids, Tensor) and len(ids) != 1:
             raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
-        call = Call(references=references, seed=[seed], namespace=namespace, streamer=streamer)
-        target = self._target
+        sources = sources_of(ids, kwargs)
+        call = Call(references=references, seed=[seed], namespace=namespace, streamer=streamer, sources=sources)
+        target, given = self._target, self._drafter if draft == "default" else drafter_of(draft)
 
         def prepare(
             model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
@@ -169,25 +139,30 @@ class ContinuousEngine:
             prepared = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
             if prepared.returns:
                 raise Refused("return_dict_in_generate: a request has its tokens alone; leave it out")
-            drafter = fitted(self._drafter if draft == "default" else drafter_of(draft), target, self.tokenizer)
+            drafter = fitted(given, target, self.tokenizer)
             judge = rule_for(self._judge(rule), bool(generation_config.do_sample), drafter)
+            check_references(references, drafter, judge)
+            if generation_config.prompt_lookup_num_tokens is not None:
+                raise Refused("prompt_lookup_num_tokens asks for drafts: give draft='prompt-lookup' in its place")
 
             def check(rows: int, tokens: int) -> None:
                 self._check(tokens, drafter.width + extra_probes(judge, drafter.width))
 
             request = request_of(prepared, call, target, self.tokenizer, drafter, judge, "keep", check)
-            report = reports.begun(target, drafter, judge, engine.control, {"all": 0.0})
+            report = reports.begun(target, drafter, judge, self._control, {"all": 0.0})
             report.passes = request.passes
             return EngineRequest(request, seed, streamer, report)
 
-        with exclusive([self, self._drafter]), defaults():
+        with exclusive([self]), exclusive(parts_of([given])), defaults():
+            self._open()
+            if kwargs.get("assistant_model") is not None:
+                raise Refused("assistant_model asks for drafts: give it as draft=")
             check_arguments(target, ids, kwargs)
-            if target.changed:
-                raise Refused("the model was changed since the engine was made: close it, and make another one")
+            self._check_model()
             kwargs = with_stop_strings(target.encoded(ids, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             made: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
-        self._waiting.append(made)
+            self._waiting.append(made)
         return made
 
     @torch.no_grad()
@@ -195,46 +170,89 @@ class ContinuousEngine:
         """One pass: over the prompts of requests for which a slot has become free, or over all that run.
 
         Returns:
-            The requests that have new tokens.
+            The requests that have new tokens, and those that ended.
+
+        Raises:
+            Refused: the model was changed, or this is a call within a call; nothing was computed.
+            BaseException: what no request is to blame for, an interruption included; the engine is closed.
         """
-        engine = self._open()
-        for _ in range(min(len(self._waiting), self.max_rows - len(self._running))):
-            request = self._waiting.popleft()
-            self._running[id(request._request)] = request, time.perf_counter()
-            engine.admit(request._request)
-        if not engine.running:
-            return []
-        drafters = [request._request.drafter for request, _ in self._running.values()]
-        try:
-            with exclusive([self, *drafters]), defaults():
-                moved = [self._running[id(request)][0] for request in engine.step()]
-        except BaseException:
-            self.close()
-            raise
-        for request in moved:
-            self._moved(request)
+        with exclusive([self]):
+            engine = self._open()
+            if time.perf_counter() > self._compared[0] + self._compared[1] / SHARE:
+                self._check_model()
+            with self._changing():
+                moved = self._admit(engine)
+                if engine.running:
+                    ran = self._step()
+                    self._totals.passes = engine.passes
+                    for request in [self._running[id(request)][0] for request in ran]:
+                        self._moved(request)
+                        moved.append(request)
         return moved
 
     def abort_request(self, request: EngineRequest) -> None:
-        """End a request where it is; nothing happens to one that is finished."""
-        if not request.finished:
-            if request in self._waiting:
-                self._waiting.remove(request)
-            else:
-                self._open().cancel(request._request)
-            self._finish(request, "abort")
+        """End a request where it is; nothing happens to one that is finished.
+
+        Raises:
+            Refused: it is one of another engine, or this is a call within a call.
+        """
+        with exclusive([self]):
+            if not request.finished:
+                engine = self._open()
+                if request not in self._unfinished():
+                    raise Refused("the request is one of another engine: abort it there")
+                with self._changing():
+                    if request in self._waiting:
+                        self._waiting.remove(request)
+                    else:
+                        engine.cancel(request._request)
+                    self._finish(request, "abort")
+
+    def report(self) -> EngineReport:
+        """Figures of all its requests so far."""
+        totals = copy.deepcopy(self._totals)
+        for request, _ in list(self._running.values()):  # other threads may be at it
+            totals.add(request.report())
+        return EngineReport(
+            self._target.runtime, name_of(self._control), totals, len(self._waiting), len(self._running),
+            dict(self._watch.seconds),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Abort what is unfinished, and free the cache."""
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
+        with exclusive([self]):
+            if self._engine is not None:
+                with self._changing():
+                    self._close()
+
+    def _close(self) -> None:
+        if self._engine is None:
+            return
+        try:
+            self._engine.close()
+        except BaseException:
+            self._engine.close()  # once more, where an interruption cut it short
+            raise
+        finally:
+            for request in self._unfinished():
+                self._finish(request, request.finish_reason or "abort")
+            self._waiting.clear()
+            self._target.free()
+            self._engine = None
+
+    def _unfinished(self) -> list[EngineRequest]:
+        return list(dict.fromkeys([*self._waiting, *(request for request, _ in self._running.values())]))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """This thread's turn with the drafters too, which other models may share. Cut short, it closes the engine."""
+        drafters = [request._request.drafter for request in self._unfinished()]
+        with exclusive(parts_of(drafters)), defaults():
             try:
-                engine.close()
-            finally:
-                for request in [*self._waiting, *(request for request, _ in self._running.values())]:
-                    self._finish(request, "abort")
-                self._waiting.clear()
-                self._target.free()
+                yield
+            except BaseException:
+                self._close()
+                raise
 
     def _open(self) -> Engine:
         if self._engine is None:
@@ -261,18 +279,67 @@ class ContinuousEngine:
             return None if given is None else part(given, "accept", Rule)
         return copy.copy(part(given, "accept", Rule))
 
+    def _check_model(self) -> None:
+        """Raises Refused where the model is not what the engine was made for."""
+        begun = time.perf_counter()
+        if self._target.changed:
+            raise Refused("the model was changed since the engine was made: close it, and make another one")
+        now = time.perf_counter()
+        self._compared = now, now - begun
+
+    def _admit(self, engine: Engine) -> list[EngineRequest]:
+        """Requests begin for which there are a slot and memory, first come first served; those that never can end."""
+        ended = []
+        while self._waiting and len(self._running) < self.max_rows:
+            request = self._waiting[0]
+            try:
+                self._target.check_room(request._request.prompts)
+            except NoRoom as error:
+                if self._running:
+                    break  # until these have ended
+                request._request.error = error
+                self._finish(request, "error")
+                ended.append(request)
+            else:
+                self._running[id(request._request)] = request, time.perf_counter()
+                engine.admit(request._request)
+            self._waiting.popleft()
+        return ended
+
     def _moved(self, request: EngineRequest) -> None:
-        report, since = request.report(), self._running[id(request._request)][1]
-        report.seconds["all"] = time.perf_counter() - since
-        request._stream.put()
-        row = request._row
-        if row.ended:
-            stopped = row.tokens[row.end - 1] in row.ends or request._request.stops.asked(row)
-            self._finish(request, "stop" if stopped or row.end - row.prompt < row.room else "length")
+        """After a pass that a request took part in: its streamer is fed, and where it has ended, so is the request."""
+        inner, row = request._request, request._row
+        request.report().seconds["all"] = time.perf_counter() - self._running[id(inner)][1]
+        reason: Reason | None = None
+        try:
+            request._stream.put()
+            if row.ended:
+                early = row.tokens[row.end - 1] in row.ends or row.end - row.prompt < row.room
+                reason = "stop" if early or inner.stops.asked(row) else "length"
+        except Exception as error:
+            inner.error = inner.error or error
+        if inner.error is not None:
+            self._open().cancel(inner)
+            reason = "error"
+        if reason is not None:
+            self._finish(request, reason)
 
     def _finish(self, request: EngineRequest, reason: Reason) -> None:
         request.finish_reason = reason
-        self._running.pop(id(request._request), None)
-        reports.ended(request.report(), self._target, request._request.rule)
-        if request._streamer is not None:
-            request._streamer.end()
+        report, inner = request.report(), request._request
+        try:
+            if request._streamer is not None:
+                request._streamer.end()
+            reports.ended(report, self._target, inner.rule)
+        except Exception as error:
+            inner.error = inner.error or error
+        if inner.error is not None:
+            request.finish_reason = "error"
+            report.notes.append(f"ended by an error: {why(inner.error)}")
+            let_go(inner.error)
+        elif reason == "abort":
+            cut(inner.rows, inner.passes, lockstep=False)
+            report.interrupted = True
+            report.notes.append("aborted: the text ends with the last pass that was completed")
+        self._totals.end(report, request.finish_reason)
+        self._running.pop(id(inner), None)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
 from truedraft.accept._verification import Verification
+from truedraft.cohort import Cohort, by_owner, for_each, select
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.request import Request
@@ -14,27 +13,7 @@ from truedraft.stats import Emission, Pass, Stopwatch
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-@dataclass(frozen=True)
-class Cohort:
-    """The rows of one pass, in the order of their slots.
-
-    first: the slot of the first.
-    requests, drafters: whose they are and who drafts for them, each with the places of its rows among these.
-    """
-
-    rows: Sequence[Row]
-    first: int
-    requests: Sequence[tuple[Request, Sequence[int]]]
-    drafters: Sequence[tuple[Drafter, Sequence[int]]]
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], first: int = 0) -> Cohort:
-        requests = _by([row.request for row in rows])
-        return cls(list(rows), first, requests, _by([row.request.drafter for row in rows]))
+KEPT = 16  # drafters without rows whose controls are kept
 
 
 class Engine:
@@ -42,21 +21,28 @@ class Engine:
 
     The target's cache is reserved by whoever makes the engine, for as many rows as ever run at once.
 
+    What a part raises that requests brought along (their drafter, rule, processors or stopping criteria) is kept as
+    `Request.error`: these requests leave with the pass under way, and others are not touched. What the target or the
+    control raises, or an interruption, leaves a pass half made: the engine is to be closed.
+
     rows: those that run, in the order of their slots.
+    passes: made so far.
     """
 
     def __init__(self, target: Target, control: Control, watch: Stopwatch):
         self.target, self.control, self.watch = target, control, watch
         self.rows: list[Row] = []
+        self.passes = 0
         self._controls: dict[int, tuple[Drafter, Control]] = {}
         self._waiting: list[Request] = []
+        self._failed: list[Request] = []  # in the step under way
         self._cohort: Cohort | None = None  # of all rows, until one comes or goes
         self._read = watch.timed("prefill", target.admit)
         self._score = watch.timed("target", target.score)
         self._decide = watch.timed("target", self._decided)
         self._propose = watch.timed("draft", self._proposed)
-        self._begin = watch.timed("observe", _begun)
-        self._observe = watch.timed("observe", _observed)
+        self._begin = watch.timed("observe", self._begun)
+        self._observe = watch.timed("observe", self._observed)
         self._calibrate = watch.timed("calibrate", self._opened)
         self._size = watch.timed("control", self._sized)
         self._prune = watch.timed("control", self._pruned)
@@ -72,24 +58,31 @@ class Engine:
         self._waiting.append(request)
 
     def step(self) -> list[Request]:
-        """One pass, over the prompts of new rows or over drafts of all rows; the requests that it moved."""
-        cohort, trees, scores = self._admitted() if self._waiting else self._drafted()
+        """One pass, over the prompts of new rows or over drafts of all rows; the requests that it moved or ended."""
+        self._failed = []
+        new = self._admitted() if self._waiting else []
+        if not self.rows:
+            return self._failed
+        cohort, trees, scores = self._prompted(new) if new else self._drafted()
+        self.passes += 1
         before = [len(row.tokens) for row in cohort.rows]
         accepted = self._verified(cohort, trees, scores)
         self.target.commit([one.path for one in accepted], cohort.first)
-        self._observe(cohort, trees, scores, accepted)
+        going = cohort.without_failed()
+        self._observe(going, trees, scores, accepted)
         if cohort is self._cohort:
-            self._learn(cohort, trees, accepted)
-        moved = _recorded(cohort, before, trees, accepted)
+            self._learn(going, trees, accepted)
+        moved = _recorded(going, before, trees, accepted)
         self._retire(cohort, accepted)
-        return moved
+        return [*moved, *(request for request in self._failed if request not in moved)]
 
     def run(self, request: Request) -> Iterator[Pass]:
-        """One request to its end, a pass at a time; `row.tokens` grows as it goes."""
+        """One request to its end, a pass at a time; `row.tokens` grows as it goes. Raises what ends it early."""
         self.admit(request)
         try:
             while self.running:
                 self.step()
+                request.check()
                 yield request.passes[-1]
         finally:
             self.close()
@@ -113,27 +106,42 @@ class Engine:
         for row in left:  # one of them may have been there twice
             row.request = None  # type: ignore[assignment]
 
-    def _admitted(self) -> tuple[Cohort, list[DraftTree], Scores]:
-        """New rows, and their prompts' own pass; where they need none, they join the others' at once."""
-        requests = list(self._waiting)
-        new = Cohort.of([row for request in requests for row in request.rows], len(self.rows))
+    def _admitted(self) -> list[Request]:
+        """New rows begin; the requests of those that did."""
+        requests, first = list(self._waiting), len(self.rows)
         known = {id(row.request.drafter) for row in self.rows}
         self._cohort = None
-        for slot, row in enumerate(new.rows, len(self.rows)):
-            row.slot = slot
-        self.rows += new.rows
+        self.rows += [row for request in requests for row in request.rows]
         self._waiting.clear()
         self.target.taps = _taps(self.rows)
-        for drafter, places in new.drafters:
+        for drafter, places in by_owner([row.request.drafter for row in self.rows[first:]]):
+            rows = select(self.rows[first:], places)
             if id(drafter) not in known:
-                self._calibrate(drafter, [new.rows[i] for i in places])
-                drafter.open()
-        self._begin(new)
-        for drafter, places in new.drafters:
-            self._control(drafter).start(_of(new.rows, places))
+                self._calibrate(drafter, rows)
+                self._guarded(rows, drafter.open)
+        self._begin(requests)
+        for place in reversed(range(first, len(self.rows))):
+            if self.rows[place].request.error:
+                self._end(self.rows[place])
+                del self.rows[place]
+        for slot, row in enumerate(self.rows[first:], first):
+            row.slot = slot
+        for drafter, places in by_owner([row.request.drafter for row in self.rows[first:]]):
+            self._control(drafter).start(select(self.rows[first:], places))
+        return [request for request in requests if not request.error]
+
+    def _begun(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if not request.error:
+                self._guarded(request.rows, request.drafter.start, request.rows)
+
+    def _prompted(self, requests: Sequence[Request]) -> tuple[Cohort, list[DraftTree], Scores]:
+        """The prompts' own pass of new rows; where they need none, they join the others' at once."""
         prompts = [prompt for request in requests for prompt in request.prompts]
         if (scores := self._read(prompts)) is None:
             return self._drafted()
+        first = len(self.rows) - len(prompts)
+        new = Cohort.of(self.rows[first:], first)
         return new, [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in new.rows], scores
 
     def _drafted(self) -> tuple[Cohort, list[DraftTree], Scores]:
@@ -143,28 +151,80 @@ class Engine:
         cohort = self._cohort
         drafts = self._propose(cohort, self._size(cohort))
         kept = _unpicked(drafts, self._prune(cohort, drafts))
-        trees = _each(cohort.requests, _probed, cohort.rows, kept)
+        trees = for_each(cohort.requests, self._probed, cohort.rows, kept)
         return cohort, trees, self._score(trees)
 
     def _proposed(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
-        drafts = _each(cohort.drafters, lambda drafter, rows, most: drafter.propose(rows, most), cohort.rows, budget)
-        return [_fitted(row, tree) for row, tree in zip(cohort.rows, drafts, strict=True)]
+        def drafted(drafter: Drafter, rows: Sequence[Row], most: Sequence[int]) -> list[DraftTree]:
+            try:
+                return [_fitted(row, tree) for row, tree in zip(rows, drafter.propose(rows, most), strict=True)]
+            except Exception as error:
+                self._fail(rows, error)
+                return [DraftTree.chain(row.tokens[-1]) for row in rows]
+
+        return for_each(cohort.drafters, drafted, cohort.rows, budget)
+
+    def _probed(self, request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
+        """Drafts with what the rule reads besides."""
+        try:
+            padded = _padded(request, rows, trees)
+            return padded if request.probing is None else request.probing.add_probes(padded)
+        except Exception as error:
+            self._fail(rows, error)
+            return trees
 
     def _verified(self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores) -> list[Accepted]:
         """How far each row's own rule goes along its tree."""
         accepted: list[Accepted | None] = [None] * len(trees)
         for request, places in cohort.requests:
-            rows, drafts, own = _of(cohort.rows, places), _of(trees, places), scores.of(places)
-            tokens = self._decide(request, rows, drafts, own)
-            found = request.rule.verify(
-                Verification(
-                    rows, drafts, own, request.laws, request.stops, request.chance, request.history.pad, tokens
-                )
-            )
-            request.chance.reached(max(row.step for row in rows))
+            found = self._walked(request, select(cohort.rows, places), select(trees, places), scores.of(places))
             for place, one in zip(places, found, strict=True):
                 accepted[place] = one
         return accepted  # type: ignore[return-value]
+
+    def _walked(
+        self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
+    ) -> list[Accepted]:
+        """The same of one request; where it fails, its rows emit nothing and leave."""
+        texts = [(len(row.tokens), row.end) for row in rows]
+        try:
+            if not request.error:
+                tokens = self._decide(request, rows, trees, scores)
+                pad = request.history.pad
+                found = request.rule.verify(
+                    Verification(rows, trees, scores, request.laws, request.stops, request.chance, pad, tokens)
+                )
+                request.chance.reached(max(row.step for row in rows))
+                return found
+        except Exception as error:
+            self._fail(rows, error)
+        for row, (length, end) in zip(rows, texts, strict=True):
+            del row.tokens[length:]
+            row.end = end
+        return [Accepted((0,), -1, True)] * len(rows)
+
+    def _observed(
+        self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        """Show drafters the pass as it was."""
+        for drafter, places in cohort.drafters:
+            rows = select(cohort.rows, places)
+            self._guarded(
+                rows, drafter.observe, rows, select(trees, places), scores.of(places), select(accepted, places)
+            )
+
+    def _guarded(self, rows: Sequence[Row], hook: Callable[..., None], *given: object) -> None:
+        """A hook of a part that rows brought along; where it fails, their requests do."""
+        try:
+            hook(*given)
+        except Exception as error:
+            self._fail(rows, error)
+
+    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
+        for request in {id(row.request): row.request for row in rows}.values():
+            if not request.error:
+                request.error = error
+                self._failed.append(request)
 
     def _decided(
         self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
@@ -179,10 +239,17 @@ class Engine:
         return tokens
 
     def _control(self, drafter: Drafter) -> Control:
-        """That of a drafter's rows: each learns how often the drafts of its own are right."""
+        """That of a drafter's rows: each learns how often the drafts of its own are right.
+
+        Those of drafters that no row has are kept for later rows, as long as there are few.
+        """
         if not self._controls:
             self._controls[id(drafter)] = drafter, self.control
         if id(drafter) not in self._controls:
+            running = {id(row.request.drafter) for row in self.rows}
+            idle = [key for key in list(self._controls)[1:] if key not in running]
+            for key in idle[: max(len(idle) - KEPT, 0)]:
+                del self._controls[key]
             self._controls[id(drafter)] = drafter, self.control.another()
         return self._controls[id(drafter)][1]
 
@@ -196,20 +263,22 @@ class Engine:
             control.beside = len(cohort.rows) - len(rows)
             return control.budget(rows)
 
-        return _each(cohort.drafters, sized, cohort.rows)
+        return for_each(cohort.drafters, sized, cohort.rows)
 
     def _pruned(self, cohort: Cohort, drafts: Sequence[DraftTree]) -> list[DraftTree]:
-        return _each(cohort.drafters, lambda d, rows, trees: self._control(d).prune(rows, trees), cohort.rows, drafts)
+        return for_each(
+            cohort.drafters, lambda d, rows, trees: self._control(d).prune(rows, trees), cohort.rows, drafts
+        )
 
     def _learned(self, cohort: Cohort, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         nodes = sum(map(len, trees))
         for drafter, places in cohort.drafters:
-            control, own = self._control(drafter), _of(trees, places)
+            control, own = self._control(drafter), select(trees, places)
             control.beside = nodes - sum(map(len, own))
-            control.observe(_of(cohort.rows, places), own, _of(accepted, places))
+            control.observe(select(cohort.rows, places), own, select(accepted, places))
 
     def _end(self, row: Row) -> None:
-        row.request.drafter.end(row)
+        self._guarded([row], row.request.drafter.end, row)
         self._control(row.request.drafter).end(row)
 
     def _leave(self, slot: int) -> None:
@@ -226,35 +295,13 @@ class Engine:
         row.request = None  # type: ignore[assignment]  # or they would keep each other
 
     def _retire(self, cohort: Cohort, accepted: Sequence[Accepted]) -> None:
-        """Rows that ended leave."""
+        """Rows that ended or failed leave."""
         for place in reversed(range(len(accepted))):
-            if accepted[place].ended:
+            if accepted[place].ended or cohort.rows[place].request.error:
                 self._leave(cohort.first + place)
         for request, places in cohort.requests:
             if going := [cohort.rows[i].step for i in places if not accepted[i].ended]:
                 request.chance.passed(min(going))
-
-
-def _by(owners: Sequence[K]) -> list[tuple[K, list[int]]]:
-    """Who there is, each with its places."""
-    found: dict[int, tuple[K, list[int]]] = {}
-    for place, owner in enumerate(owners):
-        found.setdefault(id(owner), (owner, []))[1].append(place)
-    return list(found.values())
-
-
-def _of(values: Sequence[V], places: Sequence[int]) -> Sequence[V]:
-    return values if len(places) == len(values) else [values[i] for i in places]
-
-
-def _each(groups: Sequence[tuple[K, Sequence[int]]], f: Callable[..., list[V]], *of_rows: Sequence[object]) -> list[V]:
-    """What `f` makes of every group's part, in the order of the rows."""
-    if len(groups) == 1:
-        return f(groups[0][0], *of_rows)
-    made: dict[int, V] = {}
-    for owner, places in groups:
-        made.update(zip(places, f(owner, *(_of(values, places) for values in of_rows)), strict=True))
-    return [made[i] for i in range(len(made))]
 
 
 def _taps(rows: Sequence[Row]) -> Taps:
@@ -265,29 +312,12 @@ def _taps(rows: Sequence[Row]) -> Taps:
     return taps
 
 
-def _begun(cohort: Cohort) -> None:
-    for drafter, places in cohort.drafters:
-        drafter.start(_of(cohort.rows, places))
-
-
-def _observed(cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]) -> None:
-    """Show drafters the pass as it was."""
-    for drafter, places in cohort.drafters:
-        drafter.observe(_of(cohort.rows, places), _of(trees, places), scores.of(places), _of(accepted, places))
-
-
 def _fitted(row: Row, tree: DraftTree) -> DraftTree:
     """A drafter's tree without the nodes that could not be emitted any more."""
     if tree.tokens[0] != row.tokens[-1]:
         raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
     tree.check_embeds()
     return tree.cut(1 + row.request.drafter.width).shallow(row.room - row.step - 1)
-
-
-def _probed(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
-    """Drafts with what the rule reads besides."""
-    padded = _padded(request, rows, trees)
-    return padded if request.probing is None else request.probing.add_probes(padded)
 
 
 def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import registry
-from truedraft.accept._base import Rule
+from truedraft.accept._base import AttributingRule, Rule
 from truedraft.drafters._base import Bound, Drafter, Plain
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
@@ -41,6 +42,11 @@ def drafter_of(given: Any) -> Drafter:
     if isinstance(given := unwrapped(given), PreTrainedModel):
         return registry.load("drafters", "draft-model", model=given)
     return part(given, "drafters", Drafter)
+
+
+def parts_of(drafters: Sequence[Drafter]) -> list[Drafter]:
+    """Drafters and those that they are composed of: whoever uses one uses all."""
+    return [part for drafter in drafters for part in (drafter, *getattr(drafter, "parts", ()))]
 
 
 def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Drafter:
@@ -76,6 +82,15 @@ def rule_for(rule: Rule | None, samples: bool, drafter: Drafter) -> Rule:
         does = "samples" if rule.samples else "does not sample"
         raise Refused(f"rule={name_of(rule)!r} {does}, and do_sample is {samples}: change one of them")
     return rule
+
+
+def check_references(references: Any, drafter: Drafter, rule: Rule | None) -> None:
+    """Raises Refused where documents were given and nobody looks into them."""
+    if references is not None and not drafter.takes_references and not isinstance(rule, AttributingRule):
+        raise Refused(
+            f"references were given, and {name_of(drafter)} does not use any: leave them out, or accelerate with "
+            "draft='auto'"
+        )
 
 
 def check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:

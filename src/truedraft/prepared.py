@@ -91,6 +91,7 @@ def request_of(
     namespaces = namespaces_of(call.namespace, batch)
     chance = call.chance or chance_of(call.seed, batch)
     reserve(batch, most + steps)
+    target.check_room(prompts)
 
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     ids = [[] if p.ids is None else p.ids.tolist() for p in prompts]

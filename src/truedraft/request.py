@@ -21,6 +21,7 @@ class Request:
     rows: all of them, in the order of the call; `Row.index` is the place of each.
     prompts: what each begins with.
     passes: those that it took part in, as far as it has run.
+    error: what a part of it raised, which ended it.
     """
 
     rows: Sequence[Row]
@@ -34,12 +35,21 @@ class Request:
     passes: list[Pass] = field(default_factory=list, init=False)
     argmax: ArgmaxRule | None = field(init=False)  # the rule, if it may decide all nodes at once
     probing: ProbingRule | None = field(init=False)  # the rule, if it adds probes
+    error: Exception | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.argmax = self.rule if isinstance(self.rule, ArgmaxRule) else None
         self.probing = self.rule if isinstance(self.rule, ProbingRule) else None
         for row in self.rows:
             row.request = self
+
+    def check(self) -> None:
+        """Raise what ended it, once."""
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None  # or they would keep each other
 
     @property
     def steps(self) -> int:

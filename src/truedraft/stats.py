@@ -192,3 +192,93 @@ class Report:
             yield "copied", f"{copied} tokens copied, {len(self.attributions)} spans of {', '.join(sorted(sources))}"
         for note in self.notes:
             yield "note", note
+
+
+@dataclass
+class Totals:
+    """What the requests of an engine came to, those that run left out.
+
+    ended: how many ended for each reason.
+    passes: of the target, prompts' own passes included. row_passes: the same counted once for each row in them.
+    tokens: emitted. offered: nodes that were up for verification. drafted: those of them that were emitted.
+    """
+
+    ended: dict[str, int] = field(default_factory=dict)
+    passes: int = 0
+    row_passes: int = 0
+    tokens: int = 0
+    offered: int = 0
+    drafted: int = 0
+
+    def add(self, report: Report) -> None:
+        emissions = [e for done in report.passes for e in done.emitted]
+        self.row_passes += len(emissions)
+        self.tokens += sum(len(e.tokens) for e in emissions)
+        self.offered += sum(e.offered for e in emissions)
+        self.drafted += sum(e.drafted for e in emissions)
+
+    def end(self, report: Report, reason: str) -> None:
+        self.add(report)
+        self.ended[reason] = self.ended.get(reason, 0) + 1
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """A running engine, in figures.
+
+    runtime: how passes are made. control: how much is drafted.
+    totals: of all requests so far.
+    waiting, running: requests now.
+    seconds: wall time by part, as in `Report`; "all" is the time within steps, but for admission and streamers.
+    """
+
+    runtime: str
+    control: str
+    totals: Totals
+    waiting: int
+    running: int
+    seconds: dict[str, float]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Emitted tokens per row and pass, bonus included."""
+        return self.totals.tokens / max(self.totals.row_passes, 1)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the drafted nodes that were emitted; None where nothing was drafted."""
+        return self.totals.drafted / self.totals.offered if self.totals.offered else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens of all rows over the time within steps, calibration left out."""
+        return self.totals.tokens / max(self.seconds.get("all", 0.0) - self.seconds.get("calibrate", 0.0), 1e-9)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures alone, for JSON."""
+        return {
+            "runtime": self.runtime,
+            "control": self.control,
+            "waiting": self.waiting,
+            "running": self.running,
+            **asdict(self.totals),
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 4),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "seconds": {part: round(seconds, 6) for part, seconds in self.seconds.items()},
+        }
+
+    def __str__(self) -> str:
+        return labelled(self.described())
+
+    def described(self) -> Iterator[tuple[str, str]]:
+        """The figures in words, each with a label."""
+        ended = [f"{count} ended by {reason!r}" for reason, count in self.totals.ended.items()]
+        yield "requests", ", ".join([f"{self.waiting} waiting", f"{self.running} running", *ended])
+        yield "control", self.control
+        yield "passes by", self.runtime
+        yield "tokens", f"{self.totals.tokens} in {self.totals.passes} passes"
+        yield "accepted", f"mean acceptance length {self.mean_acceptance_length:.2f}"
+        rate = self.acceptance_rate
+        yield "", "nothing drafted" if rate is None else f"{rate:.0%} of drafted nodes accepted"
+        yield "speed", f"{self.tokens_per_second:.1f} tokens/s"

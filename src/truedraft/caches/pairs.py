@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from truedraft.caches.rows import Cursor, RowCache, SlotLayer
 
 
 class SourceLayer(SlotLayer):
-    """One layer's keys and values of the sources, (slots, heads, source length, head size); never cropped.
+    """One layer's keys and values of the sources, (slots, heads, width, head size); never cropped.
 
+    width: positions of the longest source.
     keys, values: of the rows that take part in the pass.
     """
 
+    width = 0
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._all = tuple(s.new_zeros(self.cursor.slots, *s.shape[1:]) for s in (key_states, value_states))
+        self._all = tuple(
+            s.new_zeros(self.cursor.slots, s.shape[1], self.width, s.shape[3]) for s in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(
@@ -29,6 +35,23 @@ class SourceLayer(SlotLayer):
         self.keys.copy_(key_states)
         self.values.copy_(value_states)
         return self.keys, self.values
+
+    def put(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """One row's, (heads, length, head size), at the front of its slot."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None], values[None])
+        for kept, new in zip(self._all, (keys, values), strict=True):
+            kept[slot, :, : new.shape[1]] = new
+
+    def widen(self, width: int) -> None:
+        """Make room for longer sources behind those that are kept."""
+        if self.is_initialized:
+            self._all = tuple(pad(kept, (0, 0, 0, width - self.width)) for kept in self._all)
+        self.width = width
+
+    def clear(self, width: int) -> None:
+        """Forget all sources; the next ones have at most so many positions."""
+        self.width, self.is_initialized = width, False
 
     def show(self) -> None:
         """The rows of the pass under way."""
@@ -44,7 +67,7 @@ class SourceLayer(SlotLayer):
         return self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
-        return self._all[0].shape[2] if self.is_initialized else 0
+        return self.width if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         return self.get_seq_length()
@@ -57,7 +80,8 @@ class SourceLayer(SlotLayer):
 class PairCache(EncoderDecoderCache):
     """`RowCache` for the decoder, and the sources beside it.
 
-    states: (slots, source length, H), what the encoder says. heard: (slots, source length), 0 for padding.
+    states: (slots, width, H), the encoder's output; width is the length of the longest source.
+    heard: (slots, width), 0 for padding.
     counts: by slot in use, the positions of its source that are not padding.
 
     Args:
@@ -83,13 +107,30 @@ class PairCache(EncoderDecoderCache):
     def lengths(self) -> list[int]:
         return self.rows.lengths
 
+    @property
+    def width(self) -> int:
+        """Positions of a source that every slot has room for; 0 where no slot is in use."""
+        return self.heard.shape[1] if self.lengths else 0
+
     def begin(self, states: Tensor, heard: Tensor) -> None:
-        """The next rows, (rows, source length, H) and (rows, source length): their keys are made by the next pass."""
-        first, last = len(self.lengths), len(self.lengths) + len(states)
+        """The next rows, (rows, source length, H) and (rows, source length): their keys are made by the next pass.
+
+        Sources of other lengths may be there already: room is made for the longest.
+        """
+        (count, width), first = heard.shape, len(self.lengths)
         if first == 0:
             self.states = states.new_zeros(self.cursor.slots, *states.shape[1:])
-            self.heard = heard.new_zeros(self.cursor.slots, heard.shape[1])
-        self.states[first:last], self.heard[first:last] = states, heard
+            self.heard = heard.new_zeros(self.cursor.slots, width)
+            for layer in self.sources:
+                layer.clear(width)
+        elif width > self.width:
+            for layer in self.sources:
+                layer.widen(width)
+            self.states = pad(self.states, (0, 0, 0, width - self.width))
+            self.heard = pad(self.heard, (0, width - self.width))
+        for kept, new in ((self.states, states), (self.heard, heard)):
+            kept[first : first + count] = 0  # of the row that had the slot before
+            kept[first : first + count, :width] = new
         self.counts[first:] = heard.sum(1).tolist()
         self.is_updated = dict.fromkeys(range(len(self.sources)), False)
 

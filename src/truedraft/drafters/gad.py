@@ -310,7 +310,7 @@ class Gad(Drafter):
 
     def start(self, rows: Sequence[Row]) -> None:
         self._kept = None  # until a draft is wanted
-        self._going = set(rows)  # those that were not ended
+        self._going |= set(rows)  # those that were not ended
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:

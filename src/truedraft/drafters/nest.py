@@ -18,6 +18,7 @@ from torch import Tensor
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
+from truedraft.errors import Refused
 from truedraft.stores.neighbours import Near, Search
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
@@ -41,6 +42,7 @@ class Nest(PerRow[Standing]):
         idea="Copy from the place in given texts where the model's hidden state was most like the present one.",
         family="retrieval",
         needs=("references",),
+        cannot={"encoder-decoder": "states of given texts are read by a model whose prompt is such a text"},
         published="As a whole, with lossy/nest: 1.8x over Llama-2-Chat 70B alone.",
         measured="nano, one thread: the embedded edits with the original as the reference, greedy, 5.5 tokens a pass "
         "and 2.3x plain decoding, 7.7 and 2.4x with delta 1 (llma: 9.0 and 3.2x); stories over texts that nano would "
@@ -61,6 +63,8 @@ class Nest(PerRow[Standing]):
         self.needs = Taps((self._search.layer,))
 
     def ready(self, target: Target) -> None:
+        if why := self.card.cannot.get(target.family):
+            raise Refused(f"nest cannot draft for {type(target.model).__name__}: {why}")
         self._search.fit(target.model)
 
     @property

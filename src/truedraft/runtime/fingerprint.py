@@ -16,7 +16,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 from truedraft.runtime.overrides import Dispatcher
 
 SMALL = 4096  # numbers of a buffer that are compared one by one: programs read scales and frequencies once
-_OWN = frozenset(vars(nn.Module())) - {"training"}  # what torch itself keeps in every module
+# what torch itself keeps in every module, and what transformers notes with the hooks by which it records outputs
+_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_output_capturing_hooks_installed"}
 _VALUES = frozenset({bool, int, float, str, type(None)})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from truedraft.caches.pairs import PairCache
@@ -93,20 +94,28 @@ class Hearing(CompiledPass):
 
     @torch.no_grad()
     def hear(self, states: Tensor, heard: Tensor) -> None:
-        """The sources of the next rows, (rows, length, H) and (rows, length), 0 for padding."""
+        """The sources of the next rows, (rows, length, H) and (rows, length), 0 for padding.
+
+        Each by itself, so that its keys and values have the same bits whoever comes with it.
+        """
         cache, first = self.pairs, len(self.pairs.lengths)
-        order = (heard == 0).sort(dim=1, stable=True).indices
         cache.begin(states, heard)
-        cache.cursor.first, cache.cursor.last = first, first + len(states)
-        together = states.gather(1, order[:, :, None].expand_as(states))
+        sources = [row[seen.bool()] for row, seen in zip(states, heard, strict=True)]
         for layer, (op, keys, values) in zip(cache.sources, self.program.crosses, strict=True):
-            layer.update(_heads(keys(together), op.heads), _heads(values(together), op.heads))
-            op.keys, op.values = layer.addresses
+            for slot, source in enumerate(sources, first):
+                layer.put(slot, *(_heads(made(source), op.heads) for made in (keys, values)))
+        self._point()
+
+    def _point(self) -> None:
+        """Have the operations read the sources where they lie."""
+        for layer, (op, _, _) in zip(self.pairs.sources, self.program.crosses, strict=True):
+            if layer.is_initialized:
+                op.keys, op.values = layer.addresses
         self._variants = {}
 
     def _complete(self, given: Pass, nodes: Nodes) -> None:
         counts = self.pairs.counts
-        given.sources, given.heard = self.pairs.states.shape[1], array([counts[slot] for slot in nodes.slot])
+        given.sources, given.heard = self.pairs.heard.shape[1], array([counts[slot] for slot in nodes.slot])
         given.longest = max(nodes.longest, given.sources)
 
 
@@ -122,20 +131,23 @@ class CompiledSeq2SeqPass(Hearing, LeanStackPass):
         if cache is not None:
             self.pairs = cache
         super().attach(None if cache is None else cache.rows)
+        if cache is not None:
+            self._point()
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
-        self.hear(stacked(prompts, "states"), stacked(prompts, "heard"))
+        self.hear(*padded_sources(prompts))
         return super().prefill(prompts, taps)
 
     def _counted(self, prompt: Prompt) -> list[int] | None:
         return None if prompt.ids is None else self._positions.counted(prompt.ids[None])[0].tolist()
 
 
-def stacked(prompts: Sequence[Prompt], name: str) -> Tensor:
-    """What prompts have of one name, together."""
-    return torch.stack([getattr(prompt, name) for prompt in prompts])
+def padded_sources(prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    """The states and the masks of the sources of prompts, (rows, length, H) and (rows, length), padded at the end."""
+    states, masks = ([getattr(prompt, name) for prompt in prompts] for name in ("states", "heard"))
+    return pad_sequence(states, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """(rows, length, heads * size) to (rows, heads, length, size)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    """(length, heads * size) to (heads, length, size)."""
+    return x.unflatten(-1, (heads, -1)).transpose(0, 1)

@@ -14,7 +14,7 @@ from truedraft.caches.pairs import PairCache
 from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass, LinearsPass
 from truedraft.runtime.padded import Padded
-from truedraft.runtime.pairs import stacked
+from truedraft.runtime.pairs import padded_sources
 from truedraft.runtime.positions import Positions, table_size
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
@@ -43,7 +43,7 @@ class Seq2SeqPass(ForwardPass):
         self.cache.begin(states, heard)
 
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
-        self.hear(stacked(batch, "states"), stacked(batch, "heard"))
+        self.hear(*padded_sources(batch))
         return super()._read(batch, most, taps)
 
     def skipped(self, view: View) -> frozenset[int]:

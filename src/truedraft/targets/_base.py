@@ -178,6 +178,9 @@ class Target(Protocol):
 
     # ---------------------------------------------------------------- rows and passes
 
+    def check_room(self, prompts: Sequence[Prompt]) -> None:
+        """Raises NoRoom where what new rows need beside the reserved cache does not fit in the free memory."""
+
     def admit(self, prompts: Sequence[Prompt]) -> Scores | None:
         """New rows in the next free slots, their prompts committed but for the last token.
 

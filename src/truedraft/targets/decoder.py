@@ -232,6 +232,9 @@ class DecoderTarget:
         finally:
             self.cache = held
 
+    def check_room(self, prompts: Sequence[Prompt]) -> None:
+        """Nothing is needed beside the cache that was reserved."""
+
     def admit(self, prompts: Sequence[Prompt]) -> Scores | None:
         return self.prefill(prompts)
 

@@ -10,15 +10,17 @@ import torch
 from truedraft.errors import NoRoom
 
 
-def check_room(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_room(
+    config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
+    remedy: str = "lower max_new_tokens or the batch size",
+) -> None:  # fmt: skip
     """Raises NoRoom where keys and values of so many rows and positions do not fit in the memory that is free."""
     of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
     numbers = 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers))
     need, free = numbers * dtype.itemsize, free_memory(device)
     if need > free:
         raise NoRoom(
-            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
-            "lower max_new_tokens or the batch size"
+            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: {remedy}"
         )
 
 

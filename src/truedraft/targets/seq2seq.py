@@ -19,13 +19,14 @@ from truedraft.caches.pairs import PairCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.pair_programs import layers_of
-from truedraft.runtime.pairs import CompiledEncoderPass, CompiledSeq2SeqPass, stacked
+from truedraft.runtime.pairs import CompiledEncoderPass, CompiledSeq2SeqPass, padded_sources
 from truedraft.runtime.positions import table_size
 from truedraft.runtime.seq2seq_forward import Seq2SeqLinearsPass, Seq2SeqPass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.inputs import check_sources, source_prompts, states_of
 from truedraft.targets.kinds import Family
+from truedraft.targets.memory import check_room
 from truedraft.tree import DraftTree, Prompt, Row, Scores
 from truedraft.views._base import View
 
@@ -109,6 +110,14 @@ class Seq2SeqTarget(DecoderTarget):
     def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
         return source_prompts(input_ids, given, sources)
 
+    def check_room(self, prompts: Sequence[Prompt]) -> None:
+        cache: Any = self.cache
+        width = max(len(prompt.states) for prompt in prompts)  # type: ignore[arg-type]
+        if width > cache.width:
+            layers, slots = len(cache.sources), cache.cursor.slots
+            remedy = "shorten the source, or give fewer at once"
+            check_room(self.config, layers, slots, width, self.dtype, self.device, remedy)
+
     @torch.no_grad()
     def admit(self, prompts: Sequence[Prompt]) -> Scores | None:
         """A decoder's lone first token is the root of the first tree, so that such rows need no pass of their own."""
@@ -116,7 +125,7 @@ class Seq2SeqTarget(DecoderTarget):
             return self.prefill(prompts)
         self.rewind()
         assert self.cache is not None
-        self.runner.hear(stacked(prompts, "states"), stacked(prompts, "heard"))
+        self.runner.hear(*padded_sources(prompts))
         self.cache.lengths.extend([0] * len(prompts))
         return None
 

@@ -1,0 +1,67 @@
+"""The rows of one pass, grouped by what they bring along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from truedraft.drafters._base import Drafter
+from truedraft.request import Request
+from truedraft.tree import Row
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The rows of one pass, in the order of their slots.
+
+    first: the slot of the first.
+    requests, drafters: whose they are and who drafts for them, each with the places of its rows among these.
+    """
+
+    rows: Sequence[Row]
+    first: int
+    requests: Sequence[tuple[Request, Sequence[int]]]
+    drafters: Sequence[tuple[Drafter, Sequence[int]]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], first: int = 0) -> Cohort:
+        requests = by_owner([row.request for row in rows])
+        return cls(list(rows), first, requests, by_owner([row.request.drafter for row in rows]))
+
+    def without_failed(self) -> Cohort:
+        """The same pass, of which requests that failed see nothing more."""
+        if not any(request.error for request, _ in self.requests):
+            return self
+        requests = [(request, places) for request, places in self.requests if not request.error]
+        going = {place for _, places in requests for place in places}
+        drafters = [(drafter, [i for i in places if i in going]) for drafter, places in self.drafters]
+        return replace(self, requests=requests, drafters=[(drafter, own) for drafter, own in drafters if own])
+
+
+def by_owner(owners: Sequence[K]) -> list[tuple[K, list[int]]]:
+    """Each owner once, with the places that are its own."""
+    found: dict[int, tuple[K, list[int]]] = {}
+    for place, owner in enumerate(owners):
+        found.setdefault(id(owner), (owner, []))[1].append(place)
+    return list(found.values())
+
+
+def select(values: Sequence[V], places: Sequence[int]) -> Sequence[V]:
+    """The values at some places; without a copy where they are all."""
+    return values if len(places) == len(values) else [values[i] for i in places]
+
+
+def for_each(
+    groups: Sequence[tuple[K, Sequence[int]]], f: Callable[..., list[V]], *of_rows: Sequence[object]
+) -> list[V]:
+    """What `f` makes of every group's part, in the order of the rows."""
+    if len(groups) == 1:
+        return f(groups[0][0], *of_rows)
+    made: dict[int, V] = {}
+    for owner, places in groups:
+        made.update(zip(places, f(owner, *(select(values, places) for values in of_rows)), strict=True))
+    return [made[i] for i in range(len(made))]

@@ -1,0 +1,69 @@
+"""What a running engine gives for a request: its tokens as they come, how it ended, and its figures."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from truedraft.errors import Refused
+from truedraft.request import Request
+from truedraft.stats import Report
+from truedraft.streaming import Stream
+
+Reason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineRequest:
+    """A request of one row; made by `ContinuousEngine.add_request`.
+
+    Attributes:
+        seed: what the noise of its tokens is drawn from, with their positions.
+        finish_reason: "stop" (an end-of-text token or another stopping criterion), "length" (as many tokens as it may
+            have), "abort", "error", or None while it waits or runs.
+    """
+
+    def __init__(self, request: Request, seed: int, streamer: Any, report: Report):
+        self.seed = seed
+        self.finish_reason: Reason | None = None
+        self._request, self._streamer, self._report = request, streamer, report
+        self._stream = Stream(streamer, request.rows, request.history)
+
+    @property
+    def _row(self) -> Any:
+        return self._request.rows[0]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids that it has emitted, the prompt left out."""
+        row = self._row
+        return row.tokens[row.prompt : row.end]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def error(self) -> Exception | None:
+        """What one of its own parts raised (a processor, a stopping criterion, its streamer, rule or drafter), or why
+        it could not be admitted; None where nothing went wrong."""
+        return self._request.error
+
+    def result(self) -> list[int]:
+        """`tokens` of a finished request.
+
+        Raises:
+            Refused: it is not finished yet.
+            Exception: its `error`, where it has one.
+        """
+        if not self.finished:
+            raise Refused("the request is not finished: step() the engine until it is")
+        if self.error is not None:
+            raise self.error
+        return self.tokens
+
+    def report(self) -> Report:
+        """Figures of the passes that it completed; "all" are the seconds since it was admitted, whoever else ran."""
+        return self._report
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("running" if self._request.passes else "waiting")
+        return f"<EngineRequest {state}: {len(self.tokens)} tokens>"

@@ -1,0 +1,475 @@
+"""What goes wrong in a running engine ends the request that it belongs to; the others' texts are those had alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import truedraft
+from arrivals import LONGEST, ROWS, added, check, check_nothing_left, model, prompts
+from models import tiny
+from nets import drafter
+from truedraft.accept.greedy import Greedy
+from truedraft.continuous import ContinuousEngine
+from truedraft.control.cost import Cost
+from truedraft.engine_request import EngineRequest
+from truedraft.errors import NoRoom, Refused
+from truedraft.targets import memory
+
+KINDS = ["decoder", "encoder-decoder"]
+STEPS = 9
+
+
+class Planned(Exception):
+    """Raised on purpose."""
+
+
+def failing(inner: Callable[..., Any], calls: int, error: type[BaseException] = Planned) -> Callable[..., Any]:
+    """`inner`, whose call of this number raises, counted from 0; the work of that call is done first."""
+    made = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made.append(None)
+        result = inner(*args, **kwargs)
+        if len(made) == calls + 1:
+            raise error("as planned")
+        return result
+
+    return call
+
+
+class Criterion(StoppingCriteria):
+    def __init__(self, asked: Callable[[], Any]):
+        self.asked = asked
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.asked()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Streamer(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def nothing(*_: Any) -> None: ...
+
+
+def with_processor(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
+    return {"logits_processor": [fail(lambda ids, scores: scores)], "draft": "token-recycling"}
+
+
+def with_criterion(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
+    return {"stopping_criteria": [Criterion(fail(nothing))], "draft": "token-recycling"}
+
+
+def with_nan(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
+    """Scores that turn NaN: the engine itself refuses them."""
+    ask = fail(nothing)
+
+    def spoil(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        try:
+            ask()
+        except Planned:
+            return torch.full_like(scores, torch.nan)
+        return scores
+
+    return {"logits_processor": [spoil], "draft": "token-recycling"}
+
+
+def with_streamer(hook: str) -> Callable[..., dict[str, Any]]:
+    def given(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
+        streamer = Streamer()
+        inner, calls = getattr(streamer, hook), []
+
+        def put(value: torch.Tensor) -> None:  # the prompt is put while it is added, where any error is the caller's
+            calls.append(None)
+            failed(value) if len(calls) > 1 else inner(value)
+
+        failed = fail(inner)
+        setattr(streamer, hook, put if hook == "put" else failed)
+        return {"streamer": streamer, "draft": "token-recycling"}
+
+    return given
+
+
+def with_drafter(hook: str) -> Callable[..., dict[str, Any]]:
+    def given(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
+        own: Any = drafter("token-recycling", model(kind))
+        setattr(own, hook, fail(getattr(own, hook)))
+        return {"draft": own}
+
+    return given
+
+
+def with_rule(hook: str) -> Callable[..., dict[str, Any]]:
+    def given(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
+        rule = Greedy()
+        setattr(rule, hook, fail(getattr(rule, hook)))
+        return {"rule": rule, "draft": "token-recycling"}
+
+    return given
+
+
+def foreign_root(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
+    """A draft that does not begin with the pending token."""
+    own: Any = drafter("token-recycling", model(kind))
+    ask, propose = fail(nothing), own.propose
+
+    def proposed(rows: Any, budget: Any) -> Any:
+        try:
+            ask()
+        except Planned:
+            return [truedraft.DraftTree.chain(row.tokens[-1] + 1) for row in rows]
+        return propose(rows, budget)
+
+    own.propose = proposed
+    return {"draft": own}
+
+
+PLANS: dict[str, Callable[..., dict[str, Any]]] = {
+    "processor": with_processor,
+    "criterion": with_criterion,
+    "NaN": with_nan,
+    "streamer is fed": with_streamer("put"),
+    "streamer is ended": with_streamer("end"),
+    "draft of another root": foreign_root,
+    **{f"drafter: {hook}": with_drafter(hook) for hook in ("open", "start", "propose", "observe", "end")},
+    **{f"rule: {hook}": with_rule(hook) for hook in ("decide_all_nodes", "keys")},
+}
+ITS_OWN = {"NaN": Refused, "draft of another root": ValueError}  # what the engine raises
+
+
+def finish(engine: ContinuousEngine) -> None:
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_error_ends_the_request_that_it_belongs_to(plan: str, kind: str) -> None:
+    """In every part that a request brings along, at every call of it, between rows that came before and after."""
+    shared = drafter("suffix", model(kind))
+    failed = 0
+    with truedraft.accelerate(model(kind), control="fixed").engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
+        for calls in range(4 * STEPS):
+            before = added(engine, 3, 14, None, shared)
+            engine.step()
+            given = PLANS[plan](lambda inner, calls=calls: failing(inner, calls), kind)
+            victim = added(engine, 1, STEPS, None, **given)
+            after = added(engine, 2, 12, 5, shared)
+            finish(engine)
+            check(before, 3, 14, None, kind)
+            check(after, 2, 12, 5, kind)
+            check(victim, 1, STEPS, None, kind)
+            check_nothing_left(engine, [shared, *([given["draft"]] if not isinstance(given["draft"], str) else [])])
+            if victim.finish_reason != "error":
+                break
+            failed += 1
+            check_failed(victim, ITS_OWN.get(plan, Planned), given.get("streamer"))
+        assert failed and victim.error is None, "every call was one that failed"
+        report = engine.report()
+        assert report.totals.ended["error"] == failed and report.running == report.waiting == 0
+
+
+def check_failed(request: EngineRequest, error: type[Exception], streamer: Any) -> None:
+    assert isinstance(request.error, error) and request.finished
+    with pytest.raises(error):
+        request.result()
+    report = request.report()
+    assert report.tokens == len(request.tokens) and "ended by an error" in str(report)
+    assert all(done.emitted for done in report.passes), "a pass that it did not complete"
+    assert streamer is None or streamer.ended == 1
+
+
+def test_a_drafter_that_several_share_ends_all_that_it_drafts_for() -> None:
+    shared: Any = drafter("token-recycling", model())
+    with truedraft.accelerate(model(), control="fixed").engine(max_rows=3, max_tokens=LONGEST) as engine:
+        other = added(engine, 0, 12, None, "suffix")
+        both = [added(engine, which, 12, None, shared) for which in (1, 2)]
+        engine.step()
+        shared.propose = failing(shared.propose, 1)
+        engine.step()
+        assert set(map(id, engine.step())) == set(map(id, [other, *both]))
+        assert [request.finish_reason for request in both] == ["error", "error"] and not other.finished
+        finish(engine)
+        check(other, 0, 12, None)
+        for which, request in zip((1, 2), both, strict=True):
+            check(request, which, 12, None)
+        check_nothing_left(engine, [shared])
+
+
+@pytest.mark.parametrize("part", ["target", "control", "commit"])
+def test_what_belongs_to_no_request_closes_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = truedraft.accelerate(model())
+    engine = fast.engine(max_rows=2, max_tokens=LONGEST)
+    requests = [added(engine, which, 12, None, "token-recycling") for which in (0, 1, 2)]
+    engine.step()
+    owner, hook = {
+        "target": (type(engine._target.runner), "score"), "control": (Cost, "budget"),
+        "commit": (type(engine._target), "commit"),
+    }[part]  # fmt: skip
+    true = getattr(owner, hook)
+    monkeypatch.setattr(owner, hook, failing(true, 0))
+    with pytest.raises(Planned):
+        finish(engine)
+    monkeypatch.undo()
+    assert [request.finish_reason for request in requests] == ["abort"] * 3
+    for which, request in enumerate(requests):
+        check(request, which, 12, None)
+    with pytest.raises(Refused, match="closed"):
+        engine.step()
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 12, None, "token-recycling")
+        finish(engine)
+        check(request, 0, 12, None)
+
+
+@pytest.mark.parametrize("plan", ["processor", "criterion", "streamer is fed", "drafter: propose", "drafter: observe"])
+def test_an_interruption_closes_the_engine(plan: str) -> None:
+    fast = truedraft.accelerate(model(), control="fixed")
+    for calls in range(3):
+        engine = fast.engine(max_rows=2, max_tokens=LONGEST)
+        given = PLANS[plan](lambda inner, calls=calls: failing(inner, calls, KeyboardInterrupt), "decoder")
+        requests = [added(engine, 1, STEPS, None, **given), added(engine, 3, 14, None, "suffix")]
+        with pytest.raises(KeyboardInterrupt):
+            finish(engine)
+        with pytest.raises(Refused, match="closed"):
+            engine.step()
+        for which, request in zip((1, 3), requests, strict=True):
+            assert request.finish_reason == "abort" and request.report().interrupted
+            check(request, which, STEPS if which == 1 else 14, None)
+        assert not getattr(given["draft"], "_states", {}) and engine._target.cache is None
+
+
+class Inside(Streamer):
+    """Does something whenever it is fed, and notes how that ended."""
+
+    def __init__(self, does: Callable[[], Any]):
+        super().__init__()
+        self.does, self.refusals = does, list[str]()
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        with pytest.raises(Refused) as refused:
+            self.does()
+        self.refusals.append(str(refused.value))
+
+
+def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+        other = added(engine, 2, 9, None, "default")
+        for does in (
+            engine.step,
+            engine.close,
+            lambda: engine.abort_request(other),
+            lambda: added(engine, 0, 3, None, "default"),
+            lambda: fast.generate(torch.tensor([prompts()[0]]), max_new_tokens=3, do_sample=False),
+        ):
+            streamer = Inside(does)
+            request = added(engine, 1, 9, None, "default", streamer=streamer)
+            finish(engine)
+            check(request, 1, 9, None)
+            assert len(streamer.refusals) == 1 + len(request.tokens)
+            assert all("a call inside a call" in refusal for refusal in streamer.refusals)
+        check(other, 2, 9, None)
+
+
+def test_threads_take_turns() -> None:
+    """Each adds requests and steps until they are done; nobody's text is another one."""
+    shared = drafter("suffix", model())
+    fast = truedraft.accelerate(model(), draft=shared)
+    errors: list[BaseException] = []
+
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+
+        def work(number: int) -> None:
+            try:
+                for turn in range(3):
+                    which, seed = (number + turn) % 6, None if turn else number
+                    request = added(engine, which, 12, seed, "default" if turn else "token-recycling")
+                    while not request.finished:
+                        engine.step()
+                    check(request, which, 12, seed)
+                    out = fast.generate(torch.tensor([prompts()[which]]), max_new_tokens=3, do_sample=False)
+                    assert out.shape[1] == len(prompts()[which]) + 3
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not errors and not any(thread.is_alive() for thread in threads)
+        check_nothing_left(engine, [shared])
+
+
+def test_a_changed_model_is_noticed_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = tiny.__wrapped__("llama", torch.float32)
+    engine = truedraft.accelerate(changed).engine(max_rows=1, max_tokens=LONGEST)
+    request = engine.add_request(torch.tensor(prompts()[3]), max_new_tokens=30, do_sample=False)
+    engine.step()
+    before, norm = list(request.tokens), changed.model.norm
+    norm.variance_epsilon, kept = 0.5, norm.variance_epsilon
+    engine._compared = (0.0, 0.0)  # long ago
+    for _ in range(2):
+        with pytest.raises(Refused, match="model was changed"):
+            engine.step()
+    assert request.tokens == before and not request.finished
+    norm.variance_epsilon = kept
+    finish(engine)
+    expected = changed.generate(torch.tensor([prompts()[3]]), max_new_tokens=30, do_sample=False)
+    assert request.tokens == expected[0, len(prompts()[3]) :].tolist()
+    engine.close()
+
+
+def test_noticing_changes_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: a comparison takes 3 s, a step 10 s."""
+    clock, compared = [0.0], []
+    with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
+        monkeypatch.setattr("truedraft.continuous.time.perf_counter", lambda: clock[0])
+
+        class Slow(type(engine._target)):  # type: ignore[misc]
+            @property
+            def changed(self) -> bool:
+                compared.append(clock[0])
+                clock[0] += 3
+                return False
+
+        engine._target.__class__ = Slow
+        added(engine, 0, 3, None, None)
+        compared.clear()
+        start = clock[0]
+        for _ in range(200):
+            engine.step()
+            clock[0] += 10
+        assert 10 <= len(compared) <= (clock[0] - start) * 0.02 / 3 + 1
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: free[0])
+
+
+def test_a_source_for_which_there_is_no_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, free = "encoder-decoder", [1e12]
+    with_memory(monkeypatch, free)
+    with truedraft.accelerate(model(kind)).engine(max_rows=2, max_tokens=LONGEST) as engine:
+        running = added(engine, 1, 14, None, None)
+        engine.step()
+        free[0] = 1000
+        with pytest.raises(NoRoom, match=r"2 rows x 31 positions needs .* 1,000 are free: shorten the source"):
+            added(engine, 2, 12, None, None)
+        shorter = added(engine, 0, 4, 3, None)  # than one that is there: nothing more is needed
+        free[0] = 1e12
+        longer, behind = added(engine, 2, 12, None, None), added(engine, 4, 12, None, None)
+        free[0] = 1000
+        while not shorter.finished:
+            engine.step()
+        for _ in range(3):
+            assert engine.step() == [running]
+        free[0] = 1e12
+        assert engine.step() == [running, longer], "it begins when there is memory"
+        engine.abort_request(longer)
+        last = added(engine, 2, 12, None, None)
+        free[0] = 1000
+        finish(engine)
+        assert last.finish_reason == "length", "the memory of the one before it was there still"
+        free[0] = 1e12
+        never = added(engine, 2, 12, None, None)
+        free[0] = 1000
+        assert engine.step() == [never] and engine.step() == []
+        assert isinstance(never.error, NoRoom) and never.finish_reason == "error" and never.tokens == []
+        free[0] = 1e12
+        for request, *given in ((running, 1, 14, None), (shorter, 0, 4, 3), (behind, 4, 12, None), (last, 2, 12, None)):
+            check(request, *given, kind)  # type: ignore[arg-type]
+        check_nothing_left(engine, [])
+
+
+def test_a_cache_that_does_not_fit_is_refused_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, free = truedraft.accelerate(model()), [1e12]
+    with_memory(monkeypatch, free)
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 12, None, "default")
+        engine.step()
+        free[0] = 10_000  # enough to compare passes with
+        with pytest.raises(NoRoom, match="64 rows x"):
+            fast.engine(max_rows=64, max_tokens=LONGEST)
+        finish(engine)
+        check(request, 0, 12, None)
+
+
+def test_the_report_of_an_engine_adds_up() -> None:
+    with truedraft.accelerate(model(), control="fixed").engine(max_rows=2, max_tokens=LONGEST) as engine:
+        requests = [added(engine, which, 5 + 3 * which, None, "token-recycling") for which in range(4)]
+        passes = 0
+        while any(request.finish_reason is None for request in requests[:3]):
+            passes += bool(engine.step())
+            report, emitted = engine.report(), sum(len(request.tokens) for request in requests)
+            assert report.totals.passes == passes and report.totals.tokens == emitted
+            assert report.totals.row_passes == sum(request.report().row_passes for request in requests)
+            assert report.waiting + report.running + sum(report.totals.ended.values()) == 4
+        engine.abort_request(requests[3])
+        text, figures = " ".join(str(engine.report()).split()), engine.report().as_dict()
+        assert "1 ended by 'abort'" in text and "tokens/s" in text and "0 waiting, 0 running" in text
+        assert figures["tokens"] == sum(len(request.tokens) for request in requests)
+        assert figures["ended"]["abort"] == 1 and figures["seconds"]["all"] >= figures["seconds"]["target"] > 0
+        assert requests[3].report().interrupted and "aborted" in str(requests[3].report())
+    assert engine.report().as_dict() == figures, "it can be read when the engine is closed"
+
+
+def test_a_request_that_fails_before_its_pass_counts_for_none() -> None:
+    with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 5, None, **with_drafter("start")(lambda inner: failing(inner, 0), "decoder"))
+        assert engine.step() == [request] and engine.step() == []
+        assert engine.report().totals.passes == 0 and engine.report().as_dict()["ended"] == {"error": 1}
+
+
+def test_a_request_of_another_engine_is_not_aborted() -> None:
+    fast = truedraft.accelerate(model())
+    with fast.engine(max_rows=1, max_tokens=LONGEST) as engine, fast.engine(max_rows=1, max_tokens=LONGEST) as other:
+        request = added(engine, 0, 9, None, "default")
+        with pytest.raises(Refused, match="another engine"):
+            other.abort_request(request)
+        finish(engine)
+        check(request, 0, 9, None)
+
+
+def test_a_result_is_had_of_a_finished_request() -> None:
+    with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 5, None, "default")
+        with pytest.raises(Refused, match="not finished"):
+            request.result()
+        finish(engine)
+        assert request.result() == request.tokens
+
+
+def test_what_failed_does_not_hold_on_to_the_pass() -> None:
+    """The scores of a pass may be hundreds of megabytes; an error that is kept must not keep them."""
+    with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 5, None, None, logits_processor=[failing(lambda ids, scores: scores, 2)])
+        finish(engine)
+        trace: Any = request.error.__traceback__  # type: ignore[union-attr]
+        depth = 0
+        while trace is not None:
+            frame: Any = trace.tb_frame
+            while frame is not None:
+                depth += 1
+                assert not any(type(value).__name__ == "Scores" for value in frame.f_locals.values())
+                frame = frame.f_back
+            trace = trace.tb_next
+        assert depth > 5
