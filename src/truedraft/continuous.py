@@ -109,7 +109,8 @@ class ContinuousEngine:
         self._target: DecoderTarget = hosted(model, *hosting)
         with defaults():
             self._target.reserve(max_rows, max_tokens + DRAFTS)
-        self._engine: Engine | None = Engine(self._target, control, Stopwatch())
+        self._engine: Engine | None = Engine(self._target, control)
+        Stopwatch().attach(self._engine)
         self._waiting: deque[EngineRequest] = deque()
         self._running: dict[int, tuple[EngineRequest, float]] = {}  # by the request's identity, and since when
 

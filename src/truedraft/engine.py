@@ -10,7 +10,7 @@ from truedraft.accept._base import walk
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.request import Request
-from truedraft.stats import Emission, Pass, Stopwatch
+from truedraft.stats import Emission, Pass
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
@@ -45,23 +45,16 @@ class Engine:
     rows: those that run, in the order of their slots.
     """
 
-    def __init__(self, target: DecoderTarget, control: Control, watch: Stopwatch):
-        self.target, self.control, self.watch = target, control, watch
+    def __init__(self, target: DecoderTarget, control: Control):
+        self.target, self.control = target, control
         self.rows: list[Row] = []
-        self._controls: dict[int, tuple[Drafter, Control]] = {}
         self._waiting: list[Request] = []
         self._cohort: Cohort | None = None  # of all rows, until one comes or goes
-        self._ready = watch.timed("prefill", target.ready)
-        self._prefill = watch.timed("prefill", target.prefill)
-        self._score = watch.timed("target", target.score)
-        self._decide = watch.timed("target", self._decided)
-        self._propose = watch.timed("draft", self._proposed)
-        self._begin = watch.timed("observe", _begun)
-        self._observe = watch.timed("observe", _observed)
-        self._calibrate = watch.timed("calibrate", self._opened)
-        self._size = watch.timed("control", self._sized)
-        self._prune = watch.timed("control", self._pruned)
-        self._learn = watch.timed("control", self._learned)
+        # parts of a pass that are timed from outside, as `_calibrate` and `_decide` are
+        self._ready, self._prefill, self._score = target.ready, target.prefill, target.score
+        self._budget, self._prune, self._learn = control.budget, control.prune, control.observe
+        self._begin, self._observe = _begun, _observed
+        self._draft: Callable[[Drafter, Sequence[Row], Sequence[int]], list[DraftTree]] = _drafts_of
 
     @property
     def running(self) -> bool:
@@ -80,7 +73,7 @@ class Engine:
         self.target.commit([one.path for one in accepted], cohort.first)
         self._observe(cohort, trees, scores, accepted)
         if cohort is self._cohort:
-            self._learn(cohort, trees, accepted)
+            self._learn(cohort.rows, trees, accepted)
         moved = _recorded(cohort, before, trees, accepted)
         self._retire(cohort, accepted)
         return moved
@@ -128,8 +121,7 @@ class Engine:
                 self._calibrate(drafter, [new.rows[i] for i in places])
                 drafter.open()
         self._begin(new)
-        for drafter, places in new.drafters:
-            self._control(drafter).start(_of(new.rows, places))
+        self.control.start(new.rows)
         prompts = [prompt for request in requests for prompt in request.prompts]
         if self._ready(prompts):
             return self._drafted()
@@ -141,15 +133,15 @@ class Engine:
         if self._cohort is None:
             self._cohort = Cohort.of(self.rows)
         cohort = self._cohort
-        drafts = self._propose(cohort, self._size(cohort))
-        kept = _unpicked(drafts, self._prune(cohort, drafts))
+        drafts = self._propose(cohort, self._budget(cohort.rows))
+        kept = _unpicked(drafts, self._prune(cohort.rows, drafts))
         trees = _each(
             cohort.requests, lambda r, rows, some: r.rule.add_probes(_padded(r, rows, some)), cohort.rows, kept
         )
         return cohort, trees, self._score(trees)
 
-    def _proposed(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
-        drafts = _each(cohort.drafters, lambda drafter, rows, most: drafter.propose(rows, most), cohort.rows, budget)
+    def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
+        drafts = _each(cohort.drafters, self._draft, cohort.rows, budget)
         return [_fitted(row, tree) for row, tree in zip(cohort.rows, drafts, strict=True)]
 
     def _verified(self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores) -> list[Accepted]:
@@ -166,7 +158,7 @@ class Engine:
                 accepted[place] = one
         return accepted  # type: ignore[return-value]
 
-    def _decided(
+    def _decide(
         self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
     ) -> Sequence[Sequence[int]] | None:
         """What the rule says at every node, if it knows already; here the host waits for the pass, as part of it."""
@@ -176,39 +168,13 @@ class Engine:
             self.target.wait()
         return known
 
-    def _control(self, drafter: Drafter) -> Control:
-        """That of a drafter's rows: each learns how often the drafts of its own are right."""
-        if not self._controls:
-            self._controls[id(drafter)] = drafter, self.control
-        if id(drafter) not in self._controls:
-            self._controls[id(drafter)] = drafter, self.control.another()
-        return self._controls[id(drafter)][1]
-
-    def _opened(self, drafter: Drafter, rows: Sequence[Row]) -> None:
+    def _calibrate(self, drafter: Drafter, rows: Sequence[Row]) -> None:
         lockstep, steps = any(row.request.stops.lockstep for row in rows), max(row.room - row.step for row in rows)
-        self._control(drafter).open(self.target, drafter, self.watch.seconds, lockstep, steps)
-
-    def _sized(self, cohort: Cohort) -> list[int]:
-        def sized(drafter: Drafter, rows: Sequence[Row]) -> list[int]:
-            control = self._control(drafter)
-            control.beside = len(cohort.rows) - len(rows)
-            return control.budget(rows)
-
-        return _each(cohort.drafters, sized, cohort.rows)
-
-    def _pruned(self, cohort: Cohort, drafts: Sequence[DraftTree]) -> list[DraftTree]:
-        return _each(cohort.drafters, lambda d, rows, trees: self._control(d).prune(rows, trees), cohort.rows, drafts)
-
-    def _learned(self, cohort: Cohort, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        nodes = sum(map(len, trees))
-        for drafter, places in cohort.drafters:
-            control, own = self._control(drafter), _of(trees, places)
-            control.beside = nodes - sum(map(len, own))
-            control.observe(_of(cohort.rows, places), own, _of(accepted, places))
+        self.control.open(self.target, drafter, lockstep, steps)
 
     def _end(self, row: Row) -> None:
         row.request.drafter.end(row)
-        self._control(row.request.drafter).end(row)
+        self.control.end(row)
 
     def _leave(self, slot: int) -> None:
         """Free a slot; as in the cache, the last one in use takes its place.
@@ -260,6 +226,10 @@ def _taps(rows: Sequence[Row]) -> Taps:
     for request in {id(row.request): row.request for row in rows}.values():
         taps = taps | request.drafter.needs | request.rule.needs
     return taps
+
+
+def _drafts_of(drafter: Drafter, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+    return drafter.propose(rows, budget)
 
 
 def _begun(cohort: Cohort) -> None:
