@@ -129,9 +129,9 @@ class DrafterAcceptance:
     def begun(self, row: Row) -> RowAcceptance:
         return RowAcceptance(row, AcceptanceRates(self.memory, self.first, self.later))
 
-    def verified(self, expected: float, accepted: int) -> None:
-        """Nodes that a pass accepted, and how many had been expected of it."""
-        self._accepted = KEPT * self._accepted + accepted
+    def verified(self, expected: float, emitted: int, rows: int) -> None:
+        """A pass from which so many accepted nodes were expected emitted so many tokens, each row's bonus included."""
+        self._accepted = KEPT * self._accepted + emitted - rows
         self._expected = KEPT * self._expected + expected
 
     @property

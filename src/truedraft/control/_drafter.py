@@ -238,7 +238,7 @@ class Drafts:
         state, rows, own, expected = self.state, len(self.rows), self.emitted, self._expected[self.size]
         cost = passes.curve(tokens)
         if expected:
-            state.acceptance.verified(expected, own - rows)
+            state.acceptance.verified(expected, own, rows)
         if state.probed:
             state.probing.saw(own / rows, cost)
         if self.tokens > rows:  # as many tokens would have taken so many passes without these drafts
