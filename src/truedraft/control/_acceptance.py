@@ -97,10 +97,6 @@ class RowAcceptance:
     drafts: list[OpenDraft] = field(default_factory=list)
     length: int = 0
 
-    def emitted(self) -> int:
-        """Tokens that the pass gave."""
-        return len(self.row.tokens) - self.length
-
     def drafted(self, tree: DraftTree) -> None:
         """A draft of the pass under way; one that has its drafter's confidence needs no rates."""
         if len(tree) > 1 and tree.confidence is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, islice, pairwise, zip_longest
+from itertools import accumulate, islice, repeat, zip_longest
 
 from truedraft.control._acceptance import DrafterAcceptance, RowAcceptance
 from truedraft.control._draft_costs import HICCUP, DraftCosts
@@ -86,8 +86,6 @@ class DrafterState:
 
     def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> int:
         """Nodes to draft below each root of its rows, of `total` in the pass; 0 where it is not to draft."""
-        if (drafter := self.drafter) is not None:
-            drafter.pass_cost = passes.per_node(total, len(rows))
         size, pays = self._plan(rows, passes, total)
         self._resumed = not self.asked
         permitted = self.trials.permits(pays, passes.curve(total))
@@ -144,25 +142,24 @@ class DrafterState:
             self._form, self._formed = largest, True
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class Drafts:
     """The drafts of one drafter's rows in the pass under way.
 
     rows, places: its rows, and where they stand in the batch.
     trees: as they were drafted, without probes; once that is chosen, as they are verified.
     gains: expected accepted nodes of the first 0, 1, ... of each draft; of the root alone where nothing may be cut.
-    size: nodes to verify of each.
     exploring: whether they are verified although that is not expected to pay.
     """
 
     state: DrafterState
-    rows: list[RowAcceptance] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    rows: list[RowAcceptance]
+    places: list[int]
     trees: Sequence[DraftTree] = ()
     gains: Sequence[float] = (0.0,)
-    size: int = 0
     exploring: bool = False
     _expected: Sequence[float] = (0.0,)  # gains, before they are corrected
+    _promised: float = 0.0  # of them, by the nodes that are verified
     _whole: Sequence[DraftTree] = ()  # as they were drafted, with their probes
 
     @property
@@ -173,17 +170,12 @@ class Drafts:
     @property
     def emitted(self) -> int:
         """Tokens that the pass gave to its rows."""
-        return sum([row.emitted() for row in self.rows])
-
-    @property
-    def sizable(self) -> bool:
-        """Whether they may be cut: there are nodes to verify, and none was drawn."""
-        return len(self.gains) > 1
+        return sum([len(row.row.tokens) - row.length for row in self.rows])
 
     @property
     def whole_gain(self) -> float:
         """Expected accepted nodes of drafts that may not be cut."""
-        longest = max(tree.drafted for tree in self.trees) if self.state.asked else 0
+        longest = max(tree.drafted for tree in self.trees)
         return self.state.expected(self.rows, self.trees, longest)[-1] if longest else 0.0
 
     def offer(self, trees: Sequence[DraftTree]) -> None:
@@ -202,24 +194,25 @@ class Drafts:
             correction = self.state.acceptance.correction
             self.gains = [correction * gain for gain in self._expected]
 
-    def steps(self) -> Iterator[tuple[Drafts, int, int]]:
-        """From each size that may be verified to the next."""
-        for before, size in pairwise(sizes(len(self.gains) - 1)):
-            yield self, before, size
+    def steps(self, place: int) -> Iterator[tuple[Drafts, int, int, int]]:
+        """From each size that may be verified to the next; `place` is handed on with each."""
+        nodes = sizes(len(self.gains) - 1)
+        return zip(repeat(self), repeat(place), nodes, nodes[1:], strict=False)
 
-    def cut(self, goodput: float, tokens: float, spent: float, plain: float) -> None:
+    def cut(self, size: int, tokens: float, goodput: float, spent: float, plain: float) -> None:
         """Cut them to the size that was chosen, and judge whether drafts of this drafter pay.
 
         tokens, goodput: those expected of the pass without these drafts, and per second.
         spent: seconds of the pass with them. plain: seconds of a pass without any drafts.
         """
         drafting, trials = self.state.costs.seconds, self.state.trials
-        trials.expect((tokens + self.gains[self.size]) / goodput - (spent + drafting), drafting, plain)
-        self.exploring = self.size == 0 and self.gains[-1] > len(self.rows) and trials.left
+        trials.expect((tokens + self.gains[size]) / goodput - (spent + drafting), drafting, plain)
+        self.exploring = size == 0 and self.gains[-1] > len(self.rows) and trials.left
         if self.exploring:
-            self.size = len(self.gains) - 1
-        self.state.reach = self.size + self.size // 2 + ROOM
-        self.trees = [tree.cut(1 + self.size) for tree in self.trees]
+            size = len(self.gains) - 1
+        self.state.reach = size + size // 2 + ROOM
+        self._promised = self._expected[size]
+        self.trees = [tree.cut(1 + size) for tree in self.trees]
 
     def probe(self, passes: PassCosts, others: int, passed: float) -> None:
         """Put their probes back where these pay.
@@ -233,20 +226,23 @@ class Drafts:
         if not self.state.reads_probes(more, passed):
             self.trees = bare
 
-    def learn(self, passes: PassCosts, spent: float, tokens: int, emitted: int) -> None:
-        """From the pass, over `tokens` tokens, which took `spent` seconds and emitted `emitted`."""
-        state, rows, own, expected = self.state, len(self.rows), self.emitted, self._expected[self.size]
-        cost = passes.curve(tokens)
-        if expected:
-            state.acceptance.verified(expected, own, rows)
+    def learn(self, passes: PassCosts, spent: float, own: tuple[int, int], all_rows: tuple[int, int]) -> None:
+        """From the pass, which took `spent` seconds.
+
+        own, all_rows: tokens that were in the pass and tokens that it emitted, of these rows and of all.
+        """
+        state, rows, (tokens, emitted), (width, given) = self.state, len(self.rows), own, all_rows
+        cost = passes.curve(width)
+        if self._promised:
+            state.acceptance.verified(self._promised, emitted, rows)
         if state.probed:
-            state.probing.saw(own / rows, cost)
-        if self.tokens > rows:  # as many tokens would have taken so many passes without these drafts
-            without = emitted / (emitted - own + rows) * passes.curve(tokens - self.tokens + rows)
+            state.probing.saw(emitted / rows, cost)
+        if tokens > rows:  # as many tokens would have taken so many passes without these drafts
+            without = given / (given - emitted + rows) * passes.curve(width - tokens + rows)
             state.lost = min(spent, HICCUP * cost) - without
 
 
-def gain_per_node(step: tuple[Drafts, int, int]) -> float:
+def gain_per_node(step: tuple[Drafts, int, int, int]) -> float:
     """Expected tokens by one node more in the pass, on the way from a size to the next."""
-    drafts, before, size = step
+    drafts, _, before, size = step
     return (drafts.gains[size] - drafts.gains[before]) / (len(drafts.rows) * (size - before))

@@ -62,7 +62,7 @@ class Cost(Control):
         state = self._drafters.get(id(drafter))
         if state is None:
             state = self._drafters[id(drafter)] = DrafterState(drafter, self.memory, self.survival, self.slack)
-        state.begin(drafter, lockstep, self._costs, self._drafting(state), self.times.target)
+        state.begin(drafter, lockstep, self._costs, self.drafting.get(id(drafter), 0.0), self.times.target)
 
     def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -76,16 +76,19 @@ class Cost(Control):
             state, record = self._rows[id(row)]
             record.length = len(row.tokens)
             if (drafts := batch.get(id(state))) is None:
-                drafts = batch[id(state)] = Drafts(state)
-            drafts.rows.append(record)
-            drafts.places.append(place)
+                batch[id(state)] = Drafts(state, [record], [place])
+            else:
+                drafts.rows.append(record)
+                drafts.places.append(place)
         self._batch = list(batch.values())
         aside, passed = self._spent()
         plain, budget = self._costs.curve(len(rows)), [0] * len(rows)
         for drafts in self._batch:
             if (state := drafts.state).width:
-                share = len(drafts.rows) / len(rows)
-                state.settle(self._drafting(state), aside * share, passed * share, plain)
+                drafter, own = rows[drafts.places[0]].request.drafter, len(drafts.places)
+                drafter.pass_cost = self._costs.per_node(len(rows), own)
+                share = own / len(rows)
+                state.settle(self.drafting.get(id(drafter), 0.0), aside * share, passed * share, plain)
                 size = state.budget(drafts.rows, self._costs, len(rows))
                 for place in drafts.places:
                     budget[place] = size
@@ -98,49 +101,63 @@ class Cost(Control):
         self._aside, self._passed = aside, passed
         return spent
 
-    def _drafting(self, state: DrafterState) -> float:
-        """Seconds that a drafter has drafted so far."""
-        return self.drafting.get(id(state.drafter), 0.0)
-
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        for drafts in self._batch:
-            drafts.offer(trees if len(self._batch) == 1 else [trees[place] for place in drafts.places])
-        self._choose(len(rows))
-        kept = list(trees)
-        for drafts in self._batch:
-            for place, tree in zip(drafts.places, drafts.trees, strict=True):
-                kept[place] = tree
-        learns = any(drafts.state.asked or not self._costs.known for drafts in self._batch if drafts.state.width)
+        asked = [drafts for drafts in self._batch if drafts.state.asked]
+        learns = bool(asked) or not self._costs.known
         self._before = self.times.target if learns else None
+        kept = list(trees)
+        if asked:
+            for drafts in asked:
+                drafts.offer(trees if len(self._batch) == 1 else [trees[place] for place in drafts.places])
+            self._choose(asked, len(rows))
+            for drafts in asked:
+                for place, tree in zip(drafts.places, drafts.trees, strict=True):
+                    kept[place] = tree
         return kept
 
-    def _choose(self, rows: int) -> None:
-        """Cut the drafts to the sizes of the largest goodput.
-
-        Sizes grow together, wherever one node more gives most tokens; of all that are come by, the best are taken.
-        """
-        curve, sizable = self._costs.curve, [drafts for drafts in self._batch if drafts.sizable]
+    def _choose(self, drafted: Sequence[Drafts], rows: int) -> None:
+        """Cut drafts to the sizes of the largest goodput, and leave them the probes that pay."""
         nodes, tokens = rows, float(rows)  # of the pass whatever is chosen, and what is expected of it
-        if len(sizable) < len(self._batch):
-            whole = [drafts for drafts in self._batch if not drafts.sizable]
-            nodes += sum(drafts.tokens - len(drafts.rows) for drafts in whole)
-            tokens += sum(drafts.whole_gain for drafts in whole) if sizable else 0.0
-        chosen, best, grown = [0] * len(sizable), tokens / curve(nodes), nodes
-        for drafts, before, size in merge(*(drafts.steps() for drafts in sizable), key=gain_per_node, reverse=True):
-            drafts.size, grown = size, grown + len(drafts.rows) * (size - before)
-            goodput = (tokens + sum([one.gains[one.size] for one in sizable])) / curve(grown)
-            if goodput > best:
-                best, chosen = goodput, [one.size for one in sizable]
-        gains = [drafts.gains[size] for drafts, size in zip(sizable, chosen, strict=True)]
-        nodes += sum([len(drafts.rows) * size for drafts, size in zip(sizable, chosen, strict=True)])
-        for i, (drafts, size) in enumerate(zip(sizable, chosen, strict=True)):
-            drafts.size, others = size, tokens + sum(gains[:i] + gains[i + 1 :])
-            goodput = others / curve(nodes - len(drafts.rows) * size)
-            drafts.cut(goodput, others, curve(nodes), curve(rows))
-        for drafts in self._batch:
-            if drafts.state.asked and drafts.state.probed:
-                beside = sum(one.tokens for one in self._batch if one is not drafts)
+        sizable = [drafts for drafts in drafted if len(drafts.gains) > 1]
+        if len(sizable) < len(drafted):
+            whole = [drafts for drafts in drafted if drafts not in sizable]
+            nodes += sum([drafts.tokens - len(drafts.rows) for drafts in whole])
+            tokens += sum([drafts.whole_gain for drafts in whole]) if sizable else 0.0
+        if sizable:
+            self._cut(sizable, self._largest_goodput(sizable, nodes, tokens), nodes, tokens, rows)
+        for drafts in drafted:
+            if drafts.state.probed:
+                beside = sum([one.tokens for one in self._batch if one is not drafts])
                 drafts.probe(self._costs, beside, self.times.target)
+
+    def _largest_goodput(self, sizable: Sequence[Drafts], nodes: int, tokens: float) -> list[int]:
+        """Nodes of each draft to verify, by drafter: the argmax of expected tokens over seconds of the pass.
+
+        Sizes grow together, always where one node more gives most tokens, and every pass that is come by is weighed.
+
+        nodes, tokens: of the pass without these drafts, and what is expected of it.
+        """
+        curve, sizes, gains = self._costs.curve, [0] * len(sizable), [0.0] * len(sizable)
+        best, chosen = tokens / curve(nodes), list(sizes)
+        steps = [drafts.steps(i) for i, drafts in enumerate(sizable)]
+        for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True) if len(steps) > 1 else steps[0]:
+            sizes[i], gains[i] = size, drafts.gains[size]
+            nodes += len(drafts.rows) * (size - before)
+            goodput = (tokens + sum(gains)) / curve(nodes)
+            if goodput > best:
+                best, chosen = goodput, list(sizes)
+        return chosen
+
+    def _cut(self, sizable: Sequence[Drafts], sizes: Sequence[int], nodes: int, tokens: float, rows: int) -> None:
+        """Cut drafts to their sizes; each drafter's are judged by what the pass would be without them."""
+        curve = self._costs.curve
+        gains = [drafts.gains[size] for drafts, size in zip(sizable, sizes, strict=True)]
+        nodes += sum([len(drafts.rows) * size for drafts, size in zip(sizable, sizes, strict=True)])
+        spent, plain = curve(nodes), curve(rows)
+        for i, drafts in enumerate(sizable):
+            without = tokens + sum(gains[:i]) + sum(gains[i + 1 :])
+            goodput = without / curve(nodes - len(drafts.rows) * sizes[i])
+            drafts.cut(sizes[i], without, goodput, spent, plain)
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         if self._before is not None and (spent := self.times.target - self._before) > 0:
@@ -155,13 +172,14 @@ class Cost(Control):
         costs = self._costs
         if costs.target is None or costs.target.cold:
             return
-        tokens, emitted = sum(drafts.tokens for drafts in self._batch), sum(drafts.emitted for drafts in self._batch)
-        if costs.known:
-            for drafts in self._batch:
-                if drafts.state.asked:
-                    drafts.learn(costs, spent, tokens, emitted)
-        exploring = any(drafts.exploring for drafts in self._batch)
-        costs.learn(tokens, spent, EXPLORING if exploring else self.rate, rows)
+        passed = [(drafts.tokens, drafts.emitted) for drafts in self._batch]
+        whole = sum([tokens for tokens, _ in passed]), sum([emitted for _, emitted in passed])
+        exploring = False
+        for drafts, own in zip(self._batch, passed, strict=True):
+            if costs.known and drafts.state.asked:
+                drafts.learn(costs, spent, own, whole)
+            exploring |= drafts.exploring
+        costs.learn(whole[0], spent, EXPLORING if exploring else self.rate, rows)
 
     def end(self, row: Row) -> None:
         if (found := self._rows.pop(id(row), None)) is not None:
