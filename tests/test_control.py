@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -365,3 +367,123 @@ def test_nothing_is_drafted_before_passes_were_seen_and_soon_after() -> None:
         control.observe([row], [], [])
     assert sizes[:2] == [0, 0] and sizes[2] > 0 and sizes[-1] == 10
     assert control._costs.curve(1) == pytest.approx(1.0)
+
+
+def mixed(drafters: dict[Any, int], kept: Curve) -> tuple[Cost, dict[Any, list[Row]]]:
+    """A control under which rows of several drafters run, and these rows."""
+    control = Cost()
+    for drafter in drafters:
+        opened(drafter, kept, control=control)
+    rows = {drafter: [row_of(drafter) for _ in range(count)] for drafter, count in drafters.items()}
+    control.start([row for own in rows.values() for row in own])
+    return control, rows
+
+
+class Named:
+    """A drafter of which only the record matters."""
+
+    width, hope, autoregressive = 12, 0.15, False
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.floats(0.05, 0.95), st.integers(1, 12)), min_size=2, max_size=3),
+    st.lists(st.floats(0.5, 4.0), min_size=4, max_size=4).map(sorted),
+)
+def test_sizes_of_all_drafters_are_those_of_the_best_pass(
+    groups: list[tuple[int, float, int]], seconds: list[float]
+) -> None:
+    """Against all combinations of sizes, tried one by one."""
+    curve = Curve((1, 4, 16, 64), tuple(seconds))
+    drafters = {Named(): group for group in groups}
+    control, rows = mixed({drafter: count for drafter, (count, _, _) in drafters.items()}, curve)
+    batch = [row for own in rows.values() for row in own]
+    assert control.budget(batch) == [Named.width] * len(batch)
+    trees = [
+        DraftTree.chain(1, [2] * nodes, [right] * nodes)
+        for drafter, (_, right, nodes) in drafters.items()
+        for _ in rows[drafter]
+    ]
+    kept = iter(control.prune(batch, trees))
+    sizes = [{len(next(kept)) - 1 for _ in own} for own in rows.values()]
+    assert all(len(size) == 1 for size in sizes), "rows of one drafter have one size"
+
+    def goodput(chosen: Sequence[int]) -> float:
+        gains = [n * sum(p ** (i + 1) for i in range(size)) for (n, p, _), size in zip(groups, chosen, strict=True)]
+        nodes = sum(n * (1 + size) for (n, _, _), size in zip(groups, chosen, strict=True))
+        return (len(batch) + sum(gains)) / curve(nodes)
+
+    best = max(map(goodput, itertools.product(*(range(nodes + 1) for _, _, nodes in groups))))
+    chosen = [size.pop() for size in sizes]
+    assert goodput(chosen) >= 0.97 * best
+    nodes = len(batch) + sum(n * size for (n, _, _), size in zip(groups, chosen, strict=True))
+    for i, drafter in enumerate(drafters):  # what one saves: as many tokens, by passes without its drafts
+        without = goodput([0 if i == j else size for j, size in enumerate(chosen)])
+        if (saved := goodput(chosen) * curve(nodes) / without - curve(nodes)) > 1e-9:
+            before = 0.9 * 0.5 * curve(1) + 0.1 * saved
+            assert control._drafters[id(drafter)].trials.saving == pytest.approx(max(before, saved / 2))
+
+
+def test_one_drafter_stops_while_another_goes_on() -> None:
+    """Hopeless drafts of one drafter take half a pass each; those of the other, in the same passes, are right."""
+    good, bad = Named(), Named()
+    control, rows = mixed({good: 2, bad: 1}, Curve((1, 64), (1.0, 1.5)))
+    (other,) = rows[bad]
+    asked, verified = {good: 0, bad: 0}, {good: 0, bad: 0}
+    drafting = {id(good): 0.0, id(bad): 0.0}
+    for _ in range(300):
+        batch = [rows[good][0], other, rows[good][1]]
+        budget = control.budget(batch)
+        trees = [
+            DraftTree.chain(row.tokens[-1], ([9] if row is other else [2]) * most)
+            for row, most in zip(batch, budget, strict=True)
+        ]
+        for drafter, most in ((good, budget[0]), (bad, budget[1])):
+            asked[drafter] += most > 0
+            drafting[id(drafter)] += (0.001 if drafter is good else 0.5) * (most > 0)
+        control.drafting, control.times.draft = drafting, sum(drafting.values())
+        kept = control.prune(batch, trees)
+        control.times.target += 1.0 + 0.5 * (sum(map(len, kept)) - 1) / 63
+        for row, tree in zip(batch, kept, strict=True):
+            verified[bad if row is other else good] += len(tree) - 1
+            row.tokens += [2] * (1 if row is other else len(tree))
+        control.observe(batch, kept, [])
+    assert asked[good] > 290 and verified[good] > 290 * 2 * 8
+    assert asked[bad] < 30 and verified[bad] < 60
+
+
+def test_what_one_drafter_takes_is_not_held_against_another() -> None:
+    """Long drafts, all right, that cost a tenth of a pass, beside drafts of one token that cost next to nothing."""
+    long, short = Named(), Named()
+    control, rows = mixed({long: 1, short: 1}, Curve((1, 64), (1.0, 1.05)))
+    batch, asked = [rows[long][0], rows[short][0]], [0, 0]
+    for _ in range(300):
+        budget = control.budget(batch)
+        trees = [
+            DraftTree.chain(row.tokens[-1], [2] * min(most, nodes))
+            for row, most, nodes in zip(batch, budget, (12, 1), strict=True)
+        ]
+        asked = [n + (most > 0) for n, most in zip(asked, budget, strict=True)]
+        for drafter, took, most in ((long, 0.1, budget[0]), (short, 0.001, budget[1])):
+            spent = took * (most > 0)
+            control.times.draft += spent
+            control.drafting = {**control.drafting, id(drafter): control.drafting.get(id(drafter), 0.0) + spent}
+        kept = control.prune(batch, trees)
+        control.times.target += 1.0 + 0.05 * (sum(map(len, kept)) - 1) / 63
+        for row, tree in zip(batch, kept, strict=True):
+            row.tokens += [2] * len(tree)
+        control.observe(batch, kept, [])
+    assert min(asked) > 290
+
+
+def test_the_record_of_a_drafter_goes_with_it() -> None:
+    kept, gone = Named(), Named()
+    control, rows = mixed({kept: 1, gone: 1}, FLAT)
+    for own in rows.values():
+        control.end(own[0])
+    record = control._drafters[id(kept)]
+    own[0].request = None  # type: ignore[assignment]
+    rows.clear()
+    del gone, own
+    opened(kept, FLAT, control=control)
+    assert list(control._drafters.values()) == [record]
