@@ -104,7 +104,8 @@ class DrafterState:
         gains = self.expected(rows, [self._form] * len(rows), longest)
         depth = list(accumulate(self._form.shape.depth, max))
         goodput = {
-            k: (total + gains[k]) / (curve(total + len(rows) * k) + depth[k] * level) for k in sizes(longest)[1:]
+            k: (total + gains[k]) / (curve(total + len(rows) * k) + depth[k] * level)
+            for k in sizes(longest)[1:] or (0,)
         }
         best = max(goodput, key=goodput.__getitem__)
         return self.width if best == longest else best, goodput[best] > total / curve(total)
