@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from truedraft import Card, Drafter, DraftTree
+from truedraft.chance import likeliest
+from truedraft.drafters._model import laws_of
+from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, Draws, Row, Scores, Taps
+from truedraft.views.layers import SkipLayers
 
 _CARD = Card(paper="none", idea="For tests.", family="test")
 
@@ -147,3 +151,56 @@ class HiddenReader(Noise):
             mine = self.head(hidden[scores.context[b] :])
             self.largest_error = max(self.largest_error, (mine - scores.logits[b, : len(tree)]).abs().max().item())
             self.guess[row.index] = int(mine[0].topk(2).indices[1])
+
+
+@dataclass
+class SelfDrafter(Drafter):
+    """Drafts chains by the target without some of its layers: a pass under the view for every token."""
+
+    card = _CARD
+    skipped: tuple[int, ...] = (1,)  # layers
+    size: int = 3  # tokens
+
+    @property
+    def width(self) -> int:
+        return self.size
+
+    @property
+    def draws(self) -> Draws:
+        return "one"
+
+    def ready(self, target: DecoderTarget) -> None:
+        self.target, self.view = target, SkipLayers(self.skipped)
+        target.check_view(self.view)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        drafts: list[list[int]] = [[] for _ in rows]
+        laws: list[list[torch.Tensor]] = [[] for _ in rows]
+        deepest = [min(self.size, most, row.room - row.step - 1) for row, most in zip(rows, budget, strict=True)]
+        while going := [i for i, most in enumerate(deepest) if len(drafts[i]) < most]:
+            trees = [DraftTree.chain((rows[i].tokens + drafts[i])[-1]) for i in going]
+            slots = [rows[i].slot for i in going]
+            scores = self.target.score(trees, self.view, slots)
+            self.target.advance(self.view, [(0,)] * len(going), slots)
+            behind = laws_of([rows[i] for i in going], [drafts[i] for i in going], scores.logits[:, 0])
+            for i, law in zip(going, behind, strict=True):
+                tokens = self._chosen(rows[i], law, len(drafts[i])) if law.any() else []
+                deepest[i] = deepest[i] if tokens else 0
+                drafts[i] += tokens
+                laws[i].append(law)
+        self.target.rewind()
+        return [self._offered(row, draft, law) for row, draft, law in zip(rows, drafts, laws, strict=True)]
+
+    def _chosen(self, row: Row, law: torch.Tensor, depth: int) -> list[int]:
+        request, wanted = row.request, self.preferred(row)
+        if wanted == "law":
+            return request.chance.draw(law, row)
+        if wanted == "noise" and not request.laws.unknown_processors:
+            return request.chance.draw_with_target_noise(law, row, depth)
+        return likeliest(law, 1)
+
+    def _offered(self, row: Row, draft: list[int], laws: list[torch.Tensor]) -> DraftTree:
+        tree = DraftTree.chain(row.tokens[-1], draft)
+        if self.preferred(row) != "law" or not draft:
+            return tree
+        return DraftTree(tree.tokens, tree.parent, (*laws[: len(draft)], None), draws="one")

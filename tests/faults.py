@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from truedraft.caches.rows import RowCache
+from truedraft.caches.rows import Cursor, RowCache
 from truedraft.chance import StreamNoise
 from truedraft.sampling import History
 from truedraft.stopping import Stops
@@ -65,6 +66,23 @@ def noise_per_draw(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StreamNoise, "reached", lambda self, step: None)
 
 
+def _scratch_committed(self: RowCache, slot: int, path: Sequence[int], skipped: frozenset[int]) -> None:
+    self.lengths[slot] += len(path)
+
+
+@contextmanager
+def _one_place_early(self: Cursor) -> Iterator[None]:
+    committed = list(self.lengths)
+    self.lengths[:] = [max(n - 1, 0) for n in committed]
+    try:
+        yield
+    finally:
+        self.lengths[:] = committed
+
+
+SCRATCH_LEFT = replaced(RowCache, "rewind", lambda self: None)
+SCRATCH_COMMITTED = replaced(RowCache, "advance", _scratch_committed)
+COMMITTED_OVERWRITTEN = replaced(Cursor, "behind_scratch", _one_place_early)
 FIRST_NODES_KEPT = replaced(RowCache, "commit", _keep_first_nodes)
 REJECTED_KEPT = replaced(RowCache, "commit", _keep_rejected)
 ACCEPTED_UNSEEN = replaced(DraftTree, "child", _any_child)

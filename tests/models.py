@@ -95,10 +95,13 @@ def tiny(
     sharpen: float = 3.0,
     vocabulary: int = V,
     attention: str | None = None,
+    layers: int | None = None,
 ) -> PreTrainedModel:
     """A model of an architecture with random weights, the matrices multiplied by `sharpen`."""
     torch.manual_seed(7)
     text = {**ARCHITECTURES[architecture], "vocab_size": vocabulary}
+    if layers is not None:
+        text["n_layer" if "n_layer" in text else "num_hidden_layers"] = layers
     if (whole := INSIDE.get(architecture)) is not None:
         config = CONFIG_MAPPING[whole](text_config=text, vision_config=_EYES, image_token_id=2, video_token_id=2)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()

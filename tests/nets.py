@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 import truedraft
-from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler
+from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler, SelfDrafter
 from models import V, ragged, sibling
 from truedraft import Drafter, DraftTree, registry
 from truedraft.drafters._compose import compose
@@ -22,7 +22,7 @@ from truedraft.tree import Row, Scores
 COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model"]
 NAMES, PRESETS = [*registry.names("drafters"), *COMPOSED], registry.presets("drafters")
 REGISTERED = [*NAMES, *PRESETS]
-TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps"]
+TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps", "view"]
 EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 SEED = 5
@@ -139,6 +139,8 @@ def drafter(
         return ProbeReader(vocabulary=vocabulary)
     if name == "taps":
         return HiddenReader(vocabulary=vocabulary, head=model.get_output_embeddings())
+    if name.startswith("view"):
+        return SelfDrafter(skipped=() if name == "view-whole" else (1,))
     if name == "plain":
         return None
     if name in COMPOSED:
@@ -220,9 +222,11 @@ def node_net(
     standing: list[Any] = []  # the rows of the pass, in the order of their slots
     score = fast.target.score
 
-    def checked(trees: Sequence[DraftTree]) -> Scores:
+    def checked(trees: Sequence[DraftTree], *under: Any) -> Scores:
         nonlocal compared
-        scores = score(trees)
+        scores = score(trees, *under)
+        if under:
+            return scores
         for b, tree in enumerate(trees):
             for leaf in (i for i, below in enumerate(tree.shape.children) if not below):
                 path = list(tree.path(leaf))

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from truedraft import Card, Drafter, DraftTree
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import NodeRule
+from truedraft.accept._verification import Candidates
 from truedraft.chance import Chance, Replay
 from truedraft.control._base import Control
 from truedraft.tree import Accepted, Prompt, Row, Scores, Taps
@@ -68,7 +69,7 @@ class Alongside(StoppingCriteria):
 
 
 @dataclass
-class Likeliest(Rule):
+class Likeliest(NodeRule):
     """The likeliest token, and what was offered where it was asked."""
 
     asked: list[tuple[int, int, Candidates]] = field(default_factory=list)  # row, its step, offer
@@ -92,23 +93,19 @@ class Target:
         self.taps = Taps()
         self.note, self.begins_with_drafts = note, begins_with_drafts
 
-    def ready(self, prompts: Sequence[Prompt]) -> bool:
-        self.note("ready")
+    def admit(self, prompts: Sequence[Prompt]) -> Scores | None:
+        self.note("admit")
+        first = len(self.slots)
+        self._begin(prompts)
         if self.begins_with_drafts:
-            self._begin(prompts)
-        return self.begins_with_drafts
+            return None
+        last = [prompt.ids[-1].item() if prompt.ids is not None else 0 for prompt in prompts]
+        return self._scores([DraftTree.chain(token) for token in last], first)  # type: ignore[arg-type]
 
     def _begin(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
             tokens = prompt.ids.tolist() if prompt.ids is not None else [0] * len(prompt)
             self.slots.append(tokens[:-1])
-
-    def prefill(self, prompts: Sequence[Prompt]) -> Scores:
-        self.note("prefill")
-        first = len(self.slots)
-        self._begin(prompts)
-        last = [prompt.ids[-1].item() if prompt.ids is not None else 0 for prompt in prompts]
-        return self._scores([DraftTree.chain(token) for token in last], first)  # type: ignore[arg-type]
 
     def score(self, trees: Sequence[DraftTree]) -> Scores:
         self.note("score")

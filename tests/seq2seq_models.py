@@ -63,11 +63,11 @@ class Scripted:
     def __init__(self, speak: Callable[[str], str], ends: bool = True):
         self.tokenizer, self.speak, self.ends = tokenizer(), speak, ends
         self.model = SimpleNamespace(
-            config=SimpleNamespace(is_encoder_decoder=True, max_position_embeddings=None, pad_token_id=0),
+            config=SimpleNamespace(max_position_embeddings=None, pad_token_id=0),
             generation_config=SimpleNamespace(eos_token_id=1, forced_eos_token_id=None, num_beams=1, do_sample=False),
             device="cpu", generate=self.generate,
         )  # fmt: skip
-        self.target = SimpleNamespace(hard_limit=None, vocabulary=len(tokenizer()))
+        self.target = SimpleNamespace(reads_sources=True, hard_limit=None, vocabulary=len(tokenizer()))
         self.batches: list[list[int]] = []
         self.interrupt = False  # at the next call
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import truedraft
 from faults import Fault, unchecked
 from models import sibling, tiny
 from truedraft import registry
-from truedraft.accept import _rounds
+from truedraft.accept import _rounds, _verification
 from truedraft.audit import laws, tokens
 from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import MODES, Audit, audit
 from truedraft.cli import main
 from truedraft.drafters._model import ModelDrafter
-from truedraft.targets.padded import Padded
+from truedraft.runtime.padded import Padded
 from truedraft.tree import DraftTree
 
 PROMPTS = ["3 1 4 3 1 4 3", "9 2 6 5 9 2 6 5 9", "8 9 7", "5 5 8 2 5 5 8"]
@@ -137,14 +138,13 @@ def test_rows_that_end_early_are_placed_as_far_as_they_go() -> None:
 
 def plant_wrong_q(patch: pytest.MonkeyPatch) -> None:
     """The law of another node in the place of the one that was drawn from."""
-    from truedraft.accept import _base
+    true = _verification.candidates
 
-    true = _base._candidates
-    patch.setattr(
-        _base, "_candidates", lambda tree, node: true(tree, node) if tree.dist is None else _base.Candidates(
-            true(tree, node).tokens, tree.draws, None if tree.dist[node] is None else tree.dist[node].roll(1)
-        )
-    )  # fmt: skip
+    def wrong(tree: DraftTree, node: int, *hidden: Any) -> Any:
+        offered = true(tree, node, *hidden)
+        return replace(offered, dist=None if offered.dist is None else offered.dist.roll(1))
+
+    patch.setattr(_verification, "candidates", wrong)
 
 
 def plant_no_residual(patch: pytest.MonkeyPatch) -> None:

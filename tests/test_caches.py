@@ -27,12 +27,14 @@ class Model:
     def __init__(self, cache: RowCache):
         self.cache, self.rows, self.count = cache, list[list[float]](), 1
 
-    def write(self, first: int, last: int, width: int) -> Tensor:
-        """A pass: every layer writes; the numbers that it wrote, (rows, width)."""
+    def write(self, first: int, last: int, width: int, skipped: frozenset[int] = frozenset()) -> Tensor:
+        """A pass: every layer but the skipped ones writes; the numbers that it wrote, (rows, width)."""
         self.cache.cursor.begin(first, last, width, CPU)
         keys = entries(last - first, width, self.count)
         self.count += (last - first) * width
         for i, layer in enumerate(self.cache.layers):
+            if i in skipped:
+                continue
             seen, values = layer.update(keys + 1000 * i, -keys - 1000 * i)
             assert seen.shape == values.shape == (last - first, HEADS, self.cache.cursor.view, SIZE)
             for row, (slot, line) in enumerate(zip(range(first, last), keys[:, 0, :, 0].tolist(), strict=True)):
@@ -185,3 +187,55 @@ def test_indices_lie_where_the_caches_do() -> None:
         cache.layers[0].update(keys, keys)
         cache.commit(1, [0, 2])
     assert cache.lengths == [2, 7] and cache.layers[0].keys[1, 0, 5:7, 0].tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scratch_stands_behind_what_is_committed(seed: int) -> None:
+    """Passes of a view of which layer 1 does not run; what it kept is read by its next pass, and then forgotten."""
+    rng = random.Random(seed)
+    cache, skipped = RowCache(LAYERS, 3, 60), frozenset({1})
+    model = Model(cache)
+    for slot, length in enumerate((4, 1, 7)):
+        cache.lengths.append(0)
+        model.rows.append([])
+        model.rows[slot] = model.write(slot, slot + 1, length)[0].tolist()
+        cache.lengths[slot] = length
+    model.check()
+    committed = [list(row) for row in model.rows]
+    for _ in range(5):
+        for _ in range(3):
+            width = rng.randint(1, 4)
+            paths = [sorted(rng.sample(range(width), rng.randint(0, width))) for _ in range(3)]
+            with cache.cursor.behind_scratch():
+                assert cache.lengths == [len(row) for row in model.rows]
+                written = model.write(0, 3, width, skipped)
+            assert cache.lengths == [len(row) for row in committed]
+            for slot, path in enumerate(paths):
+                cache.advance(slot, path, skipped)
+                model.rows[slot] = model.rows[slot] + written[slot, path].tolist()
+        assert cache.cursor.scratch == [len(a) - len(b) for a, b in zip(model.rows, committed, strict=True)]
+        cache.rewind()
+        assert cache.cursor.scratch == []
+        model.rows = [list(row) for row in committed]
+        model.check()
+
+
+def test_scratch_does_not_outlive_commits_and_rows() -> None:
+    for ends in (lambda c: c.commit(0, []), lambda c: c.release(1), lambda c: c.clear()):
+        cache = RowCache(1, 2, 12)
+        cache.layers[0].allocate(HEADS, SIZE, torch.float32, CPU)
+        cache.lengths.extend([2, 5])
+        cache.advance(0, [0, 1], frozenset())
+        assert cache.cursor.scratch == [2, 0] and cache.lengths == [2, 5]
+        ends(cache)
+        assert cache.cursor.scratch == []
+
+
+def test_committed_lengths_come_back_from_a_pass_that_fails() -> None:
+    cursor = Cursor(2, 20)
+    cursor.lengths += [3, 5]
+    cursor.scratch = [1, 2]
+    with pytest.raises(ZeroDivisionError), cursor.behind_scratch():
+        assert cursor.lengths == [4, 7]
+        raise ZeroDivisionError
+    assert cursor.lengths == [3, 5] and cursor.scratch == [1, 2]

@@ -23,10 +23,10 @@ from truedraft import DraftTree, Refused
 from truedraft.runtime import graphs
 from truedraft.runtime.calibration import Calibration
 from truedraft.runtime.graphs import CudaGraphs, GraphPass, Run, bucket
+from truedraft.runtime.padded import Padded
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import check_exact
-from truedraft.targets.padded import Padded
 from truedraft.tree import Prompt, Taps
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
@@ -152,7 +152,7 @@ def test_sizes_come_in_buckets() -> None:
     target.release(0)
     target.score([DraftTree.chain(0, range(8))] * 2)
     sizes = list(target.runner._captured)
-    assert sizes == [(3, 1, 256, ()), (3, 4, 512, ()), (3, 4, 256, ()), (2, 16, 256, ())]
+    assert sizes == [(3, 1, 256, (), False), (3, 4, 512, (), False), (3, 4, 256, (), False), (2, 16, 256, (), False)]
     assert target.cache is not None and target.cache.cursor.capacity == 768
 
 
@@ -188,7 +188,7 @@ def test_a_replay_reads_static_buffers_alone() -> None:
     target.score([DraftTree.chain(3, [4, 5])])
     other = target.score([DraftTree.chain(8, [9])]).logits
     assert torch.equal(first, seen) and not torch.allclose(other, seen)
-    captured = target.runner._captured[1, 2, 256, ()]
+    captured = target.runner._captured[1, 2, 256, (), False]
     again = captured.run()[0].clone()
     captured.inputs.ids.fill_(5)
     assert torch.equal(again, other) and not torch.allclose(captured.run()[0], other)
@@ -243,7 +243,7 @@ def test_no_more_graphs_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -
     target.prefill(prompts("cpu", 5))
     for width in (1, 2, 1, 4):
         target.score([DraftTree.chain(3, range(width - 1))])
-    assert [width for _, width, _, _ in target.runner._captured] == [1, 4]
+    assert [width for _, width, *_ in target.runner._captured] == [1, 4]
 
 
 class _Wavering(torch.nn.SiLU):

@@ -83,9 +83,10 @@ ALLOWED = {
     | {"tree", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
     "control": {"tree", "card", "errors", "stats", "control", "drafters", "runtime", "targets"},
-    "targets": {"tree", "caches", "runtime", "errors", "targets"},
+    "targets": {"tree", "caches", "runtime", "errors", "targets", "views"},
+    "views": {"tree", "errors", "views"},
     "caches": {"tree", "errors", "caches"},
-    "runtime": {"tree", "caches", "targets", "errors", "files", "runtime"},
+    "runtime": {"tree", "caches", "errors", "files", "runtime", "views"},
     "engine": {"tree", "request", "stats", "accept", "drafters", "control", "targets"},
     "request": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters"},
     "tree": set(),
@@ -101,9 +102,9 @@ ALLOWED = {
     # accelerated: drafters are trained on what their target says; drafters: the contract of those that learn
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
     "stores": {"tree", "card", "errors", "files", "stores"},
-    "registry": {"card", "declared", "errors", "drafters"},
+    "registry": {"card", "declared", "errors"},
     "declared": {"card"},
-    "loading": {"assets", "errors", "runtime"},
+    "loading": {"assets", "errors", "runtime", "targets"},
     "assets": {"errors"},
 }
 
@@ -116,9 +117,9 @@ def imports(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("truedraft"):
             rest = node.module.split(".")[1:]
             found |= {rest[0]} if rest else {alias.name for alias in node.names}
-            assert len(rest) < 2 or rest[0] not in ("drafters", "accept", "control") or rest[-1].startswith("_"), (
-                f"{file.name} names the method {rest[-1]}"
-            )
+            assert (
+                len(rest) < 2 or rest[0] not in ("drafters", "accept", "control", "views") or rest[-1].startswith("_")
+            ), f"{file.name} names the method {rest[-1]}"
     return found
 
 
@@ -133,3 +134,13 @@ def test_imports_point_one_way_and_files_stay_short(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno <= 75, f"{node.name} is longer than it reads"
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if "targets" not in file.relative_to(SOURCE).parts], ids=lambda f: f.name
+)
+def test_nobody_outside_targets_asks_what_kind_of_target_it_has(file: Path) -> None:
+    source = file.read_text()
+    assert "is_encoder_decoder" not in source
+    imported = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)}
+    assert not imported & {"truedraft.targets.decoder", "truedraft.targets.seq2seq"}, "hosted(model) makes a target"

@@ -23,7 +23,7 @@ import truedraft
 from drafters_for_tests import Noise
 from models import ragged, sibling, tiny
 from truedraft import Refused, accelerated, engine, prepared
-from truedraft.accept import _base as accept
+from truedraft.accept._verification import Verification
 from truedraft.control import cost
 from truedraft.drafters import _base, _compose, _model, _reader, _trust
 from truedraft.loading import load
@@ -229,8 +229,8 @@ def test_every_row_is_ended_once_however_the_call_ends() -> None:
 WATCHED: list[Callable[..., Any]] = [
     engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._drafted, engine.Engine._verified,
     engine.Engine.close, engine.Engine._end, engine.Engine._leave, engine.Engine._retire, engine._begun,
-    engine._observed, accelerated.Accelerated._decode, prepared.request_of, accept.walk, _base.PerRow.start,
-    _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
+    engine._observed, accelerated.Accelerated._decode, prepared.request_of, Verification.walked, Verification.emitted,
+    Verification._alone, _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
     _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,
     _model.ModelDrafter.start, _model.ModelDrafter.end, _reader.Reader.start, _reader.Reader.end, _reader.Reader.admit,
     _reader.Reader._release, _reader.Reader.keep,

@@ -9,10 +9,10 @@ from torch import nn
 import truedraft
 from models import ragged, tiny
 from truedraft.runtime import linears, native
+from truedraft.runtime.forward import ForwardPass, LinearsPass
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.targets.stock import ForwardPass, LinearsPass
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,9 @@ import faults
 from arrivals import play
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
-from nets import RULES, eos_inside, node_net, text_net
+from nets import RULES, drafter, eos_inside, node_net, text_net
+from test_views import check_against_cut
+from truedraft import accelerate
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
 from truedraft.chance import PositionNoise
@@ -23,6 +26,7 @@ from truedraft.runtime import native
 from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.native import Kind
 from truedraft.runtime.program import Program
+from truedraft.runtime.skipping import SkippableLayers
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Row, Shape
@@ -78,6 +82,9 @@ def misread(kind: Kind, **fields: int) -> Fault:
     return unchecked(growing)
 
 
+true_leave = Engine._leave
+
+
 def second_best(self: Greedy, scores: Tensor, *_: Any) -> list[int]:
     return scores.topk(2).indices[..., 1].tolist()
 
@@ -99,6 +106,33 @@ def arrivals() -> None:
     add, step, abort = 3, (5, 0, 1), 9
     come = [(add, 0, 4), step, (add, 1, 11), step, (add, 2, 12), *[step] * 5, (abort, 1, 1), step, (add, 3, 13)]
     play(["token-recycling", "suffix"], come)
+
+
+def view() -> None:
+    text_net(tiny(), "view", ragged(tiny(), 3), max_new_tokens=40, **RULES["greedy"])
+
+
+def view_of_the_whole() -> None:
+    """A view that skips nothing drafts what the model itself says."""
+    report = text_net(tiny(), "view-whole", ragged(tiny(), 3), max_new_tokens=40, **RULES["greedy"])
+    assert report.acceptance_rate == 1.0
+
+
+def cut_model() -> None:
+    check_against_cut(DecoderTarget(tiny(layers=4), "stock"), (1, 3), 1e-6)
+
+
+def view_arrivals() -> None:
+    """Rows that draft by the whole model as a view, of which the first leaves; every draft is right."""
+    fast = accelerate(tiny(), draft=drafter("view-whole", tiny()), control="fixed")
+    with fast.engine(max_rows=3, max_tokens=48) as engine:
+        requests = [
+            engine.add_request(torch.tensor([5, 6 + i, 7, 9]), max_new_tokens=n, do_sample=False)
+            for i, n in enumerate((4, 16, 24))
+        ]
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert all(request.report().acceptance_rate == 1.0 for request in requests)
 
 
 def prompts_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
@@ -137,6 +171,13 @@ def slots_move_up(self: Engine, slot: int) -> None:
     del self.rows[slot]
 
 
+def slots_not_followed(self: Engine, slot: int) -> None:
+    """The row that takes the place of the one that left keeps its old number."""
+    moved, old = self.rows[-1], self.rows[-1].slot
+    true_leave(self, slot)
+    moved.slot = old
+
+
 MUTANTS: dict[str, tuple[Fault, Net]] = {
     "lost tree mask": (reshaped(lambda s: masked(s, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
     "tree read as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
@@ -162,11 +203,16 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "end of text ignored inside a draft": (faults.DEAF_TO_EOS, text_with_eos),
     "stale penalty history": (faults.STALE_HISTORY, text(repetition_penalty=1.8)),
     "noise tied to the draws made": (faults.noise_per_draw, text("seeded")),
-    "second-best token": (replaced(Greedy, "ahead", second_best), text()),
+    "second-best token": (replaced(Greedy, "decide_all_nodes", second_best), text()),
     "unverified drafts accepted": (faults.ACCEPTED_UNSEEN, text()),
     "a new row's KV over a running row's": (unchecked(prompts_in_the_first_slot), arrivals),
     "another row's noise": (noise_of_the_latest, arrivals),
     "a cancelled row's drafter state kept": (replaced(Engine, "_end", lambda self, row: None), arrivals),
+    "scratch of a view left in the cache": (faults.SCRATCH_LEFT, view_of_the_whole),
+    "scratch of a view taken for committed": (faults.SCRATCH_COMMITTED, view),
+    "a view that writes over committed KV": (faults.COMMITTED_OVERWRITTEN, view),
+    "a row's slot not followed when others leave": (replaced(Engine, "_leave", slots_not_followed), view_arrivals),
+    "layers of a view that run": (replaced(SkippableLayers, "without", lambda *_: nullcontext()), cut_model),
     "rows move up where slots are swapped": (replaced(Engine, "_leave", slots_move_up), arrivals),
     "new rows' KV committed to the first slots": (
         replaced(DecoderTarget, "commit", commit_from_the_first),

@@ -14,11 +14,10 @@ from drafters_for_tests import HiddenReader
 from models import ARCHITECTURES, V, ragged, tiny
 from nets import text_net
 from truedraft import DraftTree
-from truedraft.runtime import native
+from truedraft.runtime import forward, native
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.runtime.quantize import quantize
-from truedraft.targets import stock
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Prompt, Scores, Taps
 
@@ -33,8 +32,8 @@ TREE = DraftTree((3, 4, 5, 6), (-1, 0, 0, 2))
 
 @pytest.fixture(autouse=True)
 def long_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock, "LONG", dict.fromkeys(stock.LONG, LONG))
-    monkeypatch.setattr(stock, "WIDE", WIDTH)
+    monkeypatch.setattr(forward, "LONG", dict.fromkeys(forward.LONG, LONG))
+    monkeypatch.setattr(forward, "WIDE", WIDTH)
 
 
 def prompt(n: int, seed: int = 0) -> Prompt:
@@ -69,8 +68,8 @@ def test_a_long_prompt_has_the_same_bits_alone_and_in_a_batch(
 ) -> None:
     """Whatever stands beside it, and however large the cache is, which depends on the drafter."""
     if part:
-        monkeypatch.setattr(stock, "ROOM", 0)
-        monkeypatch.setattr(stock, "PART", part)
+        monkeypatch.setattr(forward, "ROOM", 0)
+        monkeypatch.setattr(forward, "PART", part)
     target = DecoderTarget(tiny(architecture, dtype))
     target.taps = Taps((0, 1, -1))
     prompts = [
@@ -97,9 +96,9 @@ def test_both_ways_of_reading_write_the_same_cache_but_for_rounding(
     if dtype == torch.bfloat16 and any("experts" in name for name in ARCHITECTURES[architecture]):
         pytest.skip("in bf16 a near-tie of experts may fall otherwise, and then nothing behind it is near")
     model, found = tiny(architecture, dtype), []
-    for room, part in ((stock.ROOM, 16), (0, 16), (0, 7)):
-        monkeypatch.setattr(stock, "ROOM", room)
-        monkeypatch.setattr(stock, "PART", part)
+    for room, part in ((forward.ROOM, 16), (0, 16), (0, 7)):
+        monkeypatch.setattr(forward, "ROOM", room)
+        monkeypatch.setattr(forward, "PART", part)
         for strict in (False, True):
             target = DecoderTarget(model, strict=strict)
             target.taps = Taps((0, 1, 2, -1))
@@ -127,7 +126,7 @@ def test_a_prompt_read_in_one_call_gives_the_model_s_own_logits(dtype: torch.dty
 def test_text_behind_long_prompts_is_that_of_model_generate(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of short and long ones together, with compiled passes and where only linear layers are compiled."""
     model = tiny(architecture, torch.float32)
-    monkeypatch.setattr(stock, "LONG", dict.fromkeys(stock.LONG, 12))
+    monkeypatch.setattr(forward, "LONG", dict.fromkeys(forward.LONG, 12))
     inputs = ragged(model, 5)
     assert inputs["attention_mask"].sum(1).tolist() == [5, 8, 11, 14, 17]
     settings = dict(max_new_tokens=20, do_sample=False)
@@ -138,13 +137,13 @@ def test_text_behind_long_prompts_is_that_of_model_generate(architecture: str, m
 def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of prompts that the model's own forward will have read."""
     seen: list[int] = []
-    prefill = stock.PromptPass.prefill
+    prefill = forward.PromptPass.prefill
 
-    def noted(self: stock.PromptPass, prompts: list[Prompt], taps: Taps) -> Scores:
+    def noted(self: forward.PromptPass, prompts: list[Prompt], taps: Taps) -> Scores:
         seen.extend(map(len, prompts))
         return prefill(self, prompts, taps)
 
-    monkeypatch.setattr(stock.PromptPass, "prefill", noted)
+    monkeypatch.setattr(forward.PromptPass, "prefill", noted)
     return seen
 
 
@@ -181,14 +180,14 @@ def test_the_rule_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     found: list[int] = []
     for known in ({"amx_bf16", "avx512_bf16"}, {"avx512_bf16", "GenuineIntel"}, {"avx2"}, set()):
-        monkeypatch.setattr(stock, "_processor", lambda known=known: frozenset(known))
-        found.append(stock.long_prompt(torch.bfloat16, 4096))
-        fp32 = [stock.long_prompt(torch.float32, width) for width in (4096, 768, 256)]
+        monkeypatch.setattr(forward, "_processor", lambda known=known: frozenset(known))
+        found.append(forward.long_prompt(torch.bfloat16, 4096))
+        fp32 = [forward.long_prompt(torch.float32, width) for width in (4096, 768, 256)]
         assert fp32 == ([256, 256, 768] if "GenuineIntel" in known else [8192, 8192, 2731])
-        assert stock.long_prompt(torch.bfloat16, 256) == 3 * stock.long_prompt(torch.bfloat16, 768)
+        assert forward.long_prompt(torch.bfloat16, 256) == 3 * forward.long_prompt(torch.bfloat16, 768)
     assert found == sorted(found) == [32, 80, 16384, 16384]
     monkeypatch.undo()
-    assert stock._processor() == frozenset() or len(stock._processor()) > 5
+    assert forward._processor() == frozenset() or len(forward._processor()) > 5
 
 
 def test_quantised_weights_are_read_by_compiled_passes() -> None:
@@ -202,8 +201,8 @@ def test_quantised_weights_are_read_by_compiled_passes() -> None:
 
 def test_activations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call reads more positions than there is room for, and only the last one's logits are made."""
-    monkeypatch.setattr(stock, "ROOM", 1 << 16)
-    monkeypatch.setattr(stock, "PART", 32)
+    monkeypatch.setattr(forward, "ROOM", 1 << 16)
+    monkeypatch.setattr(forward, "PART", 32)
     model = tiny("llama", torch.float32)
     calls: list[tuple[int, int]] = []
 

@@ -15,12 +15,12 @@ from truedraft import Chat, Drafter, Refused, registry
 from truedraft.cli._models import load
 from truedraft.drafters._base import PassCost
 from truedraft.drafters._texts import told
-from truedraft.stores.automaton import SEPARATOR
+from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.references import PIECE, References, Text
 from truedraft.tree import Row
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-COPYING = [n for n in registry.names("drafters") if registry.method("drafters", n).takes_references]
+COPYING = [n for n in registry.names("drafters") if registry.method("drafters", n).takes_references is True]
 
 
 def answer() -> tuple[dict[str, torch.Tensor], list[int]]:

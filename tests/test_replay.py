@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -98,7 +98,7 @@ def test_a_node_says_the_next_recorded_token_where_its_path_agrees() -> None:
     output = [rng.randrange(1, 4) for _ in range(60)]
     target = ReplayTarget(5)
     target.play(output)
-    assert target.prefill([Prompt(ids=None, embeds=[0])]).logits.argmax(-1).tolist() == [[output[0]]]
+    assert target.admit([Prompt(ids=None, embeds=[0])]).logits.argmax(-1).tolist() == [[output[0]]]
     target.commit([(0,)])
     said = 1
     while said < len(output):
@@ -123,7 +123,7 @@ class Memory(Drafter):
     """Drafts what followed its last token in rows that ended."""
 
     card = Card(paper="none", idea="For tests.", family="test")
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     followed: dict[int, list[int]] = field(default_factory=dict)
     given: list[Any] = field(default_factory=list)
 

@@ -107,6 +107,26 @@ def test_a_released_slot_is_taken_by_the_last_row() -> None:
             assert torch.allclose(row, target.model(torch.tensor([ids])).logits[0, -1], atol=1e-9)
 
 
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+def test_passes_over_a_temporary_cache_leave_the_rows_of_the_other_alone(runtime: str) -> None:
+    target = DecoderTarget(tiny("llama", torch.float32), runtime)
+    assert target.reserved == (0, 0)
+    target.reserve(1, 16)
+    target.prefill([target.prompt(torch.tensor([5, 6, 7]))])
+    target.commit([(0,)])
+    with pytest.raises(ZeroDivisionError), target.temporary_cache(2, 40):
+        assert target.reserved == (2, 40)
+        target.prefill([target.prompt(torch.tensor([9, 10, 11, 12, 13]))] * 2)
+        target.score([DraftTree.chain(14, [15, 16])] * 2)
+        raise ZeroDivisionError
+    assert target.reserved == (1, 16)
+    scored = target.score([DraftTree.chain(20)]).logits[0, 0]
+    with torch.no_grad():
+        assert torch.allclose(scored, target.model(torch.tensor([[5, 6, 7, 20]])).logits[0, -1], atol=1e-3)
+    target.free()
+    assert target.reserved == (0, 0) and target.cache is None
+
+
 def test_commit_gathers_a_path_that_is_not_a_prefix() -> None:
     cache = RowCache(1, 1, 8)
     cache.lengths.append(2)

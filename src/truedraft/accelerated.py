@@ -14,7 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry, reports
-from truedraft.accept._base import Rule
+from truedraft.accept._base import AttributingRule, Rule, extra_probes
 from truedraft.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
 from truedraft.chance import Chance
 from truedraft.continuous import ContinuousEngine
@@ -33,7 +33,7 @@ from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stores.memory import Memory
 from truedraft.streaming import Stream, ending_streamer
 from truedraft.surroundings import defaults, exclusive
-from truedraft.targets.decoder import check_hosted
+from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.targets.unwrapping import unwrapped
 
@@ -64,7 +64,7 @@ class Accelerated(StandIn):
         self._assisted: tuple[PreTrainedModel, dict[str, Any], Drafter] | None = None
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
         self.control: Control = part(control, "control", Control)
-        check_ties(ties, model, self.rule)
+        check_ties(ties, self.target, self.rule)
         self.ties = ties
         fitted(self.drafter, self.target, tokenizer)
         self._report: Report | None = None
@@ -178,8 +178,8 @@ class Accelerated(StandIn):
         """
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
-        sources = sources_of(inputs, kwargs) if self.model.config.is_encoder_decoder else None
-        call = Call(references, assistant, seed, chance, namespace, kwargs.get("streamer"), on_pass, sources)
+        sources, streamer = sources_of(inputs, kwargs), kwargs.get("streamer")
+        call = Call(references, assistant, seed, chance, namespace, streamer, on_pass, sources)
         with self._call(), defaults():
             self._report = None
             check_arguments(self.target, inputs, kwargs)
@@ -190,7 +190,7 @@ class Accelerated(StandIn):
             try:
                 return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
             finally:
-                self.target.cache = None
+                self.target.free()
 
     def engine(self, max_rows: int = 8, max_tokens: int = 2048) -> ContinuousEngine:
         """A running batch of requests, each with settings of its own, that come and go between steps; see
@@ -229,7 +229,7 @@ class Accelerated(StandIn):
         rule = rule_for(self.rule, bool(generation_config.do_sample), drafter)
 
         def reserve(rows: int, tokens: int) -> None:
-            self.target.reserve(rows, tokens + drafter.width + rule.extra(drafter.width))
+            self.target.reserve(rows, tokens + drafter.width + extra_probes(rule, drafter.width))
 
         request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, reserve)
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
@@ -246,12 +246,13 @@ class Accelerated(StandIn):
                 if call.on_pass is not None:
                     call.on_pass(request.passes[-1])
                 stream.put()
-            return output(model, rows, history, laws, prepared.returns)
+            return output(self.target.output_class, rows, history, laws, prepared.returns)
         except KeyboardInterrupt as interrupt:
             report.interrupted = True
             report.notes.append("interrupted: the text ends with the last pass that was completed")
             cut(rows, report.passes, stops.lockstep)
-            vars(interrupt).update(output=output(model, rows, history, laws, prepared.returns), report=report)
+            text = output(self.target.output_class, rows, history, laws, prepared.returns)
+            vars(interrupt).update(output=text, report=report)
             raise
         finally:
             engine.close()
@@ -269,8 +270,7 @@ class Accelerated(StandIn):
             return self._assistant(assistant, config)
         if (length := config.prompt_lookup_num_tokens) is not None:
             return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
-        takers = (self.drafter, self.rule)
-        if references is None or any(taker is not None and taker.takes_references for taker in takers):
+        if references is None or self.drafter.takes_references or isinstance(self.rule, AttributingRule):
             return self.drafter
         name = name_of(self.drafter)
         raise Refused(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
-from truedraft.accept._base import Rule
+from truedraft.accept._base import Rule, extra_probes
 from truedraft.arguments import Document, check_arguments, check_settings, with_stop_strings
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
@@ -25,8 +25,8 @@ from truedraft.request import Request
 from truedraft.stats import Report, Stopwatch
 from truedraft.streaming import Stream
 from truedraft.surroundings import defaults, exclusive
-from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hosting import hosted
+from truedraft.targets.kinds import reads_sources
 
 DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes
 
@@ -101,12 +101,12 @@ class ContinuousEngine:
         for name, value, least in (("max_rows", max_rows, 1), ("max_tokens", max_tokens, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise Refused(f"{name}={value!r}: give an integer of {least} or more")
-        if model.config.is_encoder_decoder:
+        if reads_sources(model.config):
             raise Refused("engine() is for decoder language models, and this is an encoder-decoder: call generate()")
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._drafter, self._rule = drafter, rule
-        self._target: DecoderTarget = hosted(model, *hosting)
+        self._target = hosted(model, *hosting)
         with defaults():
             self._target.reserve(max_rows, max_tokens + DRAFTS)
         self._engine: Engine | None = Engine(self._target, control)
@@ -174,7 +174,7 @@ class ContinuousEngine:
             judge = rule_for(self._judge(rule), bool(generation_config.do_sample), drafter)
 
             def check(rows: int, tokens: int) -> None:
-                self._check(tokens, drafter.width + judge.extra(drafter.width))
+                self._check(tokens, drafter.width + extra_probes(judge, drafter.width))
 
             request = request_of(prepared, call, target, self.tokenizer, drafter, judge, "keep", check)
             report = reports.begun(target, drafter, judge, engine.control, {"all": 0.0})
@@ -235,7 +235,7 @@ class ContinuousEngine:
                 for request in [*self._waiting, *(request for request, _ in self._running.values())]:
                     self._finish(request, "abort")
                 self._waiting.clear()
-                self._target.cache = None
+                self._target.free()
 
     def _open(self) -> Engine:
         if self._engine is None:
@@ -256,7 +256,7 @@ class ContinuousEngine:
             )
 
     def _judge(self, rule: str | Rule | None) -> Rule | None:
-        """A rule of a request's own: some keep what they saw of the pass under way."""
+        """A rule of a request's own: some keep what they found in the request's text."""
         given = self._rule if rule is None else rule
         if given is None or isinstance(given, str):
             return None if given is None else part(given, "accept", Rule)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from truedraft.accept._base import walk
+from truedraft.accept._verification import Verification
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.request import Request
 from truedraft.stats import Emission, Pass
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 K = TypeVar("K")
@@ -45,13 +45,13 @@ class Engine:
     rows: those that run, in the order of their slots.
     """
 
-    def __init__(self, target: DecoderTarget, control: Control):
+    def __init__(self, target: Target, control: Control):
         self.target, self.control = target, control
         self.rows: list[Row] = []
         self._waiting: list[Request] = []
         self._cohort: Cohort | None = None  # of all rows, until one comes or goes
         # parts of a pass that are timed from outside, as `_calibrate` and `_decide` are
-        self._ready, self._prefill, self._score = target.ready, target.prefill, target.score
+        self._read, self._score = target.admit, target.score
         self._budget, self._prune, self._learn = control.budget, control.prune, control.observe
         self._begin, self._observe = _begun, _observed
         self._draft: Callable[[Drafter, Sequence[Row], Sequence[int]], list[DraftTree]] = _drafts_of
@@ -113,6 +113,8 @@ class Engine:
         new = Cohort.of([row for request in requests for row in request.rows], len(self.rows))
         known = {id(row.request.drafter) for row in self.rows}
         self._cohort = None
+        for slot, row in enumerate(new.rows, len(self.rows)):
+            row.slot = slot
         self.rows += new.rows
         self._waiting.clear()
         self.target.taps = _taps(self.rows)
@@ -123,10 +125,9 @@ class Engine:
         self._begin(new)
         self.control.start(new.rows)
         prompts = [prompt for request in requests for prompt in request.prompts]
-        if self._ready(prompts):
+        if (scores := self._read(prompts)) is None:
             return self._drafted()
-        trees = [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in new.rows]
-        return new, trees, self._prefill(prompts)
+        return new, [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in new.rows], scores
 
     def _drafted(self) -> tuple[Cohort, list[DraftTree], Scores]:
         """Drafts of all rows, and the pass over them."""
@@ -135,9 +136,7 @@ class Engine:
         cohort = self._cohort
         drafts = self._propose(cohort, self._budget(cohort.rows))
         kept = _unpicked(drafts, self._prune(cohort.rows, drafts))
-        trees = _each(
-            cohort.requests, lambda r, rows, some: r.rule.add_probes(_padded(r, rows, some)), cohort.rows, kept
-        )
+        trees = _each(cohort.requests, _probed, cohort.rows, kept)
         return cohort, trees, self._score(trees)
 
     def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
@@ -149,9 +148,11 @@ class Engine:
         accepted: list[Accepted | None] = [None] * len(trees)
         for request, places in cohort.requests:
             rows, drafts, own = _of(cohort.rows, places), _of(trees, places), scores.of(places)
-            known = self._decide(request, rows, drafts, own)
-            found = walk(
-                rows, drafts, own, known, request.laws, request.rule, request.stops, request.chance, request.history.pad
+            tokens = self._decide(request, rows, drafts, own)
+            found = request.rule.verify(
+                Verification(
+                    rows, drafts, own, request.laws, request.stops, request.chance, request.history.pad, tokens
+                )
             )
             request.chance.reached(max(row.step for row in rows))
             for place, one in zip(places, found, strict=True):
@@ -161,12 +162,14 @@ class Engine:
     def _decide(
         self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
     ) -> Sequence[Sequence[int]] | None:
-        """What the rule says at every node, if it knows already; here the host waits for the pass, as part of it."""
-        request.rule.see(scores, rows, trees)
-        known = request.rule.ahead(scores.logits, rows, trees, request.laws, request.chance)
-        if known is None:
+        """The rule's token at every node, where it decides them at once; here the host waits for the pass, as part
+        of it."""
+        rule, tokens = request.argmax, None
+        if rule is not None:
+            tokens = rule.decide_all_nodes(scores.logits, rows, trees, request.laws, request.chance)
+        if tokens is None:
             self.target.wait()
-        return known
+        return tokens
 
     def _calibrate(self, drafter: Drafter, rows: Sequence[Row]) -> None:
         lockstep, steps = any(row.request.stops.lockstep for row in rows), max(row.room - row.step for row in rows)
@@ -185,6 +188,7 @@ class Engine:
         self._end(row)
         self.target.release(slot)
         self.rows[slot] = self.rows[-1]
+        self.rows[slot].slot = slot
         self.rows.pop()
         row.request = None  # type: ignore[assignment]  # or they would keep each other
 
@@ -238,18 +242,23 @@ def _begun(cohort: Cohort) -> None:
 
 
 def _observed(cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]) -> None:
-    """Show drafters and rules the pass as it was."""
+    """Show drafters the pass as it was."""
     for drafter, places in cohort.drafters:
         drafter.observe(_of(cohort.rows, places), _of(trees, places), scores.of(places), _of(accepted, places))
-    for request, places in cohort.requests:
-        request.rule.observe(_of(cohort.rows, places), _of(trees, places), scores.of(places), _of(accepted, places))
 
 
 def _fitted(row: Row, tree: DraftTree) -> DraftTree:
     """A drafter's tree without the nodes that could not be emitted any more."""
     if tree.tokens[0] != row.tokens[-1]:
         raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
+    tree.check_embeds()
     return tree.cut(1 + row.request.drafter.width).shallow(row.room - row.step - 1)
+
+
+def _probed(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
+    """Drafts with what the rule reads besides."""
+    padded = _padded(request, rows, trees)
+    return padded if request.probing is None else request.probing.add_probes(padded)
 
 
 def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:

@@ -158,7 +158,7 @@ class Rewriter:
 
     def __post_init__(self) -> None:
         model, tokenizer = self.fast.model, self.fast.tokenizer
-        if not model.config.is_encoder_decoder:
+        if not self.fast.target.reads_sources:
             raise Refused(f"{type(model).__name__} is no encoder-decoder: lines are rewritten by models with sources")
         if tokenizer is None:
             raise Refused("there is no tokenizer: give accelerate() the model's")

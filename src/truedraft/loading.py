@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft import assets
 from truedraft.errors import Note, Refused, why
 from truedraft.runtime import QUANTIZED
+from truedraft.targets import kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,7 +50,7 @@ def load(
     source = check(name, dtype, quantize, argument)
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     embedded = name in assets.names()
     options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
@@ -57,9 +58,9 @@ def load(
         config = transformers.AutoConfig.from_pretrained(source, **options)
         _check_generative(f"{argument} {name!r}", config, reads_sources)
         _check_tokenizer(f"{argument} {name!r}", source)
-        side = {} if config.is_encoder_decoder else {"padding_side": "left"}
+        side = {} if kinds.reads_sources(config) else {"padding_side": "left"}
         tokenizer = AutoTokenizer.from_pretrained(source, **side, **options)
-        kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        kind = kinds.auto_class(config)
         precision = "float32" if embedded and dtype == "auto" else dtype
         model: Any = _with_weights(kind, source, f"{argument} {name!r}", dtype=precision, **options)
     except Refused:
@@ -211,7 +212,7 @@ def _check_generative(model: str, config: Any, reads_sources: str | None) -> Non
             raise Refused(
                 f"{model} is not generative: it is a {architecture}, which has no language-model head; give {wanted}"
             )
-    if reads_sources is not None and not config.is_encoder_decoder:
+    if reads_sources is not None and not kinds.reads_sources(config):
         raise Refused(
             f"{model} is a decoder language model, and {reads_sources} needs an encoder-decoder: give one, or use "
             "`truedraft generate`"

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedModel
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
-
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass
 from truedraft.tree import Row
@@ -25,12 +22,14 @@ def cut(rows: Sequence[Row], passes: Sequence[Pass], lockstep: bool) -> None:
         del row.tokens[row.prompt + (max(emitted) if lockstep else emitted[row.index]) :]
 
 
-def output(model: PreTrainedModel, rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
-    """What `model.generate` returns: ids, or with `returns` an output of sequences, scores and logits."""
+def output(kind: type[Any], rows: Sequence[Row], history: History, laws: Laws, returns: bool) -> Any:
+    """What `model.generate` returns: ids, or with `returns` an output of sequences, scores and logits.
+
+    kind: of that output, the target's `output_class`.
+    """
     steps = max(row.step for row in rows)
     sequences: Any = history.batch(steps).clone()
     if not returns:
         return sequences
     scores, logits = (None if kept is None else tuple(kept[:steps]) for kept in (laws.scores, laws.logits))
-    kind: Any = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
     return kind(sequences=sequences, scores=scores, logits=logits)

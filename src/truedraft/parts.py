@@ -12,7 +12,7 @@ from truedraft.accept._base import Rule
 from truedraft.drafters._base import Bound, Drafter, Plain
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.targets.unwrapping import unwrapped
 
 DRAWN = {
@@ -30,8 +30,8 @@ def part(given: Any, kind: str, base: type) -> Any:
         return registry.load(kind, given)
     if isinstance(given, base):
         return given
-    what = {"drafters": "draft", "accept": "rule"}.get(kind, kind)
-    raise Refused(f"{what}={given!r}: give a {base.__name__} or the name of one (`truedraft methods` lists them)")
+    argument = registry.KINDS[kind].argument
+    raise Refused(f"{argument}={given!r}: give a {base.__name__} or the name of one (`truedraft methods` lists them)")
 
 
 def drafter_of(given: Any) -> Drafter:
@@ -43,7 +43,7 @@ def drafter_of(given: Any) -> Drafter:
     return part(given, "drafters", Drafter)
 
 
-def fitted(drafter: Drafter, target: DecoderTarget, tokenizer: PreTrainedTokenizerBase | None) -> Drafter:
+def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Drafter:
     """A drafter made ready for a target; it may have drafted for another one since.
 
     Raises:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from collections.abc import Callable
 
-from truedraft.accept._base import Rule
+from torch import Tensor
+
+from truedraft.accept._base import ArgmaxRule, Rule
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
-from truedraft.targets.decoder import DecoderTarget
-from truedraft.targets.reference import Reference
+from truedraft.targets._base import Target
+from truedraft.tree import Row
 
 
-def check_ties(ties: str, model: PreTrainedModel, rule: Rule | None) -> None:
-    """Raises Refused for a value of `ties` that is unknown, or that this model or rule cannot serve."""
+def check_ties(ties: str, target: Target, rule: Rule | None) -> None:
+    """Raises Refused for a value of `ties` that is unknown, or that this target or rule cannot serve."""
     if ties not in ("keep", "recheck"):
         raise Refused(f"ties={ties!r}: give 'keep', or 'recheck' (near-ties scored again as model.generate does)")
-    if ties == "recheck" and model.config.is_encoder_decoder:
+    if ties == "recheck" and target.reads_sources:
         raise Refused("ties='recheck' is for decoder language models, and this is an encoder-decoder: leave it out")
-    if ties == "recheck" and rule is not None and rule.guarantee != "tokens":
+    if ties == "recheck" and rule is not None and not (rule.guarantee == "tokens" and isinstance(rule, ArgmaxRule)):
         raise Refused(
             f"ties='recheck' is for rules that give the tokens of model.generate, and {name_of(rule)} does not: "
             "leave one of them out"
         )
 
 
-def reference_of(ties: str, target: DecoderTarget, rows: int, capacity: int, laws: Laws) -> Reference | None:
+def reference_of(ties: str, target: Target, rows: int, capacity: int, laws: Laws) -> Callable[[Row], Tensor] | None:
     """Where the logits of near-ties come from in a call, if not from the pass.
 
     Raises:
@@ -38,4 +40,4 @@ def reference_of(ties: str, target: DecoderTarget, rows: int, capacity: int, law
             f"ties='recheck' scores some tokens twice, and {', '.join(laws.unknown_processors)} may count its calls: "
             "leave one of them out"
         )
-    return Reference(target, rows, capacity)
+    return target.reference(rows, capacity)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from truedraft.accept._base import Rule
+from truedraft.accept._base import AttributingRule, Rule
+from truedraft.accept._ties import NearTies
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
-from truedraft.runtime.compiled import CompiledPass
 from truedraft.sampling import Laws
 from truedraft.stats import Report
 from truedraft.stopping import Stops
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Row
 
 
-def begun(target: DecoderTarget, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
+def begun(target: Target, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
     """The report of a call that begins."""
     dtype = str(target.dtype).removeprefix("torch.")
     report = Report(
@@ -29,11 +28,13 @@ def begun(target: DecoderTarget, drafter: Drafter, rule: Rule, control: Control,
     return report
 
 
-def ended(report: Report, target: DecoderTarget, rule: Any) -> None:
+def ended(report: Report, target: Target, rule: Rule | NearTies) -> None:
     """What is known after the last pass."""
     report.runtime = target.runtime
-    report.attributions = rule.attributions()
-    report.near_ties = rule.rate
+    if isinstance(rule, AttributingRule):
+        report.attributions = rule.attributions()
+    if isinstance(rule, NearTies):
+        report.near_ties = rule.rate
 
 
 def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
@@ -46,12 +47,11 @@ def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
     return [f"rows advanced together, because {cause}"]
 
 
-def _reference(target: DecoderTarget, rule: Rule, dtype: str) -> str:
+def _reference(target: Target, rule: Rule, dtype: str) -> str:
     if rule.guarantee == "none":
         return "none"
     of = {"tokens": "plain decoding", "distribution": "the law of plain sampling"}[rule.guarantee]
-    same_bits = isinstance(target.runner, CompiledPass)
     ties = f"up to ties of {dtype}"
-    if same_bits:
+    if target.batch_invariant:
         return f"{of} through the same pass, to the bit; model.generate {ties}"
     return f"{of} through the same pass and model.generate, both {ties}"

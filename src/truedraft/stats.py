@@ -83,7 +83,7 @@ class PassTimes:
 # What of an engine is timed, by the method: the part of a pass that it is.
 TIMED = {
     "_calibrate": "calibrate",
-    "_ready": "prefill", "_prefill": "prefill",
+    "_read": "prefill",
     "_score": "target", "_decide": "target",
     "_begin": "observe", "_observe": "observe",
     "_budget": "control", "_prune": "control", "_learn": "control",

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from truedraft.targets.kinds import reads_sources
+
 FLOATS = (torch.float64, torch.float32)
 
 
@@ -48,7 +50,7 @@ def _raised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | Non
         return None
     copied: Any = copy.deepcopy(model)
     copied.to("cpu", dtype)
-    names = ("input_ids", "decoder_input_ids") if model.config.is_encoder_decoder else ("input_ids",)
+    names = ("input_ids", "decoder_input_ids") if reads_sources(model.config) else ("input_ids",)
     try:
         copied(**dict.fromkeys(names, torch.zeros(1, 2, dtype=torch.long)), use_cache=False)
     except RuntimeError:

@@ -27,6 +27,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from truedraft.accelerated import Accelerated
 from truedraft.audit.listener import Listener
 from truedraft.audit.precise import Precise
+from truedraft.targets.kinds import reads_sources
 
 Kind = Literal["tie", "numerics", "bug"]
 FAR = 16  # times the noise of the model's own rows: what a row of the engine's may be off
@@ -239,7 +240,7 @@ def _expected(
     scored, noise = [], []
     for row, n in enumerate(lengths):
         read = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].cpu()
-        prompt, source = (prompts[row], read) if model.config.is_encoder_decoder else (read, None)
+        prompt, source = (prompts[row], read) if reads_sources(model.config) else (read, None)
         true = precise(torch.cat([prompt, ids[row, : n - 1]]), len(prompt) - 1, source)
         scored.append(true)
         noise.append(_noise(logits[row, :n], true, model.dtype))

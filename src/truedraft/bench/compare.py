@@ -22,6 +22,7 @@ from truedraft.accelerated import Accelerated
 from truedraft.bench.equality import judged
 from truedraft.bench.workloads import Item, Workload
 from truedraft.stats import Pass, Report
+from truedraft.targets.kinds import prompt_length
 
 
 @dataclass
@@ -101,8 +102,8 @@ def truedraft_side(name: str, fast: Accelerated) -> Side:
 
 
 def _new(out: Tensor, inputs: dict[str, Any], model: Any) -> Tensor:
-    """New tokens: behind the prompt, or behind the token that the decoder of an encoder-decoder begins with."""
-    return out[:, 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
+    """New tokens."""
+    return out[:, prompt_length(model.config, inputs["input_ids"]) :]
 
 
 @dataclass

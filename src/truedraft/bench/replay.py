@@ -32,12 +32,13 @@ from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stopping import Stops
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.kinds import Family
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
+from truedraft.views._base import View
 
 
-class ReplayTarget(DecoderTarget):
-    """A recording in the place of a model, for one row at a time.
+class ReplayTarget:
+    """A `Target` that has a recording in the place of a model, for one row at a time.
 
     At a node whose path agrees with the recording, the recorded next token alone is possible; elsewhere none is, and
     the likeliest is token 0, which is never right. `Scores` are valid until the next pass.
@@ -45,6 +46,8 @@ class ReplayTarget(DecoderTarget):
     Raises:
         Refused: something else of a model is asked for.
     """
+
+    family: Family = "decoder"
 
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
@@ -57,24 +60,27 @@ class ReplayTarget(DecoderTarget):
     def __getattr__(self, name: str) -> Any:
         raise Refused(f"a replay has a recording in the model's place, which has no {name!r}")
 
-    @property
-    def device(self) -> torch.device:
-        return self._logits.device
-
     def play(self, output: Sequence[int]) -> None:
         """The next row says `output`."""
         self._output, self._said = output, 0
 
-    def prefill(self, prompts: Sequence[Prompt]) -> Scores:
+    def admit(self, prompts: Sequence[Prompt]) -> Scores:
         return Scores(self._spoken([self._said], 1), {}, [len(prompts[0]) - 1])
 
-    def score(self, trees: Sequence[DraftTree]) -> Scores:
+    def score(
+        self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
+    ) -> Scores:  # fmt: skip
+        if view is not None:
+            self.check_view(view)
         (tree,) = trees
         places = [self._said]  # of each node's next token in the output, -1 where nobody knows
         for token, parent in zip(tree.tokens[1:], tree.parent[1:], strict=True):
             place = places[parent]
             places.append(place + 1 if 0 <= place < len(self._output) and self._output[place] == token else -1)
         return Scores(self._spoken(places, len(tree)), {}, [0])
+
+    def wait(self) -> None:
+        """Nothing is under way."""
 
     def commit(self, paths: Sequence[Sequence[int]], first: int = 0) -> None:
         self._said += len(paths[0])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from truedraft.runtime.weights import stored
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Prompt
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -72,7 +72,7 @@ class Gauge:
 
 
 def measure_passes(
-    targets: Sequence[DecoderTarget],
+    targets: Sequence[Target],
     context: int = 256,
     widths: Sequence[int] = WIDTHS,
     rounds: int = 9,
@@ -93,22 +93,22 @@ def measure_passes(
                 if turn:  # the first round warms up
                     kept[width].append(seconds)
     for target in targets:
-        target.cache = None
+        target.free()
     return [{w: median(t) for w, t in kept.items()} for kept in times]
 
 
-def roofline(target: DecoderTarget, machine: Machine, seconds: dict[int, float], context: int = 256) -> list[Row]:
+def roofline(target: Target, machine: Machine, seconds: dict[int, float], context: int = 256) -> list[Row]:
     """The floor of a pass at each measured width, and what was attained of it."""
-    model, c = target.model, target.config
+    model, c = target.model, target.model.config.get_text_config(decoder=True)
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     tied = model.get_output_embeddings().weight is table
     read = [p for p in model.parameters() if tied or p is not table]
     weights = sum(p.numel() for p in read)
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv = 2 * len(target.layer_types) * context * heads * size
+    kv = 2 * c.num_hidden_layers * context * heads * size
     bytes_read = sum(map(stored, read)) + kv * target.dtype.itemsize
-    attention = 4 * len(target.layer_types) * context * c.num_attention_heads * size
+    attention = 4 * c.num_hidden_layers * context * c.num_attention_heads * size
     rows = []
     for width, taken in seconds.items():
         reading, multiplying = bytes_read / machine.bandwidth, width * (2 * weights + attention) / machine.rate

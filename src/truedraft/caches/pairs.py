@@ -101,6 +101,12 @@ class PairCache(EncoderDecoderCache):
     def commit(self, slot: int, path: Sequence[int]) -> None:
         self.rows.commit(slot, path)
 
+    def advance(self, slot: int, path: Sequence[int], skipped: frozenset[int]) -> None:
+        self.rows.advance(slot, path, skipped)
+
+    def rewind(self) -> None:
+        self.rows.rewind()
+
     def release(self, slot: int) -> None:
         """Free a slot; the last one in use takes its place."""
         last = len(self.lengths) - 1

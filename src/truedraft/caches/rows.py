@@ -6,7 +6,9 @@ path there and the rest is forgotten by not being counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import add
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ class Cursor:
     """Where the current pass reads and writes; shared by all layers.
 
     lengths: committed positions per slot in use.
+    scratch: positions per slot in use that a view's passes have kept behind these; empty where there are none.
+    partial: layers that have not written all of the scratch.
     first, last: the slots that take part in the pass.
     width: positions that the pass writes per slot.
     view: positions that the pass may read, the longest row's length and the width.
@@ -30,8 +34,21 @@ class Cursor:
     def __init__(self, slots: int, capacity: int):
         self.slots, self.capacity = slots, capacity
         self.lengths: list[int] = []
+        self.scratch: list[int] = []
+        self.partial: frozenset[int] = frozenset()
         self.first = self.last = self.width = self.view = 0
         self.level = True
+
+    @contextmanager
+    def behind_scratch(self) -> Iterator[None]:
+        """Passes within the block read the scratch as well, and write behind it; the committed lengths come back."""
+        committed = list(self.lengths)
+        try:
+            if self.scratch:
+                self.lengths[:] = map(add, committed, self.scratch)
+            yield
+        finally:
+            self.lengths[:] = committed
 
     def begin(self, first: int, last: int, width: int, device: torch.device) -> None:
         lengths = self.lengths[first:last]
@@ -140,23 +157,47 @@ class RowCache(Cache):
     def clear(self) -> None:
         """Free every slot, and forget what was written: behind a row it is masked, but a masked NaN is still a NaN."""
         self.lengths.clear()
+        self.rewind()
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys.zero_()
                 layer.values.zero_()
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Make the entries of `path`, offsets behind the slot's length, the next entries of the row."""
-        length = self.lengths[slot]
-        stay = next((i for i, node in enumerate(path) if node != i), len(path))
-        if stay < len(path):
-            places = torch.tensor([length + node for node in path[stay:]], device=self.layers[0].keys.device)
-            for layer in self.layers:
-                layer.keep(slot, length + stay, places)
+        """Make the entries of `path`, offsets behind the slot's length, the next of the row. Scratch is dropped."""
+        self.rewind()
+        self._gather(slot, self.lengths[slot], path)
         self.lengths[slot] += len(path)
 
+    def advance(self, slot: int, path: Sequence[int], skipped: frozenset[int]) -> None:
+        """Make the entries of `path`, offsets behind the slot's scratch, the next of its scratch.
+
+        skipped: layers that the view does not run, which have no such entries.
+        """
+        cursor = self.cursor
+        cursor.scratch = cursor.scratch or [0] * len(cursor.lengths)
+        self._gather(slot, cursor.lengths[slot] + cursor.scratch[slot], path, skipped)
+        cursor.scratch[slot] += len(path)
+        if path:
+            cursor.partial |= skipped
+
+    def rewind(self) -> None:
+        """Drop all scratch."""
+        self.cursor.scratch.clear()
+        self.cursor.partial = frozenset()
+
+    def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
+        """Move the entries of `path`, offsets behind the place `first`, there and behind it, but in skipped layers."""
+        stay = next((i for i, node in enumerate(path) if node != i), len(path))
+        if stay < len(path):
+            places = torch.tensor([first + node for node in path[stay:]], device=self.layers[0].keys.device)
+            for i, layer in enumerate(self.layers):
+                if i not in skipped:
+                    layer.keep(slot, first + stay, places)
+
     def release(self, slot: int) -> None:
-        """Free a slot; the last one in use takes its place."""
+        """Free a slot; the last one in use takes its place. Scratch is dropped."""
+        self.rewind()
         last = len(self.lengths) - 1
         if slot != last:
             for layer in self.layers:

@@ -77,7 +77,7 @@ class Request:
                 if token >= vocabulary:
                     option = OPTIONS.get(name, f"--set {name}")
                     raise Refused(f"{option} {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
-        sources = fast.model.config.is_encoder_decoder
+        sources = fast.target.reads_sources
         if self.chat and sources:
             raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
         try:

@@ -16,6 +16,7 @@ from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, read, waiting
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table, grouped, labelled
+from truedraft.targets.kinds import reads_sources
 
 if TYPE_CHECKING:
     from truedraft.audit.laws import Law
@@ -70,7 +71,7 @@ def audit(
 
         parts = {name: registry.load("drafters", name) for name in draft or _all(model) if name != registry.NONE}
         target, tokenizer = load(model, dtype, quantize)
-        if laws and target.config.is_encoder_decoder:
+        if laws and reads_sources(target.config):
             raise Refused("--laws tests decoder language models, and this is an encoder-decoder: drop --laws")
         context = getattr(target.config, "max_position_embeddings", None)
         if context is not None and max_new_tokens >= context:
@@ -116,7 +117,7 @@ def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
 
     room = getattr(model.config, "max_position_embeddings", None) or 10**9
     kinds = ("story", "edit", "mistakes")
-    workloads = embedded(model.config.is_encoder_decoder)
+    workloads = embedded(reads_sources(model.config))
     found = [item.text for workload in workloads if workload.name in kinds for item in workload.items]
     return [text for text in found if len(tokenizer(text)["input_ids"]) + tokens <= room]
 

@@ -23,6 +23,7 @@ from truedraft.cli._replay import replay_files
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
+from truedraft.targets.kinds import reads_sources
 
 if TYPE_CHECKING:
     from truedraft.bench.compare import Figures, Side
@@ -168,7 +169,7 @@ def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequ
 
 def _check_sources(model: Any, modes: Sequence[str]) -> bool:
     """Whether prompts are sources; raises Refused for what is measured of decoder language models only."""
-    sources = bool(model.config.is_encoder_decoder)
+    sources = reads_sources(model.config)
     if sources and modes:
         raise Refused(f"--{modes[0]} measures decoder language models, and this is an encoder-decoder: drop it")
     return sources
@@ -195,7 +196,7 @@ def _room(model: Any, workload: Workload) -> int | None:
             f"{workload.name}: {workload.tokens} new tokens leave no room for a prompt in the model's context of "
             f"{context}: give a smaller --max-new-tokens"
         )
-    return int(context if model.config.is_encoder_decoder else context - workload.tokens)
+    return int(context if reads_sources(model.config) else context - workload.tokens)
 
 
 def _refuse_unused(context: Context, modes: Sequence[str]) -> None:
@@ -251,11 +252,11 @@ def _sides(
 
 def _roofline(model: Any) -> tuple[Machine, list[Row]]:
     from truedraft.bench.roofline import Gauge, measure_passes, roofline
-    from truedraft.targets.decoder import DecoderTarget
+    from truedraft.targets.hosting import hosted
 
     if model.device.type != "cpu":
         raise Refused("--roofline measures the CPU's memory, and the model is on another device")
-    target = DecoderTarget(model)
+    target = hosted(model)
     context = min(256, (target.context or 512) // 2)
     gauge = Gauge()
     seconds = measure_passes([target], context, gauge=gauge)[0]

@@ -96,7 +96,7 @@ def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
     """Raises Refused, before anything is shown, for a model or a prompt that a case does not suit."""
     from truedraft.arguments import check_lengths
 
-    if fast.model.config.is_encoder_decoder:
+    if fast.target.reads_sources:
         raise Refused(f"--model {model!r} is an encoder-decoder: use `truedraft correct`, `translate` or `generate`")
     for case in todo:
         length = len(fast.tokenizer(case.text)["input_ids"])  # type: ignore[misc]

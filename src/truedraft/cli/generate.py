@@ -87,7 +87,7 @@ def generate(
     check_names(model, dtype, quantize, drafts=[draft], control=control, rule=rule)
     asked = read_settings(fields, settings or ())
     fast = accelerated(model, dtype, draft, control, quantize, rule, threads=threads, ties=ties)
-    items = read_items(fast.model.config.is_encoder_decoder)
+    items = read_items(fast.target.reads_sources)
     places = [f"prompt {i} of {len(items)}" for i in range(1, len(items) + 1)] if prompts is not None else [""]
     requests = [
         Request(item.text, asked, [*documents, *item.references], seed, chat, place and f"{place}: ")

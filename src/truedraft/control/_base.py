@@ -10,7 +10,7 @@ from typing import ClassVar
 from truedraft.card import Card
 from truedraft.drafters._base import Drafter
 from truedraft.stats import PassTimes
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
 
 
@@ -30,7 +30,7 @@ class Control(ABC):
         """One with the same knobs that has learnt nothing yet."""
         return replace(self)  # type: ignore[type-var]
 
-    def open(self, target: DecoderTarget, drafter: Drafter, lockstep: bool, steps: int) -> None:
+    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
         """Before the first rows of a drafter in a call, or in an engine in which it has none.
 
         lockstep: its rows advance together, so a token counts only where every row accepts it.

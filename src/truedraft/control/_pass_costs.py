@@ -5,7 +5,7 @@ from __future__ import annotations
 from truedraft.drafters._base import PassCost
 from truedraft.runtime import calibration
 from truedraft.runtime.curve import Curve
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 
 FEW = 8  # nodes a row by which the cost of one is measured
 FIRST = 2  # passes without drafts, before any costs are known: the very first often waits for memory
@@ -21,10 +21,10 @@ class PassCosts:
     def __init__(self) -> None:
         self.curve = Curve.typical(1, 1.0)
         self.known = False
-        self.target: DecoderTarget | None = None
+        self.target: Target | None = None
         self._first: list[tuple[float, int]] = []  # seconds and tokens of the first passes, until the curve is known
 
-    def measure(self, target: DecoderTarget, steps: int) -> None:
+    def measure(self, target: Target, steps: int) -> None:
         """Before a call in which a row may emit `steps` tokens, of which a small share of the time is measured for."""
         if self.target is not target:
             self.target, self._calibration = target, calibration.of(target)

@@ -27,7 +27,7 @@ from truedraft.control._base import Control
 from truedraft.control._drafter import DrafterState, Drafts, gain_per_node
 from truedraft.control._pass_costs import PassCosts
 from truedraft.drafters._base import Drafter
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
 
 EXPLORING = 0.5  # how fast the costs follow a pass that was made to learn them
@@ -53,7 +53,7 @@ class Cost(Control):
         self._aside = self._passed = 0.0  # seconds of observing and control, and of passes, at the latest booking
         self._before: float | None = None  # seconds of the target before the pass; None where nothing is learnt from it
 
-    def open(self, target: DecoderTarget, drafter: Drafter, lockstep: bool, steps: int) -> None:
+    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
         if not self._rows:
             self._spent()
         if drafter.width:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from truedraft.card import Card, knob
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Row
 
 
@@ -20,7 +20,7 @@ class Fixed(Control):
     card = Card(paper="none", idea="Always draft and verify as much as the drafter offers.", family="fixed")
     nodes: int = knob(0, 0, 4096)  # nodes drafted per row and pass; 0 stands for the drafter's own size
 
-    def open(self, target: DecoderTarget, drafter: Drafter, lockstep: bool, steps: int) -> None:
+    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
         drafter.pass_cost = None
 
     def budget(self, rows: Sequence[Row]) -> list[int]:

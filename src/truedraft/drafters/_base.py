@@ -15,7 +15,7 @@ from truedraft.card import Card
 from truedraft.drafters._learned import Learner
 from truedraft.drafters._trust import Trust
 from truedraft.stores.memory import Memory
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
 
 State = TypeVar("State")
@@ -33,7 +33,7 @@ class PassCost(NamedTuple):
 class Bound(NamedTuple):
     """The target that a drafter was made ready for, and the size of its vocabulary."""
 
-    target: ReferenceType[DecoderTarget]
+    target: ReferenceType[Target]
     vocabulary: int
 
 
@@ -55,7 +55,7 @@ class Drafter(ABC):
 
     card: ClassVar[Card]
     needs: Taps = Taps()
-    takes_references: ClassVar[bool] = False
+    takes_references: bool = False
     tokenizer: PreTrainedTokenizerBase | None = None
     hope: ClassVar[float] = 0.15
     autoregressive: bool = False
@@ -69,7 +69,7 @@ class Drafter(ABC):
         """Token ids that it may draft, where it has a model of its own; padding at the end may differ."""
         return None
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         """Once it is known what it drafts for.
 
         Raises:

@@ -8,11 +8,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.drafters._base import PerRow, State
-from truedraft.stores._native import Cursor
+from truedraft.stores._cursor import Cursor
 from truedraft.stores.automaton import Automaton
 from truedraft.stores.corpus import Corpus, corpora
 from truedraft.stores.memory import Places
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Row
 
 
@@ -25,7 +25,7 @@ class WithCorpora(PerRow[State]):
         super().__post_init__()
         self.corpora: Sequence[Corpus] = corpora(self.corpus)
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         for corpus in self.corpora:
             corpus.check_vocabulary(target.vocabulary)
 

@@ -15,7 +15,7 @@ from truedraft.chance import likeliest
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._reader import Reader, loaded
 from truedraft.errors import Refused
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Draws, Row
 
 NODES = 1024  # of a draft that is written out level by level, at most
@@ -143,7 +143,7 @@ class ModelDrafter(Drafter):
     def vocab_size(self) -> int | None:
         return None if self.model is None else self._reader.vocab_size
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         if self.model is None:
             raise unnamed(self)
         self._reader.fit(target)

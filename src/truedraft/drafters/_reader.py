@@ -13,11 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truedraft.card import shown
 from truedraft.errors import Refused
 from truedraft.loading import load
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.targets.hosting import hosted
+from truedraft.targets.kinds import family_of
 from truedraft.targets.unwrapping import unwrapped
 from truedraft.tree import DraftTree, Row
 
+NAMED = {"decoder": "a decoder", "encoder-decoder": "an encoder-decoder"}
 CHUNK = 64  # tokens that are read in one pass, where the model has fallen behind
 
 
@@ -50,7 +52,7 @@ class Reader:
         self.written: list[list[int]] = []
         self._sure: list[int] = []  # tokens of `written` that the row said
         self._going: set[Row] = set()  # rows that were not ended
-        self._hosted: DecoderTarget | None = None
+        self._hosted: Target | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -58,21 +60,21 @@ class Reader:
         return self.model.config.get_text_config(decoder=True).vocab_size
 
     @property
-    def target(self) -> DecoderTarget:
+    def target(self) -> Target:
         """The draft model, made ready for trees."""
         assert self._hosted is not None
         return self._hosted
 
-    def fit(self, target: DecoderTarget) -> None:
+    def fit(self, target: Target) -> None:
         """Once it is known what is drafted for.
 
         Raises:
             Refused: one of the two has an encoder and the other has none, they are on different devices, or the
                 draft model cannot be hosted exactly.
         """
-        name, mine = type(self.model).__name__, bool(self.model.config.is_encoder_decoder)
-        if mine != (target.family == "encoder-decoder"):
-            kind, other = ("an encoder-decoder", "a decoder") if mine else ("a decoder", "an encoder-decoder")
+        name, (mine, others) = type(self.model).__name__, (family_of(self.model.config), target.family)
+        if mine != others:
+            kind, other = NAMED[mine], NAMED[others]
             raise Refused(
                 f"the draft model {name} is {kind}, and the model that it would draft for is {other}: "
                 f"give {other} as the draft model"
@@ -95,7 +97,7 @@ class Reader:
             Refused: a row has no source in token ids, and the draft model has an encoder.
         """
         self._host()
-        if self.model.config.is_encoder_decoder:
+        if self.target.reads_sources:
             for row in rows:
                 if not row.source:
                     raise Refused(
@@ -104,18 +106,18 @@ class Reader:
                     )
         self._going |= set(rows)
         self._width = max((len(row.source) for row in self._going if self.fits(row, 0)), default=0)
-        cache, count = self.target.cache, len(self._going)
+        (slots, room), count = self.target.reserved, len(self._going)
         capacity = max(row.prompt + row.room for row in self._going) + more + CHUNK
-        if cache is None or cache.cursor.slots < count or cache.cursor.capacity < capacity:
+        if slots < count or room < capacity:
             self.standing, self.written, self._sure = [], [], []  # what was read is read again
-            self.target.reserve(count if cache is None else max(count, 2 * cache.cursor.slots), capacity)
+            self.target.reserve(max(count, 2 * slots), capacity)
 
     def end(self, row: Row) -> None:
         """The row is finished; its slot is free when others are admitted, or with the last row."""
         self._going.discard(row)
         if not self._going:
             self.standing, self.written, self._sure = [], [], []
-            self.target.cache = None
+            self.target.free()
 
     def fits(self, row: Row, ahead: int) -> bool:
         """Whether the model was made for as long a text as the row and so many tokens more."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
@@ -37,7 +37,7 @@ class Aded(WithCorpora[Trigrams]):
             "2.12; agents' traces 1.90."
         ),
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     nodes: int = knob(24, 1, 64)  # of the tree; published 24
     simulations: int = knob(150, 1, 10_000)  # published 150
     depth: int = knob(4, 1, 16)  # published 4

@@ -35,7 +35,8 @@ from truedraft.drafters._nn import CrossAttentionLayer, Keeping, Places, masking
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
+from truedraft.targets.kinds import family_of
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 NOTHING = -100  # a label that asks for nothing
@@ -150,8 +151,8 @@ class Filling(Learner):
     glance_end: float = knob(0.3, 0, 1)  # and at the end, if any are; GLAT 0.3
 
     def begin(self, model: PreTrainedModel) -> None:
-        if not model.config.is_encoder_decoder:
-            raise Refused(f"{type(model).__name__} is not an encoder-decoder: {CANNOT['decoder']}")
+        if why := CANNOT.get(family_of(model.config)):
+            raise Refused(f"{type(model).__name__} is not an encoder-decoder: {why}")
         self.model = model.requires_grad_(False)
         self.module: MaskFiller = MaskFiller.fresh(model, self.layers, self.k, self.dropout)
 
@@ -284,7 +285,7 @@ class Gad(Drafter):
     def forget(self) -> None:
         self._trust = Trust()
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         if why := self.card.cannot.get(target.family):
             raise Refused(f"gad cannot draft for {type(target.model).__name__}: {why}")
         if self.model is None:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
 from truedraft.drafters._trees import onward
-from truedraft.stores.automaton import SEPARATOR
+from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row
 
@@ -82,7 +81,7 @@ class Iad(PerRow[Source]):
             "(ASSET): 9.7x and 9.8x, in batches of 16 3.8x and 3.4x."
         ),
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     length: int = knob(64, 1, 1024)  # tokens drafted; published: all that is left
     places: int = knob(1, 1, 16)  # drafted from where the last tokens stand in several; published 1: none then
     edits: bool = knob(False)  # whether drafts also go on behind a token replaced, inserted or left out; published: no

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
 from truedraft.stores.neighbours import Near, Search
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 
@@ -46,7 +46,7 @@ class Nest(PerRow[Standing]):
         "and 2.3x plain decoding, 7.7 and 2.4x with delta 1 (llma: 9.0 and 3.2x); stories over texts that nano would "
         "not repeat, seeded at temperature 0.7, 1.0 tokens a pass and 0.8x over 127 states, 1.2 and 0.4x over 22,561.",
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
     layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
     k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024
@@ -60,7 +60,7 @@ class Nest(PerRow[Standing]):
         self._search = Search(self.store, self.layer, self.k, self.alpha, self.tau)
         self.needs = Taps((self._search.layer,))
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         self._search.fit(target.model)
 
     @property

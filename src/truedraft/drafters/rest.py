@@ -17,7 +17,7 @@ from truedraft.drafters._texts import root_of
 from truedraft.drafters._trees import counted
 from truedraft.errors import Refused
 from truedraft.stores.memory import Places
-from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Row
 
 
@@ -35,7 +35,7 @@ class Rest(WithCorpora[Places]):
     nodes: int = knob(64, 1, 1024)  # of the tree; published 64
     deep: int = knob(10, 1, 128)  # tokens of a continuation; published 10
 
-    def ready(self, target: DecoderTarget) -> None:
+    def ready(self, target: Target) -> None:
         super().ready(target)
         if not self.corpora:
             raise Refused("rest needs a corpus: draft='rest:corpus=FILE', made by `truedraft corpus build`")

@@ -9,17 +9,18 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from truedraft.errors import NoRoom
 from truedraft.files import write_whole
 from truedraft.runtime.curve import TYPICAL, WIDTHS, Curve, Knot
-from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import DraftTree
+from truedraft.tree import DraftTree, Prompt, Scores
 
 OPENING = 1.0  # plain passes that a cache and its first token take, before any pass was timed
 SHARE = 0.02  # of the plain passes that a call may make, for measuring
@@ -38,6 +39,28 @@ class Timed(NamedTuple):
     passes: int = 0
 
 
+class Timeable(Protocol):
+    """A target as far as its passes are timed; what each member is, `targets/_base.py` says."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def hard_limit(self) -> int | None: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def cold(self) -> bool: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def cost_key(self) -> tuple[str, ...]: ...
+    def temporary_cache(self, rows: int, capacity: int) -> AbstractContextManager[None]: ...
+    def prompt(self, ids: Tensor) -> Prompt: ...
+    def prefill(self, prompts: Sequence[Prompt]) -> Scores: ...
+    def score(self, trees: Sequence[DraftTree]) -> Scores: ...
+    def wait(self) -> None: ...
+
+
 class Calibration:
     """The times of one target's passes, taken in rounds over all widths.
 
@@ -45,7 +68,7 @@ class Calibration:
     complete: whether nothing is left to measure.
     """
 
-    def __init__(self, target: DecoderTarget):
+    def __init__(self, target: Timeable):
         self._target = target
         limit = target.hard_limit or 2 * WIDTHS[-1]
         self._widths = tuple(w for w in WIDTHS if w <= max(limit // 2, 1))
@@ -58,8 +81,7 @@ class Calibration:
 
     def guess(self) -> Curve:
         """What to expect before the first pass: that it takes as long as reading the weights."""
-        size = sum(weight.numel() * weight.element_size() for weight in self._target.model.parameters())
-        return Curve.typical(1, size / BANDWIDTH)
+        return Curve.typical(1, self._target.weight_bytes / BANDWIDTH)
 
     def go_on(self, steps: int, curve: Curve | None) -> Curve | None:
         """Measure for a share of the time that plain decoding of `steps` tokens takes, and of those of the calls before
@@ -67,20 +89,20 @@ class Calibration:
 
         curve: what is known already; None where nothing is. Returned with the times of this turn, if there are any.
         """
-        measured, held, begun = False, self._target.cache, time.perf_counter()
+        measured, begun = False, time.perf_counter()
         self._steps += steps
         if self._next(SHARE * self._steps - self._opening) is None:
             return curve
         due, self._steps = self._steps, 0
         try:
-            for width, seconds in self._timed(begun, due):
-                least, passes = self._times[width]
-                self._times[width] = Timed(min(seconds, least), passes + 1)
-                measured = True
-        except NoRoom:  # a scratch cache beside that of the call
+            with self._target.temporary_cache(1, 1 + self._widths[-1]):
+                for width, seconds in self._timed(begun, due):
+                    least, passes = self._times[width]
+                    self._times[width] = Timed(min(seconds, least), passes + 1)
+                    measured = True
+        except NoRoom:  # beside the cache of the call
             return curve
         finally:
-            self._target.cache = held
             self._spent += time.perf_counter() - begun
         if not measured:
             return curve
@@ -127,9 +149,8 @@ class Calibration:
         return Curve.of([knots[width] for width in sorted(knots)], bounds)
 
     def _timed(self, begun: float, steps: int) -> Iterator[tuple[int, float]]:
-        """Widths and seconds of passes over a scratch cache, as long as the next is expected to end in time."""
+        """Widths and seconds of passes, as long as the next is expected to end in time."""
         target = self._target
-        target.reserve(1, 1 + self._widths[-1])
         target.prefill([target.prompt(torch.zeros(1, dtype=torch.long, device=target.device))])
         target.wait()
         first = time.perf_counter() - begun
@@ -153,14 +174,14 @@ class Calibration:
     def _keep(self) -> None:
         """On disk, for later processes; a folder that cannot be written costs them a measurement each."""
         times = {width: timed for width, timed in self._times.items() if timed.passes}
-        payload = {"times": times, "model": type(self._target.model).__name__}
+        payload = {"times": times, "model": self._target.cost_key[0]}
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(self._path, json.dumps(payload))
 
 
-def of(target: DecoderTarget) -> Calibration:
+def of(target: Timeable) -> Calibration:
     return Calibration(target)
 
 
@@ -177,7 +198,7 @@ def stored(path: Path | None, widths: tuple[int, ...]) -> dict[int, Timed]:
     return times if sound and times.keys() <= set(widths) else {}
 
 
-def _path(target: DecoderTarget) -> Path | None:
+def _path(target: Timeable) -> Path | None:
     """Where the curve of a target is kept; None where there is no home."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -187,14 +208,9 @@ def _path(target: DecoderTarget) -> Path | None:
     return folder / "truedraft" / "curves" / f"{_key(target)}.json"
 
 
-def _key(target: DecoderTarget) -> str:
-    config = target.config
+def _key(target: Timeable) -> str:
     machine = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor()
-    parts = [
-        VERSION, type(target.model).__name__, config.to_json_string(use_diff=False), str(target.dtype),
-        target.model.config._attn_implementation, target.runner.name, machine, torch.get_num_threads(),
-        torch.__version__,
-    ]  # fmt: skip
+    parts = [VERSION, *target.cost_key, machine, torch.get_num_threads(), torch.__version__]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
 
 

@@ -17,14 +17,19 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
+from truedraft.runtime._base import Runner
+from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Kind, Op, Pass
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.views._base import View
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
 PROMPT = 512  # nodes of prompts in one call
+VARIANTS = 64  # lists of operations that are kept; the one made first goes first
+NO_LAYERS: frozenset[int] = frozenset()
 FAILURES = {
     Failure.TOKEN: "a token outside the vocabulary",
     Failure.PLACE: "a position outside the cache",
@@ -106,7 +111,7 @@ class Nodes:
         self.longest = max(self.longest, sees)
 
 
-class CompiledPass:
+class CompiledPass(Runner):
     """The compiled pass of one model.
 
     Raises:
@@ -114,7 +119,7 @@ class CompiledPass:
     """
 
     name = "compiled pass"
-    cold = False
+    batch_invariant = True
 
     def __init__(self, model: PreTrainedModel):
         library = native.library()
@@ -158,7 +163,7 @@ class CompiledPass:
                 if op.kind == Kind.PREPARE and p.rotary is not None:
                     cos, sin = self._table(p.layer_types[at], cache.cursor.capacity)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
-        self._variants: dict[tuple[int, ...], ctypes.Array[Op]] = {}
+        self._variants: dict[tuple[tuple[int, ...], frozenset[int]], ctypes.Array[Op]] = {}
 
     def _table(self, kind: str, capacity: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position, from the model's own module; fp32, (positions, rotary)."""
@@ -208,14 +213,30 @@ class CompiledPass:
         """The positions of a prompt's tokens, where they are not those of their places."""
         return None
 
-    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
-        """The logits at every node of one tree per slot in use."""
+    def skipped(self, view: View) -> frozenset[int]:
+        """The layers that passes under a view leave out.
+
+        Raises:
+            Refused: it is not a view of such a decoder.
+        """
+        return view.skipped(len(self.program.layer_types))
+
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        """The logits at every node of one tree per slot in use, of the whole model or under a view.
+
+        Raises:
+            Refused: see `skipped`.
+        """
+        skipped = NO_LAYERS if view is None else self.skipped(view)
         nodes = Nodes()
         for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
             nodes.add_tree(slot, length, tree)
-        scored, states = self(nodes, range(len(nodes)), None, taps.hidden)
         sizes = [len(tree) for tree in trees]
         width = max(sizes)
+        inputs = embedded(self.model, trees, width, torch.device("cpu"))
+        if inputs is not None:
+            inputs = torch.cat([line[:size] for line, size in zip(inputs, sizes, strict=True)])
+        scored, states = self(nodes, range(len(nodes)), inputs, taps.hidden, skipped)
         if len(nodes) == width * len(trees):
             logits = scored.unflatten(0, (len(trees), width))
         else:
@@ -224,14 +245,16 @@ class CompiledPass:
         return Scores(logits, hidden, [0] * len(trees))
 
     def __call__(
-        self, nodes: Nodes, gather: Sequence[int], embeds: Tensor | None = None, hidden: Sequence[int] = ()
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self, nodes: Nodes, gather: Sequence[int], embeds: Tensor | None = None, hidden: Sequence[int] = (),
+        skipped: frozenset[int] = NO_LAYERS,
+    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
         """Run the nodes.
 
         Args:
             gather: the nodes whose logits are wanted.
             embeds: (nodes, H) in the place of token ids.
             hidden: layers whose output is wanted, as in `output_hidden_states`.
+            skipped: layers that do not run.
 
         Returns:
             fp32 logits (len(gather), V), and the hidden states (nodes, H) by layer.
@@ -257,7 +280,7 @@ class CompiledPass:
             room=array(room), buffer=(c_void_p * len(buffers))(*buffers), stride=array(strides),
         )  # fmt: skip
         self._complete(given, nodes)
-        ops = self._ops(tuple(hidden))
+        ops = self._ops(tuple(hidden), skipped)
         failure = self._run(ops, len(ops), given, self._share, torch.get_num_threads())
         if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
@@ -284,23 +307,27 @@ class CompiledPass:
         self._buffers = [s.data_ptr() for s in self._storage] + [0]  # the logits, allocated per pass
         self._room = [s.numel() for s in self._storage]
 
-    def _ops(self, hidden: tuple[int, ...]) -> ctypes.Array[Op]:
-        """The operations, with a copy of "x" behind each layer that is wanted."""
-        if hidden not in self._variants:
+    def _ops(self, hidden: tuple[int, ...], skipped: frozenset[int]) -> ctypes.Array[Op]:
+        """The operations but for those of skipped layers, with a copy of "x" behind each layer that is wanted."""
+        if (hidden, skipped) not in self._variants:
             p = self.program
             last = len(p.outputs) - 1
             depths = [wanted % len(p.outputs) for wanted in hidden]
+            left_out = {i for layer in skipped for i in p.ops_of(layer)}
             made: list[Op] = []
             for i, op in enumerate(p.ops):
-                made.append(op)
+                if i not in left_out:
+                    made.append(op)
                 made += [_copy(p, len(p.widths) + k) for k, d in enumerate(depths) if d < last and p.outputs[d] == i]
             for k, depth in enumerate(depths):
                 if depth == last:  # behind the last norm, for all nodes
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
                     norm.tail, norm.src, norm.dst = 0, list(p.widths).index("x"), len(p.widths) + k
                     made.append(norm)
-            self._variants[hidden] = (Op * len(made))(*made)
-        return self._variants[hidden]
+            if len(self._variants) == VARIANTS:
+                del self._variants[next(iter(self._variants))]
+            self._variants[hidden, skipped] = (Op * len(made))(*made)
+        return self._variants[hidden, skipped]
 
 
 def _copy(p: Program, to: int) -> Op:

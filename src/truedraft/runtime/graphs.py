@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from truedraft.caches.rows import RowCache
+from truedraft.runtime._base import Runner
+from truedraft.runtime.embedding import embedded
 from truedraft.runtime.fingerprint import hooked
+from truedraft.runtime.forward import ForwardPass
+from truedraft.runtime.padded import Padded
 from truedraft.runtime.weights import NotCompilable
-from truedraft.targets.padded import Padded
-from truedraft.targets.stock import ForwardPass
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.views._base import View
 
 VIEW = 256  # positions that a pass reads at least, where the cache has as many
 KEPT = 32  # graphs at most; the one replayed longest ago goes first
@@ -87,13 +90,18 @@ def _waiting_forbidden() -> Iterator[None]:
 
 @dataclass
 class Captured:
-    """A pass of one size. inputs: the static buffers that it reads. run: makes it; the logits, then hidden states."""
+    """A pass of one size.
+
+    inputs, embeds: the static buffers that it reads; embeddings where some of its nodes are no tokens.
+    run: makes it; the logits, then hidden states.
+    """
 
     inputs: Padded
+    embeds: Tensor | None
     run: Run
 
 
-class GraphPass:
+class GraphPass(Runner):
     """The forward of a `transformers` model on a GPU, captured once per size and replayed; prompts are read plainly.
 
     Args:
@@ -108,9 +116,8 @@ class GraphPass:
 
     def __init__(self, stock: ForwardPass, capture: Callable[[Run], Run]):
         self.stock, self._capture = stock, capture
-        self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...]], Captured] = OrderedDict()
+        self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...], bool], Captured] = OrderedDict()
         self._over: RowCache | None = None  # the cache that graphs were captured over
-        self.cold = False  # whether the last pass was captured first
         if names := hooked(stock.model):
             raise NotCompilable(
                 f"hooks or replaced forwards would not be run in a captured graph ({', '.join(names[:3])})"
@@ -139,21 +146,29 @@ class GraphPass:
         """Read the prompts of new rows by plain forwards."""
         return self.stock.prefill(prompts, taps)
 
+    def skipped(self, view: View) -> frozenset[int]:
+        """See `ForwardPass.skipped`: passes under a view are plain forwards."""
+        return self.stock.skipped(view)
+
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
-        """The logits at every node of one tree per slot in use.
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
         Raises:
+            Refused: see `skipped`.
             NotCompilable: the pass could not be captured; nothing was committed.
         """
+        if view is not None:
+            return self.stock.score(trees, taps, view)
         cursor, width = self.stock.cache.cursor, max(map(len, trees))
         rows = bucket(len(trees), cursor.slots)
         ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]
-        view = bucket(max(VIEW, *ends), cursor.capacity)
+        reads = bucket(max(VIEW, *ends), cursor.capacity)
         idle = rows - len(trees)  # free slots score a lone token
         padded = [*trees, *[DraftTree.chain(0)] * idle]
         nodes = Padded.of(padded, cursor.lengths + [0] * idle, bucket(width), self.stock.device)
-        logits, *states = self._replayed(nodes, view, taps)
+        embeds = embedded(self.stock.model, padded, bucket(width), self.stock.device)
+        logits, *states = self._replayed(nodes, embeds, reads, taps)
         # the next pass fills these tensors anew
         hidden = {
             layer: [h[: len(t)] for h, t in zip(state.clone(), trees, strict=False)]
@@ -161,28 +176,30 @@ class GraphPass:
         }
         return Scores(logits[: len(trees), :width].clone(), hidden, [0] * len(trees))
 
-    def _replayed(self, nodes: Padded, view: int, taps: Taps) -> Outputs:
-        key = (*nodes.ids.shape, view, taps.hidden)
+    def _replayed(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Outputs:
+        key = (*nodes.ids.shape, view, taps.hidden, embeds is not None)
         self.cold = key not in self._captured
         if self.cold:
-            self._captured[key] = self._made(nodes, view, taps)
+            self._captured[key] = self._made(nodes, embeds, view, taps)
             if len(self._captured) > KEPT:
                 self._captured.popitem(last=False)
         self._captured.move_to_end(key)
         captured = self._captured[key]
         captured.inputs.load(nodes)
+        if captured.embeds is not None and embeds is not None:
+            captured.embeds.copy_(embeds)
         return captured.run()
 
-    def _made(self, nodes: Padded, view: int, taps: Taps) -> Captured:
+    def _made(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Captured:
         inputs = nodes.to(self.stock.device)
 
         def run() -> Outputs:
             self.stock.cache.cursor.replayed(inputs.places, view)
-            out = self.stock.forward({"input_ids": inputs.ids}, self.stock.mask(inputs, view), inputs.positions, taps)
-            return (out.logits, *(out.hidden_states[layer] for layer in taps.hidden))
+            out = self.stock.forward_nodes(inputs, view, taps, embeds)
+            return (out.logits, *(self.stock.hidden_states(out)[layer] for layer in taps.hidden))
 
         try:
-            return Captured(inputs, self._capture(run))
+            return Captured(inputs, embeds, self._capture(run))
         except Exception as error:
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise NotCompilable(f"the pass could not be captured in a CUDA graph: {why}") from error

@@ -13,10 +13,10 @@ from truedraft.caches.pairs import PairCache
 from truedraft.caches.rows import RowCache
 from truedraft.runtime.compiled import CompiledPass, Nodes, array
 from truedraft.runtime.native import Pass
+from truedraft.runtime.positions import Positions, by_distance
 from truedraft.runtime.program import Program
-from truedraft.runtime.programs import compile_encoder
+from truedraft.runtime.programs import compile_seq2seq
 from truedraft.runtime.weights import NotCompilable
-from truedraft.targets.positions import Positions, by_distance
 from truedraft.tree import Prompt, Scores, Taps
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 class LeanStackPass(CompiledPass):
     """The compiled pass of one of the two stacks, whose positions come from a table or as biases by distance.
 
-    ahead: whether a node sees what follows it.
+    ahead: whether a node sees what follows it: of the encoder, not of the decoder.
     """
 
     ahead: bool
@@ -33,6 +33,9 @@ class LeanStackPass(CompiledPass):
     def __init__(self, model: PreTrainedModel, stack: Any):
         super().__init__(model)
         self._positions = Positions(stack, model.config.pad_token_id or 0)
+
+    def _compiled(self) -> Program:
+        return compile_seq2seq(self.model, encoder=self.ahead)
 
     @torch.no_grad()
     def attach(self, cache: RowCache | None) -> None:
@@ -58,9 +61,6 @@ class CompiledEncoderPass(LeanStackPass):
 
     def __init__(self, model: Any):
         super().__init__(model, model.get_encoder())
-
-    def _compiled(self) -> Program:
-        return compile_encoder(self.model)
 
     @torch.no_grad()
     def states(self, ids: Tensor, heard: Tensor) -> Tensor:

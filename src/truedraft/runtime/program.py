@@ -56,6 +56,10 @@ class Program:
         self.layers.append(layer)
         return made
 
+    def ops_of(self, layer: int) -> range:
+        """The operations of a layer: it takes the hidden state from "x", and leaves its own there."""
+        return range(self.outputs[layer] + 1, self.outputs[layer + 1] + 1)
+
     def buffer(self, name: str, width: int, rows: int = 1) -> None:
         self.widths[name] = max(width, self.widths.get(name, 0))
         self.rows[name] = max(rows, self.rows.get(name, 0))

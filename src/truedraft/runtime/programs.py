@@ -282,22 +282,27 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
 
 
 def compile_program(model: Any) -> Program:
-    """Raises NotCompilable, with the reason, where the compiled pass cannot stand in for the model's forward."""
-    if model.config.is_encoder_decoder:
-        return _compiled(model, PAIR_PROGRAMS, ["full_attention"] * layers_of(model.get_decoder()))
-    return _compiled(model, PROGRAMS, get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0])
+    """The program of a decoder language model, or of the language model in a model that also reads images or sounds.
+
+    Raises:
+        NotCompilable: the compiled pass cannot stand in for the model's forward; says why.
+    """
+    text = text_of(model)
+    return _compiled(model, text, PROGRAMS, get_layer_types_and_kwargs(text.config)[0])
 
 
-def compile_encoder(model: Any) -> Program:
-    """As `compile_program`, of an encoder-decoder's encoder."""
-    if model.config.model_type == "longt5":
+def compile_seq2seq(model: Any, encoder: bool) -> Program:
+    """The program of one stack of an encoder-decoder, its encoder or its decoder. Raises as `compile_program`."""
+    if encoder and model.config.model_type == "longt5":
         raise NotCompilable("its encoder sees near words only")
-    programs = {name: partial(make, encoder=True) for name, make in PAIR_PROGRAMS.items()}
-    return _compiled(model, programs, ["full_attention"] * layers_of(model.get_encoder()))
+    programs = {name: partial(make, encoder=encoder) for name, make in PAIR_PROGRAMS.items()}
+    stack = model.get_encoder() if encoder else model.get_decoder()
+    return _compiled(model, model, programs, ["full_attention"] * layers_of(stack))
 
 
-def _compiled(model: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str]) -> Program:
-    text = model if model.config.is_encoder_decoder else text_of(model)
+def _compiled(
+    model: Any, text: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str]
+) -> Program:
     kind = text.config.model_type
     make = programs.get(kind)
     if make is None:

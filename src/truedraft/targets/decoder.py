@@ -7,32 +7,38 @@ mask does the sliding. Whatever keeps a running state is refused.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
-import psutil
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from truedraft.caches.pairs import PairCache
 from truedraft.caches.rows import RowCache
-from truedraft.errors import NoRoom, Refused
+from truedraft.errors import Refused
+from truedraft.runtime._base import Runner
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
+from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long_prompt
 from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
 from truedraft.runtime.weights import NotCompilable
-from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, learned_positions
-from truedraft.targets.stock import ForwardPass, LinearsPass, PromptPass, long_prompt
+from truedraft.targets.hostable import check_hosted
+from truedraft.targets.inputs import check_text, text_prompts
+from truedraft.targets.kinds import Family
+from truedraft.targets.memory import check_room
+from truedraft.targets.quirks import learned_positions
+from truedraft.targets.reference import Reference
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
-
-BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill with zeros for texts
+from truedraft.views._base import View
 
 
 class DecoderTarget:
-    """A decoder language model that scores trees.
+    """A decoder language model that scores trees; see `Target`.
 
     Args:
         model: a causal language model of `transformers`, in eval mode.
@@ -45,14 +51,18 @@ class DecoderTarget:
         blank: inputs of the model whose zeros change nothing, as they mark text among images.
         long: tokens from which on a prompt is read by the model's own forward; None where `runner` reads them all.
         why_stock: why it is the model's own forward, where something faster was asked for.
-        noise: by how much its logits and those of the model's own forward differ, at most; 0 until it was measured.
 
     Raises:
         Refused: the model cannot be hosted exactly; the message says why.
     """
 
-    family = "decoder"
+    family: ClassVar[Family] = "decoder"
+    reads_sources: ClassVar[bool] = False
+    output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
     noise = 0.0
+    _cache_class: ClassVar[type[RowCache | PairCache]] = RowCache
+    _forward_class: ClassVar[type[ForwardPass]] = ForwardPass
+    _linears_class: ClassVar[type[LinearsPass]] = LinearsPass
 
     def __init__(self, model: PreTrainedModel, runtime: str = "auto", strict: bool = False):
         if runtime not in ("auto", "stock"):
@@ -63,13 +73,16 @@ class DecoderTarget:
         self.config = model.config.get_text_config(decoder=True)
         self.taps = Taps()
         self.blank: frozenset[str] = frozenset()
-        self._cache: RowCache | None = None
-        self.layer_types = get_layer_types_and_kwargs(self.config)[0]
+        self._cache: RowCache | PairCache | None = None
+        self.layer_types = self._layer_types()
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
         self.vocabulary: int = self.config.vocab_size
         self.runner, self.why_stock = self._runner(runtime)
         self.long = None if strict else self._long()
         self._reader = PromptPass(self.model, self.layer_types, self.window)
+
+    def _layer_types(self) -> list[str]:
+        return get_layer_types_and_kwargs(self.config)[0]
 
     def _long(self) -> int | None:
         quantised = any(type(p).__module__.startswith("torchao.") for p in self.model.parameters())
@@ -77,23 +90,26 @@ class DecoderTarget:
             return None
         return long_prompt(self.dtype, self.config.hidden_size)
 
-    def _runner(self, runtime: str) -> tuple[CompiledPass | GraphPass | ForwardPass, str | None]:
+    def _runner(self, runtime: str) -> tuple[Runner, str | None]:
         if runtime == "stock":
             return self._stock(), None
         try:
-            if self.device.type == "cuda":
-                return GraphPass(self._stock(), CudaGraphs(self.device)), None
-            return CompiledPass(self.model), None
+            return self._fast(), None
         except NotCompilable as why:
             return self._own_forward(), str(why)
 
+    def _fast(self) -> Runner:
+        if self.device.type == "cuda":
+            return GraphPass(self._stock(), CudaGraphs(self.device))
+        return CompiledPass(self.model)
+
     def _stock(self) -> ForwardPass:
-        return ForwardPass(self.model, self.layer_types, self.window)
+        return self._forward_class(self.model, self.layer_types, self.window)
 
     def _own_forward(self) -> ForwardPass:
         """The model's own forward, its linear layers by compiled code where there is any."""
         try:
-            return LinearsPass(self.model, self.layer_types, self.window)
+            return self._linears_class(self.model, self.layer_types, self.window)
         except NotCompilable:
             return self._stock()
 
@@ -104,32 +120,42 @@ class DecoderTarget:
 
     @property
     def changed(self) -> bool:
-        """Whether the model is another one than when this was made, in more than the values of its weights: what is
-        known of it, the comparison with its own forward included, does not hold any more."""
         return fingerprint(self.model) != self._made_of
 
     @property
     def runtime(self) -> str:
-        """How passes are made, and why not faster where that was asked for."""
         return f"{self.runner.name} ({self.why_stock})" if self.why_stock else self.runner.name
 
     @property
     def one_vocabulary(self) -> bool:
-        """Whether sources and outputs are made of the same tokens."""
         return True
 
     @property
+    def batch_invariant(self) -> bool:
+        return self.runner.batch_invariant
+
+    @property
     def cold(self) -> bool:
-        """Whether the last pass took longer than others of its size will, because it was captured first."""
         return self.runner.cold
 
     @property
-    def cache(self) -> RowCache | None:
+    def weight_bytes(self) -> int:
+        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+
+    @property
+    def cost_key(self) -> tuple[str, ...]:
+        return (
+            type(self.model).__name__, self.config.to_json_string(use_diff=False), str(self.dtype),
+            self.model.config._attn_implementation, self.runner.name,
+        )  # fmt: skip
+
+    @property
+    def cache(self) -> RowCache | PairCache | None:
         """The cache that passes read and write; None while nothing is generated."""
         return self._cache
 
     @cache.setter
-    def cache(self, cache: RowCache | None) -> None:
+    def cache(self, cache: RowCache | PairCache | None) -> None:
         self._cache = cache
         self._reader.attach(cache)
         try:
@@ -147,41 +173,33 @@ class DecoderTarget:
 
     @property
     def context(self) -> int | None:
-        """Positions that the model was made for."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def hard_limit(self) -> int | None:
-        """Positions past which the model itself fails; None where it does not."""
         return learned_positions(self.config)
 
     @property
     def longest_source(self) -> int | None:
-        """Tokens of a source that its encoder was made for; None where there is no such bound, or no encoder."""
         return None
 
-    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
-        """What rows begin with that another model's `generate` began.
+    def check_inputs(self, inputs: Any, given: Mapping[str, Any]) -> None:
+        check_text(self.model, inputs, given)
 
-        width: of an encoder-decoder, which reads their sources: what it pads these to.
-        """
+    def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate` without those of `blank` that are all zeros."""
+        return {name: value for name, value in given.items() if name not in self.blank or bool(value.any())}
+
+    def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
+        return text_prompts(input_ids, given, self.window)
+
+    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
         return [Prompt(torch.tensor(row.tokens, device=self.device)) for row in rows]
 
     def prompt(self, ids: Tensor) -> Prompt:
-        """A prompt like those of a call, to measure passes with; of an encoder-decoder, behind a source of its own."""
         return Prompt(ids)
 
-    def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` with more that is known (see `Seq2SeqTarget`), or without what changes nothing."""
-        return {name: value for name, value in given.items() if name not in self.blank or bool(value.any())}
-
     def reserve(self, rows: int, capacity: int) -> None:
-        """Make room for `rows` rows of `capacity` positions each.
-
-        Raises:
-            Refused: the cache would not fit in the memory that is free, or autocast is on, which only the model's own
-                forward follows; nothing was computed yet.
-        """
         if torch.is_autocast_enabled(self.device.type) and self.runner.name != ForwardPass.name:
             raise Refused(
                 f"torch.autocast is on, which the {self.runner.name} does not follow: load the model in the dtype "
@@ -193,22 +211,34 @@ class DecoderTarget:
             kept = self.runner.kept(rows, capacity)
         self.cache = self._allocated(rows, capacity) if kept is None else kept
 
-    def _allocated(self, rows: int, capacity: int) -> RowCache:
+    def _allocated(self, rows: int, capacity: int) -> RowCache | PairCache:
         layers = len(self.layer_types)
         check_room(self.config, layers, rows, capacity, self.dtype, self.device)
-        return RowCache(layers, rows, capacity)
+        return self._cache_class(layers, rows, capacity)
 
-    def ready(self, prompts: Sequence[Prompt]) -> bool:
-        """New rows made ready for drafts behind the last tokens of their prompts, where all before these needs no pass;
-        elsewhere nothing is done, and the prompts are to be read first."""
-        return False
+    @property
+    def reserved(self) -> tuple[int, int]:
+        return (0, 0) if self.cache is None else (self.cache.cursor.slots, self.cache.cursor.capacity)
+
+    def free(self) -> None:
+        self.cache = None
+
+    @contextmanager
+    def temporary_cache(self, rows: int, capacity: int) -> Iterator[None]:
+        held = self.cache
+        try:
+            self.reserve(rows, capacity)
+            yield
+        finally:
+            self.cache = held
+
+    def admit(self, prompts: Sequence[Prompt]) -> Scores | None:
+        return self.prefill(prompts)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
-        """Read the prompts of new rows, each taking the next free slot; the scores are those of their last tokens.
-
-        By whichever is faster here, which depends on a prompt's own length alone: not on drafts, nor on other rows.
-        """
+        """By whichever pass reads a prompt faster, which depends on its length alone, not on drafts or other rows."""
+        self.rewind()
         parts: list[Scores] = []
         for long, group in groupby(prompts, self._is_long):
             batch = list(group)
@@ -225,104 +255,67 @@ class DecoderTarget:
         return self.long is not None and len(prompt) >= self.long
 
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree]) -> Scores:
-        """One pass: the logits at every node of one tree per slot in use. A GPU may be at it still; see `wait`."""
+    def score(
+        self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
+    ) -> Scores:  # fmt: skip
+        if view is not None:
+            return self._score_under(view, trees, slots)
+        self.rewind()
         try:
             return self.runner.score(trees, self.taps)
         except NotCompilable as why:  # it could not be captured
             self._fall_back(why)
             return self.runner.score(trees, self.taps)
 
+    def _score_under(self, view: View, trees: Sequence[DraftTree], slots: Sequence[int] | None) -> Scores:
+        assert self.cache is not None
+        cursor = self.cache.cursor
+        slots = range(len(cursor.lengths)) if slots is None else slots
+        padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a lone token
+        for slot, tree in zip(slots, trees, strict=True):
+            padded[slot] = tree
+        if missing := sorted(cursor.partial - self.runner.skipped(view)):
+            raise Refused(
+                f"{type(view).__name__} runs layers {missing}, which have not written the scratch: rewind before it"
+            )
+        with cursor.behind_scratch():
+            if (need := max(cursor.lengths) + max(map(len, trees))) > cursor.capacity:
+                raise Refused(
+                    f"the scratch of {type(view).__name__} needs {need} positions of a row, the cache has "
+                    f"{cursor.capacity}: a drafter's width counts every position that it advances by"
+                )
+            return self.runner.score(padded, view.taps, view).of(slots)
+
+    def check_view(self, view: View) -> None:
+        self.runner.skipped(view)
+
+    def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
+        assert self.cache is not None
+        skipped = self.runner.skipped(view)
+        for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
+            self.cache.advance(slot, path, skipped)
+
+    def rewind(self) -> None:
+        if self.cache is not None:
+            self.cache.rewind()
+
     def wait(self) -> None:
-        """Until the device has done what it was asked."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def commit(self, paths: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Make the KV of the accepted path of each slot, from `first` on, permanent; the rest is forgotten."""
         assert self.cache is not None
         for slot, path in enumerate(paths, first):
             self.cache.commit(slot, path)
 
     def crop(self, slot: int, length: int) -> None:
-        """Forget what a slot's cache holds beyond a length."""
         assert self.cache is not None
+        self.rewind()
         self.cache.lengths[slot] = length
 
     def release(self, slot: int) -> None:
-        """Free a slot; the last slot in use moves into it."""
         assert self.cache is not None
         self.cache.release(slot)
 
-
-def check_room(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises NoRoom where keys and values of so many rows and positions do not fit in the memory that is free."""
-    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
-    numbers = 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers))
-    need, free = numbers * dtype.itemsize, free_memory(device)
-    if need > free:
-        raise NoRoom(
-            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
-            "lower max_new_tokens or the batch size"
-        )
-
-
-def _numbers_in_keys(config: Any) -> int:
-    """Of one position in a layer."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that tensors on a device can still take, those that torch holds in reserve included."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
-
-
-# What a forward must take, of decoders and of encoder-decoders.
-NEEDED = {
-    False: ("position_ids", "past_key_values", "attention_mask"),
-    True: ("encoder_outputs", "past_key_values", "decoder_attention_mask"),
-}
-
-
-def _drops(module: Any) -> bool:
-    """Whether a module, or its functional calls, leave numbers out at random."""
-    rates = [value for name, value in vars(module).items() if name == "p" or "drop" in name]
-    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
-def check_hosted(model: Any) -> None:
-    """Raises Refused, in one sentence, where a model cannot be hosted exactly."""
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise Refused(
-            f"model={name} is not a model of transformers: load one with AutoModelForCausalLM.from_pretrained"
-        )
-    if not getattr(model, "can_generate", lambda: False)():
-        raise Refused(f"{name} is not generative: it has no language-model head; load it with AutoModelForCausalLM")
-    if model.training or any(_drops(module) for module in model.modules()):
-        raise Refused(f"{name} is in training mode, where dropout makes the text random: call model.eval() first")
-    config = model.config.get_text_config(decoder=True)
-    for refusal in REFUSALS:
-        if why := refusal(config):
-            raise Refused(f"{name} cannot be hosted exactly: it {why}")
-    if model.config.is_encoder_decoder and getattr(type(model), "generate", None) is not GenerationMixin.generate:
-        raise Refused(f"{name} cannot be hosted exactly: it has a generate of its own, which does more than decode")
-    parameters = inspect.signature(model.forward).parameters
-    for needed in NEEDED[bool(model.config.is_encoder_decoder)]:
-        if needed not in parameters:
-            raise Refused(f"{name} cannot be hosted exactly: its forward takes no {needed}, which trees need")
-    foreign = set(get_layer_types_and_kwargs(config)[0]) - HOSTED_LAYERS
-    if foreign or getattr(model, "_is_stateful", False):
-        kinds = ", ".join(sorted(foreign)) or "recurrent state"
-        raise Refused(
-            f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to a path"
-        )
-    attention = config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        raise Refused(
-            f"attn_implementation={attention!r} takes no tree mask: load the model with attn_implementation='sdpa'"
-        )
+    def reference(self, rows: int, capacity: int) -> Reference:
+        return Reference(self.model, self.config, len(self.layer_types), rows, capacity)

@@ -12,14 +12,19 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import Refused
-from truedraft.runtime.compiled import CompiledPass
-from truedraft.targets.decoder import BLANK, DecoderTarget, check_hosted
+from truedraft.runtime.forward import ForwardPass
+from truedraft.targets._base import Target
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.hostable import check_hosted
+from truedraft.targets.inputs import BLANK
+from truedraft.targets.kinds import Family, family_of
 from truedraft.targets.seq2seq import Seq2SeqTarget
-from truedraft.targets.stock import ForwardPass
 from truedraft.tree import DraftTree, Prompt
 
+KINDS: dict[Family, type[DecoderTarget]] = {"decoder": DecoderTarget, "encoder-decoder": Seq2SeqTarget}
 
-def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTarget:
+
+def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
     """A target that was compared with the model's own decoding on this machine.
 
     Args:
@@ -31,18 +36,18 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> DecoderTa
     """
     with _refused(model, "what it is made of cannot be read"):
         check_hosted(model)
-        kind = Seq2SeqTarget if model.config.is_encoder_decoder else DecoderTarget
+        kind = KINDS[family_of(model.config)]
         target = kind(model, runtime, strict)
     try:
         check_exact(target)
     except Refused:
-        if type(target.runner) is ForwardPass:
+        if target.runner.name == ForwardPass.name:
             raise
         why = f"the {target.runner.name} did not reproduce the model's forward"
         target = kind(model, "stock")
         target.why_stock = why
         check_exact(target)
-    if strict and not isinstance(target.runner, CompiledPass):
+    if strict and not target.batch_invariant:
         why = target.why_stock or (
             "runtime='stock' was asked for" if runtime == "stock" else "this model is not on the CPU"
         )
@@ -65,8 +70,6 @@ def _refused(model: Any, what: str) -> Iterator[None]:
 @torch.no_grad()
 def check_exact(target: DecoderTarget) -> None:
     """Compare a tree pass with plain decoding along its paths, on this model and machine, before it is trusted.
-
-    Sets `target.noise`, the largest difference met between the logits of both, and at least a rounding of the largest.
 
     Sets `target.noise`, the largest difference met between the logits of both, and at least a rounding of the largest.
 
@@ -137,7 +140,7 @@ def _difference(found: Tensor, plain: Tensor) -> float:
 def _blank(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor, tolerance: float) -> Iterator[str]:
     """The inputs besides tokens whose zeros change nothing of what `generate` scores."""
     model = target.model
-    if model.config.is_encoder_decoder:
+    if target.reads_sources:
         return
     for name in BLANK & inspect.signature(model.forward).parameters.keys():
         scored = _generated(model, texts, plain.shape[1], target.device, name)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
-from truedraft.targets.decoder import DecoderTarget, check_room
+from truedraft.targets.memory import check_room
 from truedraft.tree import Row
 
 
@@ -19,6 +20,8 @@ class Reference:
     A row is read as far as it is asked for, so that one that is never asked for costs nothing.
 
     Args:
+        config: of the language model.
+        layers: that keep keys and values.
         rows: of the call.
         capacity: positions that a row may come to hold.
 
@@ -26,12 +29,11 @@ class Reference:
         NoRoom: a second cache does not fit in memory beside the target's.
     """
 
-    def __init__(self, target: DecoderTarget, rows: int, capacity: int):
-        self.model: Any = target.model
-        self.config = target.config
-        self.device = target.device
-        layers = len(target.layer_types)
-        check_room(target.config, layers, 2 * rows, capacity, target.dtype, target.device)
+    def __init__(self, model: Any, config: PreTrainedConfig, layers: int, rows: int, capacity: int):
+        self.model = model
+        self.config = config
+        self.device = model.get_input_embeddings().weight.device
+        check_room(config, layers, 2 * rows, capacity, model.dtype, self.device)
         cut = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._last: dict[str, Any] = {"logits_to_keep": 1} if cut else {}
         self._read: dict[int, tuple[int, DynamicCache, Tensor]] = {}  # row -> tokens read, their KV, the last's logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -13,11 +14,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from truedraft.caches.pairs import PairCache
 from truedraft.caches.rows import RowCache
+from truedraft.runtime._base import Runner
+from truedraft.runtime.embedding import embedded
 from truedraft.runtime.linears import Linears
+from truedraft.runtime.padded import Padded
+from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.weights import NotCompilable
-from truedraft.targets.padded import Padded
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
+from truedraft.views._base import View
 
 # Tokens of a prompt from which on the model's own forward is the faster one, where layers are WIDE: in fp32 on Intel's
 # processors, for which torch's products are made, and on others; in bf16 by the processor's units, and without any.
@@ -27,26 +33,25 @@ ROOM = 4 << 30  # bytes of activations that reading a prompt may take ...
 PART = 2048  # ... and how much of a longer one is read at a time
 
 
-class ForwardPass:
+class ForwardPass(Runner):
     """The forward of a `transformers` model, called as it is.
 
     window: how many positions back its sliding layers see, or None.
     """
 
     name = "transformers forward"
-    cold = False
 
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._skippable: SkippableLayers | None = None
 
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
-    def attach(self, cache: RowCache | None) -> None:
-        """The cache of the passes that follow; None lets go of it."""
-        self.cache: RowCache = cache  # type: ignore[assignment]
+    def attach(self, cache: RowCache | PairCache | None) -> None:
+        self.cache: RowCache | PairCache = cache  # type: ignore[assignment]
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
@@ -70,27 +75,67 @@ class ForwardPass:
             positions = torch.arange(start, end, device=self.device)[None].expand(len(batch), -1)
             out = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
             for layer, parts in states.items():
-                parts.append(out.hidden_states[layer])
+                parts.append(self.hidden_states(out)[layer])
         cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
         hidden = {layer: list(torch.cat(parts, 1)) for layer, parts in states.items()}
         return Scores(out.logits[:, -1:], hidden, [length - 1] * len(batch))
 
     @torch.no_grad()
-    def score(self, trees: Sequence[DraftTree], taps: Taps) -> Scores:
-        """The logits at every node of one tree per slot in use."""
-        cursor = self.cache.cursor
-        cursor.begin(0, len(trees), max(map(len, trees)), self.device)
-        if len(trees) == cursor.width == 1 and (self.window is None or cursor.view <= self.window):
-            ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
-            mask = None  # it sees all that there is
-        else:
-            nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
-            ids, positions, mask = nodes.ids, nodes.positions, self.mask(nodes, cursor.view)
-        out = self.forward({"input_ids": ids}, mask, positions, taps)
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        """The logits at every node of one tree per slot in use, of the whole model or under a view.
+
+        Raises:
+            Refused: see `skipped`.
+        """
+        with self._under(view):
+            out = self._scored(trees, taps)
         hidden = {
-            layer: [h[: len(t)] for h, t in zip(out.hidden_states[layer], trees, strict=True)] for layer in taps.hidden
+            layer: [h[: len(t)] for h, t in zip(self.hidden_states(out)[layer], trees, strict=True)]
+            for layer in taps.hidden
         }
         return Scores(out.logits, hidden, [0] * len(trees))
+
+    def _scored(self, trees: Sequence[DraftTree], taps: Taps) -> Any:
+        cursor = self.cache.cursor
+        cursor.begin(0, len(trees), max(map(len, trees)), self.device)
+        embeds = embedded(self.model, trees, cursor.width, self.device)
+        if embeds is None and self._unmasked(trees):
+            ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
+            return self.forward({"input_ids": ids}, None, positions, taps)
+        nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
+        return self.forward_nodes(nodes, cursor.view, taps, embeds)
+
+    def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
+        """Whether the pass is a single node that sees all of its row."""
+        cursor = self.cache.cursor
+        return len(trees) == cursor.width == 1 and (self.window is None or cursor.view <= self.window)
+
+    def forward_nodes(self, nodes: Padded, view: int, taps: Taps, embeds: Tensor | None = None) -> Any:
+        """The model's own output at nodes that see the first `view` places of their rows at most.
+
+        embeds: (rows, width, H) in the place of the nodes' tokens.
+        """
+        inputs = {"input_ids": nodes.ids} if embeds is None else {"inputs_embeds": embeds}
+        return self.forward(inputs, self.mask(nodes, view), nodes.positions, taps)
+
+    def skipped(self, view: View) -> frozenset[int]:
+        """The layers that passes under a view leave out.
+
+        Raises:
+            Refused: passes of this model cannot be made under it.
+        """
+        skipped = view.skipped(len(self.layer_types))
+        if self._skippable is None:
+            self._skippable = SkippableLayers(self.model, len(self.layer_types))
+        return skipped
+
+    def _under(self, view: View | None) -> AbstractContextManager[None]:
+        """A block in which `forward` runs under a view; None for the whole model."""
+        if view is None:
+            return nullcontext()
+        skipped = self.skipped(view)
+        assert self._skippable is not None
+        return self._skippable.without(skipped)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
         """The model's own output, over the cache as its cursor stands."""
@@ -103,6 +148,10 @@ class ForwardPass:
             output_hidden_states=bool(taps.hidden),
             return_dict=True,
         )
+
+    def hidden_states(self, out: Any) -> Sequence[Tensor]:
+        """Of what `forward` returned, (rows, width, H) by layer: the embeddings first, the last layer's normed."""
+        return out.hidden_states
 
     def mask(self, nodes: Padded, view: int) -> Any:
         """What each node sees of the first `view` places, (rows, 1, width, view), as the model takes it."""
@@ -194,7 +243,7 @@ class LinearsPass(ForwardPass):
         if not self._linears:
             raise NotCompilable("there are no linear layers for compiled code")
 
-    def attach(self, cache: RowCache | None) -> None:
+    def attach(self, cache: RowCache | PairCache | None) -> None:
         super().attach(cache)
         if cache is not None:
             self._linears.refresh()

@@ -49,7 +49,7 @@ class Positions:
         if self.embedding is None:
             return None
         if isinstance(self.embedding, nn.Embedding):
-            count = min(count, self.embedding.num_embeddings - getattr(self.embedding, "offset", 0))
+            count = min(count, _size(self.embedding))
         known, blank = self._looked_up(count, self.pad + 1, device), self._looked_up(1, self.pad, device)
         return known, None if torch.equal(blank, known[:1]) else blank  # M2M100: padding has none
 
@@ -79,6 +79,16 @@ class Positions:
             overrides.append((module, "compute_bias", lambda *args, _bias=bias, **kwargs: _bias))
         with overridden(overrides):
             yield
+
+
+def table_size(stack: Any) -> int | None:
+    """Positions that an encoder or a decoder has a table for; None where it counts distances, or grows the table."""
+    table = getattr(stack, "embed_positions", None)
+    return _size(table) if isinstance(table, nn.Embedding) else None
+
+
+def _size(table: nn.Embedding) -> int:
+    return table.num_embeddings - int(getattr(table, "offset", 0))
 
 
 def by_distance(module: Any, first: int, last: int) -> Tensor:

@@ -1,0 +1,84 @@
+"""Passes of an encoder-decoder through the decoder's own forward, behind what its encoder made of the sources."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from truedraft.caches.pairs import PairCache
+from truedraft.errors import Refused
+from truedraft.runtime.forward import ForwardPass, LinearsPass
+from truedraft.runtime.padded import Padded
+from truedraft.runtime.pairs import stacked
+from truedraft.runtime.positions import Positions, table_size
+from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.views._base import View
+
+
+class Seq2SeqPass(ForwardPass):
+    """See `ForwardPass`; the decoder counts positions by place in the cache, so those of a tree's nodes are handed to
+    it (`positions.py`)."""
+
+    cache: PairCache
+
+    def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
+        super().__init__(model, layer_types, window)
+        self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
+        self._masks_sources = "attention_mask" in inspect.signature(model.forward).parameters  # not of sounds
+
+    def attach(self, cache: PairCache | None) -> None:  # type: ignore[override]
+        super().attach(cache)
+        if cache is not None:
+            limit = table_size(self.model.get_decoder())
+            count = cache.cursor.capacity if limit is None else min(cache.cursor.capacity, limit)
+            self._positions.refresh(count, self.device)
+
+    def hear(self, states: Tensor, heard: Tensor) -> None:
+        """The sources of the next rows; see `Hearing`. Their keys are made by the first pass."""
+        self.cache.begin(states, heard)
+
+    def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
+        self.hear(stacked(batch, "states"), stacked(batch, "heard"))
+        return super()._read(batch, most, taps)
+
+    def skipped(self, view: View) -> frozenset[int]:
+        raise Refused(
+            f"{type(self.model).__name__} cannot run under a view by the {self.name}, in which a row's first pass "
+            "makes the keys of its source in every layer: views of encoder-decoders need the compiled pass"
+        )
+
+    def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
+        return False
+
+    def forward_nodes(self, nodes: Padded, view: int, taps: Taps, embeds: Tensor | None = None) -> Any:
+        if all(self.cache.is_updated.values()):
+            self.cache.show()
+        with self._positions.at(nodes.ids, nodes.positions, nodes.placed(view)):
+            return super().forward_nodes(nodes, view, taps, embeds)
+
+    def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
+        cursor, cache = self.cache.cursor, self.cache
+        rows = slice(cursor.first, cursor.last)
+        given = {"attention_mask": cache.heard[rows]} if self._masks_sources else {}
+        return self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=cache.states[rows]),
+            decoder_input_ids=inputs["input_ids"],
+            decoder_attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=bool(taps.hidden),
+            return_dict=True,
+            **given,
+        )
+
+    def hidden_states(self, out: Any) -> Sequence[Tensor]:
+        return out.decoder_hidden_states
+
+
+class Seq2SeqLinearsPass(LinearsPass, Seq2SeqPass):
+    """The same with the model's linear layers by compiled code."""

@@ -1,0 +1,104 @@
+"""Decoder layers of a model left out of passes by its own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from truedraft.errors import Refused
+from truedraft.runtime.fingerprint import does_more
+from truedraft.runtime.overrides import overridden
+
+
+class SkippableLayers:
+    """The decoder layers of a model, of which a pass may leave some out: these return the hidden states they are given.
+
+    Whether that is all that a layer does for the next one is seen from a forward over one token.
+
+    Args:
+        count: of the decoder's layers.
+
+    Raises:
+        Refused: the layers are not found, do not simply follow each other, share keys and values, or have hooks or
+            replaced forwards, which cannot be left out for one pass alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, count: int):
+        self._name = type(model).__name__
+        config: Any = model.config.get_text_config(decoder=True)
+        modules = [*model.get_decoder().modules(), *model.modules()]  # not every model has its decoder where others do
+        lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == count]
+        if not lists:
+            raise self._refused("they are not found")
+        if getattr(config, "num_kv_shared_layers", None):
+            raise self._refused("some read the keys and values of others")
+        self._layers = list(lists[0])
+        if any(does_more(layer) for layer in self._layers):
+            raise self._refused("they have hooks or replaced forwards")
+        self._values = self._observed(model)
+
+    def without(self, skipped: frozenset[int]) -> AbstractContextManager[None]:
+        """Within the block, this thread's calls of the model leave these layers out."""
+        return overridden((self._layers[i], "forward", self._returning(self._values[i])) for i in sorted(skipped))
+
+    @staticmethod
+    def _returning(values: int) -> Callable[..., Any]:
+        """A forward that returns its input: by itself, or where `values` is not 0 as the first of so many."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            states = _given(args, kwargs)
+            return (states, *[None] * (values - 1)) if values else states
+
+        return forward
+
+    @torch.no_grad()
+    def _observed(self, model: Any) -> list[int]:
+        """How many values each layer returns, 0 where it is a tensor that stands by itself."""
+        calls: list[_Call] = []
+
+        def noting(layer: nn.Module) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                given = _given(args, kwargs).clone()
+                returned = type(layer).forward(layer, *args, **kwargs)
+                calls.append(_Call(given, [*args, *kwargs.values()], returned))
+                return returned
+
+            return forward
+
+        table = model.get_input_embeddings().weight
+        token = torch.full((1, 1), len(table) // 2, device=table.device)  # not padding, whose embedding may be zero
+        with overridden((layer, "forward", noting(layer)) for layer in self._layers):
+            model(input_ids=token, use_cache=False, return_dict=True)
+        if len(calls) != len(self._layers) or not all(after.follows(call) for call, after in pairwise(calls)):
+            raise self._refused("they do not simply follow each other")
+        return [len(call.returned) if isinstance(call.returned, tuple) else 0 for call in calls]
+
+    def _refused(self, why: str) -> Refused:
+        return Refused(f"the layers of {self._name} cannot be skipped: {why}")
+
+
+@dataclass
+class _Call:
+    """Of a layer. states: the hidden states that it was given, as they were. given: its arguments."""
+
+    states: Tensor
+    given: list[Any]
+    returned: Any
+
+    def follows(self, before: _Call) -> bool:
+        """Whether this layer was given the hidden states of the one before, and nothing else that it returned."""
+        states, *others = before.returned if isinstance(before.returned, tuple) else (before.returned,)
+        handed_on = any(value is other for value in self.given for other in others if other is not None)
+        return torch.equal(self.states, states) and not handed_on
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states among the arguments of a layer."""
+    return args[0] if args else kwargs["hidden_states"]

@@ -1,0 +1,59 @@
+"""What a model must be for its output to be reproduced exactly."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from truedraft.errors import Refused
+from truedraft.targets.kinds import family_of, reads_sources
+from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS
+
+# What a forward must take, of decoders and of encoder-decoders.
+NEEDED = {
+    "decoder": ("position_ids", "past_key_values", "attention_mask"),
+    "encoder-decoder": ("encoder_outputs", "past_key_values", "decoder_attention_mask"),
+}
+
+
+def _drops(module: Any) -> bool:
+    """Whether a module, or its functional calls, leave numbers out at random."""
+    rates = [value for name, value in vars(module).items() if name == "p" or "drop" in name]
+    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def check_hosted(model: Any) -> None:
+    """Raises Refused, in one sentence, where a model cannot be hosted exactly."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise Refused(
+            f"model={name} is not a model of transformers: load one with AutoModelForCausalLM.from_pretrained"
+        )
+    if not getattr(model, "can_generate", lambda: False)():
+        raise Refused(f"{name} is not generative: it has no language-model head; load it with AutoModelForCausalLM")
+    if model.training or any(_drops(module) for module in model.modules()):
+        raise Refused(f"{name} is in training mode, where dropout makes the text random: call model.eval() first")
+    config = model.config.get_text_config(decoder=True)
+    for refusal in REFUSALS:
+        if why := refusal(config):
+            raise Refused(f"{name} cannot be hosted exactly: it {why}")
+    if reads_sources(model.config) and getattr(type(model), "generate", None) is not GenerationMixin.generate:
+        raise Refused(f"{name} cannot be hosted exactly: it has a generate of its own, which does more than decode")
+    parameters = inspect.signature(model.forward).parameters
+    for needed in NEEDED[family_of(model.config)]:
+        if needed not in parameters:
+            raise Refused(f"{name} cannot be hosted exactly: its forward takes no {needed}, which trees need")
+    foreign = set(get_layer_types_and_kwargs(config)[0]) - HOSTED_LAYERS
+    if foreign or getattr(model, "_is_stateful", False):
+        kinds = ", ".join(sorted(foreign)) or "recurrent state"
+        raise Refused(
+            f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to a path"
+        )
+    attention = config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise Refused(
+            f"attn_implementation={attention!r} takes no tree mask: load the model with attn_implementation='sdpa'"
+        )

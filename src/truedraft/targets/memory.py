@@ -1,0 +1,36 @@
+"""Whether keys and values fit in the memory that is free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+
+from truedraft.errors import NoRoom
+
+
+def check_room(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises NoRoom where keys and values of so many rows and positions do not fit in the memory that is free."""
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
+    numbers = 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers))
+    need, free = numbers * dtype.itemsize, free_memory(device)
+    if need > free:
+        raise NoRoom(
+            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: "
+            "lower max_new_tokens or the batch size"
+        )
+
+
+def _numbers_in_keys(config: Any) -> int:
+    """Of one position in a layer."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors on a device can still take, those that torch holds in reserve included."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
