@@ -194,19 +194,20 @@ class Pruning(Control):
         self.ended: list[int] = []
         self.pruned: list[list[DraftTree]] = []
         self.before: list[list[DraftTree]] = []
-        self.learnt = 0
-        self.shares: list[tuple[int, int]] = []  # rows of each pass, and those of others
-        self.nodes: list[tuple[int, int]] = []  # the same in nodes
+        self.learnt: list[tuple[list[Row], list[DraftTree], list[Accepted]]] = []
+        self.opened: list[tuple[Any, ...]] = []
+        self.started: list[Row] = []
+        self.budgeted: list[list[Row]] = []
 
     def open(self, *opened: Any) -> None:
         self.note("open")
-        self.opened = opened
+        self.opened.append(opened)
 
     def start(self, rows: Sequence[Row]) -> None:
-        self.started = list(rows)
+        self.started += rows
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
-        self.shares.append((len(rows), self.beside))
+        self.budgeted.append(list(rows))
         return [10 + row.index for row in rows]
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
@@ -219,8 +220,7 @@ class Pruning(Control):
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         self.note("learn")
         assert len(rows) == len(trees) == len(accepted)
-        self.nodes.append((sum(map(len, trees)), self.beside))
-        self.learnt += 1
+        self.learnt.append((list(rows), list(trees), list(accepted)))
 
     def end(self, row: Row) -> None:
         self.note("control ends")

@@ -18,6 +18,7 @@ from truedraft.errors import Refused
 from truedraft.runtime import calibration
 
 KINDS = ["decoder", "encoder-decoder"]
+RUNTIMES = ["auto", "stock"]
 EVENTS_IN_ALL = 10_000
 EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 14)), min_size=8, max_size=30)
 
@@ -32,7 +33,7 @@ def test_every_request_has_the_text_that_it_has_alone(name: str) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_request_behind_a_source_has_the_text_that_it_has_alone(name: str) -> None:
     rng = random.Random(name)
-    for runtime in ("auto", "stock"):
+    for runtime in RUNTIMES if _runs(name, "encoder-decoder", "stock") else RUNTIMES[:1]:
         events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)]
         play([name], events, "encoder-decoder", runtime)
 
@@ -56,7 +57,13 @@ def test_ten_thousand_events(kind: str) -> None:
     names = [name for name in [*REGISTERED, *DECODERS] if _serves(name, kind)]
     while count < EVENTS_IN_ALL:
         events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(60)]
-        count += play(rng.sample(names, 4), events, kind, rng.choice(["auto", "stock"]))
+        runtime = rng.choice(RUNTIMES)
+        count += play(rng.sample([n for n in names if _runs(n, kind, runtime)], 4), events, kind, runtime)
+
+
+def _runs(name: str, kind: str, runtime: str) -> bool:
+    """Views of encoder-decoders need the compiled pass."""
+    return not (name.startswith("view") and kind == "encoder-decoder" and runtime == "stock")
 
 
 def _serves(name: str, kind: str) -> bool:

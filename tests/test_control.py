@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from truedraft.control._acceptance import AcceptanceRates, OpenDraft
+from truedraft.control._drafter import DrafterState
 from truedraft.control._probing import Probing
-from truedraft.control.cost import Cost, Odds, Shadow
+from truedraft.control.cost import Cost
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.runtime import calibration
 from truedraft.runtime.curve import Curve
+from truedraft.stats import PassTimes
 from truedraft.tree import DraftTree, Row
 
 
@@ -32,13 +38,39 @@ STEEP = Curve((1, 2, 16), (1.0, 2.0, 2.2))  # any width beyond one costs double
 FLAT = Curve((1, 16), (1.0, 1.0))
 
 
+def opened(drafter: Any, kept: Any = STEEP, lockstep: bool = False, control: Cost | None = None) -> Cost:
+    """A control with a clock of its own, on a target whose passes take what a curve says, or what a calibration."""
+    control = control or Cost()
+    control.times, control.drafting = PassTimes(), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "of", lambda target: Known(kept) if isinstance(kept, Curve) else kept)
+        control.open(SimpleNamespace(cold=False), drafter, lockstep, 999)  # type: ignore[arg-type]
+    return control
+
+
+def spend(control: Cost, /, **seconds: float) -> None:
+    """Let time pass in some parts; what drafting takes is the only drafter's."""
+    for part, spent in seconds.items():
+        setattr(control.times, part, getattr(control.times, part) + spent)
+    (state,) = control._drafters.values()
+    control.drafting = {id(state.drafter): control.times.draft}
+
+
+def state_of(control: Cost) -> DrafterState:
+    (state,) = control._drafters.values()
+    return state
+
+
+DRAFTER = PromptLookup()
+
+
+def row_of(drafter: Any = DRAFTER) -> Row:
+    return Row(0, [1], 1, 9999, request=SimpleNamespace(drafter=drafter))  # type: ignore[arg-type]
+
+
 @pytest.fixture
-def control(monkeypatch: pytest.MonkeyPatch) -> Cost:
-    monkeypatch.setattr(calibration, "of", lambda target: Known(STEEP))
-    made = Cost()
-    seconds = {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 1.0}
-    made.open(SimpleNamespace(cold=False), PromptLookup(), seconds, False, 999)  # type: ignore[arg-type]
-    return made
+def control() -> Cost:
+    return opened(DRAFTER)
 
 
 def _pass(control: Cost, row: Row, draft: list[int], said: list[int]) -> int:
@@ -52,13 +84,13 @@ def _pass(control: Cost, row: Row, draft: list[int], said: list[int]) -> int:
 
 
 def test_hopeless_drafts_are_not_verified(control: Cost) -> None:
-    row = Row(0, [1], 1, 999)
+    row = row_of()
     control.start([row])
     assert sum(_pass(control, row, [9] * 10, [2]) for _ in range(50)) == 0
 
 
 def test_good_drafts_are_taken_up_without_having_been_verified(control: Cost) -> None:
-    row = Row(0, [1], 1, 999)
+    row = row_of()
     control.start([row])
     for _ in range(20):
         _pass(control, row, [9] * 10, [2])
@@ -69,27 +101,26 @@ def test_good_drafts_are_taken_up_without_having_been_verified(control: Cost) ->
 @pytest.mark.parametrize("found", [True, False])
 def test_reading_the_prompt_is_not_held_against_drafts(control: Cost, found: bool) -> None:
     """The first drafts index the prompt: that is spent, whatever they find and whatever is verified."""
-    row = Row(0, [1], 1, 999)
+    row = row_of()
     control.start([row])
     control.budget([row])
-    control._seconds["draft"] += 100.0  # type: ignore[index]
+    spend(control, draft=100.0)
     control.prune([row], [DraftTree.chain(1, [2] * 10 if found else [])])
     row.tokens += [2]
     control.observe([row], [], [])
     sizes = [_pass(control, row, [2] * 10, [2] * 11) for _ in range(4 if found else 5)]  # one to learn from
     assert sizes[-4] >= 8 and sizes[-3:] == [10] * 3
-    assert control._worth > 0
+    assert state_of(control).trials.saving > 0
 
 
 def test_drafts_that_cost_more_than_they_save_are_not_asked_for(control: Cost) -> None:
-    control._curve = FLAT
-    row, asked = Row(0, [1], 1, 999), []
+    control._costs.curve = FLAT
+    row, asked = row_of(), []
     control.start([row])
     for _ in range(20):
         (budget,) = control.budget([row])
         asked.append(budget > 0)
-        control._seconds["draft"] += 3.0 * (budget > 0)  # type: ignore[index]
-        control._seconds["target"] += 1.0  # type: ignore[index]
+        spend(control, draft=3.0 * (budget > 0), target=1.0)
         control.prune([row], [DraftTree.chain(row.tokens[-1], [2] if budget else [])])
         row.tokens += [2, 2] if budget else [2]
         control.observe([row], [], [])
@@ -97,42 +128,39 @@ def test_drafts_that_cost_more_than_they_save_are_not_asked_for(control: Cost) -
 
 
 def test_a_flat_curve_verifies_everything(control: Cost) -> None:
-    control._curve = FLAT
-    row = Row(0, [1], 1, 999)
+    control._costs.curve = FLAT
+    row = row_of()
     control.start([row])
     assert _pass(control, row, [9] * 10, [2]) == 10
 
 
 def test_a_curve_measured_at_a_bad_moment_is_found_out() -> None:
     """Costs say that any width costs fifteen times as much; passes say that all cost the same."""
-    control, seconds = Cost(), {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 0.0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "of", lambda target: Known(Curve((1, 2, 16), (1.0, 15.0, 15.0))))
-        control.open(SimpleNamespace(cold=False), PromptLookup(), seconds, False, 999)  # type: ignore[arg-type]
-    row, sizes = Row(0, [1], 1, 9999), []
+    control = opened(DRAFTER, Curve((1, 2, 16), (1.0, 15.0, 15.0)))
+    row, sizes = row_of(), []
     control.start([row])
     for _ in range(400):
         control.budget([row])
         sizes.append(len(control.prune([row], [DraftTree.chain(row.tokens[-1], [2] * 10)])[0]) - 1)
-        seconds["target"] += 1.0
+        spend(control, target=1.0)
         row.tokens += [2] * (1 + sizes[-1])
         control.observe([row], [], [])
     assert sizes[0] == 0 and sizes[-50:] == [10] * 50
 
 
 def test_a_pass_that_was_captured_first_teaches_nothing(control: Cost) -> None:
-    row = Row(0, [1], 1, 999)
+    row = row_of()
     control.start([row])
     _pass(control, row, [2] * 10, [2])
-    before = control._curve
+    before = control._costs.curve
     for cold in (True, False):
-        control._target.cold = cold  # type: ignore[union-attr,misc]
+        control._costs.target.cold = cold  # type: ignore[union-attr,misc]
         control.budget([row])
         control.prune([row], [DraftTree.chain(2, [2] * 10)])
-        control._seconds["target"] += 30.0  # type: ignore[index]
+        spend(control, target=30.0)
         row.tokens += [2]
         control.observe([row], [], [])
-        assert (control._curve is before) == cold
+        assert (control._costs.curve is before) == cold
 
 
 def test_a_curve_learns_the_kind_of_pass_that_it_saw() -> None:
@@ -144,32 +172,32 @@ def test_a_curve_learns_the_kind_of_pass_that_it_saw() -> None:
 
 def test_the_first_right_draft_opens_the_way() -> None:
     """Tokens of a draft that was not verified count as they come, for all depths."""
-    odds, tree = Odds(0.9, 0.15, 0.85), DraftTree.chain(1, [5] * 10)
-    before = sum(odds.values(tree)[1:])
-    assert not Shadow(tree).follow([5, 5, 5], odds)
-    assert before < 1 and sum(odds.values(tree)[1:]) > 3
+    rates, tree = AcceptanceRates(0.9, 0.15, 0.85), DraftTree.chain(1, [5] * 10)
+    before = sum(rates.of_paths(tree)[1:])
+    assert not OpenDraft(tree).follow([5, 5, 5], rates)
+    assert before < 1 and sum(rates.of_paths(tree)[1:]) > 3
 
 
-def test_a_shadow_follows_a_branch_over_several_passes() -> None:
-    odds = Odds(0.9, 0.15, 0.85)
-    shadow = Shadow(DraftTree((1, 5, 6, 7), (-1, 0, 0, 2)))
-    assert not shadow.follow([6], odds)
-    assert shadow.follow([7], odds)
-    assert odds.chance(1, 1) > 0.5 > 0.1 > odds.chance(1, 0)
-    assert odds.chance(2, 0) > 0.9
+def test_a_draft_is_followed_along_a_branch_over_several_passes() -> None:
+    rates = AcceptanceRates(0.9, 0.15, 0.85)
+    draft = OpenDraft(DraftTree((1, 5, 6, 7), (-1, 0, 0, 2)))
+    assert not draft.follow([6], rates)
+    assert draft.follow([7], rates)
+    assert rates.rate(1, 1) > 0.5 > 0.1 > rates.rate(1, 0)
+    assert rates.rate(2, 0) > 0.9
 
 
-def test_the_worth_of_a_node_is_that_of_its_path() -> None:
-    odds = Odds(0.9, 0.4, 0.5)
+def test_a_node_is_accepted_with_its_whole_path() -> None:
+    rates = AcceptanceRates(0.9, 0.4, 0.5)
     tree = DraftTree((1, 5, 6, 7, 0), (-1, 0, 0, 2, 2), probes=frozenset({4}))
-    assert odds.values(tree) == pytest.approx([1, 0.4, 0.2, 0.1, 0])
+    assert rates.of_paths(tree) == pytest.approx([1, 0.4, 0.2, 0.1, 0])
 
 
-def test_odds_weigh_the_recent_past() -> None:
-    odds = Odds(0.5, 0.3, 0.85)
+def test_rates_weigh_the_recent_past() -> None:
+    rates = AcceptanceRates(0.5, 0.3, 0.85)
     for right in [False] * 10 + [True] * 3:
-        odds.add(1, 0, right)
-    assert odds.chance(1, 0) > 0.6
+        rates.add(1, 0, right)
+    assert rates.rate(1, 0) > 0.6
 
 
 def test_the_curve_draws_straight_lines() -> None:
@@ -184,38 +212,34 @@ class Dear:
 
 
 @pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])
-def test_drafts_that_cost_passes_are_sized_before_they_are_made(
-    right: bool, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "of", lambda target: Known(FLAT))
-    control, row = Cost(), Row(0, [1], 1, 9999)
-    seconds = {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 1.0}
-    control.open(SimpleNamespace(cold=False), Dear(), seconds, False, 999)  # type: ignore[arg-type]
+def test_drafts_that_cost_passes_are_sized_before_they_are_made(right: bool, most: float) -> None:
+    drafter = Dear()
+    control, row = opened(drafter, FLAT), row_of(drafter)
     control.start([row])
     drafted = 0
     for _ in range(200):
         (size,) = control.budget([row])
-        seconds["draft"] += 0.3 * size
+        spend(control, draft=0.3 * size)
         drafted += size
         tree = DraftTree.chain(row.tokens[-1], [2] * size)
         kept = control.prune([row], [tree])[0]
-        seconds["target"] += 1.0
+        spend(control, target=1.0)
         row.tokens += [2] * len(kept) if right else [3]
         control.observe([row], [tree], [])
     assert (drafted / 200 >= 4) if right else (drafted / 200 <= most)
 
 
 def test_drawn_drafts_are_sized_beforehand_and_never_cut(control: Cost) -> None:
-    row = Row(0, [1], 1, 999)
+    row = row_of()
     control.start([row])
-    law, seconds, sizes = torch.full((12,), 1 / 12), control._seconds, []
+    law, sizes = torch.full((12,), 1 / 12), []
     for _ in range(200):
         (size,) = control.budget([row])
         tree = DraftTree((row.tokens[-1], *[9] * size), tuple(range(-1, size)), (law,) * (size + 1), draws="one")
         assert control.prune([row], [tree])[0] is tree
         sizes.append(size)
         row.tokens += [2]
-        seconds["target"] += STEEP(1 + size)  # type: ignore[index]
+        spend(control, target=STEEP(1 + size))
         control.observe([row], [tree], [])
     assert sizes[0] == 10 and sizes.count(0) > 180
 
@@ -246,17 +270,18 @@ def test_probes_are_tried_again_in_later_calls() -> None:
     assert min(tried) > 0
 
 
-def test_a_clock_that_steps_back_while_drafting_makes_no_draft_free(control: Cost) -> None:
-    control._drafter.autoregressive, row = True, Row(0, [1], 1, 9999)  # type: ignore[union-attr]
+def test_a_clock_that_steps_back_while_drafting_makes_no_draft_free() -> None:
+    drafter = Dear()
+    control, row = opened(drafter), row_of(drafter)
     control.start([row])
     for step in [0.1, -5.0, -5.0, 0.1, -0.2] * 4:
         (most,) = control.budget([row])
-        control._seconds["draft"] += step  # type: ignore[index]
+        spend(control, draft=step)
         control.prune([row], [DraftTree.chain(row.tokens[-1], [2] * most)])
-        control._seconds["target"] += 1.0  # type: ignore[index]
+        spend(control, target=1.0)
         row.tokens += [2]
         control.observe([row], [], [])
-        assert control._level() >= 0
+        assert state_of(control).costs.of_level >= 0
 
 
 TIMES = st.floats(1e-6, 10.0) | st.sampled_from([0.0, -1e-3, 1e-9, 1e5, math.nan, math.inf])
@@ -278,13 +303,10 @@ def turns(draw: st.DrawFn) -> tuple[list[int], list[int], float, list[float]]:
 def test_whatever_passes_take_budgets_and_costs_stay_in_bounds(
     measured: list[float], lockstep: bool, autoregressive: bool, passes: list[tuple[int, tuple]]
 ) -> None:
-    control, drafter = Cost(), SimpleNamespace(width=10, hope=0.15, autoregressive=autoregressive, pass_cost=None)
-    seconds = {"draft": 0.0, "observe": 0.0, "control": 0.0, "prefill": 0.0, "target": 0.0}
-    observed = list(measured)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "of", lambda target: Known(Curve((1, 4, 32), tuple(measured))))
-        control.open(SimpleNamespace(cold=False), drafter, seconds, lockstep, 99)  # type: ignore[arg-type]
-    rows = [Row(i, [1], 1, 9999) for i in range(7)]
+    drafter, observed = PromptLookup(), list(measured)
+    drafter.autoregressive = autoregressive
+    control = opened(drafter, Curve((1, 4, 32), tuple(measured)), lockstep)
+    rows, state, seconds = [row_of(drafter) for _ in range(7)], state_of(control), vars(control.times)
     control.start(rows)
     for count, (drafted, right, took, beside) in passes:
         playing = rows[:count]
@@ -296,6 +318,7 @@ def test_whatever_passes_take_budgets_and_costs_stay_in_bounds(
         ]
         for part, spent in zip(("draft", "observe", "control"), beside, strict=True):
             seconds[part] = _plus(seconds[part], spent)
+        spend(control)
         kept = control.prune(playing, trees)
         assert all(len(cut) <= len(tree) for cut, tree in zip(kept, trees, strict=True))
         before, seconds["target"] = seconds["target"], _plus(seconds["target"], took)
@@ -303,9 +326,9 @@ def test_whatever_passes_take_budgets_and_costs_stay_in_bounds(
         for row, tree, n in zip(playing, kept, right, strict=False):
             row.tokens += [2] * min(n, len(tree) - 1) + [3]
         control.observe(playing, kept, [])
-        times = control._curve.seconds
+        times = control._costs.curve.seconds
         assert min(observed) * (1 - 1e-9) <= times[0] and times[-1] <= max(observed) * (1 + 1e-9)
-        assert list(times) == sorted(times) and math.isfinite(control._trials + control._earned)
+        assert list(times) == sorted(times) and math.isfinite(state.trials._left + state.trials._earned)
 
 
 def _plus(before: float, spent: float) -> float:
@@ -315,36 +338,152 @@ def _plus(before: float, spent: float) -> float:
 
 def test_what_drafts_lose_stays_within_the_slack(control: Cost) -> None:
     """Hopeless drafts: everything that they take counts, learning from passes and the control itself included."""
-    row, seconds, passes = Row(0, [1], 1, 9999), control._seconds, 2000
+    row, passes = row_of(), 2000
     control.start([row])
     lost = 0.0
     for turn in range(passes):
         (most,) = control.budget([row])
         tree = DraftTree.chain(row.tokens[-1], [9] * most)
-        for part in ("draft", "observe", "control"):
-            seconds[part] = seconds.get(part, 0.0) + 0.03 * (most > 0)  # type: ignore[index]
+        spend(control, **dict.fromkeys(("draft", "observe", "control"), 0.03 * (most > 0)))
         lost += 0.09 * (most > 0) * (turn > 0)
         took = STEEP(len(control.prune([row], [tree])[0]))
-        seconds["target"] += took  # type: ignore[index]
+        spend(control, target=took)
         lost += took - 1.0
         row.tokens += [2]
         control.observe([row], [tree], [])
     assert 0.005 * passes < lost < (control.slack + 0.002) * passes + 1
 
 
-def test_nothing_is_drafted_before_passes_were_seen_and_soon_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drafted_before_passes_were_seen_and_soon_after() -> None:
     fresh = SimpleNamespace(kept=None, guess=lambda: Curve.typical(1, 1e-3), go_on=lambda steps, known: known)
-    monkeypatch.setattr(calibration, "of", lambda target: fresh)
-    control, row = Cost(), Row(0, [1], 1, 999)
-    seconds = {"draft": 0.0, "control": 0.0, "prefill": 0.0, "target": 0.0}
-    control.open(SimpleNamespace(cold=False), PromptLookup(), seconds, False, 99)  # type: ignore[arg-type]
+    control, row = opened(DRAFTER, fresh), row_of()
     control.start([row])
     sizes = []
     for took in [5.0, 1.0] + [2.0] * 8:  # the very first waits for memory
         (most,) = control.budget([row])
         sizes.append(len(control.prune([row], [DraftTree.chain(row.tokens[-1], [2] * most)])[0]) - 1)
-        seconds["target"] += took
+        spend(control, target=took)
         row.tokens += [2] * (1 + sizes[-1])
         control.observe([row], [], [])
     assert sizes[:2] == [0, 0] and sizes[2] > 0 and sizes[-1] == 10
-    assert control._curve(1) == pytest.approx(1.0)
+    assert control._costs.curve(1) == pytest.approx(1.0)
+
+
+def mixed(drafters: dict[Any, int], kept: Curve) -> tuple[Cost, dict[Any, list[Row]]]:
+    """A control under which rows of several drafters run, and these rows."""
+    control = Cost()
+    for drafter in drafters:
+        opened(drafter, kept, control=control)
+    rows = {drafter: [row_of(drafter) for _ in range(count)] for drafter, count in drafters.items()}
+    control.start([row for own in rows.values() for row in own])
+    return control, rows
+
+
+class Named:
+    """A drafter of which only the record matters."""
+
+    width, hope, autoregressive = 12, 0.15, False
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.floats(0.05, 0.95), st.integers(1, 12)), min_size=2, max_size=3),
+    st.lists(st.floats(0.5, 4.0), min_size=4, max_size=4).map(sorted),
+)
+def test_sizes_of_all_drafters_are_those_of_the_best_pass(
+    groups: list[tuple[int, float, int]], seconds: list[float]
+) -> None:
+    """Against all combinations of sizes, tried one by one."""
+    curve = Curve((1, 4, 16, 64), tuple(seconds))
+    drafters = {Named(): group for group in groups}
+    control, rows = mixed({drafter: count for drafter, (count, _, _) in drafters.items()}, curve)
+    batch = [row for own in rows.values() for row in own]
+    assert control.budget(batch) == [Named.width] * len(batch)
+    trees = [
+        DraftTree.chain(1, [2] * nodes, [right] * nodes)
+        for drafter, (_, right, nodes) in drafters.items()
+        for _ in rows[drafter]
+    ]
+    kept = iter(control.prune(batch, trees))
+    sizes = [{len(next(kept)) - 1 for _ in own} for own in rows.values()]
+    assert all(len(size) == 1 for size in sizes), "rows of one drafter have one size"
+
+    def goodput(chosen: Sequence[int]) -> float:
+        gains = [n * sum(p ** (i + 1) for i in range(size)) for (n, p, _), size in zip(groups, chosen, strict=True)]
+        nodes = sum(n * (1 + size) for (n, _, _), size in zip(groups, chosen, strict=True))
+        return (len(batch) + sum(gains)) / curve(nodes)
+
+    best = max(map(goodput, itertools.product(*(range(nodes + 1) for _, _, nodes in groups))))
+    chosen = [size.pop() for size in sizes]
+    assert goodput(chosen) >= 0.97 * best
+    nodes = len(batch) + sum(n * size for (n, _, _), size in zip(groups, chosen, strict=True))
+    for i, drafter in enumerate(drafters):  # what one saves: as many tokens, by passes without its drafts
+        without = goodput([0 if i == j else size for j, size in enumerate(chosen)])
+        if (saved := goodput(chosen) * curve(nodes) / without - curve(nodes)) > 1e-9:
+            before = 0.9 * 0.5 * curve(1) + 0.1 * saved
+            assert control._drafters[id(drafter)].trials.saving == pytest.approx(max(before, saved / 2))
+
+
+def test_one_drafter_stops_while_another_goes_on() -> None:
+    """Hopeless drafts of one drafter take half a pass each; those of the other, in the same passes, are right."""
+    good, bad = Named(), Named()
+    control, rows = mixed({good: 2, bad: 1}, Curve((1, 64), (1.0, 1.5)))
+    (other,) = rows[bad]
+    asked, verified = {good: 0, bad: 0}, {good: 0, bad: 0}
+    drafting = {id(good): 0.0, id(bad): 0.0}
+    for _ in range(300):
+        batch = [rows[good][0], other, rows[good][1]]
+        budget = control.budget(batch)
+        trees = [
+            DraftTree.chain(row.tokens[-1], ([9] if row is other else [2]) * most)
+            for row, most in zip(batch, budget, strict=True)
+        ]
+        for drafter, most in ((good, budget[0]), (bad, budget[1])):
+            asked[drafter] += most > 0
+            drafting[id(drafter)] += (0.001 if drafter is good else 0.5) * (most > 0)
+        control.drafting, control.times.draft = drafting, sum(drafting.values())
+        kept = control.prune(batch, trees)
+        control.times.target += 1.0 + 0.5 * (sum(map(len, kept)) - 1) / 63
+        for row, tree in zip(batch, kept, strict=True):
+            verified[bad if row is other else good] += len(tree) - 1
+            row.tokens += [2] * (1 if row is other else len(tree))
+        control.observe(batch, kept, [])
+    assert asked[good] > 290 and verified[good] > 290 * 2 * 8
+    assert asked[bad] < 30 and verified[bad] < 60
+
+
+def test_what_one_drafter_takes_is_not_held_against_another() -> None:
+    """Long drafts, all right, that cost a tenth of a pass, beside drafts of one token that cost next to nothing."""
+    long, short = Named(), Named()
+    control, rows = mixed({long: 1, short: 1}, Curve((1, 64), (1.0, 1.05)))
+    batch, asked = [rows[long][0], rows[short][0]], [0, 0]
+    for _ in range(300):
+        budget = control.budget(batch)
+        trees = [
+            DraftTree.chain(row.tokens[-1], [2] * min(most, nodes))
+            for row, most, nodes in zip(batch, budget, (12, 1), strict=True)
+        ]
+        asked = [n + (most > 0) for n, most in zip(asked, budget, strict=True)]
+        for drafter, took, most in ((long, 0.1, budget[0]), (short, 0.001, budget[1])):
+            spent = took * (most > 0)
+            control.times.draft += spent
+            control.drafting = {**control.drafting, id(drafter): control.drafting.get(id(drafter), 0.0) + spent}
+        kept = control.prune(batch, trees)
+        control.times.target += 1.0 + 0.05 * (sum(map(len, kept)) - 1) / 63
+        for row, tree in zip(batch, kept, strict=True):
+            row.tokens += [2] * len(tree)
+        control.observe(batch, kept, [])
+    assert min(asked) > 290
+
+
+def test_the_record_of_a_drafter_goes_with_it() -> None:
+    kept, gone = Named(), Named()
+    control, rows = mixed({kept: 1, gone: 1}, FLAT)
+    for own in rows.values():
+        control.end(own[0])
+    record = control._drafters[id(kept)]
+    own[0].request = None  # type: ignore[assignment]
+    rows.clear()
+    del gone, own
+    opened(kept, FLAT, control=control)
+    assert list(control._drafters.values()) == [record]

@@ -21,7 +21,7 @@ from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.accept._verification import Verification
 from truedraft.accept.greedy import Greedy
 from truedraft.chance import Replay
-from truedraft.engine import KEPT, Engine
+from truedraft.engine import Engine
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Stopwatch
@@ -62,6 +62,16 @@ class Parts(Stopwatch):
 
         return super().timed(part, within)
 
+    def timed_drafts(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any) -> Any:
+            before, self.part = self.part, "draft"
+            try:
+                return f(*args)
+            finally:
+                self.part = before
+
+        return super().timed_drafts(within)
+
 
 class Setting:
     """An engine around a scripted target, its rows, and what happened."""
@@ -100,7 +110,8 @@ class Setting:
         self.control, self.chance = Pruning(self.note, seed), Steps()
         self.rule = rule or Likeliest()
         self.request = Request(self.rows, self.prompts, self.drafter, self.rule, laws, stops, self.chance, self.history)
-        self.engine = Engine(self.target, self.control, self.watch)  # type: ignore[arg-type]
+        self.engine = Engine(self.target, self.control)  # type: ignore[arg-type]
+        self.watch.attach(self.engine)
         self.lockstep, self.pads = lockstep, pads
 
     def note(self, event: str) -> None:
@@ -241,10 +252,10 @@ def test_what_every_part_is_given_before_the_first_pass() -> None:
         setting.decode()
         assert setting.target.taps.hidden == (1, 2)
         assert all(row.request is None for row in setting.rows), "they do not keep each other"
-        assert setting.control.opened[:4] == (setting.target, setting.drafter, setting.watch.seconds, lockstep)
+        assert setting.control.opened == [(setting.target, setting.drafter, lockstep, ROOM)]
         assert [row.index for row in setting.drafter.under_way] == [0, 1, 2]
         assert [row.index for row in setting.control.started] == [0, 1, 2]
-        assert setting.control.learnt == len(setting.drafter.seen) - 1  # prompts are no drafts
+        assert len(setting.control.learnt) == len(setting.drafter.seen) - 1  # prompts are no drafts
 
 
 def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
@@ -261,6 +272,8 @@ def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
     assert of["admit"] == "prefill" and of["propose"] == "draft"
     assert of["start"] == of["observe"] == "observe" and of["score"] == of["wait"] == "target"
     assert set(setting.watch.seconds) == {"calibrate", "control", "prefill", "draft", "observe", "target"}
+    assert setting.control.times is setting.watch.times
+    assert setting.control.drafting == {id(setting.drafter): setting.watch.times.draft}
     setting = Setting(1, rows=1, begins_with_drafts=True)
     next(setting.engine.run(setting.request))
     assert setting.events[:6] == ["open", "start", "admit", "propose", "prune", "score"]
@@ -407,6 +420,7 @@ def test_every_row_has_a_draft(part: str) -> None:
         setting.drafter.propose = lambda rows, budget: propose(rows, budget)[1:]  # type: ignore[method-assign]
     else:
         setting.control.prune = lambda rows, trees: list(trees)[1:]  # type: ignore[method-assign]
+        setting.engine = Engine(setting.target, setting.control)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="zip"):
         setting.decode()
 
@@ -460,23 +474,28 @@ def test_requests_run_beside_each_other() -> None:
     assert most == 6
 
 
-def test_each_drafter_has_a_control_that_knows_what_stands_beside() -> None:
+def test_one_control_budgets_the_rows_of_all_drafters() -> None:
+    mixed = 0
     for seed in range(SEEDS):
         engine, settings, _ = beside_each_other(seed)
+        control: Any = settings[0].control
         while engine.running:
+            running = list(engine.rows)
+            done, prompts = len(control.budgeted), bool(engine._waiting)
             engine.step()
-        controls: list[Any] = [engine._control(setting.drafter) for setting in settings]
-        assert controls[0] is settings[0].control and len({id(control) for control in controls}) == 3
-        for control, setting in zip(controls, settings, strict=True):
-            assert control.opened[1] is setting.drafter and control.opened[4] == ROOM
-            assert sorted(control.ended) == sorted(setting.drafter.ended)
-            assert all(0 < own <= len(setting.rows) and 0 <= beside <= 6 - own for own, beside in control.shares)
-            assert all(own >= rows for (own, _), (rows, _) in zip(control.nodes, control.shares, strict=True))
-            assert all(n >= rows for (_, n), (_, rows) in zip(control.nodes, control.shares, strict=True))
-        assert any(beside for control in controls for _, beside in control.shares)
-        assert any(
-            n > rows for control in controls for (_, n), (_, rows) in zip(control.nodes, control.shares, strict=True)
-        )
+            assert prompts or control.budgeted[done:] == [running], "in the order of their slots, in one call"
+        assert [(drafter, room) for _, drafter, _, room in control.opened] == [(s.drafter, ROOM) for s in settings]
+        assert control.started == [row for setting in settings for row in setting.rows]
+        assert sorted(control.ended) == sorted(i for setting in settings for i in setting.drafter.ended)
+        for budgeted, before, pruned, (rows, _, accepted) in zip(
+            control.budgeted, control.before, control.pruned, control.learnt, strict=True
+        ):
+            assert budgeted == rows and len(before) == len(pruned) == len(rows) == len(accepted)
+            mixed += len({id(setting) for setting in settings for row in setting.rows if row in rows}) > 1
+        assert set(settings[0].watch.drafting) <= {id(setting.drafter) for setting in settings}
+        assert sum(settings[0].watch.drafting.values()) == pytest.approx(settings[0].watch.times.draft)
+        assert not any(setting.control.budgeted for setting in settings[1:])
+    assert mixed > SEEDS
 
 
 def test_a_request_is_cancelled_where_it_is() -> None:
@@ -511,18 +530,6 @@ def test_all_that_drafters_and_rules_ask_for_is_tapped() -> None:
     assert first.target.taps.hidden == (1, 2, 4)
     engine.close()
     assert engine.rows == [] and not engine.running
-
-
-def test_controls_of_drafters_that_left_are_let_go() -> None:
-    engine, first = Setting(0).engine, Setting(0)
-    for seed in range(3 * KEPT):
-        setting = Setting(seed, rows=1) if seed else first
-        engine.admit(setting.request)
-        setting.drafter.seed = seed
-        while engine.running:
-            engine.step()
-        assert setting.found() == setting.expected()
-    assert len(engine._controls) == KEPT + 2 and engine._control(first.drafter) is engine.control
 
 
 @pytest.mark.parametrize("hook", ["open", "start", "propose", "observe", "end"])

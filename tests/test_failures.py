@@ -17,7 +17,6 @@ from models import tiny
 from nets import drafter
 from truedraft.accept.greedy import Greedy
 from truedraft.continuous import ContinuousEngine
-from truedraft.control.cost import Cost
 from truedraft.engine_request import EngineRequest
 from truedraft.errors import NoRoom, Refused
 from truedraft.targets import memory
@@ -219,7 +218,7 @@ def test_what_belongs_to_no_request_closes_the_engine(part: str, monkeypatch: py
     requests = [added(engine, which, 12, None, "token-recycling") for which in (0, 1, 2)]
     engine.step()
     owner, hook = {
-        "target": (type(engine._target.runner), "score"), "control": (Cost, "budget"),
+        "target": (type(engine._target.runner), "score"), "control": (engine._engine, "_budget"),
         "commit": (type(engine._target), "commit"),
     }[part]  # fmt: skip
     true = getattr(owner, hook)

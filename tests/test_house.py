@@ -82,7 +82,7 @@ ALLOWED = {
     "drafters": {"registry", "runtime"}
     | {"tree", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
-    "control": {"tree", "card", "errors", "control", "drafters", "runtime", "targets"},
+    "control": {"tree", "card", "errors", "stats", "control", "drafters", "runtime", "targets"},
     "targets": {"tree", "caches", "runtime", "errors", "targets", "views"},
     "views": {"tree", "errors", "views"},
     "caches": {"tree", "errors", "caches"},

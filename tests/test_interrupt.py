@@ -230,7 +230,7 @@ def test_every_row_is_ended_once_however_the_call_ends() -> None:
 WATCHED: list[Callable[..., Any]] = [
     engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._prompted, engine.Engine._drafted,
     engine.Engine._verified, engine.Engine._walked, engine.Engine.close, engine.Engine._end, engine.Engine._leave,
-    engine.Engine._retire, engine.Engine._begun, engine.Engine._observed, engine.Engine._guarded,
+    engine.Engine._retire, engine.Engine._begin, engine.Engine._observe, engine.Engine._guarded,
     continuous.ContinuousEngine.step, continuous.ContinuousEngine.abort_request, continuous.ContinuousEngine.close,
     continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._moved,
     continuous.ContinuousEngine._finish, accelerated.Accelerated._decode, prepared.request_of,

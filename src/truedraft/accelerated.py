@@ -237,7 +237,8 @@ class Accelerated(StandIn):
         self._report = report = reports.begun(self.target, drafter, rule, self.control, watch.seconds)
         report.passes = request.passes
         report.notes += reports.notes_on(rows, laws, stops)
-        engine, stream = Engine(self.target, self.control, watch), Stream(call.streamer, rows, history)
+        engine, stream = Engine(self.target, self.control), Stream(call.streamer, rows, history)
+        watch.attach(engine)
         engine.admit(request)
         advance = watch.timed("all", engine.step)
         try:

@@ -75,8 +75,9 @@ class ContinuousEngine:
         self._target = hosted(model, *hosting)
         with defaults():
             self._target.reserve(max_rows, max_tokens + DRAFTS)
+        self._engine: Engine | None = Engine(self._target, control)
         self._watch, self._control = Stopwatch(), control
-        self._engine: Engine | None = Engine(self._target, control, self._watch)
+        self._watch.attach(self._engine)
         self._step = self._watch.timed("all", self._engine.step)
         self._totals = Totals()
         self._compared = (0.0, 0.0)  # when the model was last compared with what it was, and the seconds that took

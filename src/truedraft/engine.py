@@ -9,11 +9,9 @@ from truedraft.cohort import Cohort, by_owner, for_each, select
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.request import Request
-from truedraft.stats import Emission, Pass, Stopwatch
+from truedraft.stats import Emission, Pass
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
-
-KEPT = 16  # drafters without rows whose controls are kept
 
 
 class Engine:
@@ -29,24 +27,17 @@ class Engine:
     passes: made so far.
     """
 
-    def __init__(self, target: Target, control: Control, watch: Stopwatch):
-        self.target, self.control, self.watch = target, control, watch
+    def __init__(self, target: Target, control: Control):
+        self.target, self.control = target, control
         self.rows: list[Row] = []
         self.passes = 0
-        self._controls: dict[int, tuple[Drafter, Control]] = {}
         self._waiting: list[Request] = []
         self._failed: list[Request] = []  # in the step under way
         self._cohort: Cohort | None = None  # of all rows, until one comes or goes
-        self._read = watch.timed("prefill", target.admit)
-        self._score = watch.timed("target", target.score)
-        self._decide = watch.timed("target", self._decided)
-        self._propose = watch.timed("draft", self._proposed)
-        self._begin = watch.timed("observe", self._begun)
-        self._observe = watch.timed("observe", self._observed)
-        self._calibrate = watch.timed("calibrate", self._opened)
-        self._size = watch.timed("control", self._sized)
-        self._prune = watch.timed("control", self._pruned)
-        self._learn = watch.timed("control", self._learned)
+        # parts of a pass that are timed from outside, as `_calibrate`, `_decide`, `_begin` and `_observe` are
+        self._read, self._score = target.admit, target.score
+        self._budget, self._prune, self._learn = control.budget, control.prune, control.observe
+        self._draft: Callable[[Drafter, Sequence[Row], Sequence[int]], list[DraftTree]] = _drafts_of
 
     @property
     def running(self) -> bool:
@@ -71,7 +62,7 @@ class Engine:
         going = cohort.without_failed()
         self._observe(going, trees, scores, accepted)
         if cohort is self._cohort:
-            self._learn(going, trees, accepted)
+            self._learn(cohort.rows, trees, accepted)
         moved = _recorded(going, before, trees, accepted)
         self._retire(cohort, accepted)
         return [*moved, *(request for request in self._failed if request not in moved)]
@@ -126,11 +117,10 @@ class Engine:
                 del self.rows[place]
         for slot, row in enumerate(self.rows[first:], first):
             row.slot = slot
-        for drafter, places in by_owner([row.request.drafter for row in self.rows[first:]]):
-            self._control(drafter).start(select(self.rows[first:], places))
+        self.control.start(self.rows[first:])
         return [request for request in requests if not request.error]
 
-    def _begun(self, requests: Sequence[Request]) -> None:
+    def _begin(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if not request.error:
                 self._guarded(request.rows, request.drafter.start, request.rows)
@@ -149,15 +139,15 @@ class Engine:
         if self._cohort is None:
             self._cohort = Cohort.of(self.rows)
         cohort = self._cohort
-        drafts = self._propose(cohort, self._size(cohort))
-        kept = _unpicked(drafts, self._prune(cohort, drafts))
+        drafts = self._propose(cohort, self._budget(cohort.rows))
+        kept = _unpicked(drafts, self._prune(cohort.rows, drafts))
         trees = for_each(cohort.requests, self._probed, cohort.rows, kept)
         return cohort, trees, self._score(trees)
 
-    def _proposed(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
+    def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
         def drafted(drafter: Drafter, rows: Sequence[Row], most: Sequence[int]) -> list[DraftTree]:
             try:
-                return [_fitted(row, tree) for row, tree in zip(rows, drafter.propose(rows, most), strict=True)]
+                return [_fitted(row, tree) for row, tree in zip(rows, self._draft(drafter, rows, most), strict=True)]
             except Exception as error:
                 self._fail(rows, error)
                 return [DraftTree.chain(row.tokens[-1]) for row in rows]
@@ -203,15 +193,14 @@ class Engine:
             row.end = end
         return [Accepted((0,), -1, True)] * len(rows)
 
-    def _observed(
+    def _observe(
         self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         """Show drafters the pass as it was."""
         for drafter, places in cohort.drafters:
             rows = select(cohort.rows, places)
-            self._guarded(
-                rows, drafter.observe, rows, select(trees, places), scores.of(places), select(accepted, places)
-            )
+            seen = select(trees, places), scores.of(places), select(accepted, places)
+            self._guarded(rows, drafter.observe, rows, *seen)
 
     def _guarded(self, rows: Sequence[Row], hook: Callable[..., None], *given: object) -> None:
         """A hook of a part that rows brought along; where it fails, their requests do."""
@@ -226,7 +215,7 @@ class Engine:
                 request.error = error
                 self._failed.append(request)
 
-    def _decided(
+    def _decide(
         self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
     ) -> Sequence[Sequence[int]] | None:
         """The rule's token at every node, where it decides them at once; here the host waits for the pass, as part
@@ -238,48 +227,13 @@ class Engine:
             self.target.wait()
         return tokens
 
-    def _control(self, drafter: Drafter) -> Control:
-        """That of a drafter's rows: each learns how often the drafts of its own are right.
-
-        Those of drafters that no row has are kept for later rows, as long as there are few.
-        """
-        if not self._controls:
-            self._controls[id(drafter)] = drafter, self.control
-        if id(drafter) not in self._controls:
-            running = {id(row.request.drafter) for row in self.rows}
-            idle = [key for key in list(self._controls)[1:] if key not in running]
-            for key in idle[: max(len(idle) - KEPT, 0)]:
-                del self._controls[key]
-            self._controls[id(drafter)] = drafter, self.control.another()
-        return self._controls[id(drafter)][1]
-
-    def _opened(self, drafter: Drafter, rows: Sequence[Row]) -> None:
+    def _calibrate(self, drafter: Drafter, rows: Sequence[Row]) -> None:
         lockstep, steps = any(row.request.stops.lockstep for row in rows), max(row.room - row.step for row in rows)
-        self._control(drafter).open(self.target, drafter, self.watch.seconds, lockstep, steps)
-
-    def _sized(self, cohort: Cohort) -> list[int]:
-        def sized(drafter: Drafter, rows: Sequence[Row]) -> list[int]:
-            control = self._control(drafter)
-            control.beside = len(cohort.rows) - len(rows)
-            return control.budget(rows)
-
-        return for_each(cohort.drafters, sized, cohort.rows)
-
-    def _pruned(self, cohort: Cohort, drafts: Sequence[DraftTree]) -> list[DraftTree]:
-        return for_each(
-            cohort.drafters, lambda d, rows, trees: self._control(d).prune(rows, trees), cohort.rows, drafts
-        )
-
-    def _learned(self, cohort: Cohort, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        nodes = sum(map(len, trees))
-        for drafter, places in cohort.drafters:
-            control, own = self._control(drafter), select(trees, places)
-            control.beside = nodes - sum(map(len, own))
-            control.observe(select(cohort.rows, places), own, select(accepted, places))
+        self.control.open(self.target, drafter, lockstep, steps)
 
     def _end(self, row: Row) -> None:
         self._guarded([row], row.request.drafter.end, row)
-        self._control(row.request.drafter).end(row)
+        self.control.end(row)
 
     def _leave(self, slot: int) -> None:
         """Free a slot; as in the cache, the last one in use takes its place.
@@ -310,6 +264,10 @@ def _taps(rows: Sequence[Row]) -> Taps:
     for request in {id(row.request): row.request for row in rows}.values():
         taps = taps | request.drafter.needs | request.rule.needs
     return taps
+
+
+def _drafts_of(drafter: Drafter, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+    return drafter.propose(rows, budget)
 
 
 def _fitted(row: Row, tree: DraftTree) -> DraftTree:

@@ -184,7 +184,9 @@ def replayed(
     stops = Stops(StoppingCriteriaList([MaxLengthCriteria(row.prompt + row.room)]), history, laws)
     rule = registry.load("accept", "greedy")
     request = Request([row], [Prompt(prompt[0])], drafter, rule, laws, stops, StreamNoise(1), history)
-    return Engine(target, control, watch).run(request)
+    engine = Engine(target, control)
+    watch.attach(engine)
+    return engine.run(request)
 
 
 def _figures(file: str, kind: str, way: str, reports: Sequence[Report]) -> Replayed:

@@ -9,40 +9,43 @@ from typing import ClassVar
 
 from truedraft.card import Card
 from truedraft.drafters._base import Drafter
+from truedraft.stats import PassTimes
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
 
 
 class Control(ABC):
-    """Sizes drafts. It can only make decoding faster or slower, never different.
+    """Sizes drafts, those of all rows of a running batch together. It can only make decoding faster or slower, never
+    different.
 
-    beside: nodes of the pass that are of other drafters' rows; of a pass that is not made yet, these rows.
+    times: seconds spent so far by part, kept current by the `Stopwatch` of the engine; without one they stand still.
+    drafting: those of `times.draft`, by the `id` of the drafter.
     """
 
     card: ClassVar[Card]
-    beside: int = 0
+    times: PassTimes = PassTimes()
+    drafting: Mapping[int, float] = {}
 
     def another(self) -> Control:
         """One with the same knobs that has learnt nothing yet."""
         return replace(self)  # type: ignore[type-var]
 
-    def open(self, target: Target, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int) -> None:
-        """Before the first pass of a call.
+    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
+        """Before the first rows of a drafter in a call, or in an engine in which it has none.
 
-        seconds: spent so far by part (prefill, draft, observe, control, target), kept current.
-        lockstep: rows advance together, so a token counts only where every row accepts it.
-        steps: tokens that a row may emit, at most.
+        lockstep: its rows advance together, so a token counts only where every row accepts it.
+        steps: tokens that a row of it may emit, at most.
         """
 
     def start(self, rows: Sequence[Row]) -> None:
-        """New rows."""
+        """New rows; each is drafted for by `row.request.drafter`."""
 
     @abstractmethod
     def budget(self, rows: Sequence[Row]) -> list[int]:
-        """Nodes worth drafting below each row's root."""
+        """Nodes to draft below each row's root, at most; `rows` are all that run."""
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """What of the drafts is worth verifying."""
+        """What of the drafts is to be verified; of the same rows."""
         return list(trees)
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:

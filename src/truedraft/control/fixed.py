@@ -5,7 +5,7 @@ For measurements of acceptance, and for whoever knows the machine; it may be slo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
@@ -20,8 +20,8 @@ class Fixed(Control):
     card = Card(paper="none", idea="Always draft and verify as much as the drafter offers.", family="fixed")
     nodes: int = knob(0, 0, 4096)  # nodes drafted per row and pass; 0 stands for the drafter's own size
 
-    def open(self, target: Target, drafter: Drafter, seconds: Mapping[str, float], lockstep: bool, steps: int) -> None:
-        self._size, drafter.pass_cost = self.nodes or drafter.width, None
+    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
+        drafter.pass_cost = None
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
-        return [self._size] * len(rows)
+        return [self.nodes or row.request.drafter.width for row in rows]

@@ -1,0 +1,249 @@
+"""What the cost model keeps of one drafter: acceptance, costs and trials, and from these how much to ask of it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, islice, repeat, zip_longest
+
+from truedraft.control._acceptance import DrafterAcceptance, RowAcceptance
+from truedraft.control._draft_costs import HICCUP, DraftCosts
+from truedraft.control._pass_costs import PassCosts
+from truedraft.control._probing import Probing
+from truedraft.control._trials import TrialBudget
+from truedraft.drafters._base import Drafter
+from truedraft.tree import DraftTree
+
+CHEAP = 0.05  # of a plain pass, for a level of a draft
+ROOM = 8  # nodes drafted beyond half as many more as were verified
+SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
+
+
+@lru_cache(maxsize=512)
+def sizes(longest: int) -> tuple[int, ...]:
+    """Nodes of a draft of `longest` that may be verified, none left out."""
+    return tuple(dict.fromkeys(min(size, longest) for size in SIZES))
+
+
+class DrafterState:
+    """One drafter's record, kept from call to call as long as the drafter itself.
+
+    asked: whether it drafts for the pass under way.
+    """
+
+    def __init__(self, drafter: Drafter, memory: float, survival: float, slack: float):
+        self._drafter = weakref.ref(drafter)
+        self.acceptance = DrafterAcceptance(memory, drafter.hope, survival)
+        self.costs = DraftCosts(memory)
+        self.trials = TrialBudget(slack, memory)
+        self.probing = Probing()
+        self.reach = drafter.width  # nodes that are drafted where the best are verified
+        self._form = DraftTree.chain(0, range(drafter.width))  # of a full draft, as far as one was seen
+        self._formed = False
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """None once nobody else has it."""
+        return self._drafter()
+
+    def begin(self, drafter: Drafter, lockstep: bool, passes: PassCosts, drafting: float, passed: float) -> None:
+        """A call, or rows after there were none; see `Control.open`.
+
+        drafting, passed: seconds that it has drafted so far, and those of passes.
+        """
+        self.width, self.autoregressive, self.lockstep = drafter.width, drafter.autoregressive, lockstep
+        self.probing.begin()
+        if self.width:
+            drafter.pass_cost = passes.per_node(1, 1)
+            self.trials.begin(passes.curve(1))
+        self.costs.levels = 0
+        self.asked = False
+        self.drawn = self.probed = False  # whether its latest drafts were drawn, and whether they had probes
+        self._resumed = False  # whether it was asked again after a pause
+        self._drafting, self._passed = drafting, passed
+        self.lost = 0.0  # seconds that the latest pass took beyond what its drafts saved
+
+    def admitted(self) -> None:
+        """New rows: the next draft reads their prompts, which is not held against drafts."""
+        self._admitted = True
+
+    def settle(self, drafting: float, aside: float, passed: float, plain: float) -> None:
+        """Book the latest pass.
+
+        drafting: seconds that it has drafted so far.
+        aside, passed: its share of the seconds beside passes that were not drafting, and of those of passes.
+        plain: seconds of a pass without drafts.
+        """
+        drafted, self._drafting = drafting - self._drafting, drafting
+        lost, self.lost = self.lost, 0.0
+        if self.asked and not self._admitted:
+            lost += self.costs.add(drafted, max(drafted + aside, 0.0), not self._resumed)
+        self.trials.settle(lost, passed, plain)
+        self._admitted = self._admitted and not self.asked
+
+    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> int:
+        """Nodes to draft below each root of its rows, of `total` in the pass; 0 where it is not to draft."""
+        size, pays = self._plan(rows, passes, total)
+        self._resumed = not self.asked
+        permitted = self.trials.permits(pays, passes.curve(total))
+        self.asked = passes.known and permitted
+        return size if self.asked else 0
+
+    def _plan(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> tuple[int, bool]:
+        """Nodes to draft per row, and whether they are expected to pay.
+
+        Drafts that cost next to nothing are made in full, and cut afterwards. What costs a model's passes, or may not
+        be cut because it is drawn, is sized before it is made, by what full drafts look like.
+        """
+        if not self.drawn and not self.dear(passes):
+            return min(self.width, self.reach), self.trials.saving > 0
+        level, curve, longest = self.costs.of_level, passes.curve, len(self._form) - 1
+        gains = self.expected(rows, [self._form] * len(rows), longest)
+        depth = list(accumulate(self._form.shape.depth, max))
+        goodput = {
+            k: (total + gains[k]) / (curve(total + len(rows) * k) + depth[k] * level)
+            for k in sizes(longest)[1:] or (0,)
+        }
+        best = max(goodput, key=goodput.__getitem__)
+        return self.width if best == longest else best, goodput[best] > total / curve(total)
+
+    def dear(self, passes: PassCosts) -> bool:
+        """Whether drafting costs a share of a plain pass that must be weighed before it is done."""
+        return self.costs.of_level > CHEAP * passes.curve(1)
+
+    def expected(self, rows: Sequence[RowAcceptance], trees: Sequence[DraftTree], longest: int) -> list[float]:
+        """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft.
+
+        The sum over nodes of the probability that their paths are accepted: for a chain of constant rate that of
+        Leviathan et al. (arXiv 2211.17192, equation 1) without the bonus.
+        """
+        paths = [row.rates.of_paths(tree) for row, tree in zip(rows, trees, strict=True)]
+        nodes = islice(zip_longest(*paths, fillvalue=0.0), 1, longest + 1)
+        each = (len(rows) * math.prod(node) if self.lockstep else sum(node) for node in nodes)
+        return list(accumulate(each, initial=0.0))
+
+    def reads_probes(self, more: float, passed: float) -> bool:
+        """Whether the next pass reads probes, which add `more` seconds to it.
+
+        passed: seconds that passes took so far.
+        """
+        return self.probing.decide(more, self.trials.slack * (passed - self._passed))
+
+    def made(self, trees: Sequence[DraftTree]) -> None:
+        """The drafts that it was asked for."""
+        if self.autoregressive:
+            self.costs.levels = max(max(tree.shape.depth) for tree in trees)
+        self.drawn = any(tree.dist is not None for tree in trees)
+        self.probed = any(tree.probes for tree in trees)
+        largest = max(trees, key=len)
+        if len(largest) > 1 and (not self._formed or len(largest) >= len(self._form)):
+            self._form, self._formed = largest, True
+
+
+@dataclass(eq=False, slots=True)
+class Drafts:
+    """The drafts of one drafter's rows in the pass under way.
+
+    rows, places: its rows, and where they stand in the batch.
+    trees: as they were drafted, without probes; once that is chosen, as they are verified.
+    gains: expected accepted nodes of the first 0, 1, ... of each draft; of the root alone where nothing may be cut.
+    exploring: whether they are verified although that is not expected to pay.
+    """
+
+    state: DrafterState
+    rows: list[RowAcceptance]
+    places: list[int]
+    trees: Sequence[DraftTree] = ()
+    gains: Sequence[float] = (0.0,)
+    exploring: bool = False
+    _expected: Sequence[float] = (0.0,)  # gains, before they are corrected
+    _promised: float = 0.0  # of them, by the nodes that are verified
+    _whole: Sequence[DraftTree] = ()  # as they were drafted, with their probes
+
+    @property
+    def tokens(self) -> int:
+        """Of the pass, its rows padded to the widest."""
+        return len(self.rows) * max(map(len, self.trees)) if self.state.asked else len(self.rows)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that the pass gave to its rows."""
+        return sum([len(row.row.tokens) - row.length for row in self.rows])
+
+    @property
+    def whole_gain(self) -> float:
+        """Expected accepted nodes of drafts that may not be cut."""
+        longest = max(tree.drafted for tree in self.trees)
+        return self.state.expected(self.rows, self.trees, longest)[-1] if longest else 0.0
+
+    def offer(self, trees: Sequence[DraftTree]) -> None:
+        """Drafts that were made for its rows."""
+        self.trees = self._whole = trees
+        if not self.state.asked:
+            return
+        self.state.made(trees)
+        for row, tree in zip(self.rows, trees, strict=True):
+            row.drafted(tree)
+        if self.state.probed:
+            self.trees = trees = [tree.bare() for tree in trees]
+        longest = max(tree.drafted for tree in trees)
+        if longest and not self.state.drawn:
+            self._expected = self.state.expected(self.rows, trees, longest)
+            correction = self.state.acceptance.correction
+            self.gains = [correction * gain for gain in self._expected]
+
+    def steps(self, place: int) -> Iterator[tuple[Drafts, int, int, int]]:
+        """From each size that may be verified to the next; `place` is handed on with each."""
+        nodes = sizes(len(self.gains) - 1)
+        return zip(repeat(self), repeat(place), nodes, nodes[1:], strict=False)
+
+    def cut(self, size: int, tokens: float, goodput: float, spent: float, plain: float) -> None:
+        """Cut them to the size that was chosen, and judge whether drafts of this drafter pay.
+
+        tokens, goodput: those expected of the pass without these drafts, and per second.
+        spent: seconds of the pass with them. plain: seconds of a pass without any drafts.
+        """
+        drafting, trials = self.state.costs.seconds, self.state.trials
+        trials.expect((tokens + self.gains[size]) / goodput - (spent + drafting), drafting, plain)
+        self.exploring = size == 0 and self.gains[-1] > len(self.rows) and trials.left
+        if self.exploring:
+            size = len(self.gains) - 1
+        self.state.reach = size + size // 2 + ROOM
+        self._promised = self._expected[size]
+        self.trees = [tree.cut(1 + size) for tree in self.trees]
+
+    def probe(self, passes: PassCosts, others: int, passed: float) -> None:
+        """Put their probes back where these pay.
+
+        others: tokens of the pass that are not of these rows. passed: seconds that passes took so far.
+        """
+        self.state.reach = self.state.width
+        bare, least = self.trees, self.tokens
+        self.trees = [tree.drafting(kept.drafted) for tree, kept in zip(self._whole, bare, strict=True)]
+        more = passes.curve(others + self.tokens) - passes.curve(others + least)
+        if not self.state.reads_probes(more, passed):
+            self.trees = bare
+
+    def learn(self, passes: PassCosts, spent: float, own: tuple[int, int], all_rows: tuple[int, int]) -> None:
+        """From the pass, which took `spent` seconds.
+
+        own, all_rows: tokens that were in the pass and tokens that it emitted, of these rows and of all.
+        """
+        state, rows, (tokens, emitted), (width, given) = self.state, len(self.rows), own, all_rows
+        cost = passes.curve(width)
+        if self._promised:
+            state.acceptance.verified(self._promised, emitted, rows)
+        if state.probed:
+            state.probing.saw(emitted / rows, cost)
+        if tokens > rows:  # as many tokens would have taken so many passes without these drafts
+            without = given / (given - emitted + rows) * passes.curve(width - tokens + rows)
+            state.lost = min(spent, HICCUP * cost) - without
+
+
+def gain_per_node(step: tuple[Drafts, int, int, int]) -> float:
+    """Expected tokens by one node more in the pass, on the way from a size to the next."""
+    drafts, _, before, size = step
+    return (drafts.gains[size] - drafts.gains[before]) / (len(drafts.rows) * (size - before))
