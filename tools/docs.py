@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pages import figures, methods, rooms, source
-
 from truedraft.files import write_whole
 
 ROOT = source.ROOT

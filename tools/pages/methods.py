@@ -137,7 +137,7 @@ def measured(kind: str, name: str) -> list[str]:
         figures, key=lambda f: (f["unit"], f["setting"], f["machine"], f["command"])
     ):
         found = list(group)
-        values = ", ".join(f"{f['what']} {value}" for f, value in zip(found, alike(found), strict=True))
+        values = "; ".join(f"{f['what']} {value}" for f, value in zip(found, alike(found), strict=True))
         by = f", by `{command}`" if command else ""
         notes = "".join(f" {f['note']}" for f in found if "note" in f)
         lines.append(f"- {unit[0].upper()}{unit[1:]} ({setting}; {machine}{by}): {values}.{notes}")

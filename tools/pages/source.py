@@ -115,6 +115,8 @@ def signatures(name: str) -> str:
         if isinstance(part, ast.AnnAssign) and not _private(ast.unparse(part.target)):
             lines += source[part.lineno - 1 : part.end_lineno]
         elif isinstance(part, ast.FunctionDef) and not _private(part.name):
+            if lines[-1].strip() and not lines[-1].endswith("..."):
+                lines.append("")  # as the formatter has it, between fields and methods
             lines += [f"    @{ast.unparse(decorator)}" for decorator in part.decorator_list]
             lines += _signature(part, source)
     return "\n".join(lines)
