@@ -242,7 +242,7 @@ def page(found: dict[tuple[str, str], dict[str, str]]) -> str:
         "drafters greedily or sampled in turn.", "",
         f"- `{EXACT}`: the text of `model.generate`, token for token, and the random stream too.",
         f"- `{LAW}`: text of the model's distribution, cut where plain decoding would cut it.",
-        "- Anything else is an exception, and stands in the method's line. What is refused is refused with that sentence.", "",
+        "- Anything else is an exception, and stands in the method's line; what is refused, with the sentence.", "",
         "The features:", "",
         *(f"- {feature}" for feature in FEATURES if feature not in refused), "",
         "Refused with every method:", "",
@@ -254,7 +254,7 @@ def page(found: dict[tuple[str, str], dict[str, str]]) -> str:
             cells = {feature: cell for feature, cell in found[kind, name].items() if feature not in refused}
             usual = EXACT if list(cells.values()).count(EXACT) * 2 > len(cells) else LAW
             others = [f"{feature}: {_sentence(cell)}" for feature, cell in cells.items() if cell != usual]
-            lines.append(f"| `{name}` | {usual} | {'; '.join(others)} |")
+            lines.append(f"| `{name}` | {usual} | {'<br>'.join(others)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,4 +1,4 @@
-"""The drafter of CONTRIBUTING, added as it says: a file in the folder it names, or an entry point of another package."""
+"""The drafter of CONTRIBUTING, added as it says: a file in a folder, or an entry point of another package."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def stated(kind: str, name: str) -> dict[str, str]:
     (line,) = [line for line in sections[kind == "accept"].splitlines() if line.startswith(f"| `{name}` |")]
     _, usual, others = (cell.strip() for cell in line.strip("|").split("|"))
     cells = dict.fromkeys(listed, usual)
-    for exception in [*filter(None, others.split("; ")), *everywhere]:
+    for exception in [*filter(None, others.split("<br>")), *everywhere]:
         feature, cell = exception.split(": ", 1)
         cells[feature] = cell.replace("`", "")
     return cells
