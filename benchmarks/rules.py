@@ -13,22 +13,26 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 import truedraft
 from truedraft import assets, registry
 from truedraft.accept import optimal_acceptance
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import ArgmaxRule
+from truedraft.accept._verification import Candidates, Verification, candidates
 from truedraft.chance import Chance, StreamNoise
+from truedraft.delegate import Delegate
+from truedraft.drafters._base import Drafter
 from truedraft.loading import load
 from truedraft.sampling import History, Laws
-from truedraft.tree import DraftTree, Row
+from truedraft.stopping import Stops
+from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 # rule, drafter, its knobs: about as many nodes each
 PAIRS = [
@@ -45,36 +49,44 @@ PAIRS = [
     ("seeded", "opt-tree", "nodes=12,beam=4,length=4"),
     ("multi-round", "opt-tree", "nodes=12,beam=4,length=4"),
 ]
+LONG = StoppingCriteriaList([MaxLengthCriteria(1000)])
 SEEDS = 3  # runs of every prompt
 CHAINS = [pair for pair in PAIRS if pair[1] == "draft-model"]
 
 
-@dataclass
-class Judged:
-    """A rule that counts how often a drafted token was said, and what the optimum would have been."""
+class Judged(Delegate):
+    """A drafter that counts how often a drafted token was accepted, and what the optimum would have been.
 
-    rule: Any
+    aside: seconds that counting took.
+    """
+
     every: int
-    kept: list[bool] = field(default_factory=list)
-    best: list[float] = field(default_factory=list)
-    aside: float = 0.0  # seconds that counting took
+    kept: list[bool]
+    best: list[float]
+    aside: float
 
-    def __post_init__(self) -> None:
-        self._choose = self.rule.choose
-        self.rule.choose = self.choose
+    def __init__(self, drafter: Drafter, every: int):
+        super().__init__(drafter)
+        self.every, self.kept, self.best, self.aside = every, [], [], 0.0
 
-    def choose(
-        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
-    ) -> list[int]:
-        tokens: list[int] = self._choose(scores, candidates, rows, chance)
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
         start = time.perf_counter()
-        for score, offer, token in zip(scores, candidates, tokens, strict=True):
-            if offer.tokens:
-                self.kept.append(token in offer.tokens)
-                if len(self.kept) % (self.every if offer.draws == "distinct" else max(self.every // 10, 1)) == 0:
-                    self.best.append(_optimum(score.softmax(-1), offer))
+        for b, (row, tree, one) in enumerate(zip(rows, trees, accepted, strict=True)):
+            tokens = [*(tree.tokens[node] for node in one.path[1:]), one.token]
+            for node, token in zip(one.path, tokens, strict=True):
+                self._judge(row, candidates(tree, node), token, scores.logits[b, node])
         self.aside += time.perf_counter() - start
-        return tokens
+        self.inner.observe(rows, trees, scores, accepted)
+
+    def _judge(self, row: Row, offer: Candidates, token: int, logits: Tensor) -> None:
+        if not offer.tokens:
+            return
+        self.kept.append(token in offer.tokens)
+        if len(self.kept) % (self.every if offer.draws == "distinct" else max(self.every // 10, 1)) == 0:
+            p = row.request.laws.of_drafts([row], [[]], logits[None])[0].softmax(-1)
+            self.best.append(_optimum(p, offer))
 
 
 def _optimum(p: Tensor, offer: Candidates) -> float:
@@ -93,9 +105,9 @@ def measured(
 ) -> dict[str, float]:
     """Figures of a rule and a drafter. models: the target, its tokenizer, the draft model."""
     (model, tokenizer, small), (rule, drafter, knobs) = models, pair
-    judged = Judged(registry.load("accept", rule), every)
     draft = registry.load("drafters", f"{drafter}:{knobs}", model=small)
-    fast = truedraft.accelerate(model, tokenizer, draft=draft, rule=judged.rule, control="fixed")
+    judged: Any = Judged(draft, every)
+    fast = truedraft.accelerate(model, tokenizer, draft=judged, rule=rule, control="fixed")
     emitted = passes = 0
     seconds = drafting = 0.0
     for number, prompt in enumerate(SEEDS * assets.prompt("stories.txt").strip().split("\n\n")):
@@ -149,7 +161,7 @@ def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
     laws = (logits[0] + 0.5 * torch.randn(nodes, vocabulary, generator=g)).softmax(-1)
     print(f"| rule | ms a pass ({vocabulary:,} tokens, {nodes} nodes) |\n|---|---|")
     for name in registry.names("accept"):
-        rule: Rule = registry.load("accept", name)
+        rule: Any = registry.load("accept", name)
         takes = rule.takes or {"distinct"}
         draws: Any = next(d for d in ("distinct", "independent", "last") if d in takes)
         if name in ("block", "rejection"):
@@ -162,23 +174,10 @@ def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
             table, chance = Laws(LogitsProcessorList(), history), StreamNoise(1)
             torch.manual_seed(turn)
             start = time.perf_counter()
-            said = rule.ahead(logits, [row], [tree], table, chance)
-            node = 0
-            while True:
-                offer = Candidates(
-                    tuple(tree.tokens[c] for c in tree.shape.children[node]), draws,
-                    None if tree.dist is None else tree.dist[node],
-                )  # fmt: skip
-                token = (
-                    said[0][node]
-                    if said is not None
-                    else rule.choose(table([row], logits[:, node]), [offer], [row], chance)[0]
-                )
-                row.tokens.append(token)
-                child = tree.child(node, token)
-                if child is None:
-                    break
-                node = child
+            at_once = isinstance(rule, ArgmaxRule)
+            tokens = rule.decide_all_nodes(logits, [row], [tree], table, chance) if at_once else None
+            scores, stops = Scores(logits, {}, [0]), Stops(LONG, history, table)
+            rule.verify(Verification([row], [tree], scores, table, stops, chance, 0, tokens))
             took.append(time.perf_counter() - start)
         print(f"| `{name}` | {1e3 * sorted(took)[len(took) // 2]:.1f} |")
 

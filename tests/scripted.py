@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from truedraft import Card, Drafter, DraftTree
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import NodeRule
+from truedraft.accept._verification import Candidates
 from truedraft.chance import Chance, Replay
 from truedraft.control._base import Control
 from truedraft.tree import Accepted, Prompt, Row, Scores, Taps
@@ -68,7 +69,7 @@ class Alongside(StoppingCriteria):
 
 
 @dataclass
-class Likeliest(Rule):
+class Likeliest(NodeRule):
     """The likeliest token, and what was offered where it was asked."""
 
     asked: list[tuple[int, int, Candidates]] = field(default_factory=list)  # row, its step, offer

@@ -85,5 +85,7 @@ def test_a_law_that_is_nan_is_found_only_where_it_is_needed() -> None:
     logits = torch.zeros(1, 2, 5)
     logits[0, 1] = torch.nan
     laws = Laws(LogitsProcessorList(), History(torch.tensor([[1]]), 9, 0, [row]))
-    said = registry.load("accept", "seeded").ahead(logits, [row], [DraftTree.chain(1, [2])], laws, StreamNoise(1))
+    said = registry.load("accept", "seeded").decide_all_nodes(
+        logits, [row], [DraftTree.chain(1, [2])], laws, StreamNoise(1)
+    )
     assert said[0][0] >= 0 and said[0][1] == -1

@@ -49,12 +49,13 @@ def blocks(document: str, text: str) -> Iterator[Block]:
 BLOCKS = [block for path in docs.DOCUMENTS for block in blocks(str(path.relative_to(ROOT)), path.read_text("utf-8"))]
 
 
-DRAFTERS = [block for block in BLOCKS if block.kind == PYTHON and block.document == "CONTRIBUTING.md"]
+METHODS = [block for block in BLOCKS if block.kind == PYTHON and block.document == "CONTRIBUTING.md"]
+DRAFTER, *OWN_RULES = METHODS
 
 
 def of_kind(kind: str) -> Any:
     """Blocks of a kind as parameters of a test, but for files of their own."""
-    found = [block for block in BLOCKS if block.kind == kind and block not in DRAFTERS]
+    found = [block for block in BLOCKS if block.kind == kind and block not in METHODS]
     return pytest.mark.parametrize("block", [pytest.param(b, id=f"{b.document}:{b.line}") for b in found])
 
 
@@ -102,24 +103,45 @@ def test_the_first_snippet_of_the_readme_is_complete() -> None:
     exec(compile(block.text, block.document, "exec"), {})
 
 
-def test_the_drafter_of_contributing_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = DRAFTERS
-    path = tmp_path / "my_idea.py"
+def imported(block: Block, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A block as a module."""
+    path = tmp_path / f"{name}.py"
     path.write_text(block.text)
-    spec = importlib.util.spec_from_file_location("my_idea", path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "my_idea", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     monkeypatch.syspath_prepend(str(tmp_path))
-    knobs = inspect.signature(declared("my_idea").knobs).parameters
-    assert list(knobs) == list(inspect.signature(module.MyIdea).parameters)
-    assert all(re.search(rf"{knob}:.*# \w+", block.text) for knob in knobs), "knobs are explained"
+    return module
+
+
+def same_text(block: Block, **parts: Any) -> truedraft.Report:
+    """That of the model alone; the report."""
     given = names(block)
-    fast = truedraft.accelerate(given["model"], given["tokenizer"], draft=module.MyIdea(), control="fixed")
+    fast = truedraft.accelerate(given["model"], given["tokenizer"], control="fixed", **parts)
     settings = dict(max_new_tokens=24, do_sample=False)
     assert fast.generate(**given["inputs"], **settings).equal(given["model"].generate(**given["inputs"], **settings))
-    assert fast.report().drafter == "my-idea" and fast.report().acceptance_rate is not None
+    return fast.report()
+
+
+def test_the_drafter_of_contributing_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = imported(DRAFTER, "my_idea", tmp_path, monkeypatch)
+    knobs = inspect.signature(declared("my_idea").knobs).parameters
+    assert list(knobs) == list(inspect.signature(module.MyIdea).parameters)
+    assert all(re.search(rf"{knob}:.*# \w+", DRAFTER.text) for knob in knobs), "knobs are explained"
+    report = same_text(DRAFTER, draft=module.MyIdea())
+    assert report.drafter == "my-idea" and report.acceptance_rate is not None
+
+
+@pytest.mark.parametrize(("block", "name"), zip(OWN_RULES, ("MyRule", "MyNodeRule"), strict=True))
+def test_the_rules_of_contributing_accept(
+    block: Block, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = imported(block, name, tmp_path, monkeypatch)
+    assert declared(name).presets == {}
+    report = same_text(block, rule=getattr(module, name)())
+    assert report.rule == name and report.guarantee == "tokens" and report.mean_acceptance_length > 1.1
 
 
 def lines(text: str) -> list[list[str]]:

@@ -17,7 +17,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList as Cr
 
 from scripted import END, PAD, Alongside, Likeliest, Plain, Pruning, RandomDrafts, Target, V, next_token
 from truedraft import DraftTree
-from truedraft.accept._base import Rule
+from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
+from truedraft.accept._verification import Verification
 from truedraft.accept.greedy import Greedy
 from truedraft.chance import Replay
 from truedraft.engine import Engine
@@ -25,7 +26,7 @@ from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass, Stopwatch
 from truedraft.stopping import Stops
-from truedraft.tree import Prompt, Row, Taps
+from truedraft.tree import Accepted, Prompt, Row, Taps
 
 ROOM, SEEDS = 9, 12
 EARLY = 3  # tokens of the first row, where rows go in step
@@ -285,8 +286,11 @@ def test_chance_is_told_how_far_rows_are() -> None:
         assert setting.chance.at == most and setting.chance.behind == behind
 
 
-class Dressing(Likeliest):
+class Probing(Likeliest, ProbingRule):
     """Hangs a probe below every root, and looks at every pass."""
+
+    def extra_probes(self, width: int) -> int:
+        return 1
 
     def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return [
@@ -294,31 +298,38 @@ class Dressing(Likeliest):
             for tree in trees
         ]
 
-    def see(self, scores: Any, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
-        self.seen = [*getattr(self, "seen", ()), ([row.index for row in rows], scores, list(trees))]
+    def verify(self, pass_: Verification) -> list[Accepted]:
+        self.seen = [*getattr(self, "seen", ()), pass_]
+        return super().verify(pass_)
 
 
-def test_a_rule_adds_what_it_reads_and_sees_every_pass() -> None:
-    rule = Dressing()
+def test_a_rule_adds_what_it_reads_and_verifies_every_pass() -> None:
+    rule = Probing()
     setting = Setting(5, rule=rule)
     setting.decode()
     assert setting.found() == setting.expected()
-    for (rows, trees, _), (mine, scores, same) in zip(setting.drafter.seen, rule.seen, strict=True):
-        assert rows == mine and trees == same and scores.logits.shape[1] == max(map(len, trees))
+    request = setting.request
+    for (rows, trees, accepted), pass_ in zip(setting.drafter.seen, rule.seen, strict=True):
+        assert rows == [row.index for row in pass_.rows] and trees == pass_.trees and len(accepted) == len(rows)
+        assert pass_.scores.logits.shape[1] == max(map(len, trees)) and pass_.tokens is None
+        assert (pass_.laws, pass_.stops, pass_.chance) == (request.laws, request.stops, request.chance)
     for _, trees, _ in setting.drafter.seen[1:]:
         assert all(len(tree) - 1 in tree.probes for tree in trees)
 
 
-class Foreseeing(Likeliest):
-    """Knows each token before the walk, and by what it was asked for it."""
+class Deciding(Likeliest, ArgmaxRule):
+    """Decides all nodes at once, and by what it was given for it."""
 
-    def ahead(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> list[list[int]]:
+    def decide_all_nodes(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> list[list[int]]:
         self.given = ([row.index for row in rows], len(trees), laws, chance)
         return logits.argmax(-1).tolist()
 
+    def keys(self, scores: Tensor, chance: Any) -> Tensor:
+        return scores
 
-def test_a_rule_that_knows_every_token_is_not_asked_again() -> None:
-    rule = Foreseeing()
+
+def test_a_rule_that_decides_all_nodes_is_not_asked_again() -> None:
+    rule = Deciding()
     setting = Setting(4, rule=rule, rows=1)
     setting.decode()
     assert setting.found() == setting.expected() and rule.asked == []
@@ -405,11 +416,12 @@ class Showing(Likeliest):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shown: list[tuple[list[Row], list[DraftTree], list[int]]] = []
+        self.shown: list[tuple[list[Row], list[DraftTree]]] = []
 
-    def observe(self, rows: Any, trees: Any, scores: Any, accepted: Any) -> None:
-        assert len(rows) == len(trees) == len(scores.logits) == len(accepted)
-        self.shown.append((list(rows), list(trees), [len(one.path) for one in accepted]))
+    def verify(self, pass_: Verification) -> list[Accepted]:
+        assert len(pass_.rows) == len(pass_.trees) == len(pass_.scores.logits)
+        self.shown.append((list(pass_.rows), list(pass_.trees)))
+        return super().verify(pass_)
 
 
 def beside_each_other(seed: int) -> tuple[Engine, list[Setting], list[int]]:
@@ -443,7 +455,7 @@ def test_requests_run_beside_each_other() -> None:
             )
         assert settings[0].target.slots == [] and engine.rows == []
         rule: Any = settings[0].rule
-        for (rows, trees, _), (mine, same, _) in zip(rule.shown, settings[0].drafter.seen, strict=True):
+        for (rows, trees), (mine, same, _) in zip(rule.shown, settings[0].drafter.seen, strict=True):
             assert [row.index for row in rows] == mine and all(a is b for a, b in zip(trees, same, strict=True))
     assert most == 6
 

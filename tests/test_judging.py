@@ -20,12 +20,18 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
 )
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import truedraft.accept
 from truedraft import Refused, registry
-from truedraft.accept._base import Candidates, Rule, first_children, walk
+from truedraft.accept._base import ArgmaxRule, Rule
 from truedraft.accept._rounds import as_law, in_order
+from truedraft.accept._verification import Candidates, Verification, first_children
 from truedraft.accept.block import _judged
 from truedraft.chance import Chance, Replay, StreamNoise, outcomes
 from truedraft.sampling import History, Laws
@@ -60,8 +66,8 @@ def emitted(
     laws = Laws(LogitsProcessorList(processors), history)
     stops = Stops(StoppingCriteriaList([MaxLengthCriteria(rows[0].prompt + ROOM)]), history, laws)
     before = [len(row.tokens) for row in rows]
-    known = rule.ahead(logits, rows, trees, laws, chance)
-    walk(rows, trees, Scores(logits, {}, [0] * len(rows)), known, laws, rule, stops, chance, 0)
+    tokens = rule.decide_all_nodes(logits, rows, trees, laws, chance) if isinstance(rule, ArgmaxRule) else None
+    rule.verify(Verification(rows, trees, Scores(logits, {}, [0] * len(rows)), laws, stops, chance, 0, tokens))
     return [tuple(row.tokens[n:]) for row, n in zip(rows, before, strict=True)]
 
 
@@ -210,23 +216,24 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
     found: list[dict[int, float]] = [{}, {}]
 
     def once(chance: Replay) -> list[tuple[int, ...]]:
-        rows = [Row(i, list(tokens), 1, ROOM) for i, tokens in enumerate(starts)]
-        rows[1].end = 1
-        trees = [chain(1)(chance, rows[0]), DraftTree.chain(0, [1, 1]), certain(1)(chance, rows[2])]
-        history = History(torch.zeros(3, 1), ROOM, 0, rows)
+        rows = [Row(i, list(tokens), len(tokens), ROOM) for i, tokens in enumerate(starts)]
+        rows[1].end = 2
+        trees = [chain(1)(chance, rows[0]), DraftTree.chain(0, [0, 0]), certain(1)(chance, rows[2])]
+        history = History(torch.zeros(3, 2), ROOM, 0, rows)
         laws = Laws(LogitsProcessorList(), history)
-        prefixes = [
-            (*row.tokens, *tree.tokens[1 : n + 1]) for row, tree in zip(rows, trees, strict=True) for n in range(3)
-        ]
-        logits = torch.stack([law("target", prefix).log() for prefix in prefixes]).view(3, 3, V)
+        stops = Stops(
+            StoppingCriteriaList([MaxLengthCriteria(2 + ROOM), EosTokenCriteria(V), Together()]), history, laws
+        )
+        assert stops.lockstep and stops.pads
+        logits = torch.zeros(3, 3, V, dtype=torch.float64)
+        for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            for node in range(len(tree)):
+                logits[b, node] = law("target", (*row.tokens, *tree.tokens[1 : node + 1])).log()
         noted = Picking(chance)
-        judge.ahead(logits, rows, trees, laws, noted)
-        assert 1 not in noted.flipped
-        candidates = [
-            Candidates((tree.tokens[1],), tree.draws, None if tree.dist is None else tree.dist[0]) for tree in trees
-        ]
-        first, third = (judge.choose(logits[[i], 0], [candidates[i]], [rows[i]], chance)[0] for i in (0, 2))
-        return [(first,), (third,)]
+        judge.verify(Verification(rows, trees, Scores(logits, {}, [0] * 3), laws, stops, noted, 0))
+        assert 1 not in noted.flipped and rows[1].tokens[2:] == [0] * len(rows[0].tokens[1:])
+        assert len({row.step for row in rows}) == 1, "as far as the shortest of them"
+        return [(rows[0].tokens[1],), (rows[2].tokens[2],)]
 
     for texts, probability in outcomes(once):
         for counts, (token,) in zip(found, texts, strict=True):
@@ -269,6 +276,13 @@ def test_a_mass_too_small_to_be_added_to_one_is_a_mass() -> None:
     assert _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))[0] == 2
 
 
+class Together(StoppingCriteria):
+    """A criterion of one's own: rows go in lockstep."""
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 class Stranger(LogitsProcessor):
     pass
 
@@ -280,8 +294,8 @@ def test_a_block_refuses_processors_that_it_cannot_look_behind() -> None:
         "or look across rows: use rule='rejection'$"
     )
     with pytest.raises(Refused, match=sentence):
-        judge.ready(Laws(LogitsProcessorList([Stranger()]), history))
-    judge.ready(Laws(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), history))
+        judge.begin_call(Laws(LogitsProcessorList([Stranger()]), history))
+    judge.begin_call(Laws(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), history))
 
 
 # one node: how often drafts are kept
@@ -543,15 +557,15 @@ def test_seeded_knows_every_node_where_its_noise_is_known() -> None:
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
     for laws, scale in ((Laws(LogitsProcessorList(), history), 1.0), (warped, 2.0)):
         expected = ((scale * logits).softmax(-1) / Known.noise).argmax(-1).tolist()
-        assert judge.ahead(logits, [row], [tree], laws, Known(1)) == expected
-        assert judge.ahead(logits, [row], [tree], laws, StreamNoise(1)) is None
+        assert judge.decide_all_nodes(logits, [row], [tree], laws, Known(1)) == expected
+        assert judge.decide_all_nodes(logits, [row], [tree], laws, StreamNoise(1)) is None
     logits[0, 1, 2] = torch.nan
-    assert judge.ahead(logits, [row], [tree], warped, Known(1))[0][1] == -1
+    assert judge.decide_all_nodes(logits, [row], [tree], warped, Known(1))[0][1] == -1
     for laws in (
         Laws(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]), history),
         Laws(LogitsProcessorList(), history, keep_scores=True),
     ):
-        assert judge.ahead(logits, [row], [tree], laws, Known(1)) is None
+        assert judge.decide_all_nodes(logits, [row], [tree], laws, Known(1)) is None
 
 
 def test_seeded_draws_as_the_noise_of_a_step_has_it() -> None:
@@ -568,9 +582,11 @@ def test_greedy_is_the_first_likeliest_token() -> None:
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.0], [4.0, 0.5, 0.0]]])
     assert judge.choose(logits[0], [Candidates(()), Candidates(())], [row, row], StreamNoise(1)) == [1, 0]
-    assert judge.ahead(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1)) == [[1, 0]]
+    assert judge.decide_all_nodes(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1)) == [
+        [1, 0]
+    ]
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
-    assert judge.ahead(logits, [row], [tree], warped, StreamNoise(1)) is None
+    assert judge.decide_all_nodes(logits, [row], [tree], warped, StreamNoise(1)) is None
 
 
 def test_the_module_of_rules_has_the_yardstick() -> None:

@@ -162,7 +162,7 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "end of text ignored inside a draft": (faults.DEAF_TO_EOS, text_with_eos),
     "stale penalty history": (faults.STALE_HISTORY, text(repetition_penalty=1.8)),
     "noise tied to the draws made": (faults.noise_per_draw, text("seeded")),
-    "second-best token": (replaced(Greedy, "ahead", second_best), text()),
+    "second-best token": (replaced(Greedy, "decide_all_nodes", second_best), text()),
     "unverified drafts accepted": (faults.ACCEPTED_UNSEEN, text()),
     "a new row's KV over a running row's": (unchecked(prompts_in_the_first_slot), arrivals),
     "another row's noise": (noise_of_the_latest, arrivals),

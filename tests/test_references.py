@@ -20,7 +20,7 @@ from truedraft.stores.references import PIECE, References, Text
 from truedraft.tree import Row
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-COPYING = [n for n in registry.names("drafters") if registry.method("drafters", n).takes_references]
+COPYING = [n for n in registry.names("drafters") if registry.method("drafters", n).takes_references is True]
 
 
 def answer() -> tuple[dict[str, torch.Tensor], list[int]]:

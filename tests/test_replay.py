@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -123,7 +123,7 @@ class Memory(Drafter):
     """Drafts what followed its last token in rows that ended."""
 
     card = Card(paper="none", idea="For tests.", family="test")
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     followed: dict[int, list[int]] = field(default_factory=dict)
     given: list[Any] = field(default_factory=list)
 

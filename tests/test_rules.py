@@ -15,14 +15,15 @@ from matrix import SPELT
 from models import ragged, sibling, tiny
 from truedraft import registry
 from truedraft.accept import optimal_acceptance
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import AttributingRule, NodeRule
+from truedraft.accept._verification import Candidates, TargetProbs
 from truedraft.chance import PositionNoise, Replay, StreamNoise, likeliest, outcomes
 from truedraft.sampling import History, Laws
 from truedraft.tree import DraftTree, Draws, Prompt, Row
 
 SIZE = 4
 BY_LAW = [n for n in registry.names("accept") if registry.method("accept", n).guarantee == "distribution"]
-BY_NODE = [n for n in BY_LAW if "ahead" not in vars(registry.method("accept", n))]
+BY_NODE = [n for n in BY_LAW if issubclass(registry.method("accept", n), NodeRule)]
 LAWS = {
     "alike": ([0.5, 0.2, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]),
     "equal": ([0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]),
@@ -141,25 +142,17 @@ def _block(p: list[Tensor], q: list[Tensor], rule: str) -> tuple[dict[tuple[int,
     p, q: laws of the next token where the prefix makes no difference.
     """
     judge = registry.load("accept", rule)
-    laws, row = torch.stack([law.log() for law in p])[None], Row(0, [1], 1, 9)
+    laws, row = torch.stack([law.log() for law in p]), Row(0, [1], 1, 9)
     said: dict[tuple[int, ...], float] = {}
     mean = 0.0
 
     def once(chance: Replay) -> tuple[int, ...]:
-        row.tokens = [1]
         (one,), (two,) = chance.draw(q[0], row), chance.draw(q[1], row)
         tree = DraftTree((1, one, two), (-1, 0, 1), (q[0], q[1], None), draws="one")
-        history = History(torch.tensor([[1]]), 9, 0, [row])
-        judge.ahead(laws, [row], [tree], Laws(LogitsProcessorList(), history), chance)
-        node = 0
-        while True:
-            offer = Candidates(tree.tokens[node + 1 : node + 2], "one", tree.dist[node])  # type: ignore[index]
-            (token,) = judge.choose(laws[:, node], [offer], [row], chance)
-            row.tokens.append(token)
-            child = tree.child(node, token)
-            if child is None:
-                return tuple(row.tokens[1:])
-            node = child
+        probs = TargetProbs(row, tree, laws, Laws(LogitsProcessorList(), History(torch.tensor([[1]]), 9, 0, [row])))
+        path, token = judge.accept(tree, probs, row, chance)
+        assert row.tokens == [1], "what is accepted is not emitted yet"
+        return *(tree.tokens[node] for node in path[1:]), token
 
     for tokens, probability in outcomes(once):
         mean += probability * len(tokens)
@@ -218,7 +211,7 @@ def test_lenience_says_no_token_too_often(laws: str) -> None:
     assert kept[0.5] >= kept[1.0] - 1e-9
 
 
-def _once(judge: Rule, p: Tensor, q: Tensor, row: Row, chance: Replay) -> tuple[int, bool]:
+def _once(judge: NodeRule, p: Tensor, q: Tensor, row: Row, chance: Replay) -> tuple[int, bool]:
     offered = Candidates(tuple(chance.draw(q, row)), "one", q)
     (token,) = judge.choose(p.log()[None], [offered], [row], chance)
     return token, token in offered.tokens
@@ -232,32 +225,48 @@ def test_a_lossy_rule_is_asked_for_and_says_so(name: str) -> None:
     fast = truedraft.accelerate(model, SPELT, draft=sibling(model), rule=f"lossy/{name}", control="fixed")
     rule = fast.rule
     assert rule is not None
-    texts = {"references": [[*range(3, 30)]]} if rule.takes_references else {}
+    texts = {"references": [[*range(3, 30)]]} if isinstance(rule, AttributingRule) else {}
     fast.generate(**ragged(model, 3), max_new_tokens=20, do_sample=rule.samples, **texts)
     assert fast.report().guarantee == "none" and "lossy" in str(fast.report())
 
 
 @pytest.mark.parametrize("runtime", ["stock", "auto"])
 def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
-    """What is read at the probes is what a plain forward says behind the draft, the prompt, and the draft so far."""
-    model = tiny("llama", torch.float32)
+    """The token at each node is the likeliest of two plain forwards mixed: the row's, and one behind the draft, the
+    prompt and the draft so far."""
+    model, share = tiny("llama", torch.float32), 0.5
     target = truedraft.accelerate(model, runtime=runtime).target
-    rule = registry.load("accept.lossy", "reflective", prompt="abc")
-    row, chain = Row(0, [3, 1, 4], 3, 9), DraftTree((4, 7, 8, 9, 7), (-1, 0, 1, 2, 0))
-    laws = Laws(LogitsProcessorList(), History(torch.tensor([[3, 1, 4]]), 9, 0, [row]))
-    rule.read(SPELT)
-    (tree,) = rule.add_probes([chain])
-    assert tree.drafted == 4 and len(tree) == 5 + 3 + 2 <= 5 + rule.extra(4)
-    target.reserve(1, 30)
-    target.prefill([Prompt(torch.tensor([3, 1, 4]))])
-    rule.ahead(target.score([tree]).logits, [row], [tree], laws, Replay([]))
-    target.cache = None
-    asked = [3, 1, 4, 7, 8, 9, *SPELT("abc")["input_ids"]]
-    for depth, token in enumerate((7, 8, 9)):
+    rule = registry.load("accept.lossy", "reflective", prompt="abc", share=share)
+    rule.bind(model, SPELT)
+
+    def plain(*tokens: int) -> Tensor:
         with torch.no_grad():
-            plain = model(torch.tensor([asked + [7, 8, 9][:depth]])).logits[0, -1]
-        drafted, look = rule._seen[0, depth]
-        assert drafted == token and torch.allclose(look, plain, atol=1e-4)
+            return model(torch.tensor([[3, 1, 4, *tokens]])).logits[0, -1].softmax(-1)
+
+    row, prompt = Row(0, [3, 1, 4], 3, 9), SPELT("abc")["input_ids"]
+    laws = Laws(LogitsProcessorList(), History(torch.tensor([[3, 1, 4]]), 9, 0, [row]))
+    target.reserve(1, 30)
+    first, kept, otherwise = [plain()], [], 0
+    for token in range(model.config.vocab_size):
+        draft = (token, 8, 9)
+        agrees = int(torch.lerp(first[0], plain(*draft, *prompt), share).argmax()) == token
+        if not agrees and token > 3:
+            continue
+        first[1:] = [plain(*draft[:depth]) for depth in (1, 2, 3)]
+        second = [plain(*draft, *prompt, *draft[:depth]) for depth in range(3)]
+        mixed = [torch.lerp(a, b, share) for a, b in zip(first, second, strict=False)] + first[3:]
+        expected = [int(law.argmax()) for law in mixed]
+        otherwise += expected != [int(law.argmax()) for law in first]
+        (tree,) = rule.add_probes([DraftTree((4, *draft, 0), (-1, 0, 1, 2, 3), probes=frozenset({4}))])
+        assert tree.drafted == 3 and len(tree) == 5 + len(prompt) + 2 <= 5 + rule.extra_probes(3)
+        target.prefill([Prompt(torch.tensor([3, 1, 4]))])
+        scores = target.score([tree])
+        target.release(0)
+        path, found = rule.accept(tree, TargetProbs(row, tree, scores.logits[0], laws), row, Replay([]))
+        kept.append(next((i for i in range(3) if draft[i] != expected[i]), 3))
+        assert (path, found) == (list(range(kept[-1] + 1)), expected[kept[-1]])
+    target.cache = None
+    assert otherwise and len(set(kept)) > 1, "a second look changed what is kept"
 
 
 def test_a_share_of_nothing_is_greedy() -> None:

@@ -22,7 +22,6 @@ from truedraft.accept.greedy import Greedy
 from truedraft.audit.tokens import noise_of
 from truedraft.bench.compare import compare, transformers_side, truedraft_side
 from truedraft.bench.workloads import Item, Workload
-from truedraft.chance import Replay
 from truedraft.cli import main
 from truedraft.tree import Accepted, Row, Scores
 
@@ -61,23 +60,17 @@ def drafters(answers: dict[int, list[int]]) -> dict[str, Any]:
 
 
 class Largest(Greedy):
-    """A rule that notes what it is shown. known: whether it decides all nodes at once."""
-
-    known = True
+    """A rule that notes what it is asked to choose."""
 
     def __init__(self) -> None:
         self.chosen: list[Any] = []
-        self.observed: list[Any] = []
 
     def choose(self, scores: Tensor, candidates: Any, rows: Any, chance: Any) -> list[int]:
         self.chosen.append((candidates, rows))
         return scores.argmax(-1).tolist()
 
-    def ahead(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> Any:
-        return logits.argmax(-1).tolist() if self.known else None
-
-    def observe(self, *seen: Any) -> None:
-        self.observed.append(seen)
+    def decide_all_nodes(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> Any:
+        return logits.argmax(-1).tolist()
 
 
 RAW: Any = SimpleNamespace(gain=1.0, again=lambda row, logits: logits)
@@ -86,8 +79,12 @@ RAW: Any = SimpleNamespace(gain=1.0, again=lambda row, logits: logits)
 def seen_by(held: Any, logits: Tensor, paths: Any, rows: Any) -> None:
     """One pass over nodes (rows, nodes, V) of which the paths are accepted."""
     accepted = [Accepted(tuple(path), 0, row.ended) for path, row in zip(paths, rows, strict=True)]
-    held.ahead(logits, rows, [], RAW, Replay([]))
-    held.observe(rows, ["trees"], Scores(logits, {}, [0] * len(rows)), accepted)
+    tokens = held.decide_all_nodes(logits, rows, [], RAW, None)
+    given: Any = SimpleNamespace(
+        rows=rows, scores=Scores(logits, {}, [0] * len(rows)), chance=None, tokens=tokens,
+        followed=lambda found: accepted if found is tokens else None,
+    )  # fmt: skip
+    assert held.verify(given) == accepted
 
 
 def node(best: float, second: float) -> list[float]:
@@ -113,8 +110,6 @@ def test_the_share_is_that_of_the_accepted_nodes() -> None:
         assert held.rate is None
         seen_by(held, logits, paths, rows)
         assert held.rate == pytest.approx(expected), paths
-        assert held.inner.observed[0][:2] == (rows, ["trees"]) and held.inner.observed[0][2].logits is logits
-        assert [one.path for one in held.inner.observed[0][3]] == [tuple(path) for path in paths]
         assert held.inner.chosen == []
     exact: Any = NearTies(Largest(), RAW, noise=0.0)
     seen_by(exact, torch.tensor([[node(1.0, 1.0), far]]), [[0, 1]], [going])
@@ -130,7 +125,7 @@ def test_rows_that_are_judged_token_by_token_are_counted_too() -> None:
         assert held.rate == expected and held.inner.chosen == [(["a", "b"], rows)]
     rule = Largest()
     again: Any = NearTies(rule, RAW, noise=0.25, again=lambda row: torch.tensor(node(0.0, 5.0)))
-    assert again.ahead(scores[None], [going], [], RAW, None) is None, "each is chosen by itself"
+    assert again.decide_all_nodes(scores[None], [going], [], RAW, None) is None, "each is chosen by itself"
     assert again.choose(scores, ["a", "b"], [going, going], None) == [3, 1]
     assert rule.chosen[1] == (["b"], [going])
 

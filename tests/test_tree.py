@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined, shape_of
+from truedraft import tree as trees
+from truedraft.drafters._trees import grafted, placed
+from truedraft.drafters._trust import Trust
+from truedraft.stores import union as unions
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, by_node, joined, shape_of
 
 TREES = 60
 
@@ -25,9 +30,9 @@ def random_tree(seed: int, probes: bool = True) -> DraftTree:
             marked.add(i)
     laws = tuple(torch.full((3,), float(i)) if rng.random() < 0.7 else None for i in range(n))
     tokens = tuple(rng.randrange(4) for _ in range(n))
-    return DraftTree(
-        tokens, tuple(parent), laws, frozenset(marked), "independent", tuple(i / 20 for i in range(20, 20 - n, -1))
-    )
+    embeds = {i: torch.full((2,), float(i)) for i in marked if rng.random() < 0.6}
+    confidence = tuple(i / 20 for i in range(20, 20 - n, -1))
+    return DraftTree(tokens, tuple(parent), laws, frozenset(marked), "independent", confidence, embeds)
 
 
 def ancestors(tree: DraftTree, node: int) -> list[int]:
@@ -35,6 +40,30 @@ def ancestors(tree: DraftTree, node: int) -> list[int]:
     while tree.parent[found[-1]] >= 0:
         found.append(tree.parent[found[-1]])
     return found[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Named(DraftTree):
+    """A tree with a field of nodes and one of the whole besides."""
+
+    names: tuple[str, ...] = field(default=(), metadata=by_node(lambda names, nodes: tuple(names[i] for i in nodes)))
+    title: str = ""
+
+
+def test_every_field_is_carried() -> None:
+    """Those that say something of nodes are picked with them, all others stay; a field that does neither fails."""
+    of_tree = {"draws", "title"}
+    assert {f.name for f in fields(Named) if "select" not in f.metadata} == of_tree
+    for seed in range(TREES):
+        plain = random_tree(seed)
+        given = {f.name: getattr(plain, f.name) for f in fields(plain)}
+        tree = Named(**given, names=tuple(f"n{i}" for i in range(len(plain))), title="a tree")
+        for kept in (tree.cut(3), tree.bare(), tree.drafting(2), tree.shallow(1)):
+            assert isinstance(kept, Named) and kept.title == "a tree"
+            nodes = [int(name[1:]) for name in kept.names]
+            same_nodes(kept, tree, nodes)
+            changed = replace(kept, confidence=None)
+            assert (changed.names, changed.embeds, changed.probes) == (kept.names, kept.embeds, kept.probes)
 
 
 def same_nodes(kept: DraftTree, tree: DraftTree, nodes: list[int]) -> None:
@@ -45,6 +74,8 @@ def same_nodes(kept: DraftTree, tree: DraftTree, nodes: list[int]) -> None:
     assert kept.probes == frozenset(nodes.index(i) for i in tree.probes if i in nodes)
     assert kept.dist is not None and tree.dist is not None
     assert all(a is tree.dist[i] for a, i in zip(kept.dist, nodes, strict=True))
+    assert kept.embeds.keys() == {nodes.index(i) for i in tree.embeds if i in nodes}
+    assert all(vector is tree.embeds[nodes[i]] for i, vector in kept.embeds.items())
     assert kept.confidence == tuple(tree.confidence[i] for i in nodes)  # type: ignore[index]
 
 
@@ -190,3 +221,43 @@ def test_scores_of_parts_are_joined_and_taken_apart() -> None:
         assert all(
             [h is whole.hidden[layer][i] for h, i in zip(some.hidden[layer], places, strict=True)] for layer in (1, 4)
         )
+
+
+@pytest.mark.parametrize("seed", range(TREES))
+def test_probes_hang_behind_the_nodes_that_there_are(seed: int) -> None:
+    tree = random_tree(seed)
+    n, vector = len(tree), torch.zeros(2)
+    more = tree.with_probes((7, 8, 9), (0, n, n - 1), {1: vector})
+    same_nodes(more.cut(n), tree, list(range(n)))
+    assert more.tokens[n:] == (7, 8, 9) and more.parent[n:] == (0, n, n - 1) and more.probes >= {n, n + 1, n + 2}
+    assert more.embeds[n + 1] is vector and more.dist is not None and more.dist[n:] == (None,) * 3
+
+
+def test_embeddings_are_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "CHECKS", False)
+    tree = DraftTree((1, 2, 3), (-1, 0, 0), probes=frozenset({2}), embeds={1: torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"^embeddings are for probes, \[2\], and nodes \[1\] have one$"):
+        tree.check_embeds()
+    with pytest.raises(ValueError, match="embeddings are for probes"):
+        tree.check()
+    replace(tree, embeds={2: torch.zeros(2)}).check()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_embeddings_stay_with_their_probes_where_drafts_are_joined(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(unions, "compiled", lambda: None)
+    row = Row(0, [1], 1, 9)
+    for seed in range(TREES):
+        given = [replace(random_tree(seed + 100 * i), draws="certain", dist=None) for i in range(2)]
+        given = [replace(tree, tokens=(1, *tree.tokens[1:])) for tree in given]
+        known = {id(vector): (tree, i) for tree in given for i, vector in tree.embeds.items()}
+        whole = unions.union(given, 99).tree
+        for made in (whole, grafted(given[0], 0, given[1]), Trust().proposed(row, placed(given[0], 0.5))):
+            made.check()
+            for node, vector in made.embeds.items():
+                tree, i = known[id(vector)]
+                assert [made.tokens[j] for j in made.path(node)] == [tree.tokens[j] for j in tree.path(i)]
+        assert len(whole.embeds) == len(known) and all(token >= 0 for token in whole.tokens)

@@ -14,7 +14,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList as Cr
 
 from scripted import END, PAD, Alongside, Likeliest, Plain, V, next_token, random_draft
 from truedraft import Refused
-from truedraft.accept._base import Candidates, Rule, first_children, walk
+from truedraft.accept._base import ArgmaxRule, AttributingRule, NodeRule, extra_probes
+from truedraft.accept._verification import Candidates, Verification, first_children
 from truedraft.chance import Chance, Replay
 from truedraft.sampling import History, Laws
 from truedraft.stopping import Stops
@@ -63,7 +64,7 @@ def together(rows: Sequence[Plain], trees: Sequence[DraftTree], pads: bool) -> l
 
 
 def accepted(
-    rows: Sequence[Row], trees: Sequence[DraftTree], rule: Rule, known: bool, stops: Stops, laws: Laws
+    rows: Sequence[Row], trees: Sequence[DraftTree], rule: NodeRule, known: bool, stops: Stops, laws: Laws
 ) -> list[Accepted]:
     width = max(map(len, trees))
     logits = torch.full((len(rows), width, V), 0.0)
@@ -71,7 +72,21 @@ def accepted(
     for b, line in enumerate(tokens):
         logits[b, range(len(line)), line] = 1.0
     scores = Scores(logits, {}, [0] * len(rows))
-    return walk(rows, trees, scores, tokens if known else None, laws, rule, stops, Replay([]), PAD)
+    return walk(rows, trees, scores, tokens if known else None, laws, rule, stops)
+
+
+def walk(
+    rows: Sequence[Row],
+    trees: Sequence[DraftTree],
+    scores: Scores,
+    tokens: Sequence[Sequence[int]] | None,
+    laws: Laws,
+    rule: NodeRule,
+    stops: Stops,
+) -> list[Accepted]:
+    """tokens: at every node, where they are known."""
+    pass_ = Verification(rows, trees, scores, laws, stops, Replay([]), PAD, tokens)
+    return rule.verify(pass_) if tokens is None else pass_.followed(tokens)
 
 
 def batch(rng: random.Random, ended: bool, pads: bool) -> list[Row]:
@@ -176,10 +191,8 @@ def test_logits_that_are_not_numbers_are_refused(known: bool) -> None:
     trees = [DraftTree.chain(row.tokens[-1]) for row in rows]
     sentence = r"^the target's logits are NaN: check its weights and dtype \(float16 overflows\)$"
     with pytest.raises(Refused, match=sentence):
-        walk(
-            rows, trees, Scores(logits, {}, [0] * 3), [[0], [-1], [0]] if known else None, laws, Likeliest(), stops,
-            Replay([]), PAD,
-        )  # fmt: skip
+        tokens = [[0], [-1], [0]] if known else None
+        walk(rows, trees, Scores(logits, {}, [0] * 3), tokens, laws, Likeliest(), stops)
     assert len(rows[1].tokens) == rows[1].prompt
 
 
@@ -200,11 +213,9 @@ def test_the_run_of_first_children() -> None:
 
 
 def test_a_rule_needs_nothing_but_to_choose() -> None:
-    rule, trees = Likeliest(), (DraftTree.chain(1, [2]), DraftTree.chain(3))
-    laws, _ = around(rows := [Row(0, [1], 1, ROOM)], False, True)
-    assert rule.extra(7) == 0 and rule.add_probes(trees) == list(trees) and rule.attributions() == ()
-    assert rule.ahead(torch.zeros(1, 1, V), rows, trees[:1], laws, Replay([])) is None
-    assert rule.takes is None and rule.needs == Taps() and not rule.takes_references
+    rule = Likeliest()
+    assert extra_probes(rule, 7) == 0 and rule.takes is None and rule.needs == Taps()
+    assert not isinstance(rule, ArgmaxRule | AttributingRule)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -215,4 +226,4 @@ def test_every_row_has_a_tree(known: bool, lockstep: bool) -> None:
     trees = [DraftTree.chain(row.tokens[-1]) for row in rows]
     scores, tokens = Scores(torch.zeros(3, 1, V), {}, [0] * 3), [[0], [0], [0]] if known else None
     with pytest.raises((ValueError, IndexError)):
-        walk(rows, trees[:2], scores, tokens, laws, Likeliest(), stops, Replay([]), PAD)
+        walk(rows, trees[:2], scores, tokens, laws, Likeliest(), stops)

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry, reports
-from truedraft.accept._base import Rule
+from truedraft.accept._base import AttributingRule, Rule, extra_probes
 from truedraft.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
 from truedraft.chance import Chance
 from truedraft.continuous import ContinuousEngine
@@ -229,7 +229,7 @@ class Accelerated(StandIn):
         rule = rule_for(self.rule, bool(generation_config.do_sample), drafter)
 
         def reserve(rows: int, tokens: int) -> None:
-            self.target.reserve(rows, tokens + drafter.width + rule.extra(drafter.width))
+            self.target.reserve(rows, tokens + drafter.width + extra_probes(rule, drafter.width))
 
         request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, reserve)
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
@@ -268,8 +268,7 @@ class Accelerated(StandIn):
             return self._assistant(assistant, config)
         if (length := config.prompt_lookup_num_tokens) is not None:
             return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
-        takers = (self.drafter, self.rule)
-        if references is None or any(taker is not None and taker.takes_references for taker in takers):
+        if references is None or self.drafter.takes_references or isinstance(self.rule, AttributingRule):
             return self.drafter
         name = name_of(self.drafter)
         raise Refused(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
-from truedraft.accept._base import Rule
+from truedraft.accept._base import Rule, extra_probes
 from truedraft.arguments import Document, check_arguments, check_settings, with_stop_strings
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
@@ -173,7 +173,7 @@ class ContinuousEngine:
             judge = rule_for(self._judge(rule), bool(generation_config.do_sample), drafter)
 
             def check(rows: int, tokens: int) -> None:
-                self._check(tokens, drafter.width + judge.extra(drafter.width))
+                self._check(tokens, drafter.width + extra_probes(judge, drafter.width))
 
             request = request_of(prepared, call, target, self.tokenizer, drafter, judge, "keep", check)
             report = reports.begun(target, drafter, judge, engine.control, {"all": 0.0})
@@ -255,7 +255,7 @@ class ContinuousEngine:
             )
 
     def _judge(self, rule: str | Rule | None) -> Rule | None:
-        """A rule of a request's own: some keep what they saw of the pass under way."""
+        """A rule of a request's own: some keep what they found in the request's text."""
         given = self._rule if rule is None else rule
         if given is None or isinstance(given, str):
             return None if given is None else part(given, "accept", Rule)

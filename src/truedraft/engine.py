@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from truedraft.accept._base import walk
+from truedraft.accept._verification import Verification
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.request import Request
@@ -143,9 +143,7 @@ class Engine:
         cohort = self._cohort
         drafts = self._propose(cohort, self._size(cohort))
         kept = _unpicked(drafts, self._prune(cohort, drafts))
-        trees = _each(
-            cohort.requests, lambda r, rows, some: r.rule.add_probes(_padded(r, rows, some)), cohort.rows, kept
-        )
+        trees = _each(cohort.requests, _probed, cohort.rows, kept)
         return cohort, trees, self._score(trees)
 
     def _proposed(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
@@ -157,9 +155,11 @@ class Engine:
         accepted: list[Accepted | None] = [None] * len(trees)
         for request, places in cohort.requests:
             rows, drafts, own = _of(cohort.rows, places), _of(trees, places), scores.of(places)
-            known = self._decide(request, rows, drafts, own)
-            found = walk(
-                rows, drafts, own, known, request.laws, request.rule, request.stops, request.chance, request.history.pad
+            tokens = self._decide(request, rows, drafts, own)
+            found = request.rule.verify(
+                Verification(
+                    rows, drafts, own, request.laws, request.stops, request.chance, request.history.pad, tokens
+                )
             )
             request.chance.reached(max(row.step for row in rows))
             for place, one in zip(places, found, strict=True):
@@ -169,12 +169,14 @@ class Engine:
     def _decided(
         self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
     ) -> Sequence[Sequence[int]] | None:
-        """What the rule says at every node, if it knows already; here the host waits for the pass, as part of it."""
-        request.rule.see(scores, rows, trees)
-        known = request.rule.ahead(scores.logits, rows, trees, request.laws, request.chance)
-        if known is None:
+        """The rule's token at every node, where it decides them at once; here the host waits for the pass, as part
+        of it."""
+        rule, tokens = request.argmax, None
+        if rule is not None:
+            tokens = rule.decide_all_nodes(scores.logits, rows, trees, request.laws, request.chance)
+        if tokens is None:
             self.target.wait()
-        return known
+        return tokens
 
     def _control(self, drafter: Drafter) -> Control:
         """That of a drafter's rows: each learns how often the drafts of its own are right."""
@@ -268,18 +270,23 @@ def _begun(cohort: Cohort) -> None:
 
 
 def _observed(cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]) -> None:
-    """Show drafters and rules the pass as it was."""
+    """Show drafters the pass as it was."""
     for drafter, places in cohort.drafters:
         drafter.observe(_of(cohort.rows, places), _of(trees, places), scores.of(places), _of(accepted, places))
-    for request, places in cohort.requests:
-        request.rule.observe(_of(cohort.rows, places), _of(trees, places), scores.of(places), _of(accepted, places))
 
 
 def _fitted(row: Row, tree: DraftTree) -> DraftTree:
     """A drafter's tree without the nodes that could not be emitted any more."""
     if tree.tokens[0] != row.tokens[-1]:
         raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
+    tree.check_embeds()
     return tree.cut(1 + row.request.drafter.width).shallow(row.room - row.step - 1)
+
+
+def _probed(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
+    """Drafts with what the rule reads besides."""
+    padded = _padded(request, rows, trees)
+    return padded if request.probing is None else request.probing.add_probes(padded)
 
 
 def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from truedraft.accept._base import Rule
+from truedraft.accept._base import ArgmaxRule, Rule
 from truedraft.accept._ties import NearTies
 from truedraft.arguments import (
     behind,
@@ -80,8 +80,7 @@ def request_of(
         Refused: a setting that cannot be honoured exactly, or what does not fit.
     """
     input_ids, config = prepared.input_ids, prepared.config
-    rule.fit(target.model)
-    rule.read(tokenizer)
+    rule.bind(target.model, tokenizer)
     drafter.read(tokenizer)
     prompts = prompts_of(input_ids, prepared.inputs, target.window, call.sources)
     batch, most = len(prompts), max(map(len, prompts))
@@ -104,8 +103,8 @@ def request_of(
     history = History(input_ids, steps, pad, rows)
     returns = prepared.returns
     laws = Laws(prepared.processors, history, returns and config.output_scores, returns and config.output_logits)
-    rule.ready(laws)
+    rule.begin_call(laws)
     stops = Stops(prepared.criteria, history, laws)
     again = reference_of(ties, target, batch, most + steps, laws)
-    counted: Any = NearTies(rule, laws, target.noise, again)
-    return Request(rows, prompts, drafter, counted, laws, stops, chance, history)
+    judge: Any = NearTies(rule, laws, target.noise, again) if isinstance(rule, ArgmaxRule) else rule
+    return Request(rows, prompts, drafter, judge, laws, stops, chance, history)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from truedraft.accept._base import Rule
+from truedraft.accept._base import ArgmaxRule, Rule
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
@@ -18,7 +18,7 @@ def check_ties(ties: str, model: PreTrainedModel, rule: Rule | None) -> None:
         raise Refused(f"ties={ties!r}: give 'keep', or 'recheck' (near-ties scored again as model.generate does)")
     if ties == "recheck" and model.config.is_encoder_decoder:
         raise Refused("ties='recheck' is for decoder language models, and this is an encoder-decoder: leave it out")
-    if ties == "recheck" and rule is not None and rule.guarantee != "tokens":
+    if ties == "recheck" and rule is not None and not (rule.guarantee == "tokens" and isinstance(rule, ArgmaxRule)):
         raise Refused(
             f"ties='recheck' is for rules that give the tokens of model.generate, and {name_of(rule)} does not: "
             "leave one of them out"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from truedraft.accept._base import Rule
+from truedraft.accept._base import AttributingRule, Rule
+from truedraft.accept._ties import NearTies
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
@@ -29,11 +29,13 @@ def begun(target: DecoderTarget, drafter: Drafter, rule: Rule, control: Control,
     return report
 
 
-def ended(report: Report, target: DecoderTarget, rule: Any) -> None:
+def ended(report: Report, target: DecoderTarget, rule: Rule | NearTies) -> None:
     """What is known after the last pass."""
     report.runtime = target.runtime
-    report.attributions = rule.attributions()
-    report.near_ties = rule.rate
+    if isinstance(rule, AttributingRule):
+        report.attributions = rule.attributions()
+    if isinstance(rule, NearTies):
+        report.near_ties = rule.rate
 
 
 def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from truedraft.accept._base import Rule
+from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter
 from truedraft.sampling import History, Laws
@@ -32,8 +32,12 @@ class Request:
     chance: Chance
     history: History
     passes: list[Pass] = field(default_factory=list, init=False)
+    argmax: ArgmaxRule | None = field(init=False)  # the rule, if it may decide all nodes at once
+    probing: ProbingRule | None = field(init=False)  # the rule, if it adds probes
 
     def __post_init__(self) -> None:
+        self.argmax = self.rule if isinstance(self.rule, ArgmaxRule) else None
+        self.probing = self.rule if isinstance(self.rule, ProbingRule) else None
         for row in self.rows:
             row.request = self
 

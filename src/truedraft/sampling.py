@@ -113,11 +113,12 @@ class Laws:
     ):
         self.processors = processors
         self.history = history
+        self.keeps = bool(keep_scores or keep_logits)
         kinds = {type(p) for p in processors}
         batch = history.ids.shape[0]
-        self.lockstep = bool(kinds - ROWWISE) or (batch > 1 and bool(keep_scores or keep_logits))
+        self.lockstep = bool(kinds - ROWWISE) or (batch > 1 and self.keeps)
         self.pointwise = not kinds - POINTWISE
-        self.apart = self.pointwise and not (keep_scores or keep_logits)  # a law is made of its logits, and not kept
+        self.apart = self.pointwise and not self.keeps  # a law is made of its logits, and not kept
         self.raw = self.apart and not kinds
         self.unknown_processors = sorted(k.__name__ for k in kinds - ROWWISE)
         # one (batch, V) tensor per step: where they are kept, every call is for the whole batch

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ Draws = Literal["certain", "one", "independent", "distinct", "last"]
 # or tokens drawn freely from that law, which the rule judges by it.
 Wanted = Literal["likeliest", "noise", "law"]
 
+T = TypeVar("T")
 CHECKS = os.environ.get("TRUEDRAFT_CHECK", "") not in ("", "0")
 
 
@@ -64,6 +65,40 @@ def shape_of(parent: tuple[int, ...]) -> Shape:
     return Shape(parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run), tuple(extras))
 
 
+def _first(nodes: Sequence[int]) -> bool:
+    """Whether some nodes are the first ones, which keep their numbers."""
+    return isinstance(nodes, range)
+
+
+def _entries(values: tuple[T, ...], nodes: Sequence[int]) -> tuple[T, ...]:
+    return values[: len(nodes)] if _first(nodes) else tuple(values[i] for i in nodes)
+
+
+def _parents(parent: tuple[int, ...], nodes: Sequence[int]) -> tuple[int, ...]:
+    if _first(nodes):
+        return parent[: len(nodes)]
+    new = {old: i for i, old in enumerate(nodes)}
+    return tuple(new.get(parent[i], -1) for i in nodes)
+
+
+def _members(members: frozenset[int], nodes: Sequence[int]) -> frozenset[int]:
+    return frozenset(i for i, old in enumerate(nodes) if old in members)
+
+
+def _keyed(values: dict[int, T], nodes: Sequence[int]) -> dict[int, T]:
+    return {i: values[old] for i, old in enumerate(nodes) if old in values}
+
+
+def by_node(select: Callable[[Any, Sequence[int]], Any]) -> dict[str, Any]:
+    """Metadata of a tree's field with values of its nodes. select: (value, some of the nodes) -> the value of these."""
+    return {"select": select}
+
+
+@cache
+def _selections(kind: type) -> tuple[tuple[str, Callable[[Any, Sequence[int]], Any]], ...]:
+    return tuple((f.name, f.metadata["select"]) for f in fields(kind) if "select" in f.metadata)
+
+
 @dataclass(frozen=True, eq=False)
 class DraftTree:
     """The pending token (node 0) and candidate tokens below it. A chain is a tree.
@@ -76,14 +111,17 @@ class DraftTree:
     probes: nodes that are read but never verified (mask tokens, prompt tokens, window entries).
     confidence: (n,) the chance of each node to be right if its parent is, as the drafter has learnt it; None where it
         has not. The root's is 1.
+    embeds: probe -> (H,) the input embedding that is read there in the place of its token's, for probes that are no
+        tokens (trained mask and prompt embeddings).
     """
 
-    tokens: tuple[int, ...]
-    parent: tuple[int, ...]
-    dist: tuple[Tensor | None, ...] | None = None
-    probes: frozenset[int] = field(default_factory=frozenset)
+    tokens: tuple[int, ...] = field(metadata=by_node(_entries))
+    parent: tuple[int, ...] = field(metadata=by_node(_parents))
+    dist: tuple[Tensor | None, ...] | None = field(default=None, metadata=by_node(_entries))
+    probes: frozenset[int] = field(default_factory=frozenset, metadata=by_node(_members))
     draws: Draws = "certain"
-    confidence: tuple[float, ...] | None = None
+    confidence: tuple[float, ...] | None = field(default=None, metadata=by_node(_entries))
+    embeds: dict[int, Tensor] = field(default_factory=dict, metadata=by_node(_keyed))
 
     def __post_init__(self) -> None:
         if CHECKS:
@@ -100,12 +138,20 @@ class DraftTree:
             raise ValueError(f"probes must be nodes below the root, got {sorted(self.probes)} of {n} nodes")
         if any(p in self.probes and i not in self.probes for i, p in enumerate(self.parent)):
             raise ValueError("a verified node cannot hang below a probe")
+        self.check_embeds()
         if (self.dist is None) != (self.draws == "certain"):
             raise ValueError(f"dist belongs to drawn children, and draws is {self.draws!r}")
         if self.dist is not None and len(self.dist) != n:
             raise ValueError(f"dist needs one law per node, got {len(self.dist)} for {n} nodes")
         if self.confidence is not None and (len(self.confidence) != n or not all(0 <= h <= 1 for h in self.confidence)):
             raise ValueError(f"confidence needs one chance per node, got {self.confidence} for {n} nodes")
+
+    def check_embeds(self) -> None:
+        """Raises ValueError where nodes that are to be verified have embeddings: they are tokens."""
+        if self.embeds and not self.embeds.keys() <= self.probes:
+            raise ValueError(
+                f"embeddings are for probes, {sorted(self.probes)}, and nodes {sorted(self.embeds)} have one"
+            )
 
     @classmethod
     def chain(cls, root: int, draft: Iterable[int] = (), confidence: Iterable[float] | None = None) -> DraftTree:
@@ -148,14 +194,7 @@ class DraftTree:
         """The first `nodes` nodes: closed under parents, since parents come first."""
         if nodes >= len(self):
             return self
-        return DraftTree(
-            self.tokens[:nodes],
-            self.parent[:nodes],
-            None if self.dist is None else self.dist[:nodes],
-            frozenset(i for i in self.probes if i < nodes) if self.probes else self.probes,
-            self.draws,
-            None if self.confidence is None else self.confidence[:nodes],
-        )
+        return self._kept(range(nodes))
 
     def bare(self) -> DraftTree:
         """The nodes that stand for verification alone."""
@@ -176,17 +215,29 @@ class DraftTree:
             return self
         return self._kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
 
-    def _kept(self, nodes: Sequence[int]) -> DraftTree:
-        """Some of the nodes; a node whose parent is left out must be left out too."""
-        new = {old: i for i, old in enumerate(nodes)}
-        return DraftTree(
-            tuple(self.tokens[i] for i in nodes),
-            tuple(new.get(self.parent[i], -1) for i in nodes),
-            None if self.dist is None else tuple(self.dist[i] for i in nodes),
-            frozenset(new[i] for i in self.probes if i in new),
-            self.draws,
-            None if self.confidence is None else tuple(self.confidence[i] for i in nodes),
+    def with_probes(
+        self, tokens: Sequence[int], parent: Sequence[int], embeds: Mapping[int, Tensor] | None = None
+    ) -> DraftTree:
+        """The tree with probes behind its nodes.
+
+        parent: of each, among all nodes. embeds: by place among the new probes.
+        """
+        n, more = len(self), len(tokens)
+        return replace(
+            self,
+            tokens=(*self.tokens, *tokens),
+            parent=(*self.parent, *parent),
+            dist=None if self.dist is None else (*self.dist, *[None] * more),
+            probes=self.probes.union(range(n, n + more)),
+            confidence=None if self.confidence is None else (*self.confidence, *[0.0] * more),
+            embeds=self.embeds | {n + i: vector for i, vector in (embeds or {}).items()},
         )
+
+    def _kept(self, nodes: Sequence[int]) -> DraftTree:
+        """Some of the nodes, a range of the first or a list; one whose parent is left out must be left out too."""
+        kind: Any = type(self)
+        values = ((name, getattr(self, name), select) for name, select in _selections(kind))
+        return replace(self, **{name: select(value, nodes) for name, value, select in values if value})
 
 
 @lru_cache(maxsize=1024)
@@ -309,6 +360,10 @@ class Row:
     def step(self) -> int:
         """Tokens emitted so far: the step of `transformers` generate that samples the next one."""
         return len(self.tokens) - self.prompt
+
+    def after(self, tokens: Iterable[int]) -> Row:
+        """A copy of the row as it will stand once it has emitted these tokens."""
+        return replace(self, tokens=[*self.tokens, *tokens])
 
     @property
     def source(self) -> tuple[int, ...]:

@@ -1,55 +1,32 @@
-"""What a rule is, and the walk that applies it to a batch of trees."""
+"""What a rule is."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from truedraft.accept._verification import Candidates, TargetProbs, Verdict, Verification, candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.stats import Attribution
-from truedraft.stopping import Stops
-from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
-
-
-@dataclass
-class Candidates:
-    """What the draft offers below a node.
-
-    tokens: the children's, in the order in which they came about.
-    draws: how they did.
-    dist: (V,) the law that those were drawn from that were drawn; None where none was.
-    """
-
-    tokens: tuple[int, ...]
-    draws: Draws = "certain"
-    dist: Tensor | None = None
-
-    @property
-    def fixed(self) -> int:
-        """How many of the first tokens are certain."""
-        if self.dist is None:
-            return len(self.tokens)
-        return max(len(self.tokens) - 1, 0) if self.draws == "last" else 0
+from truedraft.tree import Accepted, DraftTree, Draws, Row, Taps, Wanted
 
 
 class Rule(ABC):
-    """Says the next token at a node; the draft is accepted as far as it says the same.
+    """Decides how much of a row's draft is kept, and the token behind it.
 
     guarantee: `tokens` (identical to the reference for a given seed), `distribution`, or `none` (lossy: a rule under
         `accept/lossy`, reached by asking for it).
-    samples: whether the rule draws from the law, as `do_sample=True` asks.
+    samples: whether the rule draws from the target's distribution, as `do_sample=True` asks.
     preferred_drafts: the drafts that serve it best.
-    takes: what it can judge; None for whatever is drafted.
+    takes: the kinds of drafts that it can judge; None for all.
     needs: what it asks to see of every pass.
-    takes_references: whether it looks into documents that the caller gives.
     """
 
     card: ClassVar[Card]
@@ -58,161 +35,128 @@ class Rule(ABC):
     preferred_drafts: ClassVar[Wanted]
     takes: ClassVar[frozenset[Draws] | None] = None
     needs: Taps = Taps()
-    takes_references: ClassVar[bool] = False
 
-    def fit(self, model: PreTrainedModel) -> None:
-        """Once it is known whose text it judges.
-
-        Raises:
-            Refused: it cannot judge this model's.
-        """
-
-    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Before a call: texts of its own, in the model's tokens.
+    def bind(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Before a call: the target's model, and its tokenizer where that was given.
 
         Raises:
-            Refused: it needs a tokenizer, or a knob makes no sense.
+            Refused: it cannot judge this model's text, needs a tokenizer, or a knob makes no sense.
         """
 
-    def ready(self, laws: Laws) -> None:
-        """Before the first pass of a call.
+    def begin_call(self, laws: Laws) -> None:
+        """Before the first pass of a call, with the logits processors that it asks for.
 
         Raises:
             Refused: what the call asks for cannot be had with this rule.
         """
+        if laws.unknown_processors:
+            raise Refused(
+                f"rule={_name(self)!r} must know the laws behind drafted tokens before they are said, and "
+                f"{laws.unknown_processors[0]} may count its calls or look across rows: use rule="
+                f"{'rejection' if self.samples else 'greedy'!r}"
+            )
 
-    def extra(self, width: int) -> int:
-        """Nodes that `add_probes` adds to a draft of so many, at most."""
-        return 0
+    @abstractmethod
+    def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
+        """The path of nodes that are kept, from the root (0) on, and the token behind the last of them.
 
-    def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """Drafts with what the rule wants to read besides: probes."""
-        return list(trees)
+        The token is -1 where its distribution is NaN. What would follow a token that ends the row may be part of the
+        path: it is not emitted. The row stands at the root; `row.after(tokens)` is as it will stand further on, which
+        `chance.pick` must be given there.
 
-    def see(self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
-        """Every pass before anything of it is accepted, with what the rule `needs` of it."""
+        tree: of at least the root. probs: the target's distributions at its nodes.
+        """
+
+    def verify(self, pass_: Verification) -> list[Accepted]:
+        """A pass over drafts of rows of one request: what is accepted of each is emitted, up to where the row ends."""
+        return pass_.emitted(lambda i: self.accept(pass_.trees[i], pass_.probs(i), pass_.rows[i], pass_.chance))
+
+
+class NodeRule(Rule):
+    """A rule that chooses the next token node by node; the draft is kept as far as it is the same.
+
+    Rows are judged together, each node after the tokens before it were emitted, so that any processor may be in play.
+    """
+
+    def begin_call(self, laws: Laws) -> None:
+        pass
 
     @abstractmethod
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        """The next token of each row, -1 where its scores are NaN.
+        """The next token of each of k rows, -1 where its scores are NaN.
 
         scores: (k, V) processed scores at the node where each row stands.
         candidates: the k nodes' children.
         """
 
-    def ahead(
+    def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
+        path, standing = [0], row
+        while True:
+            node = path[-1]
+            offered = candidates(tree, node, probs.hidden)
+            (token,) = self.choose(probs.scores([node]), [offered], [standing], chance)
+            if (below := tree.child(node, token)) is None:
+                return path, token
+            path.append(below)
+            standing = standing.after([token])
+
+    def verify(self, pass_: Verification) -> list[Accepted]:
+        return pass_.walked(self.choose)
+
+
+class ArgmaxRule(NodeRule):
+    """A rule whose token at a node is the one with the largest key: its score, or its probability over noise."""
+
+    def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
-        """The token at every node at once, where it can be known before the walk and that costs less; else None.
-
-        A rule that judges drafts as a whole looks at them here.
+        """The token at every node at once, where that can be had before anything is emitted and costs less; else None.
 
         logits: (rows, nodes, V) raw.
         """
         return None
 
+    @abstractmethod
     def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
-        """Like the scores, what the tokens just chosen are the largest of; None where they are not so chosen.
+        """Like the scores, what the tokens just chosen have the largest of; None where the noise shows none.
 
-        scores: (k, V) that `choose` was given, or (rows, nodes, V) that `ahead` was.
+        scores: (k, V) that `choose` was given, or (rows, nodes, V) that `decide_all_nodes` was.
         """
-        return None
 
     def floor(self, best: Tensor, margin: float) -> Tensor:
         """What the largest keys might fall to if scores fell by `margin`."""
         return best - margin
 
-    def observe(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
-    ) -> None:
-        """Every pass as it was, after the walk."""
+    def verify(self, pass_: Verification) -> list[Accepted]:
+        return super().verify(pass_) if pass_.tokens is None else pass_.followed(pass_.tokens)
 
+
+class ProbingRule(Rule):
+    """A rule that reads more of a pass than drafts: positions of its own, which it adds as probes."""
+
+    @abstractmethod
+    def extra_probes(self, width: int) -> int:
+        """Nodes that `add_probes` adds to a draft of `width` nodes, at most."""
+
+    @abstractmethod
+    def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        """Drafts with the rule's probes; the drafted nodes and their order stay."""
+
+
+class AttributingRule(Rule):
+    """A rule that looks into documents that the caller gives (`row.references`), and reports what comes from them."""
+
+    @abstractmethod
     def attributions(self) -> tuple[Attribution, ...]:
-        """After a call: which spans of what was said stand where in given documents."""
-        return ()
+        """After a call: which spans of the output stand where in the documents."""
 
 
-def walk(
-    rows: Sequence[Row],
-    trees: Sequence[DraftTree],
-    scores: Scores,
-    said: Sequence[Sequence[int]] | None,
-    laws: Laws,
-    rule: Rule,
-    stops: Stops,
-    chance: Chance,
-    pad: int,
-) -> list[Accepted]:
-    """Follow every row's tree from its root for as long as the rule says what the draft says; emit as it goes.
-
-    Only nodes on accepted paths are ever judged, each after the tokens before it were emitted, so processors and
-    criteria see the prefixes that plain decoding would show them.
-
-    said: the rule's token at every node, where it is known already.
-    """
-    if said is not None and not stops.lockstep:
-        return [_followed(row, tree, tokens, stops) for row, tree, tokens in zip(rows, trees, said, strict=True)]
-    paths: list[list[int]] = [[0] for _ in rows]
-    alive = list(range(len(rows)))
-    while alive:
-        standing = [rows[i] for i in alive]
-        nodes = [paths[i][-1] for i in alive]
-        if said is not None:
-            tokens = [said[i][node] for i, node in zip(alive, nodes, strict=True)]
-        else:
-            candidates = [_candidates(trees[i], node) for i, node in zip(alive, nodes, strict=True)]
-            tokens = rule.choose(laws(standing, scores.logits[alive, nodes]), candidates, standing, chance)
-        _check(min(tokens))
-        for row, token in zip(standing, tokens, strict=True):
-            row.tokens.append(pad if row.ended and stops.pads else token)
-        stops(standing)
-        below = [
-            None if row.ended and not stops.lockstep else trees[i].child(node, row.tokens[-1])
-            for row, i, node in zip(standing, alive, nodes, strict=True)
-        ]
-        if stops.lockstep and (None in below or all(row.ended for row in standing)):
-            break
-        alive = [i for i, child in zip(alive, below, strict=True) if child is not None]
-        for i, child in zip(alive, filter(None, below), strict=True):
-            paths[i].append(child)
-    over = all(row.ended for row in rows)
-    return [
-        Accepted(tuple(path), row.tokens[-1], over if stops.lockstep else row.ended)
-        for path, row in zip(paths, rows, strict=True)
-    ]
+def _name(rule: Rule) -> str:
+    return type(rule).__module__.rpartition(".")[2].replace("_", "-")
 
 
-def _followed(row: Row, tree: DraftTree, said: Sequence[int], stops: Stops) -> Accepted:
-    """The same for one row by itself, where the token at every node is known."""
-    path: list[int] = []
-    below: int | None = 0
-    while below is not None:
-        path.append(below)
-        token = said[below]
-        _check(token)
-        row.tokens.append(token)
-        stops((row,))
-        below = None if row.ended else tree.child(path[-1], token)
-    return Accepted(tuple(path), row.tokens[-1], row.ended)
-
-
-def _check(token: int) -> None:
-    if token < 0:
-        raise Refused("the target's logits are NaN: check its weights and dtype (float16 overflows)")
-
-
-def first_children(tree: DraftTree) -> list[int]:
-    """The nodes from the root down the first children, probes left out."""
-    nodes = [0]
-    while below := [c for c in tree.shape.children[nodes[-1]] if c not in tree.probes]:
-        nodes.append(below[0])
-    return nodes
-
-
-def _candidates(tree: DraftTree, node: int) -> Candidates:
-    children = [c for c in tree.shape.children[node] if c not in tree.probes]
-    return Candidates(
-        tuple(tree.tokens[c] for c in children), tree.draws, None if tree.dist is None else tree.dist[node]
-    )
+def extra_probes(rule: Rule, width: int) -> int:
+    """Nodes that a rule adds to a draft of `width` nodes, at most."""
+    return rule.extra_probes(width) if isinstance(rule, ProbingRule) else 0

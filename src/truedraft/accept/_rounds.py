@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Candidates
+from truedraft.accept._verification import Candidates
 from truedraft.chance import Chance
 from truedraft.tree import Row
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import ArgmaxRule
+from truedraft.accept._verification import Candidates, Verification
 from truedraft.chance import Chance
 from truedraft.delegate import Delegate
 from truedraft.sampling import Laws
 from truedraft.stores.likeliest import two_largest
-from truedraft.tree import Accepted, DraftTree, Row, Scores
+from truedraft.tree import Accepted, DraftTree, Row
 
 HELD = 1 << 18  # numbers, beyond which the two largest are taken: for many passes together it costs each less
 
@@ -37,15 +38,14 @@ class NearTies(Delegate):
     laws: Laws
     margin: float
     _again: Callable[[Row], Tensor] | None
-    _at_once: Chance | None  # of the pass, where its tokens are known at every node
     _keys: list[tuple[Tensor, Sequence[Sequence[int]] | None]]  # of passes, and on which paths; None: everywhere
     _held: int  # numbers among these
     _best: list[Tensor]  # (k, 2) each, the two largest wherever a token was chosen, of passes taken together
 
-    def __init__(self, rule: Rule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
+    def __init__(self, rule: ArgmaxRule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
         super().__init__(rule)
         self.laws, self.margin = laws, 2 * noise * laws.gain
-        self._again, self._at_once = again, None
+        self._again = again
         self._keys, self._held, self._best = [], 0, []
 
     @property
@@ -55,11 +55,12 @@ class NearTies(Delegate):
             self._reduce()
         return float(self._near(torch.cat(self._best)).double().mean()) if self._best else None
 
-    def ahead(
+    def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
-        found = None if self._again is not None else self.inner.ahead(logits, rows, trees, laws, chance)
-        self._at_once = None if found is None else chance
+        if self._again is not None:
+            return None
+        found: list[list[int]] | None = self.inner.decide_all_nodes(logits, rows, trees, laws, chance)
         return found
 
     def choose(
@@ -77,16 +78,18 @@ class NearTies(Delegate):
                 tokens[i] = self.inner.choose(again, [candidates[i]], [rows[i]], chance)[0]
         return tokens
 
-    def observe(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
-    ) -> None:
-        if self._at_once is not None and (keys := self.inner.keys(scores.logits, self._at_once)) is not None:
-            paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(rows, accepted, strict=True)]
-            if any(paths):
-                self._hold(keys, paths)
+    def verify(self, pass_: Verification) -> list[Accepted]:
+        if pass_.tokens is None:
+            found = pass_.walked(self.choose)
+        else:
+            found = pass_.followed(pass_.tokens)
+            if (keys := self.inner.keys(pass_.scores.logits, pass_.chance)) is not None:
+                paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(pass_.rows, found, strict=True)]
+                if any(paths):
+                    self._hold(keys, paths)
         if self._held > HELD:
             self._reduce()
-        self.inner.observe(rows, trees, scores, accepted)
+        return found
 
     def _hold(self, keys: Tensor, paths: Sequence[Sequence[int]] | None) -> None:
         self._keys.append((keys, paths))

@@ -14,12 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Candidates, Rule, first_children
-from truedraft.accept._rounds import as_law, said
+from truedraft.accept._base import Rule
+from truedraft.accept._rounds import as_law
+from truedraft.accept._verification import TargetProbs, Verdict, first_children
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.errors import Refused
-from truedraft.sampling import Laws
 from truedraft.tree import DraftTree, Row, Wanted
 
 
@@ -35,40 +34,12 @@ class Block(Rule):
     samples: ClassVar[bool] = True
     preferred_drafts: ClassVar[Wanted] = "law"
 
-    def ready(self, laws: Laws) -> None:
-        if laws.unknown_processors:
-            raise Refused(
-                "rule='block' must know the laws behind drafted tokens before they are said, and "
-                f"{laws.unknown_processors[0]} may count its calls or look across rows: use rule='rejection'"
-            )
-
-    def ahead(
-        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
-    ) -> None:
-        self._ends: dict[int, tuple[int, Tensor]] = {}  # row -> where its accepted run ends, the law of the token there
-        chains = [first_children(tree) for tree in trees]
-        read = [([0] if row.ended else chain) for row, chain in zip(rows, chains, strict=True)]
-        at = [(b, place) for b, chain in enumerate(read) for place in range(len(chain))]
-        drafts = [[trees[b].tokens[node] for node in chains[b][1 : place + 1]] for b, place in at]
-        scores = laws.of_drafts(
-            [rows[b] for b, _ in at], drafts, logits[[b for b, _ in at], [read[b][place] for b, place in at]]
-        )
-        targets = scores.softmax(-1).split([len(chain) for chain in read])
-        for row, tree, chain, p in zip(rows, trees, read, targets, strict=True):
-            kept, law = _judged(p, tree, chain, row, chance)
-            self._ends[row.index] = row.step + kept, law
-
-    def choose(
-        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
-    ) -> list[int]:
-        return said(scores, candidates, rows, chance, self._settled)
-
-    def _settled(self, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
-        """What was found of the whole chain; behind its end, plain sampling."""
-        end, law = self._ends[row.index]
-        if row.step < end:
-            return offer.tokens[0], p
-        return None, law if row.step == end else p
+    def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
+        chain = first_children(tree)
+        kept, law = _judged(probs.of(chain), tree, chain, row, chance)
+        path = chain[: kept + 1]
+        (token,) = chance.pick(law[None], [row.after(tree.tokens[node] for node in path[1:])])
+        return path, token
 
 
 def _judged(p: Tensor, tree: DraftTree, chain: Sequence[int], row: Row, chance: Chance) -> tuple[int, Tensor]:

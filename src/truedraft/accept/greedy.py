@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import ArgmaxRule
+from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
@@ -21,7 +22,7 @@ from truedraft.tree import DraftTree, Row, Wanted
 
 
 @dataclass
-class Greedy(Rule):
+class Greedy(ArgmaxRule):
     card = Card(
         paper="arXiv 1811.03115 (2018)",
         idea="Keep drafted tokens for as long as each is the target's own likeliest next token.",
@@ -39,7 +40,7 @@ class Greedy(Rule):
     def keys(self, scores: Tensor, chance: Chance) -> Tensor:
         return scores
 
-    def ahead(
+    def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
         return largest(logits) if laws.raw else None

@@ -13,15 +13,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import NodeRule
 from truedraft.accept._rounds import as_law, said
+from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.tree import Draws, Row, Wanted
 
 
 @dataclass
-class GreedyMultiDraft(Rule):
+class GreedyMultiDraft(NodeRule):
     card = Card(
         paper="arXiv 2502.18779 (2025)",
         idea="Keep the one drawn draft with min(1, p/q); else draw from what is left, a certain draft perhaps.",

@@ -13,8 +13,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import NodeRule
 from truedraft.accept._rounds import as_law, said
+from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.tree import Draws, Row, Wanted
@@ -23,7 +24,7 @@ STEPS, CLOSE = 60, 1e-7  # of the search for g, at most; and how near it comes
 
 
 @dataclass
-class KSeq(Rule):
+class KSeq(NodeRule):
     card = Card(
         paper="arXiv 2310.15141 (2023)",
         idea="Keep each of k independent drafts with min(1, p/(g q)), with the g that lets all k be tried.",

@@ -14,15 +14,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import NodeRule
 from truedraft.accept._rounds import in_order, said
+from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.tree import Row, Wanted
 
 
 @dataclass
-class MultiRound(Rule):
+class MultiRound(NodeRule):
     card = Card(
         paper="arXiv 2305.09781 (2023)",
         idea="Accept each sibling with min(1, p/q); where one is refused, go on with what of p its law does not cover.",

@@ -13,15 +13,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import NodeRule
 from truedraft.accept._rounds import in_order, said
+from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.tree import Row, Wanted
 
 
 @dataclass
-class Rejection(Rule):
+class Rejection(NodeRule):
     card = Card(
         paper="arXiv 2211.17192 (2023)",
         idea="Keep a drafted token with probability min(1, p/q), else draw from what of p exceeds q.",

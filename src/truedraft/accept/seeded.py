@@ -15,7 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Candidates, Rule
+from truedraft.accept._base import ArgmaxRule
+from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance, largest_of
 from truedraft.sampling import Laws
@@ -23,7 +24,7 @@ from truedraft.tree import DraftTree, Row, Wanted
 
 
 @dataclass
-class Seeded(Rule):
+class Seeded(ArgmaxRule):
     card = Card(
         paper="arXiv 2211.17192 (2023)",
         idea="Keep drafted tokens for as long as each is the token that the target draws there with this seed.",
@@ -44,7 +45,7 @@ class Seeded(Rule):
     def floor(self, best: Tensor, margin: float) -> Tensor:
         return best * math.exp(-margin)
 
-    def ahead(
+    def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
         noise = chance.ahead(logits, rows, trees) if laws.apart else None

@@ -55,7 +55,7 @@ class Drafter(ABC):
 
     card: ClassVar[Card]
     needs: Taps = Taps()
-    takes_references: ClassVar[bool] = False
+    takes_references: bool = False
     tokenizer: PreTrainedTokenizerBase | None = None
     hope: ClassVar[float] = 0.15
     autoregressive: bool = False

@@ -17,18 +17,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from transformers import PreTrainedTokenizerBase
-
 from truedraft.card import Card
 from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, lately
+from truedraft.drafters._joint import Joint
 from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.registry import split
-from truedraft.stores.memory import Memory
 from truedraft.stores.union import Union, union
-from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
+from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 LEAVES = 4  # ends of a draft that a cascade goes on from
 DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
@@ -41,7 +38,7 @@ HICCUP = 4.0  # times the usual time of a part, of which no more is held against
 KEPT = 0.9  # weight that what a part contributed keeps at each later pass
 
 
-class Many(Drafter):
+class Many(Joint):
     """Drafters that take part in one draft. All their drafts are certain.
 
     Raises:
@@ -58,63 +55,24 @@ class Many(Drafter):
             paper="none", idea=f"{len(parts)} drafters as one.", family="composition",
             needs=tuple(sorted({need for part in parts for need in part.card.needs})),
         )  # fmt: skip
-        self.needs = Taps()
-        for part in parts:
-            self.needs |= part.needs
-            part.alone = False
-        self.autoregressive = any(part.autoregressive for part in parts)
-        self.takes_references = any(part.takes_references for part in parts)  # type: ignore[misc]
-        self.tokenizer: PreTrainedTokenizerBase | None = next(
-            (part.tokenizer for part in parts if part.tokenizer is not None), None
-        )
         self._trusts: dict[int, Trust] = {}  # of parts that do not say what they hope
         self.seconds = [0.0] * len(parts)  # that a draft lately took
         self.watching = [0.0] * len(parts)  # and seeing a pass that it had drafted for
         self._called: set[int] = set()  # parts that were asked for a draft since the last pass
 
     def forget(self) -> None:
-        for part in self.parts:
-            part.forget()
+        super().forget()
         self._trusts = {}
-
-    def memories(self) -> Sequence[Memory]:
-        return [memory for part in self.parts for memory in part.memories()]
 
     @property
     def name(self) -> str:
         return self.sign.join(map(name_of, self.parts))
 
     @property
-    def vocab_size(self) -> int | None:
-        known = {part.vocab_size for part in self.parts} - {None}
-        if len(known) > 1:
-            raise Refused(f"{self.name}: its parts know different numbers of tokens, {sorted(map(str, known))}")
-        return known.pop() if known else None
-
-    def ready(self, target: DecoderTarget) -> None:
-        for part in self.parts:
-            part.ready(target)
-
-    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        for part in self.parts:
-            part.read(tokenizer)
-
-    def open(self) -> None:
-        for part in self.parts:
-            part.open()
-
-    def start(self, rows: Sequence[Row]) -> None:
-        for part in self.parts:
-            part.pass_cost = self.pass_cost
-            part.start(rows)
-
-    @property
     def width(self) -> int:
         return max(part.width for part in self.parts)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        for part in self.parts:
-            part.pass_cost = self.pass_cost
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
         return self.joined(rows, budget)
@@ -159,8 +117,7 @@ class Many(Drafter):
     def end(self, row: Row) -> None:
         for trust in self._trusts.values():
             trust.end(row)
-        for part in self.parts:
-            part.end(row)
+        super().end(row)
 
 
 class Merge(Many):

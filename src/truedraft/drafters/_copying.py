@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import RowText, root_of, told
@@ -19,7 +18,7 @@ class InText(PerRow[RowText]):
     Fields that every subclass has: length, tokens drafted.
     """
 
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     length: int
 
     @property
@@ -52,7 +51,7 @@ class Remembering(PerRow[tuple[RowText, Places]]):
     Fields that every subclass has: memory, tokens of earlier outputs that are kept.
     """
 
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     memory: int
 
     def forget(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 
 from truedraft.stores._native import trees
 from truedraft.stores.automaton import SEPARATOR, Grown
@@ -76,7 +77,7 @@ def placed(tree: DraftTree, hope: float) -> DraftTree:
     """A draft whose drafter states no confidence, with a guess from each place."""
     shape = tree.shape
     guesses = [(hope if d == 1 else LATER) * 0.5**o for d, o in zip(shape.depth, shape.order, strict=True)]
-    return DraftTree(tree.tokens, tree.parent, probes=tree.probes, confidence=(1.0, *guesses[1:]))
+    return replace(tree, confidence=(1.0, *guesses[1:]))
 
 
 def grafted(tree: DraftTree, node: int, branch: DraftTree) -> DraftTree:
@@ -85,11 +86,13 @@ def grafted(tree: DraftTree, node: int, branch: DraftTree) -> DraftTree:
     n = len(tree)
     confidence = branch.confidence if branch.confidence is not None else placed(branch, LATER).confidence
     assert confidence is not None
-    return DraftTree(
-        (*tree.tokens, *branch.tokens[1:]),
-        (*tree.parent, *(node if p == 0 else p + n - 1 for p in branch.parent[1:])),
+    return replace(
+        tree,
+        tokens=(*tree.tokens, *branch.tokens[1:]),
+        parent=(*tree.parent, *(node if p == 0 else p + n - 1 for p in branch.parent[1:])),
         probes=tree.probes | {i + n - 1 for i in branch.probes},
         confidence=(*tree.confidence, *confidence[1:]),
+        embeds=tree.embeds | {i + n - 1: vector for i, vector in branch.embeds.items()},
     )
 
 

@@ -6,7 +6,7 @@ import math
 from array import array
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from truedraft.stores._native import trees
 from truedraft.tree import DraftTree, Row
@@ -69,7 +69,7 @@ class Trust:
         ours, mine, native = self._all, known.tally, trees()
         settle = settled if native is None else native.settled
         confidence = settle(tree.confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
-        return DraftTree(tree.tokens, tree.parent, tree.dist, tree.probes, tree.draws, confidence)
+        return replace(tree, confidence=confidence)
 
     def heard(self, row: Row) -> None:
         """The row went on."""

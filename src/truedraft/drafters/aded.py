@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
@@ -32,7 +32,7 @@ class Aded(WithCorpora[Trigrams]):
         family="retrieval",
         published="Up to 2.5x; 1.9x with a table of 253 MB (Vicuna 7B/13B; MT-Bench, Alpaca, HumanEval).",
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     nodes: int = knob(24, 1, 64)  # of the tree; published 24
     simulations: int = knob(150, 1, 10_000)  # published 150
     depth: int = knob(4, 1, 16)  # published 4

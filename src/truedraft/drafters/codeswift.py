@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
         family="retrieval",
         published="Up to 2.53x in repositories, 2.54x standalone, over plain decoding.",
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     nodes: int = knob(64, 1, 1024)  # of the tree; published 64
     longest: int = knob(16, 1, 1024)  # tokens of the longest suffix looked for; published about 16
     deep: int = knob(10, 1, 128)  # tokens of a continuation; unpublished

@@ -24,13 +24,13 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft import registry
 from truedraft.card import Card, knob
-from truedraft.drafters._base import Drafter, PerRow
+from truedraft.drafters._base import PerRow
+from truedraft.drafters._joint import Joint
 from truedraft.drafters._model import NODES, laws_of, unnamed
 from truedraft.drafters._reader import Reader, loaded
 from truedraft.errors import Refused
-from truedraft.stores.memory import Memory
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Accepted, DraftTree, Row, Scores
+from truedraft.tree import DraftTree, Row
 
 LENGTHS = (
     "a row for the target and one for each draft model, each a length shorter than the one before, as in '13x10;10', "
@@ -64,7 +64,7 @@ class Growing:
 
 
 @dataclass
-class CsDrafting(Drafter):
+class CsDrafting(Joint):
     card = Card(
         paper="arXiv 2312.11462 (2023)",
         idea="Draft models of falling size draft for each other, the smallest is drafted for by a statistic.",
@@ -87,14 +87,16 @@ class CsDrafting(Drafter):
         known = [loaded(model) for model in models if model is not None]
         self._readers = [Reader(model) for model, _ in known]
         self._tokenizers = [tokenizer for _, tokenizer in known if tokenizer is not None]
-        self.tokenizer = self._tokenizers[0] if self._tokenizers else None
         self._table = table_of(self.lengths)
         below = registry.load("drafters", self.bottom) if isinstance(self.bottom, str) else self.bottom
         if not isinstance(below, PerRow):
             raise Refused(f"bottom={self.bottom!r} cannot go on from another's draft: give a drafter like 'max-gram'")
         self._bottom: PerRow[Any] = below
-        below.alone = False
-        self.needs, self.takes_references = below.needs, below.takes_references  # type: ignore[misc]
+        self.parts = (below,)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:  # type: ignore[override]
+        return self._tokenizers[0] if self._tokenizers else None
 
     @property
     def vocab_size(self) -> int | None:
@@ -117,35 +119,17 @@ class CsDrafting(Drafter):
             )
         for reader in self._readers:
             reader.fit(target)
-        self._bottom.ready(target)
-
-    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._bottom.read(tokenizer)
-
-    def open(self) -> None:
-        self._bottom.open()
+        super().ready(target)
 
     def start(self, rows: Sequence[Row]) -> None:
-        self._bottom.pass_cost = self.pass_cost
-        self._bottom.start(rows)
+        super().start(rows)
         for reader in self._readers:
             reader.start(rows, self.width)
 
     def end(self, row: Row) -> None:
-        self._bottom.end(row)
+        super().end(row)
         for reader in self._readers:
             reader.end(row)
-
-    def forget(self) -> None:
-        self._bottom.forget()
-
-    def memories(self) -> Sequence[Memory]:
-        return self._bottom.memories()
-
-    def observe(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
-    ) -> None:
-        self._bottom.observe(rows, trees, scores, accepted)
 
     @property
     def width(self) -> int:
@@ -155,7 +139,6 @@ class CsDrafting(Drafter):
         drafts = [
             Growing(row, min(most, self.width, row.room - row.step - 1)) for row, most in zip(rows, budget, strict=True)
         ]
-        self._bottom.pass_cost = self.pass_cost
         if any(draft.most > 0 for draft in drafts):
             for reader in self._readers:
                 reader.admit(rows)

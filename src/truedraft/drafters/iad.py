@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
@@ -75,7 +74,7 @@ class Iad(PerRow[Source]):
         presets={"iad-tree": {"places": 4, "edits": True}},
         published="7x to 9x on grammatical error correction, 9x to 12x with a shallow decoder (encoder-decoders, GPU).",
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     length: int = knob(64, 1, 1024)  # tokens drafted; published: all that is left
     places: int = knob(1, 1, 16)  # drafted from where the last tokens stand in several; published 1: none then
     edits: bool = knob(False)  # whether drafts also go on behind a token replaced, inserted or left out; published: no

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
@@ -56,7 +55,7 @@ class InputGuided(PerRow[Place]):
         family="retrieval",
         published="7x to 9x on grammatical error correction, 9x to 12x with a shallow decoder (encoder-decoders, GPU).",
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     length: int = knob(40, 1, 1024)  # tokens drafted; published: all that is left
     shortest: int = knob(2, 1, 1024)  # that must agree where a place is found first, or from afar; published 1 to n
     reach: int = knob(64, 0, 1_000_000)  # tokens about the old place in which it is found again; published: everywhere

@@ -78,18 +78,16 @@ class Lookahead(PerRow[Window]):
         drafts = union(known, nodes).tree if known else DraftTree.chain(root, (), ())
         if ahead or budget < len(drafts) - 1 + self.window * (self.n - 1):
             return drafts
-        tokens, parents = list(drafts.tokens), list(drafts.parent)
+        tokens: list[int] = []
+        parents: list[int] = []
         below = [0] * self.window
         for level, guesses in enumerate(state.rows):
             for column, token in enumerate(guesses):
-                parents.append(below[column] if level else (len(tokens) - 1 if column else 0))
-                below[column] = len(tokens)
+                new = len(drafts) + len(tokens)
+                parents.append(below[column] if level else (new - 1 if column else 0))
+                below[column] = new
                 tokens.append(token)
-        probes = frozenset(range(len(drafts), len(tokens)))
-        assert drafts.confidence is not None
-        return DraftTree(
-            tuple(tokens), tuple(parents), probes=probes, confidence=(*drafts.confidence, *[0.0] * len(probes)),
-        )  # fmt: skip
+        return drafts.with_probes(tokens, parents)
 
     def learn(self, row: Row, state: Window, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         columns, emitted = self._found(state, tree), len(accepted.path)

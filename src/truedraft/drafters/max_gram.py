@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -40,7 +39,7 @@ class MaxGram(PerRow[tuple[RowText, Successors]]):
     shortest: int = knob(1, 1, 1024)  # tokens that must match for a copy; published 1 (unverified)
     namespaces: int = knob(64, 1, 65_536)  # kept, the longest unused forgotten; published: one table of Wikipedia
 
-    takes_references: ClassVar[bool] = True
+    takes_references = True
 
     def forget(self) -> None:
         super().forget()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class Nest(PerRow[Standing]):
         needs=("references",),
         published="As a whole, with lossy/nest: 1.8x over Llama-2-Chat 70B alone.",
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
     layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
     k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
@@ -29,7 +29,7 @@ class Sam(WithCorpora[tuple[RowText, Places]]):
         presets={"sam-alone": {"threshold": 1}},
         published="Spec-Bench, Vicuna 7B, A6000, greedy: 1.84x alone, 2.27x with Token Recycling.",
     )
-    takes_references: ClassVar[bool] = True
+    takes_references = True
     threshold: int = knob(5, 1, 1024)  # shortest match that is copied from; published 5
     bias: int = knob(5, 0, 1024)  # by how much a match in the corpus must be longer; published 5
     length: int = knob(40, 1, 1024)  # tokens of a chain; published 40

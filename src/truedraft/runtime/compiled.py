@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
+from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Kind, Op, Pass
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
@@ -213,9 +214,12 @@ class CompiledPass:
         nodes = Nodes()
         for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
             nodes.add_tree(slot, length, tree)
-        scored, states = self(nodes, range(len(nodes)), None, taps.hidden)
         sizes = [len(tree) for tree in trees]
         width = max(sizes)
+        inputs = embedded(self.model, trees, width, torch.device("cpu"))
+        if inputs is not None:
+            inputs = torch.cat([line[:size] for line, size in zip(inputs, sizes, strict=True)])
+        scored, states = self(nodes, range(len(nodes)), inputs, taps.hidden)
         if len(nodes) == width * len(trees):
             logits = scored.unflatten(0, (len(trees), width))
         else:

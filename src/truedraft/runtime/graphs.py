@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from truedraft.caches.rows import RowCache
+from truedraft.runtime.embedding import embedded
 from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.padded import Padded
@@ -87,9 +88,14 @@ def _waiting_forbidden() -> Iterator[None]:
 
 @dataclass
 class Captured:
-    """A pass of one size. inputs: the static buffers that it reads. run: makes it; the logits, then hidden states."""
+    """A pass of one size.
+
+    inputs, embeds: the static buffers that it reads; embeddings where some of its nodes are no tokens.
+    run: makes it; the logits, then hidden states.
+    """
 
     inputs: Padded
+    embeds: Tensor | None
     run: Run
 
 
@@ -108,7 +114,7 @@ class GraphPass:
 
     def __init__(self, stock: ForwardPass, capture: Callable[[Run], Run]):
         self.stock, self._capture = stock, capture
-        self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...]], Captured] = OrderedDict()
+        self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...], bool], Captured] = OrderedDict()
         self._over: RowCache | None = None  # the cache that graphs were captured over
         self.cold = False  # whether the last pass was captured first
         if names := hooked(stock.model):
@@ -153,7 +159,8 @@ class GraphPass:
         idle = rows - len(trees)  # free slots score a lone token
         padded = [*trees, *[DraftTree.chain(0)] * idle]
         nodes = Padded.of(padded, cursor.lengths + [0] * idle, bucket(width), self.stock.device)
-        logits, *states = self._replayed(nodes, view, taps)
+        embeds = embedded(self.stock.model, padded, bucket(width), self.stock.device)
+        logits, *states = self._replayed(nodes, embeds, view, taps)
         # the next pass fills these tensors anew
         hidden = {
             layer: [h[: len(t)] for h, t in zip(state.clone(), trees, strict=False)]
@@ -161,28 +168,31 @@ class GraphPass:
         }
         return Scores(logits[: len(trees), :width].clone(), hidden, [0] * len(trees))
 
-    def _replayed(self, nodes: Padded, view: int, taps: Taps) -> Outputs:
-        key = (*nodes.ids.shape, view, taps.hidden)
+    def _replayed(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Outputs:
+        key = (*nodes.ids.shape, view, taps.hidden, embeds is not None)
         self.cold = key not in self._captured
         if self.cold:
-            self._captured[key] = self._made(nodes, view, taps)
+            self._captured[key] = self._made(nodes, embeds, view, taps)
             if len(self._captured) > KEPT:
                 self._captured.popitem(last=False)
         self._captured.move_to_end(key)
         captured = self._captured[key]
         captured.inputs.load(nodes)
+        if captured.embeds is not None and embeds is not None:
+            captured.embeds.copy_(embeds)
         return captured.run()
 
-    def _made(self, nodes: Padded, view: int, taps: Taps) -> Captured:
+    def _made(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Captured:
         inputs = nodes.to(self.stock.device)
+        given = {"input_ids": inputs.ids} if embeds is None else {"inputs_embeds": embeds}
 
         def run() -> Outputs:
             self.stock.cache.cursor.replayed(inputs.places, view)
-            out = self.stock.forward({"input_ids": inputs.ids}, self.stock.mask(inputs, view), inputs.positions, taps)
+            out = self.stock.forward(given, self.stock.mask(inputs, view), inputs.positions, taps)
             return (out.logits, *(out.hidden_states[layer] for layer in taps.hidden))
 
         try:
-            return Captured(inputs, self._capture(run))
+            return Captured(inputs, embeds, self._capture(run))
         except Exception as error:
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise NotCompilable(f"the pass could not be captured in a CUDA graph: {why}") from error

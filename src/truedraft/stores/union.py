@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+from torch import Tensor
 
 from truedraft.stores._native import trees as compiled
 from truedraft.tree import DraftTree
@@ -57,16 +60,29 @@ def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | No
     trees: with confidence.
     weights: of each tree's nodes in that order; all the same by default.
     """
-    given: list[Tree] = []
-    for tree in trees:
-        assert tree.confidence is not None
-        given.append((tree.tokens, tree.parent, tree.confidence, tree.probes))
+    embedded: list[tuple[int, Tensor]] = []
+    given = [_given(tree, embedded) for tree in trees]
     native = compiled() if len(trees) <= TREES else None
     join: Joining = native.union if native is not None else _joined
     tokens, parent, confidence, owners, drafted = join(given, budget, list(weights or [1.0] * len(trees)))
-    return Union(
-        DraftTree(tokens, parent, probes=frozenset(range(drafted, len(tokens))), confidence=confidence), owners
-    )
+    whole = DraftTree(tokens, parent, probes=frozenset(range(drafted, len(tokens))), confidence=confidence)
+    return Union(_restored(whole, embedded) if embedded else whole, owners)
+
+
+def _given(tree: DraftTree, embedded: list[tuple[int, Tensor]]) -> Tree:
+    """A tree to be joined. Probes that are no tokens get negative ones on the way, ~i of the i-th of `embedded`."""
+    assert tree.confidence is not None
+    tokens = list(tree.tokens) if tree.embeds else tree.tokens
+    for node, vector in tree.embeds.items():
+        tokens[node] = ~len(embedded)  # type: ignore[index]
+        embedded.append((tree.tokens[node], vector))
+    return tuple(tokens), tree.parent, tree.confidence, tree.probes
+
+
+def _restored(tree: DraftTree, embedded: Sequence[tuple[int, Tensor]]) -> DraftTree:
+    found = {node: embedded[~token] for node, token in enumerate(tree.tokens) if token < 0}
+    tokens = (found[node][0] if node in found else token for node, token in enumerate(tree.tokens))
+    return replace(tree, tokens=tuple(tokens), embeds={node: vector for node, (_, vector) in found.items()})
 
 
 def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:

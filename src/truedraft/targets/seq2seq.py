@@ -139,6 +139,11 @@ class Seq2SeqTarget(DecoderTarget):
         error = (encoder.states(ids, heard).float() - expected)[heard.bool()].abs().max() / expected.std()
         return encoder if error < (1e-3 if self.dtype == torch.float32 else 0.25) else None
 
+    def score(self, trees: Sequence[DraftTree]) -> Scores:
+        if any(tree.embeds for tree in trees):
+            raise Refused("probes with embeddings are for decoder language models: draft for this model with another")
+        return super().score(trees)
+
     def _long(self) -> int | None:
         return None  # what a decoder begins with is short
 

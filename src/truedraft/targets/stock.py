@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
+from truedraft.runtime.embedding import embedded
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.padded import Padded
@@ -80,13 +81,15 @@ class ForwardPass:
         """The logits at every node of one tree per slot in use."""
         cursor = self.cache.cursor
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
+        inputs = embedded(self.model, trees, cursor.width, self.device)
         if len(trees) == cursor.width == 1 and (self.window is None or cursor.view <= self.window):
             ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
             mask = None  # it sees all that there is
         else:
             nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
             ids, positions, mask = nodes.ids, nodes.positions, self.mask(nodes, cursor.view)
-        out = self.forward({"input_ids": ids}, mask, positions, taps)
+        given = {"input_ids": ids} if inputs is None else {"inputs_embeds": inputs}
+        out = self.forward(given, mask, positions, taps)
         hidden = {
             layer: [h[: len(t)] for h, t in zip(out.hidden_states[layer], trees, strict=True)] for layer in taps.hidden
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from truedraft.accept._base import Rule
+from truedraft.accept._base import NodeRule, Rule
 from truedraft.card import Guarantee
 
 
@@ -12,3 +12,7 @@ class LossyRule(Rule):
     """A rule whose text is not the model's own, and which says so in every report."""
 
     guarantee: ClassVar[Guarantee] = "none"
+
+
+class LossyNodeRule(LossyRule, NodeRule):
+    """One that chooses node by node."""

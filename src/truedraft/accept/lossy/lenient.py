@@ -14,16 +14,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Candidates
 from truedraft.accept._rounds import as_law, said
-from truedraft.accept.lossy._base import LossyRule
+from truedraft.accept._verification import Candidates
+from truedraft.accept.lossy._base import LossyNodeRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.tree import Row, Wanted
 
 
 @dataclass
-class Lenient(LossyRule):
+class Lenient(LossyNodeRule):
     card = Card(
         paper="arXiv 2211.17192 (2023), appendix A.5",
         idea="Keep a drafted token with min(1, p/(l q)), where l below 1 forgives.",

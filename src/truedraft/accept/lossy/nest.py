@@ -16,44 +16,24 @@ caller's, a span begins behind a token that was drawn, not with it, and a place 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from truedraft.accept._base import Candidates
+from truedraft.accept._base import AttributingRule
 from truedraft.accept._rounds import as_law, said
-from truedraft.accept.lossy._base import LossyRule
+from truedraft.accept._verification import Candidates
+from truedraft.accept.lossy._base import LossyNodeRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.stats import Attribution
 from truedraft.stores.neighbours import Near, Search
-from truedraft.tree import DraftTree, Row, Scores, Taps, Wanted
-
-
-@dataclass
-class Seen:
-    """A pass of a row.
-
-    before: tokens of the row before anything of it was accepted. at: the neighbours of each node of the tree.
-    """
-
-    before: int
-    tree: DraftTree
-    at: Callable[[int], Near] | None
-
-    def near(self, row: Row) -> Near | None:
-        """The neighbours where the row stands by now."""
-        node: int | None = 0
-        for token in row.tokens[self.before :]:
-            assert node is not None
-            node = self.tree.child(node, token)
-        assert node is not None
-        return None if self.at is None else self.at(node)
+from truedraft.tree import Row, Taps, Wanted
 
 
 @dataclass
@@ -71,7 +51,7 @@ class Copy:
 
 
 @dataclass
-class Nest(LossyRule):
+class Nest(LossyNodeRule, AttributingRule):
     card = Card(
         paper="arXiv 2405.19325 (2024)",
         idea="Mix into the model's law what given texts say after like hidden states, and keep long spans of them.",
@@ -81,7 +61,6 @@ class Nest(LossyRule):
     )
     samples: ClassVar[bool] = True
     preferred_drafts: ClassVar[Wanted] = "likeliest"
-    takes_references: ClassVar[bool] = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
     layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
     k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024
@@ -93,53 +72,47 @@ class Nest(LossyRule):
         self._search = Search(self.store, self.layer, self.k, self.alpha, self.tau)
         self.needs = Taps((self._search.layer,))
 
-    def fit(self, model: PreTrainedModel) -> None:
+    def bind(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._search.fit(model)
 
-    def ready(self, laws: Laws) -> None:
+    def begin_call(self, laws: Laws) -> None:
         if not any(map(self._search.has, laws.history.rows)):
             raise Refused(
                 "rule='lossy/nest' has no text to look in: give generate() references of two tokens or more, "
                 "or the rule a store"
             )
-        self._seen: dict[int, Seen] = {}
-        self._near: dict[int, Near | None] = {}  # where each row stands
         self._copies: dict[int, Copy] = {}
         self._found: list[Attribution] = []
-
-    def see(self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
-        states = zip(scores.hidden[self._search.layer], scores.context, strict=True)
-        for row, tree, (hidden, context) in zip(rows, trees, states, strict=True):
-            self._seen[row.index] = Seen(len(row.tokens), tree, self._search.at(row, hidden[context:]))
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        tokens = said(scores, candidates, rows, chance, self._relaxed)
+        near = {row.index: self._near(row, offer) for row, offer in zip(rows, candidates, strict=True)}
+
+        def relaxed(p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+            law = _mixed(p, near[row.index])
+            enough = self.gamma * float(law.max())
+            for token in offer.tokens:
+                odds = float(law[token])
+                if odds > 0 and (odds >= enough or chance.flip(odds / enough, row)):
+                    return token, law
+            return None, law
+
+        tokens = said(scores, candidates, rows, chance, relaxed)
         for row, offer, token in zip(rows, candidates, tokens, strict=True):
             if not row.ended:
-                self._follow(row, token, token in offer.tokens)
+                self._follow(row, near[row.index], token, token in offer.tokens)
         return tokens
 
-    def _relaxed(self, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
-        law = self._mixed(p, row)
-        enough = self.gamma * float(law.max())
-        for token in offer.tokens:
-            odds = float(law[token])
-            if odds > 0 and (odds >= enough or chance.flip(odds / enough, row)):
-                return token, law
-        return None, law
+    def _near(self, row: Row, offer: Candidates) -> Near | None:
+        """The neighbours of the state where the row stands."""
+        assert offer.hidden is not None
+        at = self._search.at(row, offer.hidden(self._search.layer)[None])
+        return None if at is None else at(0)
 
-    def _mixed(self, p: Tensor, row: Row) -> Tensor:
-        near = self._near[row.index] = self._seen[row.index].near(row)
-        if near is None:
-            return p
-        told = near.law(len(p)).masked_fill_(p == 0, 0.0)
-        return as_law(near.doubt * p + (1 - near.doubt) * told, p)
-
-    def _follow(self, row: Row, token: int, drafted: bool) -> None:
+    def _follow(self, row: Row, near: Near | None, token: int, drafted: bool) -> None:
         """Go on with the copy that the row is in, or begin another."""
-        copy, near = self._copies.get(row.index), self._near.get(row.index)
+        copy = self._copies.get(row.index)
         if copy is not None and copy.near.store.behind(copy.place, copy.length + 1)[copy.length :] == [token]:
             copy.length += 1
             copy.drafted |= drafted
@@ -157,6 +130,12 @@ class Nest(LossyRule):
     def attributions(self) -> tuple[Attribution, ...]:
         for index in list(self._copies):
             self._close(index)
-        self._seen.clear()
-        self._near.clear()
         return tuple(sorted(self._found, key=lambda a: (a.row, a.start)))
+
+
+def _mixed(p: Tensor, near: Near | None) -> Tensor:
+    """The target's law and the neighbours', each by its weight. p: (V,)."""
+    if near is None:
+        return p
+    theirs = near.law(len(p)).masked_fill_(p == 0, 0.0)
+    return as_law(near.doubt * p + (1 - near.doubt) * theirs, p)

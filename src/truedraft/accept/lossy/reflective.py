@@ -9,24 +9,23 @@ it is `greedy`. Worth trying only with models that follow instructions; each pas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from truedraft.accept._base import Candidates, first_children
+from truedraft.accept._base import ProbingRule
+from truedraft.accept._verification import TargetProbs, Verdict, first_children
 from truedraft.accept.lossy._base import LossyRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.errors import Refused
-from truedraft.sampling import Laws
 from truedraft.tree import DraftTree, Row, Wanted
 
 
 @dataclass
-class Reflective(LossyRule):
+class Reflective(LossyRule, ProbingRule):
     card = Card(
         paper="Think Before You Accept (2025)",
         idea="Ask the model about the draft in the same pass, and mix what it says then into what it says first.",
@@ -38,14 +37,14 @@ class Reflective(LossyRule):
     share: float = knob(0.3, 0, 1)  # of the second look, 0 is exact; the paper's knob between quality and speed
     prompt: str = knob(" Read it again and repeat it: ")  # between the draft and its repetition; of one's own making
 
-    def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def bind(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is None:
             raise Refused("rule='lossy/reflective' has a prompt of its own: give accelerate() the model's tokenizer")
         self._prompt: list[int] = tokenizer(self.prompt, add_special_tokens=False)["input_ids"]
         if not self._prompt:
             raise Refused(f"reflective:prompt={self.prompt!r} has no token in this tokenizer: give some text")
 
-    def extra(self, width: int) -> int:
+    def extra_probes(self, width: int) -> int:
         return width + len(self._prompt) if width else 0
 
     def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
@@ -57,35 +56,20 @@ class Reflective(LossyRule):
         if len(chain) == 1:
             return tree
         more = [*self._prompt, *(tree.tokens[node] for node in chain[1:-1])]
-        first = len(tree)
-        return replace(
-            tree,
-            tokens=(*tree.tokens, *more),
-            parent=(*tree.parent, chain[-1], *range(first, first + len(more) - 1)),
-            dist=None if tree.dist is None else (*tree.dist, *[None] * len(more)),
-            probes=tree.probes | frozenset(range(first, first + len(more))),
-            confidence=None if tree.confidence is None else (*tree.confidence, *[0.0] * len(more)),
-        )
+        return tree.with_probes(more, (chain[-1], *range(len(tree), len(tree) + len(more) - 1)))
 
-    def ahead(
-        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
-    ) -> None:
-        self._seen: dict[tuple[int, int], tuple[int, Tensor]] = {}  # (row, step) -> draft, second look
-        for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
-            chain = first_children(tree)
-            looks = len(tree) - (len(chain) - 1)  # behind the prompt's last token, and behind each repeated one
-            for depth, node in enumerate(chain[1:]):
-                self._seen[row.index, row.step + depth] = tree.tokens[node], logits[b, looks + depth]
-
-    def choose(
-        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
-    ) -> list[int]:
-        laws = scores.softmax(-1)
-        for i, (row, offer) in enumerate(zip(rows, candidates, strict=True)):
-            drafted, look = self._seen.get((row.index, row.step), (-1, laws[i]))
-            if offer.tokens[:1] == (drafted,):
-                second = look.float().softmax(-1).masked_fill(laws[i] == 0, 0.0)
-                laws[i] = torch.lerp(laws[i], second, self.share)
-        best, tokens = laws.max(-1)
-        said: list[int] = tokens.masked_fill(best.isnan(), -1).tolist()
-        return said
+    def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
+        chain = first_children(tree)
+        # read behind the prompt's last token, and behind each repeated one
+        again = dict(zip(chain[:-1], range(len(tree) - (len(chain) - 1), len(tree)), strict=True))
+        path = [0]
+        while True:
+            law = probs[path[-1]]
+            if path[-1] in again:
+                second = probs.logits[again[path[-1]]].float().softmax(-1).masked_fill(law == 0, 0.0)
+                law = torch.lerp(law, second, self.share)
+            best, token = law.max(-1)
+            chosen = -1 if best.isnan() else int(token)
+            if (below := tree.child(path[-1], chosen)) is None:
+                return path, chosen
+            path.append(below)

@@ -13,15 +13,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from truedraft.accept._base import Candidates
-from truedraft.accept.lossy._base import LossyRule
+from truedraft.accept._verification import Candidates
+from truedraft.accept.lossy._base import LossyNodeRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.tree import Row, Wanted
 
 
 @dataclass
-class TopBeta(LossyRule):
+class TopBeta(LossyNodeRule):
     card = Card(
         paper="arXiv 2205.10350 (2022)",
         idea="Keep a drafted token among the few likeliest, if it is not far behind the first.",

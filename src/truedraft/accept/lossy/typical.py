@@ -15,16 +15,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.accept._base import Candidates
 from truedraft.accept._rounds import said
-from truedraft.accept.lossy._base import LossyRule
+from truedraft.accept._verification import Candidates
+from truedraft.accept.lossy._base import LossyNodeRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.tree import Row, Wanted
 
 
 @dataclass
-class Typical(LossyRule):
+class Typical(LossyNodeRule):
     card = Card(
         paper="arXiv 2401.10774 (2024)",
         idea="Keep a drafted token that is likely enough for how unsure the model is.",

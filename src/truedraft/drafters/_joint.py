@@ -1,0 +1,96 @@
+"""A drafter made of others: whatever its own class does not say itself is asked of each of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from truedraft.drafters._base import Drafter, PassCost
+from truedraft.errors import Refused
+from truedraft.stores.memory import Memory
+from truedraft.tree import Taps
+
+
+class Joint(Drafter):
+    """A drafter that drafts with others, its `parts`.
+
+    Every method of `Drafter` without a result (`ready`, `start`, `observe`, `end` ...) is called on each part with the
+    same arguments; subclasses that do more call `super()`. What a part says of itself is read when it is asked for, so
+    it may depend on what the part has loaded.
+
+    parts: set once, before anything is asked.
+    """
+
+    _parts: tuple[Drafter, ...]
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        return self._parts
+
+    @parts.setter
+    def parts(self, parts: Sequence[Drafter]) -> None:
+        self._parts = tuple(parts)
+        for part in parts:
+            part.alone = False
+
+    @property
+    def needs(self) -> Taps:  # type: ignore[override]
+        return reduce(or_, (part.needs for part in self.parts), Taps())
+
+    @property
+    def takes_references(self) -> bool:  # type: ignore[override]
+        return any(part.takes_references for part in self.parts)
+
+    @property
+    def autoregressive(self) -> bool:  # type: ignore[override]
+        return any(part.autoregressive for part in self.parts)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:  # type: ignore[override]
+        return next((part.tokenizer for part in self.parts if part.tokenizer is not None), None)
+
+    @property
+    def pass_cost(self) -> PassCost | None:
+        return self._pass_cost
+
+    @pass_cost.setter
+    def pass_cost(self, cost: PassCost | None) -> None:
+        self._pass_cost = cost
+        for part in self.parts:
+            part.pass_cost = cost
+
+    _pass_cost: PassCost | None = None
+
+    @property
+    def vocab_size(self) -> int | None:
+        known = {part.vocab_size for part in self.parts} - {None}
+        if len(known) > 1:
+            raise Refused(f"{self.name}: its parts know different numbers of tokens, {sorted(map(str, known))}")
+        return known.pop() if known else None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    def memories(self) -> Sequence[Memory]:
+        return [memory for part in self.parts for memory in part.memories()]
+
+
+def _of_each(name: str) -> Callable[..., None]:
+    def call(self: Joint, *args: Any) -> None:
+        for part in self.parts:
+            getattr(part, name)(*args)
+
+    call.__name__, call.__doc__ = name, getattr(Drafter, name).__doc__
+    return call
+
+
+for _name, _member in vars(Drafter).items():
+    if inspect.isfunction(_member) and _member.__annotations__["return"] in (None, "None"):
+        setattr(Joint, _name, _of_each(_name))

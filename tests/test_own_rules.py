@@ -1,0 +1,164 @@
+"""Rules of one's own, by either contract, in `generate`; and that a rule alone decides what it decides in a batch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+
+import truedraft
+from matrix import SPELT
+from models import ragged, tiny
+from nets import drafter, eos_inside, padding_of, said
+from scripted import V, random_draft
+from truedraft import Card, registry
+from truedraft.accept._base import NodeRule, Rule
+from truedraft.accept._verification import Candidates, TargetProbs, Verdict, Verification
+from truedraft.chance import Chance, PositionNoise
+from truedraft.sampling import History, Laws
+from truedraft.stopping import Stops
+from truedraft.tree import DraftTree, Row, Scores
+
+
+@dataclass
+class Own(Rule):
+    card = Card(paper="none", idea="The likeliest token, down the tree.", family="own")
+    guarantee, samples, preferred_drafts = "tokens", False, "likeliest"
+
+    def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
+        path = [0]
+        while True:
+            token = int(probs[path[-1]].argmax())
+            child = tree.child(path[-1], token)
+            if child is None:
+                return path, token
+            path.append(child)
+
+
+@dataclass
+class OwnByNode(NodeRule):
+    card = Card(paper="none", idea="The likeliest token.", family="own")
+    guarantee, samples, preferred_drafts = "tokens", False, "likeliest"
+
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        return scores.argmax(-1).tolist()
+
+
+class Even(StoppingCriteria):
+    """A criterion of one's own, for which rows go in lockstep: it ends a row where most of its last tokens are even."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (input_ids[:, -9:] % 2 == 0).sum(-1) > 6
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "penalty": {"repetition_penalty": 1.3},
+    "stop string": {"stop_strings": ["b", "k"], "tokenizer": SPELT},
+    "lockstep": {"stopping_criteria": StoppingCriteriaList([Even()])},
+    "scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+}
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rule", [Own, OwnByNode])
+def test_a_rule_of_one_s_own_says_what_the_model_says(rule: type[Rule], setting: str, ended: bool) -> None:
+    model, given = tiny(), SETTINGS[setting]
+    for inputs in (ragged(model, 3), ragged(model, 1)):
+        settings = dict(max_new_tokens=30, do_sample=False, pad_token_id=0, **given)
+        if ended:
+            settings["eos_token_id"] = eos_inside(model, inputs, do_sample=False)
+        expected: Any = model.generate(**inputs, **settings)
+        text = expected if isinstance(expected, Tensor) else expected.sequences
+        fast = truedraft.accelerate(
+            model, SPELT, draft=drafter("oracle", model, text, padding_of(inputs)), rule=rule(), control="fixed"
+        )
+        found = fast.generate(**inputs, **settings)
+        if isinstance(expected, Tensor):
+            assert torch.equal(found, expected)
+        else:
+            assert torch.equal(found.sequences, expected.sequences)
+            for mine, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
+                assert torch.allclose(torch.stack(mine), torch.stack(theirs), atol=1e-5)
+        assert fast.report().mean_acceptance_length > 1.2 and fast.report().rule == "test-own-rules"
+
+
+class Counting(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        return scores
+
+
+def test_processors_of_unknown_kind_need_a_rule_that_goes_node_by_node() -> None:
+    model = tiny()
+    settings = dict(max_new_tokens=8, do_sample=False, logits_processor=[Counting()])
+    for inputs in (ragged(model, 1), ragged(model, 3)):
+        with pytest.raises(truedraft.Refused, match=r"'test-own-rules' must know.*Counting.*use rule='greedy'"):
+            truedraft.accelerate(model, rule=Own()).generate(**inputs, **settings)
+        found = truedraft.accelerate(model, rule=OwnByNode()).generate(**inputs, **settings)
+        assert torch.equal(found, said(model, inputs, max_new_tokens=8, do_sample=False).text)
+
+
+def test_near_ties_are_rechecked_for_rules_that_show_them_alone() -> None:
+    with pytest.raises(truedraft.Refused, match=r"ties='recheck'.*test-own-rules"):
+        truedraft.accelerate(tiny(), rule=Own(), ties="recheck")
+
+
+ALONE = [(kind, name) for kind in ("accept", "accept.lossy") for name in registry.names(kind) if name != "nest"]
+
+
+def drafted(rng: random.Random, row: Row, rule: Rule) -> DraftTree:
+    """A random tree, drawn in a way that the rule judges."""
+    tree = random_draft(rng, row, 9)
+    draws = "independent" if rule.takes is None else next(iter(rule.takes - {"certain"}))
+    if draws == "one":
+        tree = random_draft(rng, row, 4).cut(2)
+    dist = tuple(torch.rand(V).softmax(-1) for _ in tree.tokens)
+    return DraftTree(tree.tokens, tree.parent, dist, tree.probes, draws)
+
+
+@pytest.mark.parametrize(("kind", "name"), ALONE)
+def test_a_rule_alone_decides_what_it_decides_in_a_batch(kind: str, name: str) -> None:
+    """`accept` on each row, nothing emitted, and `verify` on all of them: the same paths, tokens and noise."""
+    longest = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        rows = [Row(i, [rng.randrange(V) for _ in range(n)], n, 12) for i, n in enumerate((3, 3, 3))]
+        history = History(torch.tensor([row.tokens for row in rows]), 12, 0, rows)
+        laws = Laws(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7), TemperatureLogitsWarper(0.8)]), history)
+        rule: Rule = registry.load(kind, name)
+        trees = [drafted(rng, row, rule) for row in rows]
+        logits = 2 * torch.randn(3, max(map(len, trees)), V)
+        noise = [PositionNoise([(seed, i) for i in range(3)]) for _ in range(2)]
+        alone = [
+            rule.accept(tree, TargetProbs(row, tree, logits[i], laws), copy.copy(row), noise[0])
+            for i, (row, tree) in enumerate(zip(rows, trees, strict=True))
+        ]
+        assert all(row.step == 0 for row in rows)
+        stops = Stops(StoppingCriteriaList([MaxLengthCriteria(15)]), history, laws)
+        scores = Scores(logits, {}, [0] * 3)
+        found = rule.verify(Verification(rows, trees, scores, laws, stops, noise[1], 0))
+        assert [(tuple(path), token) for path, token in alone] == [(one.path, one.token) for one in found]
+        assert [row.tokens[3:] for row in rows] == [
+            [*(tree.tokens[i] for i in path[1:]), token] for tree, (path, token) in zip(trees, alone, strict=True)
+        ]
+        assert noise[0].fresh == noise[1].fresh
+        longest = max(longest, *(len(path) for path, _ in alone))
+    assert longest > 1
