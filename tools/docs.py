@@ -35,6 +35,9 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "ties": lambda document: figures.ties(),
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
+    "peers": lambda document, model: figures.peers(model),
+    "speeds": lambda document: figures.speeds(),
+    "whole-calls": lambda document: figures.whole_calls(),
 }
 
 

@@ -100,3 +100,54 @@ def _turn(one: dict[str, Any]) -> list[str]:
     spread = f" ({one['lowest']:.2f}-{one['highest']:.2f})" if "lowest" in one else ""
     over = f"{one['over_no_drafts']:.2f}{spread}"
     return [f"{one['mean_acceptance_length']:.2f}", str(one["tokens_per_second"]), over]
+
+
+def peers(model: str) -> list[str]:
+    """Engines beside each other on one model, by mode and text: tokens per second, and how many times truedraft has."""
+    ways: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for one in _results("peers"):
+        if one["model"].replace(" ", "") == model:
+            ways.setdefault((one["engine"], one["mode"]), {})[one["text"]] = one
+    texts = ("copy-heavy", "no repeats")
+    return _table(
+        ["engine", "mode", *(head for text in texts for head in (text, "truedraft"))],
+        [[*way, *(cell for text in texts for cell in _speed(found.get(text)))] for way, found in ways.items()],
+    )
+
+
+def _speed(one: dict[str, Any] | None) -> tuple[str, str]:
+    if one is None:
+        return "", ""
+    times = f"{one['truedraft_times']:.2f}x" if "truedraft_times" in one else ""
+    return f"{one['tokens_per_second']} ({one['lowest']}-{one['highest']})", times
+
+
+def speeds() -> list[str]:
+    """Tokens per second of every engine that was run with and without drafts, model by model."""
+    plain, lookup = "plain", "prompt lookup, 10"
+    wanted = ((plain, "copy-heavy"), (lookup, "copy-heavy"), (lookup, "no repeats"))
+    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    for one in _results("peers"):
+        found.setdefault((one["model"], one["engine"]), {})[one["mode"], one["text"]] = one["tokens_per_second"]
+    return _table(
+        ["model", "engine", "plain", "prompt lookup of 10, copies", "prompt lookup of 10, no repeats"],
+        [[*who, *(str(has[way]) for way in wanted)] for who, has in found.items() if all(way in has for way in wanted)],
+    )
+
+
+def whole_calls() -> list[str]:
+    """Calls of `generate` on the embedded model against those of `transformers`."""
+    return _table(
+        [
+            "prompt", "drafter", "passes for tokens", "mean acceptance length", "`transformers` tok/s",
+            "truedraft tok/s", "speed-up", "identical",
+        ],
+        [
+            [
+                one["prompt"], _drafter(one["drafter"]), f"{one['passes']} for {one['tokens']}",
+                f"{one['mean_acceptance_length']:.2f}", str(one["transformers_tokens_per_second"]),
+                str(one["tokens_per_second"]), f"{one['speed_up']}x", "yes" if one["identical"] else "no",
+            ]
+            for one in _results("generate")
+        ],
+    )  # fmt: skip
