@@ -71,17 +71,15 @@ def ties() -> list[str]:
 
 def replay(*drafters: str) -> list[str]:
     """Mean acceptance length on recorded outputs and, in brackets, nodes drafted per pass; of all drafters, or some."""
+    found = {one["drafter"]: one for one in _results("replay")}
     return _table(
         ["drafter", *KINDS.values()],
-        [
-            [
-                _drafter(one["drafter"]),
-                *(f"{one['mean_acceptance_length'][k]:.2f} ({one['nodes_per_pass'][k]})" for k in KINDS),
-            ]
-            for one in _results("replay")
-            if not drafters or one["drafter"] in drafters
-        ],
+        [[_drafter(name), *(_accepted(found[name], kind) for kind in KINDS)] for name in drafters or found],
     )
+
+
+def _accepted(one: dict[str, Any], kind: str) -> str:
+    return f"{one['mean_acceptance_length'][kind]:.2f} ({one['nodes_per_pass'][kind]})"
 
 
 def recorded() -> list[str]:
