@@ -29,7 +29,7 @@ from rich.table import Table
 
 from truedraft import registry
 from truedraft.drafters._base import Drafter
-from truedraft.stores._native import Cursor
+from truedraft.stores._cursor import Cursor
 from truedraft.stores.corpus import Corpus
 from truedraft.stores.texts import Texts
 from truedraft.tree import Accepted, DraftTree, Row, Scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from truedraft.stores._native import Cursor
+from truedraft.stores._cursor import Cursor
 from truedraft.stores.corpus import Corpus
 
 PROMPTS = [[3, 1, 2], [0, 5], [6, 6, 1, 4], [2, 2, 2]]

@@ -34,8 +34,9 @@ from truedraft import Corpus, Refused, build_corpus, registry
 from truedraft.cli import main
 from truedraft.stores import _file, texts
 from truedraft.stores import corpus as corpora
-from truedraft.stores._native import Cursor, library
-from truedraft.stores.automaton import SEPARATOR, Mapped
+from truedraft.stores._cursor import SEPARATOR, Cursor
+from truedraft.stores._native import library
+from truedraft.stores.automaton import Mapped
 from truedraft.stores.memory import SHARES, Memory, Places, Tenants
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz \n.{}\":,'éß()=_+-*#0123456789"

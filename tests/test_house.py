@@ -101,7 +101,7 @@ ALLOWED = {
     # accelerated: drafters are trained on what their target says; drafters: the contract of those that learn
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
     "stores": {"tree", "card", "errors", "files", "stores"},
-    "registry": {"card", "declared", "errors", "drafters"},
+    "registry": {"card", "declared", "errors"},
     "declared": {"card"},
     "loading": {"assets", "errors", "runtime"},
     "assets": {"errors"},

@@ -15,7 +15,7 @@ from truedraft import Chat, Drafter, Refused, registry
 from truedraft.cli._models import load
 from truedraft.drafters._base import PassCost
 from truedraft.drafters._texts import told
-from truedraft.stores.automaton import SEPARATOR
+from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.references import PIECE, References, Text
 from truedraft.tree import Row
 

@@ -16,9 +16,10 @@ import torch
 from truedraft.drafters.token_recycling import template
 from truedraft.runtime import native as runtime
 from truedraft.stores import _native, trigrams
-from truedraft.stores._native import Cursor, library
+from truedraft.stores._cursor import SEPARATOR, Cursor
+from truedraft.stores._native import library
 from truedraft.stores._pure import Pure
-from truedraft.stores.automaton import SEPARATOR, Automaton, Native, automaton
+from truedraft.stores.automaton import Automaton, Native, automaton
 from truedraft.stores.likeliest import largest, likeliest
 from truedraft.stores.successors import Successors
 from truedraft.tree import DraftTree

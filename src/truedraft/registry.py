@@ -1,8 +1,9 @@
 """Methods by name: a file's name is its registration.
 
-`drafters/prompt_lookup.py` is the drafter `prompt-lookup`; files that begin with an underscore are furniture.
-Packages outside register with the entry-point groups `truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`
-and `truedraft.control`, each entry pointing to a class.
+`drafters/lookup/prompt_lookup.py` is the drafter `prompt-lookup`: folders group methods and are no part of their names,
+and files that begin with an underscore are no methods. Packages outside register with an entry-point group per kind
+(`truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`, `truedraft.control`), each entry pointing to a
+class.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import importlib
 import inspect
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -22,21 +24,56 @@ from truedraft.card import shown, values_of
 from truedraft.declared import declared
 from truedraft.errors import Refused
 
-KINDS = {"drafters": "Drafter", "accept": "Rule", "accept.lossy": "LossyRule", "control": "Control"}
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of methods; its methods are the files of its package, in folders or not.
+
+    base: their base class, in the package's `_base`.
+    noun: one of them, in messages.
+    title, use: heading and introduction of a list of them.
+    argument: the argument of `accelerate`, and the option of commands, that takes one.
+    spelling: how a name is given there.
+    """
+
+    base: str
+    noun: str
+    title: str
+    use: str
+    argument: str
+    spelling: str
+
+
+KINDS = {
+    "drafters": Kind("Drafter", "drafter", "Drafters", "Who drafts; knobs as in `NAME:knob=value`.", "draft", "NAME"),
+    "accept": Kind("Rule", "acceptance rule", "Acceptance rules", "How much of a draft is kept.", "rule", "NAME"),
+    "accept.lossy": Kind(
+        "LossyRule",
+        "lossy rule",
+        "Lossy rules",
+        "Text that differs from the model's own; only where asked for.",
+        "rule",
+        "lossy/NAME",
+    ),
+    "control": Kind("Control", "control", "Controls", "How much is drafted and verified.", "control", "NAME"),
+}
 SIGNS = "|+?>"  # between drafters that act as one, the loosest first
 AUTO, NONE = "auto", "none"  # drafters without a file of their own: what drafts where nothing was chosen, and nothing
 DEFAULT = "input-guided+suffix-wide+token-recycling"  # what "auto" stands for
-WORDS = {"drafters": "drafter", "accept": "acceptance rule", "accept.lossy": "lossy rule", "control": "control"}
 
 
 @cache
 def _files(kind: str) -> dict[str, str]:
-    package = importlib.import_module(f"truedraft.{kind}")
-    return {
-        m.name.replace("_", "-"): f"truedraft.{kind}.{m.name}"
-        for m in pkgutil.iter_modules(package.__path__)
-        if not m.name.startswith("_") and not m.ispkg
-    }
+    return {module.rpartition(".")[2].replace("_", "-"): module for module in _modules(f"truedraft.{kind}")}
+
+
+def _modules(package: str) -> Iterator[str]:
+    """Modules of methods, those in folders that are no kind of their own included."""
+    for found in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        if found.ispkg and found.name.removeprefix("truedraft.") not in KINDS:
+            yield from _modules(found.name)
+        elif not found.ispkg and not found.name.rpartition(".")[2].startswith("_"):
+            yield found.name
 
 
 @cache
@@ -57,7 +94,7 @@ def method(kind: str, name: str) -> Any:
     """
     if name in _files(kind):
         module = importlib.import_module(_files(kind)[name])
-        base = getattr(importlib.import_module(f"truedraft.{kind}._base"), KINDS[kind])
+        base = getattr(importlib.import_module(f"truedraft.{kind}._base"), KINDS[kind].base)
         found = [
             c
             for c in vars(module).values()
@@ -79,7 +116,7 @@ def _unknown(kind: str, name: str) -> Refused:
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(known)}."
     if kind == "accept" and name in names("accept.lossy"):
         hint = f"it is lossy, and has to be asked for as rule='lossy/{name}'"
-    return Refused(f"there is no {WORDS[kind]} {name!r}: {hint} (`truedraft methods` lists all)")
+    return Refused(f"there is no {KINDS[kind].noun} {name!r}: {hint} (`truedraft methods` lists all)")
 
 
 @cache
@@ -103,14 +140,9 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
     Raises:
         Refused: unknown method, unknown knob, or a value that the method does not take.
     """
-    if kind == "drafters":
-        from truedraft.drafters._base import Plain
-        from truedraft.drafters._compose import compose
-
-        if split(spec)[0]:
-            return compose(spec, lambda part: load(kind, part))
-        if spec in (AUTO, NONE):
-            return load(kind, DEFAULT) if spec == AUTO else Plain()
+    if kind == "drafters" and (split(spec)[0] or spec in (AUTO, NONE)):
+        compose = importlib.import_module("truedraft.drafters._compose").compose
+        return compose(spec, lambda part: load(kind, part))
     kind, name, knobs = _resolved(kind, spec, knobs)
     return built(method(kind, name), name, spec, knobs)
 

@@ -17,22 +17,13 @@ from truedraft.card import values_of
 
 MEASURED = ROOT / "benchmarks" / "results" / "methods.json"
 NOTHING = "nothing"
-TITLES = {
-    "drafters": ("Drafters", "What proposes tokens: `accelerate(model, draft=NAME)`; knobs as in `NAME:knob=value`."),
-    "accept": ("Acceptance rules", "How much of a draft is kept: `accelerate(model, rule=NAME)`."),
-    "accept.lossy": (
-        "Lossy rules",
-        "They change the distribution of the text. Only where asked for: `accelerate(model, rule='lossy/NAME')`.",
-    ),
-    "control": ("Controls", "How much is drafted and verified: `accelerate(model, control=NAME)`."),
-}
 
 
 def index() -> list[str]:
     """Every method by kind and family, with what it needs and what it cannot do."""
     lines: list[str] = []
-    for kind, (title, _) in TITLES.items():
-        lines += [f"**{title}**", "", "| family | method | needs | restrictions |", "|---|---|---|---|"]
+    for kind, about in registry.KINDS.items():
+        lines += [f"**{about.title}**", "", "| family | method | needs | restrictions |", "|---|---|---|---|"]
         found = sorted((registry.method(kind, name).card.family, name) for name in registry.names(kind))
         for family, group in groupby(found, key=lambda one: one[0]):
             for i, (_, name) in enumerate(group):
@@ -83,7 +74,7 @@ def anchor(kind: str, name: str) -> str:
 
 
 def heading(kind: str, name: str) -> str:
-    shared = sum(name in registry.names(other) for other in TITLES) > 1
+    shared = sum(name in registry.names(other) for other in registry.KINDS) > 1
     return (
         f"{'Lossy rule' if kind == 'accept.lossy' else 'Rule'}: `{name}`"
         if shared and kind != "drafters"
@@ -111,8 +102,8 @@ def section(kind: str, name: str) -> list[str]:
 
 def sections() -> list[str]:
     lines: list[str] = []
-    for kind, (title, use) in TITLES.items():
-        lines += [f"## {title}", "", use, ""]
+    for kind, about in registry.KINDS.items():
+        lines += [f"## {about.title}", "", f"{about.use} `accelerate(model, {about.argument}='{about.spelling}')`.", ""]
         for name in registry.names(kind):
             lines += section(kind, name)
     return lines

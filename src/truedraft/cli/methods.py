@@ -13,12 +13,6 @@ from truedraft.cli._text import console, waiting
 from truedraft.layout import labelled
 
 WIDTH = 100  # columns of a text that reads well, at most
-TITLES = {
-    "drafters": "Drafters (--draft)",
-    "accept": "Acceptance rules (--rule)",
-    "accept.lossy": "Lossy rules: text that the model alone would not have said (--rule lossy/NAME)",
-    "control": "Controls (--control)",
-}
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -35,7 +29,9 @@ def listing() -> dict[str, list[dict[str, Any]]]:
     """Kind of method -> what each card says, in the order of the names."""
     from truedraft import registry
 
-    return {kind: [_entry(name, registry.method(kind, name)) for name in registry.names(kind)] for kind in TITLES}
+    return {
+        kind: [_entry(name, registry.method(kind, name)) for name in registry.names(kind)] for kind in registry.KINDS
+    }
 
 
 def _entry(name: str, cls: Any) -> dict[str, Any]:
@@ -56,10 +52,13 @@ def _entry(name: str, cls: Any) -> dict[str, Any]:
 
 
 def _print(found: dict[str, list[dict[str, Any]]]) -> None:
+    from truedraft.registry import KINDS
+
     out = console()
     width = min(out.width, WIDTH)
     for kind, entries in found.items():
-        out.print(TITLES[kind], style="bold underline")
+        of = KINDS[kind]
+        out.print(f"{of.title} (--{of.argument} {of.spelling})", style="bold underline")
         out.print()
         for entry in entries:
             out.print(entry["name"], style="bold")

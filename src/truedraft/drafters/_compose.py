@@ -23,7 +23,7 @@ from truedraft.drafters._joint import Joint
 from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
-from truedraft.registry import split
+from truedraft.registry import AUTO, DEFAULT, NONE, split
 from truedraft.stores.union import Union, union
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
@@ -291,12 +291,14 @@ KINDS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Switc
 
 
 def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
-    """A drafter from its string form; `load` makes the parts.
+    """A drafter from its string form: parts with signs between them, "auto" or "none"; `load` makes the parts.
 
     Raises:
         Refused: a part is missing, or `load` refuses one.
     """
-    sign, sides = split(spec)
+    if spec == NONE:
+        return Plain()
+    sign, sides = split(DEFAULT if spec == AUTO else spec)
     return KINDS[sign]([compose(side, load) for side in sides]) if sign else load(spec)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.drafters._base import PerRow, State
-from truedraft.stores._native import Cursor
+from truedraft.stores._cursor import Cursor
 from truedraft.stores.automaton import Automaton
 from truedraft.stores.corpus import Corpus, corpora
 from truedraft.stores.memory import Places

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from truedraft.drafters._base import PassCost
-from truedraft.stores._native import Cursor
+from truedraft.stores._cursor import Cursor
 from truedraft.stores.automaton import Automaton, automaton
 from truedraft.stores.memory import Places
 from truedraft.stores.references import References

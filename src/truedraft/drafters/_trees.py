@@ -7,8 +7,8 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 
+from truedraft.stores._cursor import SEPARATOR, Grown
 from truedraft.stores._native import trees
-from truedraft.stores.automaton import SEPARATOR, Grown
 from truedraft.tree import DraftTree
 
 LATER = 0.85  # chance given to a deeper node where its drafter does not say

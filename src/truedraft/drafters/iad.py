@@ -17,7 +17,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
 from truedraft.drafters._trees import onward
-from truedraft.stores.automaton import SEPARATOR
+from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row
 

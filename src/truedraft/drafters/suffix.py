@@ -18,8 +18,8 @@ from truedraft.card import Card, knob
 from truedraft.drafters._copying import Remembering
 from truedraft.drafters._texts import RowText, root_of
 from truedraft.drafters._trees import counted
-from truedraft.stores._native import Cursor
-from truedraft.stores.automaton import Automaton, Grown
+from truedraft.stores._cursor import Cursor, Grown
+from truedraft.stores.automaton import Automaton
 from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row
 

@@ -13,20 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from truedraft.stores._cursor import Cursor
+
 CALLS = 2  # as in automaton.c
 ON_TREES = ("counted", "grown", "union", "follow", "settled")
-
-
-class Cursor(ctypes.Structure):
-    """A place in an automaton: the longest suffix of what was read that occurs in its text.
-
-    length: its tokens. pending: of a text's own cursor, the last token, which the automaton has yet to learn.
-    """
-
-    _fields_ = [("state", c_int32), ("length", c_int32), ("pending", c_int32), ("has_pending", c_int32)]
-
-    def copy(self) -> Cursor:
-        return Cursor(self.state, self.length, self.pending, self.has_pending)
 
 
 class Layout(ctypes.Structure):

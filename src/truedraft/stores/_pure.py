@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from truedraft.stores._native import Cursor
-from truedraft.stores.automaton import CAP, MOST, Grown
+from truedraft.stores._cursor import CAP, MOST, Cursor, Grown
 
 
 class Pure:

@@ -10,23 +10,13 @@ import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_int32
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from truedraft.stores._native import Cursor, Layout, library
-
-CAP = 128  # tokens of the longest string whose occurrences are counted
-MOST = 256  # nodes of the largest tree grown
-SEPARATOR = -1  # stands between documents; never drafted
-
-
-class Grown(NamedTuple):
-    """A tree of continuations, most frequent first: tokens, the parent of each (-1 the root), how often each stood."""
-
-    tokens: list[int]
-    parents: list[int]
-    counts: list[int]
+from truedraft.stores._cursor import CAP, MOST, Cursor, Grown
+from truedraft.stores._native import Layout, library
+from truedraft.stores._pure import Pure
 
 
 class Automaton(Protocol):
@@ -205,8 +195,6 @@ def automaton(cap: int = CAP) -> Automaton:
     """
     if (lib := library()) is not None:
         return Native(lib, cap)
-    from truedraft.stores._pure import Pure
-
     return Pure(cap)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 
 from truedraft.errors import Refused, why
-from truedraft.stores.automaton import SEPARATOR, automaton
+from truedraft.stores._cursor import SEPARATOR
+from truedraft.stores.automaton import automaton
 from truedraft.stores.corpus import About, Corpus, fingerprint
 from truedraft.stores.texts import Texts
 

@@ -21,7 +21,8 @@ import numpy as np
 from truedraft.card import shown
 from truedraft.errors import Refused, why
 from truedraft.stores import _file
-from truedraft.stores.automaton import SEPARATOR, Automaton, automaton, loaded
+from truedraft.stores._cursor import SEPARATOR
+from truedraft.stores.automaton import Automaton, automaton, loaded
 
 KIND, VERSION = "corpus", 1
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from truedraft.errors import Refused
 from truedraft.stores import _file
-from truedraft.stores._native import Cursor
-from truedraft.stores.automaton import SEPARATOR, Automaton, automaton
+from truedraft.stores._cursor import SEPARATOR, Cursor
+from truedraft.stores.automaton import Automaton, automaton
 from truedraft.stores.corpus import fingerprint
 
 T = TypeVar("T")

@@ -9,7 +9,8 @@ from typing import overload
 
 from transformers import PreTrainedTokenizerBase
 
-from truedraft.stores.automaton import SEPARATOR, automaton
+from truedraft.stores._cursor import SEPARATOR
+from truedraft.stores.automaton import automaton
 
 PIECE = 2048  # characters read at a time; of token ids a quarter
 Tokens = tuple[int, ...]

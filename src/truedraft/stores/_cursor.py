@@ -1,0 +1,31 @@
+"""What both forms of the automaton share: places in it, trees grown from it, and their bounds."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32
+from typing import NamedTuple
+
+CAP = 128  # tokens of the longest string whose occurrences are counted
+MOST = 256  # nodes of the largest tree grown
+SEPARATOR = -1  # stands between documents; never drafted
+
+
+class Cursor(ctypes.Structure):
+    """A place in an automaton: the longest suffix of what was read that occurs in its text.
+
+    length: its tokens. pending: of a text's own cursor, the last token, which the automaton has yet to learn.
+    """
+
+    _fields_ = [("state", c_int32), ("length", c_int32), ("pending", c_int32), ("has_pending", c_int32)]
+
+    def copy(self) -> Cursor:
+        return Cursor(self.state, self.length, self.pending, self.has_pending)
+
+
+class Grown(NamedTuple):
+    """A tree of continuations, most frequent first: tokens, the parent of each (-1 the root), how often each stood."""
+
+    tokens: list[int]
+    parents: list[int]
+    counts: list[int]
