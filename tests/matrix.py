@@ -231,33 +231,35 @@ def cells(kind: str, name: str, in_turn: bool = False) -> dict[str, str]:
 
 
 def page(found: dict[tuple[str, str], dict[str, str]]) -> str:
-    """docs/matrix.md."""
+    """docs/matrix.md: a line for each method, with the features in which it is not what its line says."""
+    refused = {
+        f: cells[f] for cells in found.values() for f in FEATURES if all(c[f] == cells[f] for c in found.values())
+    }
+    refused = {feature: cell for feature, cell in refused.items() if cell.startswith("refused")}
     lines = [
         "# Every method with every feature", "",
         "Written by `python tools/matrix.py` from a run of `tests/matrix.py`; `make test` repeats every cell, those of",
-        "drafters greedily or sampled in turn.",
-        f"`{EXACT}`: the text of `model.generate`, token for token, and the random stream too. `{LAW}`: text of the",
-        "model's law, cut where plain decoding would cut it. Anything else is refused, with the sentence below.", "",
+        "drafters greedily or sampled in turn.", "",
+        f"- `{EXACT}`: the text of `model.generate`, token for token, and the random stream too.",
+        f"- `{LAW}`: text of the model's distribution, cut where plain decoding would cut it.",
+        "- Anything else is an exception, and stands in the method's line; what is refused, with the sentence.", "",
+        "The features:", "",
+        *(f"- {feature}" for feature in FEATURES if feature not in refused), "",
+        "Refused with every method:", "",
+        *(f"- {feature}: {_sentence(cell)}" for feature, cell in refused.items()), "",
     ]  # fmt: skip
-    sentences: list[str] = []
     for kind, title in (("drafters", "Drafters, under greedy and seeded"), ("accept", "Acceptance rules")):
-        names = [name for k, name in found if k == kind]
-        lines += [
-            f"## {title}",
-            "",
-            "| | " + " | ".join(f"`{n}`" for n in names) + " |",
-            "|---" * (len(names) + 1) + "|",
-        ]
-        for feature in FEATURES:
-            row = []
-            for name in names:
-                cell = found[kind, name][feature]
-                if cell.startswith("refused"):
-                    if cell not in sentences:
-                        sentences.append(cell)
-                    cell = f"refused ({sentences.index(cell) + 1})"
-                row.append(cell)
-            lines.append(f"| {feature} | " + " | ".join(row) + " |")
+        lines += [f"## {title}", "", "| method | every feature is | but for |", "|---|---|---|"]
+        for name in (name for k, name in found if k == kind):
+            cells = {feature: cell for feature, cell in found[kind, name].items() if feature not in refused}
+            usual = EXACT if list(cells.values()).count(EXACT) * 2 > len(cells) else LAW
+            others = [f"{feature}: {_sentence(cell)}" for feature, cell in cells.items() if cell != usual]
+            lines.append(f"| `{name}` | {usual} | {'<br>'.join(others)} |")
         lines.append("")
-    lines += [f"{i}. {sentence.removeprefix('refused: ')}" for i, sentence in enumerate(sentences, 1)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _sentence(cell: str) -> str:
+    """What a page shows of a cell: of a refusal its sentence, in code."""
+    why = cell.removeprefix("refused: ")
+    return cell if why == cell else f"refused: `{why}`"

@@ -11,27 +11,22 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import create_autospec
 
 import pytest
 from markdown_it import MarkdownIt
 from typer.main import get_command
 
+import docs
 import truedraft
 from truedraft import loading, registry
-from truedraft.accept._verification import Verification
 from truedraft.cli import EXAMPLES, app
-from truedraft.control._base import Control
 from truedraft.declared import declared
-from truedraft.drafters._base import Drafter
-from truedraft.targets.decoder import DecoderTarget
 
 pytestmark = pytest.mark.pythons
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS.append(ROOT / "benchmarks" / "README.md")
-PYTHON, SKETCH, SHELL = "python", "python sketch", ""  # what a block may be marked as; shell lines are indented
+# what a block may be marked as; shell lines are indented; quotes are of the package's own source
+PYTHON, QUOTE, SHELL = "python", docs.CODE, ""
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 STORY = "one day, a little girl named lily found a red ball"
 
@@ -51,7 +46,7 @@ def blocks(document: str, text: str) -> Iterator[Block]:
             yield Block(document, (token.map or [0])[0] + 1, token.info.strip(), token.content)
 
 
-BLOCKS = [block for path in DOCUMENTS for block in blocks(str(path.relative_to(ROOT)), path.read_text("utf-8"))]
+BLOCKS = [block for path in docs.DOCUMENTS for block in blocks(str(path.relative_to(ROOT)), path.read_text("utf-8"))]
 
 
 METHODS = [block for block in BLOCKS if block.kind == PYTHON and block.document == "CONTRIBUTING.md"]
@@ -65,7 +60,7 @@ def of_kind(kind: str) -> Any:
 
 
 def test_every_block_is_marked_as_what_it_is() -> None:
-    assert {block.kind for block in BLOCKS} <= {PYTHON, SKETCH, SHELL}
+    assert {block.kind for block in BLOCKS} <= {PYTHON, QUOTE, SHELL}
     found = [
         b.kind for b in blocks("x", "```\na\n```\n\n```python\nb\n```\n\n    make c\n\n- d\n\n  ```json\n  e\n  ```\n")
     ]
@@ -90,28 +85,22 @@ def names(block: Block) -> dict[str, Any]:
 
 
 @of_kind(PYTHON)
-def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("He go home.\nShe have a cat.\n")
     given = names(block)
     given["model"].generation_config.max_new_tokens = 8
     text = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block.text)
     exec(compile("\n" * block.line + text, block.document, "exec"), given)
+    if expected := re.findall(r"^# prints: (.*)$", block.text, re.M):
+        assert capsys.readouterr().out.splitlines() == expected
 
 
-@of_kind(SKETCH)
-def test_sketches_call_what_there_is(block: Block) -> None:
-    parts = {"control": Control, "drafter": Drafter, "target": DecoderTarget}
-    given: dict[str, Any] = {name: create_autospec(kind, instance=True) for name, kind in parts.items()}
-    bound: list[str] = []
-
-    def sketched(*args: Any) -> Any:
-        assert args[-1] is ...
-        bound.extend(list(inspect.signature(Verification).parameters)[: len(args) - 1])
-
-    exec(block.text, {**given, "rows": [], "verify": sketched})
-    assert bound == ["rows", "trees", "scores"]
-    assert all(part.method_calls for part in given.values())
+def test_the_first_snippet_of_the_readme_is_complete() -> None:
+    block = next(block for block in BLOCKS if block.document == "README.md" and block.kind == PYTHON)
+    exec(compile(block.text, block.document, "exec"), {})
 
 
 def imported(block: Block, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

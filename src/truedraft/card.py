@@ -24,8 +24,7 @@ class Card:
     needs: what must be given beyond the target ("references", "weights", "training").
     cannot: target family -> why it cannot be served.
     presets: name -> knobs, for published variants.
-    published: the paper's own figures.
-    measured: figures of this project, with machine and workload, the unfavourable ones included.
+    published: the paper's own figures; those measured here are in `benchmarks/results/methods.json`.
     """
 
     paper: str
@@ -35,7 +34,6 @@ class Card:
     cannot: Mapping[str, str] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     published: str = ""
-    measured: str = ""
 
 
 @dataclass(frozen=True)

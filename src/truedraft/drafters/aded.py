@@ -31,11 +31,6 @@ class Aded(WithCorpora[Trigrams]):
         idea="Search a table of trigrams, which follows the text, for the paths most worth drafting.",
         family="retrieval",
         published="Up to 2.5x; 1.9x with a table of 253 MB (Vicuna 7B/13B; MT-Bench, Alpaca, HumanEval).",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.7, edit 3.4, shorten 4.0, chat 3.7. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.33, second 1.62, asked to change the answer "
-            "2.12; agents' traces 1.90."
-        ),
     )
     takes_references = True
     nodes: int = knob(24, 1, 64)  # of the tree; published 24

@@ -25,11 +25,6 @@ class Anpd(InText):
         idea="Draft token by token what followed the last few tokens the last time they stood in the text.",
         family="retrieval",
         published="Up to 3.67x (LLaMA family, code); most on code and summaries.",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.8, edit 4.1, shorten 4.6, chat 4.4. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.38, second 1.81, asked to change the answer "
-            "2.52; agents' traces 1.64."
-        ),
     )
     n: int = knob(5, 2, 1024)  # longest n-gram, its successor counted; published about 5 (unverified)
     length: int = knob(6, 1, 1024)  # tokens drafted; published about 6 (unverified)

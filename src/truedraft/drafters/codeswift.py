@@ -45,11 +45,6 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
         idea="Draft what the target thought likely here before, then what the project and a corpus say.",
         family="retrieval",
         published="Up to 2.53x in repositories, 2.54x standalone, over plain decoding.",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 2.0, edit 4.2, shorten 6.5, chat 5.0. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.51, second 2.06, asked to change the answer "
-            "3.17; agents' traces 2.34."
-        ),
     )
     takes_references = True
     nodes: int = knob(64, 1, 1024)  # of the tree; published 64

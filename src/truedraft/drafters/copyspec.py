@@ -22,11 +22,6 @@ class CopySpec(Copying):
         family="retrieval",
         presets={"copyspec-5": {"gamma": 5}},
         published="Up to 2.35x on CNN/DM, 3.08x on second turns of chosen MT-Redundant categories.",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.7, edit 3.8, shorten 5.6, chat 3.7. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.18, second 1.54, asked to change the answer "
-            "2.28; agents' traces 1.42."
-        ),
     )
     gamma: int = knob(3, 1, 1024)  # tokens that must match; published 3 in the evaluation, 5 in the code's interface
     length: int = knob(10, 1, 1024)  # tokens copied; published 10

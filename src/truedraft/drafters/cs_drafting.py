@@ -72,13 +72,6 @@ class CsDrafting(Joint):
         needs=("draft model",),
         presets={"cs-drafting-llama": {"lengths": "13x10;10"}, "cs-drafting-t5": {"lengths": "5x14x10;1x10;10"}},
         published="Up to 72% (in the later version 81%) more speed than speculative decoding with the same models.",
-        measured=(
-            "nano by nano-draft, greedy, drafts in full; tokens a pass and, in brackets, passes of the draft model a "
-            "token (`benchmarks/cascade.py`): story 2.98 (0.89), edit 3.54 (0.63), shorten 5.56 (0.30), chat 3.77 "
-            "(0.61); draft-model 2.40 (2.73), 2.43 (2.73), 3.37 (1.95), 2.45 (2.73); strict inside 2.43 (1.39), 2.47 "
-            "(1.05), 3.66 (0.64), 2.56 (1.11). Its bottom alone gives 2.30, 6.16, 8.33, 5.60 for nothing, and a pass "
-            "of nano-draft costs half of one of nano: it does not pay there, and least where text is copied."
-        ),
     )
     model: Any = None  # draft models, the largest first: a list of models, or names with ';' between; published 1 or 2
     lengths: str = knob("5x10;10", form=LENGTHS, reader=lambda text: table_of(text))  # published: see the presets

@@ -26,8 +26,6 @@ class DraftModel(ModelDrafter):
         idea="A smaller model with the same tokenizer says the next few tokens.",
         family="draft model",
         needs=("draft model",),
-        measured="Two cores (AVX2), fp32, greedy, drafts in full: bitllama_3M by stories260K 4.2 tokens a pass, 2.1x "
-        "of none; nano by nano-draft 3.1 tokens a pass, but 0.7x: a pass of the draft costs half of one of the target.",
         published="T5-XXL drafted by T5-small: 2.6x to 3.4x; Chinchilla 70B by a 4B: 1.9x to 2.5x.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub

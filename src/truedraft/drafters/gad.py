@@ -261,13 +261,6 @@ class Gad(Drafter):
         cannot=CANNOT,
         presets={"gad-tree": {"nodes": 16}},
         published="3x to 5x on translation and summarisation (encoder-decoders of 6 layers, one GPU).",
-        measured=(
-            "multi30k, English to German, a target of 7 M (BLEU 37.2) and a drafter of 2 layers and 6 masks (2.1 M), "
-            "trained 33 minutes on one core; greedy, lines of the test set one at a time: 2.8 tokens a pass in full, "
-            "gad-tree with 12 nodes 3.4. 1.8x no drafts where passes are the model's own forward. No gain with "
-            "compiled passes of so small a target, where a draft takes as long as three: in full 2.8x and 3.0x "
-            "transformers, no drafts 4.5x, so the cost control gives it up (0.9x to 1.0x of no drafts)."
-        ),
     )
     learner = Filling
     model: Any = None  # folder of a checkpoint (`truedraft train gad`), or a MaskFiller

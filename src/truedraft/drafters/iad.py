@@ -73,13 +73,6 @@ class Iad(PerRow[Source]):
         family="retrieval",
         presets={"iad-tree": {"places": 4, "edits": True}},
         published="7x to 9x on grammatical error correction, 9x to 12x with a shallow decoder (encoder-decoders, GPU).",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control (input-guided in brackets): story 1.0 (1.0), edit "
-            "3.3 (7.7), shorten 8.5 (9.2), chat 1.6 (9.5): in code few strings of three tokens stand once. iad-tree: "
-            "1.0, 3.2, 13.8, 5.4. nano-gec on JFLEG dev, one line at a time: 5.0 tokens a pass, 7.8x transformers "
-            "(1.5x no drafts); iad-tree 6.8, 7.4x. In batches of 16 3.0x to 3.5x, no drafts 3.0x. Simplification "
-            "(ASSET): 9.7x and 9.8x, in batches of 16 3.8x and 3.4x."
-        ),
     )
     takes_references = True
     length: int = knob(64, 1, 1024)  # tokens drafted; published: all that is left

@@ -54,11 +54,6 @@ class InputGuided(PerRow[Place]):
         idea="Copy the input from where the output stands in it, and find the place again after each change.",
         family="retrieval",
         published="7x to 9x on grammatical error correction, 9x to 12x with a shallow decoder (encoder-decoders, GPU).",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.0, edit 6.5, shorten 7.4, chat 6.9. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.06, second 1.46, asked to change the answer "
-            "2.34; agents' traces 1.40."
-        ),
     )
     takes_references = True
     length: int = knob(40, 1, 1024)  # tokens drafted; published: all that is left

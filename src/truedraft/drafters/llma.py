@@ -21,11 +21,6 @@ class Llma(Copying):
         family="retrieval",
         presets={"llma-trigger2": {"trigger": 2}},
         published="Over 2x in retrieval-augmented, cache-assisted and multi-turn generation (LLaMA 7B-30B, V100).",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 2.0, edit 5.1, shorten 9.1, chat 4.6. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.36, second 1.87, asked to change the answer "
-            "2.95; agents' traces 1.64."
-        ),
     )
     trigger: int = knob(1, 1, 1024)  # shortest n-gram that starts a copy; published default 1
     longest: int = knob(5, 1, 1024)  # longest n-gram looked for; published 5

@@ -52,11 +52,6 @@ class Lookahead(PerRow[Window]):
         family="jacobi",
         presets={"lookahead-7": {"window": 7, "guesses": 7}},
         published="Up to 1.8x on MT-Bench, 1.5x to 2.3x on one GPU.",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.0, edit 2.9, shorten 3.4, chat 3.1. "
-            "Replayed answers of Llama-3 70B, 16 nodes, without a window: first turn 1.10, second 1.57, asked to "
-            "change the answer 2.11; agents' traces 1.67."
-        ),
     )
     window: int = knob(15, 0, 64)  # positions guessed, W; published 15 for 7B, 10 for 13B, 7 for 34B and above (A100)
     guesses: int = knob(15, 1, 64)  # n-grams kept for each first token and verified, G; published as W

@@ -29,11 +29,6 @@ class LookaheadPia(Remembering):
         family="retrieval",
         presets={"lookahead-pia-12": {"branch": 12}},
         published="2.66x to 6.26x; Llama 2 7B 2.0x to 2.8x on Dolly and GSM8K, up to 5.36x in production (A100).",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.9, edit 4.5, shorten 5.0, chat 5.4. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.62, second 2.13, asked to change the answer "
-            "3.15; agents' traces 2.37."
-        ),
     )
     branch: int = knob(8, 1, 128)  # tokens of a branch; published 8 in the code, 12 to 32 in runs
     nodes: int = knob(64, 1, 1024)  # of the tree, the paper's decoding length; published 64

@@ -34,7 +34,6 @@ class MaxGram(PerRow[tuple[RowText, Successors]]):
         idea="Copy what followed the longest suffix that stood before, or else the likeliest token after each token.",
         family="retrieval",
         published="Given only inside the cascade: see cs-drafting.",
-        measured="Tokens a pass, nano, greedy, drafts in full: story 2.3, edit 6.2, shorten 8.3, chat 5.6.",
     )
     length: int = knob(10, 1, 1024)  # tokens drafted; published 10
     shortest: int = knob(1, 1, 1024)  # tokens that must match for a copy; published 1 (unverified)

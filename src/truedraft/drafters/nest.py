@@ -44,9 +44,6 @@ class Nest(PerRow[Standing]):
         needs=("references",),
         cannot={"encoder-decoder": "states of given texts are read by a model whose prompt is such a text"},
         published="As a whole, with lossy/nest: 1.8x over Llama-2-Chat 70B alone.",
-        measured="nano, one thread: the embedded edits with the original as the reference, greedy, 5.5 tokens a pass "
-        "and 2.3x plain decoding, 7.7 and 2.4x with delta 1 (llma: 9.0 and 3.2x); stories over texts that nano would "
-        "not repeat, seeded at temperature 0.7, 1.0 tokens a pass and 0.8x over 127 states, 1.2 and 0.4x over 22,561.",
     )
     takes_references = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call

@@ -22,11 +22,6 @@ class PromptLookup(Copying):
         family="retrieval",
         presets={"prompt-lookup-hf": {"n": 2}, "prompt-lookup-long": {"n": 5, "length": 40}},
         published="Spec-Bench, Vicuna 7B, A100, greedy: 1.66x overall, 2.66x summarising, 1.06x translation.",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.9, edit 4.7, shorten 7.2, chat 4.4. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.33, second 1.79, asked to change the answer "
-            "2.65; agents' traces 1.61."
-        ),
     )
     n: int = knob(3, 1, 1024)  # longest n-gram looked for; published default 3, transformers' own default is 2
     length: int = knob(10, 1, 1024)  # tokens copied; published default 10

@@ -28,11 +28,6 @@ class Sam(WithCorpora[tuple[RowText, Places]]):
         family="retrieval",
         presets={"sam-alone": {"threshold": 1}},
         published="Spec-Bench, Vicuna 7B, A6000, greedy: 1.84x alone, 2.27x with Token Recycling.",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.6, edit 3.1, shorten 4.8, chat 3.4. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.12, second 1.43, asked to change the answer "
-            "2.18; agents' traces 1.32."
-        ),
     )
     takes_references = True
     threshold: int = knob(5, 1, 1024)  # shortest match that is copied from; published 5

@@ -32,11 +32,6 @@ class Suffix(Remembering):
         family="retrieval",
         presets={"suffix-chain": {"branches": 1}, "suffix-wide": {"offset": 8.0}},
         published="Up to 5.3x over plain decoding on agents' loads (AgenticSQL, SWE-Bench).",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.8, edit 4.3, shorten 6.2, chat 5.3. "
-            "Replayed answers of Llama-3 70B, 16 nodes: first turn 1.42, second 1.85, asked to change the answer "
-            "2.83; agents' traces 2.26."
-        ),
     )
     depth: int = knob(64, 1, 1024)  # tokens of match and draft together; published 64
     alpha: float = knob(1.0, 0, 1e3)  # nodes for each matched token; published 1.0

@@ -34,12 +34,6 @@ class TokenRecycling(PerRow[Successors]):
         idea="Draft a tree from the successors that the target itself last thought likely after each token.",
         family="recycling",
         published="Spec-Bench, Vicuna 7B-33B: about 2x (7B 2.09x; EAGLE-2 2.28x).",
-        measured=(
-            "Tokens a pass, nano on two cores, greedy, cost control: story 1.8, edit 1.4, shorten 1.2, chat 1.2. "
-            "Replayed answers of Llama-3 70B, 16 nodes (recordings have no alternatives, so it is worth more): "
-            "first turn 1.31, second 1.51, asked to change the answer 1.66; agents' traces 1.40. Alone on nano it "
-            "costs more than it gives where text is copied: 0.8x to 0.9x of decoding without drafts."
-        ),
     )
     nodes: int = knob(80, 1, 1024)  # of the tree; published 80
     depth: int = knob(6, 1, 64)  # of the tree; published 6

@@ -58,10 +58,6 @@ class Nest(LossyNodeRule, AttributingRule):
         family="lossy",
         needs=("references",),
         published="1.8x over Llama-2-Chat 70B alone, with better quality and attribution than kNN-LM.",
-        measured="nano, temperature 0.7, top-k off, one thread, drafter nest: openings of the embedded stories over "
-        "these (127 states) 9.1 tokens a pass, 96 % copied, 2.6x plain decoding; over 400 paragraphs (22,561 states) "
-        "6.0, 90 % and 0.7x for openings of theirs, 2.7, 69 % and 0.5x for others. What was said cost nano 2.1 to 3.3 "
-        "nats a token, its own text 0.3 to 0.9. Without the drafter: 0.4x to 0.7x.",
     )
     samples: ClassVar[bool] = True
     preferred_drafts: ClassVar[Wanted] = "likeliest"

@@ -1,0 +1,71 @@
+"""The drafter of CONTRIBUTING, added as it says: a file in a folder, or an entry point of another package."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+from typer.testing import CliRunner
+
+import truedraft
+from truedraft import loading, registry
+from truedraft.cli import app
+
+TEXT = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text("utf-8")
+BLOCK = next(token.content for token in MarkdownIt().parse(TEXT) if token.type == "fence" and "PerRow" in token.content)
+STORY = "one day, a little girl named lily found a red ball"
+
+
+def read_anew() -> None:
+    """Forget which files and entry points the registry has found."""
+    for found in vars(registry).values():
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
+
+
+@pytest.fixture
+def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """The block as a file of the package, or as a package of its own with an entry point; by `request.param`."""
+    (tmp_path / "my_idea.py").write_text(BLOCK)
+    if request.param == "file":
+        path = re.search(r"Create `src/([\w/]+)/my_idea\.py`", TEXT)
+        assert path is not None
+        package = importlib.import_module(path[1].replace("/", "."))
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    else:
+        group = re.search(r"entry-point group `(truedraft\.\w+)`", TEXT)
+        assert group is not None
+        metadata = tmp_path / "my_idea-1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-idea\nVersion: 1\n")
+        (metadata / "entry_points.txt").write_text(f"[{group[1]}]\nmy-idea = my_idea:MyIdea\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+    read_anew()
+    yield
+    monkeypatch.undo()
+    read_anew()
+
+
+@pytest.mark.parametrize("registered", ["file", "entry point"], indirect=True)
+def test_the_drafter_of_contributing_runs_by_its_name(registered: None) -> None:
+    listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
+    assert "my-idea" in [entry["name"] for entry in listed["drafters"]]
+    model, tokenizer = loading.load("nano")
+    inputs = tokenizer(STORY, return_tensors="pt", return_token_type_ids=False)
+    settings = dict(max_new_tokens=24, do_sample=False)
+    fast = truedraft.accelerate(model, tokenizer, draft="my-idea:length=2", control="fixed")
+    assert fast.generate(**inputs, **settings).equal(model.generate(**inputs, **settings))
+    report = fast.report()
+    assert report.drafter.startswith("my-idea") and report.acceptance_rate is not None
+    assert max(len(emission.tokens) for p in report.passes for emission in p.emitted) <= 3
+    with pytest.raises(truedraft.Refused, match="my-idea has no knob 'lenght': did you mean 'length'"):
+        truedraft.accelerate(model, tokenizer, draft="my-idea:lenght=2")
+
+
+def test_nothing_of_it_is_left() -> None:
+    assert "my-idea" not in registry.names("drafters")

@@ -1,0 +1,151 @@
+"""Tables of measured figures, from the files in `benchmarks/results`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
+
+from pages.source import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+KINDS = {
+    "first turn": "first turn",
+    "second turn": "second turn",
+    "change your answer": '"change your answer"',
+    "agent": "agent",
+}
+
+
+def _results(name: str, of: str = "results") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))[of]
+    return found
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return [first, "|---" * len(head) + "|", *others]
+
+
+def _drafter(name: str) -> str:
+    return {"auto": "**auto, the default**", "none": "none"}.get(name, f"`{name}`").replace("|", "\\|")
+
+
+def _rounded(value: float) -> str:
+    """With two decimals, halves upwards as read."""
+    return str(Decimal(str(value)).quantize(Decimal("0.01"), ROUND_HALF_UP))
+
+
+def prompts() -> list[str]:
+    """Time to the first token, and that of truedraft over `transformers`' own."""
+    return _table(
+        ["model", "dtype", "prompt", "`transformers`", "no drafts", "`auto`", "rounds"],
+        [
+            [
+                one["model"], one["dtype"], f"{one['prompt']:,}", f"{one['seconds']['transformers']:.3f} s",
+                *(f"{one['ratios'][way]:.3f}" for way in ("no drafts", "auto")), str(len(one["rounds"]["auto"])),
+            ]
+            for one in sorted(_results("prompts"), key=lambda one: (one["model"], one["dtype"], one["prompt"]))
+        ],
+    )  # fmt: skip
+
+
+def ties() -> list[str]:
+    """How many texts in bf16 differ from `model.generate`, with near-ties kept or scored again, and what that costs."""
+    return _table(
+        [
+            "checkpoint, bf16", "passes by", "texts", "near-ties among tokens", "differ per 1,000", "with `recheck`",
+            "time", "with `recheck`",
+        ],
+        [
+            [
+                one["model"], one["runtime"].split(" (")[0], f"{one['texts']:,}", f"{one['near_ties']:.1%}",
+                *(f"{one['differ_per_1000'][way]:.0f}" for way in ("keep", "recheck")),
+                *(_rounded(one["times_of_model.generate"][way]) for way in ("keep", "recheck")),
+            ]
+            for one in _results("ties", "models")
+        ],
+    )  # fmt: skip
+
+
+def replay(*drafters: str) -> list[str]:
+    """Mean acceptance length on recorded outputs and, in brackets, nodes drafted per pass; of all drafters, or some."""
+    found = {one["drafter"]: one for one in _results("replay")}
+    return _table(
+        ["drafter", *KINDS.values()],
+        [[_drafter(name), *(_accepted(found[name], kind) for kind in KINDS)] for name in drafters or found],
+    )
+
+
+def _accepted(one: dict[str, Any], kind: str) -> str:
+    return f"{one['mean_acceptance_length'][kind]:.2f} ({one['nodes_per_pass'][kind]})"
+
+
+def recorded() -> list[str]:
+    """Tokens per pass and per second where passes of a random model emit recorded answers."""
+    turns = ("first turn", "second turn")
+    return _table(
+        ["drafter", *(head for turn in turns for head in (f"{turn}: tokens per pass", "tok/s", "over no drafts"))],
+        [
+            [_drafter(one["drafter"]), *(cell for turn in turns for cell in _turn(one[turn]))]
+            for one in _results("recorded")
+        ],
+    )
+
+
+def _turn(one: dict[str, Any]) -> list[str]:
+    spread = f" ({one['lowest']:.2f}-{one['highest']:.2f})" if "lowest" in one else ""
+    over = f"{one['over_no_drafts']:.2f}{spread}"
+    return [f"{one['mean_acceptance_length']:.2f}", str(one["tokens_per_second"]), over]
+
+
+def peers(model: str) -> list[str]:
+    """Engines beside each other on one model, by mode and text: tokens per second, and how many times truedraft has."""
+    ways: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for one in _results("peers"):
+        if one["model"].replace(" ", "") == model:
+            ways.setdefault((one["engine"], one["mode"]), {})[one["text"]] = one
+    texts = ("copy-heavy", "no repeats")
+    return _table(
+        ["engine", "mode", *(head for text in texts for head in (text, "truedraft"))],
+        [[*way, *(cell for text in texts for cell in _speed(found.get(text)))] for way, found in ways.items()],
+    )
+
+
+def _speed(one: dict[str, Any] | None) -> tuple[str, str]:
+    if one is None:
+        return "", ""
+    times = f"{one['truedraft_times']:.2f}x" if "truedraft_times" in one else ""
+    return f"{one['tokens_per_second']} ({one['lowest']}-{one['highest']})", times
+
+
+def speeds() -> list[str]:
+    """Tokens per second of every engine that was run with and without drafts, model by model."""
+    plain, lookup = "plain", "prompt lookup, 10"
+    wanted = ((plain, "copy-heavy"), (lookup, "copy-heavy"), (lookup, "no repeats"))
+    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    for one in _results("peers"):
+        found.setdefault((one["model"], one["engine"]), {})[one["mode"], one["text"]] = one["tokens_per_second"]
+    return _table(
+        ["model", "engine", "plain", "prompt lookup of 10, copies", "prompt lookup of 10, no repeats"],
+        [[*who, *(str(has[way]) for way in wanted)] for who, has in found.items() if all(way in has for way in wanted)],
+    )
+
+
+def whole_calls() -> list[str]:
+    """Calls of `generate` on the embedded model against those of `transformers`."""
+    return _table(
+        [
+            "prompt", "drafter", "passes for tokens", "mean acceptance length", "`transformers` tok/s",
+            "truedraft tok/s", "speed-up", "identical",
+        ],
+        [
+            [
+                one["prompt"], _drafter(one["drafter"]), f"{one['passes']} for {one['tokens']}",
+                f"{one['mean_acceptance_length']:.2f}", str(one["transformers_tokens_per_second"]),
+                str(one["tokens_per_second"]), f"{one['speed_up']}x", "yes" if one["identical"] else "no",
+            ]
+            for one in _results("generate")
+        ],
+    )  # fmt: skip
