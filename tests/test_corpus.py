@@ -36,7 +36,7 @@ from truedraft.stores import _file, texts
 from truedraft.stores import corpus as corpora
 from truedraft.stores._cursor import SEPARATOR, Cursor
 from truedraft.stores._native import library
-from truedraft.stores.automaton import Mapped
+from truedraft.stores.automaton import MappedAutomaton
 from truedraft.stores.memory import SHARES, Memory, Places, Tenants
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz \n.{}\":,'éß()=_+-*#0123456789"
@@ -262,7 +262,7 @@ def test_what_a_corpus_says_of_itself_is_checked(file: Path) -> None:
 @compiled
 def test_arrays_that_lie_are_refused(file: Path) -> None:
     whole = Corpus.open(file)
-    assert isinstance(whole.automaton, Mapped)
+    assert isinstance(whole.automaton, MappedAutomaton)
     arrays = {name: array.copy() for name, array in whole.automaton.arrays().items()}
     content = file.read_bytes()
 
@@ -293,7 +293,7 @@ def test_arrays_that_lie_are_refused(file: Path) -> None:
 
 def test_a_corpus_from_a_file_does_not_grow(file: Path) -> None:
     corpus = Corpus.open(file)
-    if isinstance(corpus.automaton, Mapped):
+    if isinstance(corpus.automaton, MappedAutomaton):
         with pytest.raises(TypeError, match="cannot grow"):
             corpus.automaton.extend([1])
         with pytest.raises(TypeError, match="cannot grow"):
@@ -348,7 +348,7 @@ def test_each_form_reads_what_the_other_wrote(file: Path, tmp_path: Path) -> Non
     expected = found_in(Corpus.open(file))
     code = (
         "import sys; sys.path.insert(0, sys.argv[3]); from corpus_readers import Corpus, found_in\n"
-        "corpus = Corpus.open(sys.argv[1]); assert type(corpus.automaton).__name__ == 'Pure'\n"
+        "corpus = Corpus.open(sys.argv[1]); assert type(corpus.automaton).__name__ == 'PythonAutomaton'\n"
         "corpus.save(sys.argv[2]); print(found_in(corpus))"
     )
     done = subprocess.run(

@@ -322,7 +322,7 @@ def test_ctrl_c_with_an_encoder_decoder() -> None:
 
 
 @pytest.mark.skipif(not native.library(), reason="no compiled code here")
-@pytest.mark.parametrize("kind", [automaton.Native, trigrams.Native])
+@pytest.mark.parametrize("kind", [automaton.CompiledAutomaton, trigrams.CompiledTrigrams])
 def test_ctrl_c_before_a_store_has_begun(kind: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pytest.PytestUnraisableExceptionWarning)

@@ -18,15 +18,15 @@ from truedraft.runtime import native as runtime
 from truedraft.stores import _native, trigrams
 from truedraft.stores._cursor import SEPARATOR, Cursor
 from truedraft.stores._native import library
-from truedraft.stores._pure import Pure
-from truedraft.stores.automaton import Automaton, Native, automaton
+from truedraft.stores._pure import PythonAutomaton
+from truedraft.stores.automaton import Automaton, CompiledAutomaton, automaton
 from truedraft.stores.likeliest import largest, likeliest
 from truedraft.stores.successors import Successors
 from truedraft.tree import DraftTree
 
-FORMS: dict[str, Callable[[int], Automaton]] = {"pure": Pure}
+FORMS: dict[str, Callable[[int], Automaton]] = {"pure": PythonAutomaton}
 if (lib := library()) is not None:
-    FORMS["native"] = lambda cap: Native(lib, cap)
+    FORMS["native"] = lambda cap: CompiledAutomaton(lib, cap)
 
 
 def texts() -> list[list[int]]:
@@ -141,7 +141,7 @@ def test_a_cursor_in_a_text_that_grows_stays_right(form: str) -> None:
 
 
 def test_the_compiled_form_is_in_use_where_it_was_built() -> None:
-    assert isinstance(automaton(), Native) == (library() is not None)
+    assert isinstance(automaton(), CompiledAutomaton) == (library() is not None)
 
 
 @pytest.mark.parametrize("loader", [_native.library, runtime.library])
@@ -189,8 +189,8 @@ def test_numbers_from_outside_do_no_harm() -> None:
     assert table.of(-7) == [] and not any(map(table.of, range(9)))
     for rows in (2**40, 2**62):
         with pytest.raises(MemoryError):
-            trigrams.Native(rows)
-    flat = trigrams.Native(64)
+            trigrams.CompiledTrigrams(rows)
+    flat = trigrams.CompiledTrigrams(64)
     flat.weigh([1, 2, 3, 1, 2, 3], 0.0, 3.0)
     assert flat.search(1, 2, 9, 3, 32.0, 0.0, 5).shares[:1] == [0.0]
     flat._table.clock = 2**31 - 2
@@ -255,7 +255,7 @@ def test_successors_are_those_last_seen_and_grow_after_a_template(native: str, m
 @pytest.mark.skipif(library() is None, reason="the structures were not compiled")
 def test_the_compiled_search_is_the_one_in_python() -> None:
     pick = random.Random(4)
-    mine, theirs = trigrams.Native(4096), trigrams.Pure(4096)
+    mine, theirs = trigrams.CompiledTrigrams(4096), trigrams.PythonTrigrams(4096)
     for text in texts():
         text = [max(token, 0) for token in text]
         for table in (mine, theirs):
@@ -268,9 +268,9 @@ def test_the_compiled_search_is_the_one_in_python() -> None:
             assert found[0].tokens
 
 
-@pytest.mark.parametrize("form", ["Native", "Pure"])
+@pytest.mark.parametrize("form", ["CompiledTrigrams", "PythonTrigrams"])
 def test_trigrams_stay_within_their_rows(form: str) -> None:
-    if form == "Native" and library() is None:
+    if form == "CompiledTrigrams" and library() is None:
         pytest.skip("the structures were not compiled")
     table = getattr(trigrams, form)(64)
     text = list(range(5000))

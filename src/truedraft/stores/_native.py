@@ -1,4 +1,4 @@
-"""The compiled structures: loading them, and their layouts as Python sees them.
+"""The compiled data structures: loading them, and their memory layouts as `ctypes` structures.
 
 The library is built when truedraft is installed, where there is a C compiler; elsewhere the structures are in Python.
 """
