@@ -158,7 +158,7 @@ def test_files_are_read_as_they_are(tmp_path: Path) -> None:
     [
         ("a.jsonl", b"{}", "line 1: no prompt"),
         ("a.jsonl", b'{"prompt": "x"}\nnonsense', "line 2: not JSON"),
-        ("a.jsonl", b"[1]", "an object is wanted"),
+        ("a.jsonl", b"[1]", "give an object"),
         ("a.txt", b"\n\n", "no prompts"),
         ("a.txt", b"\xff\xfe", "cannot be read"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),

@@ -195,7 +195,7 @@ def test_training_goes_on_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path
     assert (tmp_path / WEIGHTS).read_bytes() != before
     with pytest.raises(Refused, match=r"not .*'layers': 3"):
         train_drafter(learner(layers=3), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)
-    with pytest.raises(Refused, match=r"said.safetensors' holds what was said to other lines"):
+    with pytest.raises(Refused, match=r"said.safetensors' holds responses to other lines"):
         train_drafter(learner(), *toy, lines(9), tmp_path, Plan(steps=1), resume=True)
     with pytest.raises(Refused, match="there is no checkpoint"):
         train_drafter(learner(), *toy, lines(9), tmp_path / "new", Plan(steps=1), resume=True)

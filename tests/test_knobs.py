@@ -66,7 +66,7 @@ def test_what_lies_outside_is_refused_with_knob_value_and_range(kind: str, name:
                 with pytest.raises(Refused) as refused:
                     attempt()
                 message = str(refused.value)
-                assert message.startswith(f"{name}:{field}=") and message.endswith(f"give {values.asked}")
+                assert message.startswith(f"{name}:{field}=") and message.endswith(f"give {values.expected}")
                 assert "\n" not in message and len(message) < 400
             assert getattr(made, field) == before
     if kind != "learner":

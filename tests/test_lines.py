@@ -17,7 +17,7 @@ from seq2seq_models import POSITIONS, TEXTS, Scripted, model, tokenizer
 from truedraft import Refused, sentences
 from truedraft.cli import _diff
 from truedraft.errors import NoRoom
-from truedraft.lines import Line, Rewriter
+from truedraft.lines import Rewriter, RewrittenLine
 
 ALPHABET = [*"abc ABC 12.!?\"'()", " ", "  ", ". ", "? B", "\t", "\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029",
             "\ufeff", "\xa0", "é", "日本。", "🐈\u200d⬛", "\udcff", "Mr. B"]  # fmt: skip
@@ -137,10 +137,10 @@ def test_what_cannot_be_rewritten_is_left_alone_and_counted() -> None:
 def test_a_text_that_does_not_end_is_left_or_cut_and_counted() -> None:
     careful = Rewriter(Scripted(lambda text: text + " and", ends=False), careful=True)
     assert [line.text for line in careful.run(["a cat\n"])] == ["a cat\n"]
-    assert careful.tally.notes["left as it is: the model had not ended after the most new tokens allowed"].lines == [1]
+    assert careful.tally.notes["left as it is: the output had not ended at the limit of new tokens"].lines == [1]
     cut = Rewriter(Scripted(str.upper), max_new_tokens=3)
     assert [line.text for line in cut.run(["\n", "abcdef\n"])] == ["\n", "ABC\n"]
-    assert cut.tally.notes["cut: the model had not ended after the most new tokens allowed"].lines == [2]
+    assert cut.tally.notes["cut: the output had not ended at the limit of new tokens"].lines == [2]
 
 
 @pytest.mark.parametrize(("careful", "text"), [(True, "a cat\n"), (False, "\n")])
@@ -148,7 +148,7 @@ def test_a_model_that_says_nothing(careful: bool, text: str) -> None:
     done = Rewriter(Scripted(lambda _: ""), careful=careful)
     assert [line.text for line in done.run(["a cat\n"])] == [text]
     (why,) = done.tally.notes
-    assert why == ("left as it is" if careful else "empty") + ": the model said nothing"
+    assert why == ("left as it is" if careful else "empty") + ": the model generated nothing"
 
 
 def test_a_line_does_not_depend_on_the_limits_of_those_beside_it() -> None:
@@ -176,7 +176,7 @@ def test_characters_that_a_tokenizer_does_not_know() -> None:
     fast.tokenizer = Deaf()
     done = Rewriter(fast, careful=True)
     assert [line.text for line in done.run(["a x", "a cat"])] == ["a x", "A CAT"]
-    assert done.tally.notes["left as it is: the tokenizer does not know all of its characters"].lines == [1]
+    assert done.tally.notes["left as it is: the tokenizer has no tokens for some of its characters"].lines == [1]
     assert texts_of(fast, ["a x"]) == ["A X"]
 
 
@@ -200,7 +200,7 @@ def test_lines_are_read_as_they_are_needed() -> None:
 
     seen: list[int] = []
     done = Rewriter(Scripted(str.upper), batch=4, progress=seen.append).run(endless())
-    assert next(done) == Line(1, (("line 1", "LINE 1"), ("\n", "\n")))
+    assert next(done) == RewrittenLine(1, (("line 1", "LINE 1"), ("\n", "\n")))
     assert read <= 16
     for line in itertools.islice(done, 3000):
         assert line.text in (f"LINE {line.number}\n", "\n")
@@ -278,7 +278,7 @@ def test_tokens_beyond_the_models_are_left_alone() -> None:
     fast.target.vocabulary = max(tokenizer()(known)["input_ids"]) + 1
     done = Rewriter(fast)
     assert [line.text for line in done.run([known, unknown])] == [known.upper(), unknown]
-    assert list(done.tally.notes) == ["left as it is: the model does not know all of the tokenizer's tokens"]
+    assert list(done.tally.notes) == ["left as it is: the model's vocabulary lacks some of its tokens"]
 
 
 def test_figures_add_up() -> None:

@@ -27,7 +27,7 @@ from truedraft.bench import columns, page
 from truedraft.bench.compare import Figures
 from truedraft.bench.oracle import Attained
 from truedraft.bench.replay import Replayed
-from truedraft.bench.roofline import Machine, Row
+from truedraft.bench.roofline import Machine, RooflinePoint
 from truedraft.cli import _tables, audit, demo, main
 from truedraft.cli._page import origin, processor
 from truedraft.cli._text import console
@@ -76,7 +76,7 @@ REPLAYED = [
 ]
 ATTAINED = [Attained(WORKLOAD, 0.8, 4, 3.36, 2.91, 2.55), Attained("edit", 0.9, 8, 6.13, 4.44, 3.21)]
 MACHINE = Machine(21.6e9, 98.7e9)
-ROWS = [Row(1, 0.00358, 0.00983, "reading"), Row(64, 0.01795, 0.04755, "multiplying")]
+ROWS = [RooflinePoint(1, 0.00358, 0.00983, "reading"), RooflinePoint(64, 0.01795, 0.04755, "multiplying")]
 DIFFERENCES = [
     Divergence(DRAFTER, "seed 0, temperature 1", 4, 11, 63, 5, -1, None, 0.55, 1.25, "numerics"),
     Divergence("llma", "greedy", 1, 2, 17, 5, 6, 0.016, 0.55, 1.25, "bug"),
@@ -103,7 +103,7 @@ def outcome(name: str) -> demo.Outcome:
 TABLES: dict[str, Callable[[], Table[Any]]] = {
     "speed": lambda: columns.speed(figures(5), 5),
     "latency": lambda: columns.latency(figures(5), 5),
-    "known": lambda: columns.known(ATTAINED),
+    "oracle": lambda: columns.with_oracle(ATTAINED),
     "roofline": lambda: columns.roofline(ROWS, MACHINE),
     "replayed": lambda: columns.replayed(REPLAYED, MODEL),
     "differences": lambda: audit._differences(DIFFERENCES, Words()),

@@ -203,7 +203,7 @@ def test_answers_find_their_questions_and_the_last_answer_counts(tmp_path: Path)
     ("content", "words"),
     [
         ('{"prompt": "a", "output": "b"}\n{"prompt"', "line 2: not JSON"),
-        ("[]", "line 1: an object is wanted"),
+        ("[]", "line 1: give an object"),
         ('{"prompt": "a"}', "line 1: give a prompt and an output"),
         ('{"prompt": "a", "output": ""}', "no recorded outputs in it"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no recorded outputs in it"),

@@ -267,7 +267,7 @@ class ContinuousEngine:
         request._stream.put()
         row = request._row
         if row.ended:
-            stopped = row.tokens[row.end - 1] in row.ends or request._request.stops.asked(row)
+            stopped = row.tokens[row.end - 1] in row.ends or request._request.stops.met(row)
             self._finish(request, "stop" if stopped or row.end - row.prompt < row.room else "length")
 
     def _finish(self, request: EngineRequest, reason: Reason) -> None:

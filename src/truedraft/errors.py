@@ -1,4 +1,4 @@
-"""What is refused, what is only noted, and why something failed."""
+"""Exceptions and warnings, and the reason for an error as text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class Refused(ValueError):
 
 
 class NoRoom(Refused):
-    """There is not the memory for so many rows or positions."""
+    """There is not enough memory for the rows and positions requested."""
 
 
 class Note(UserWarning):
-    """Something that a user should know of and that changes no result; the command line prints it on stderr."""
+    """Information for the user that changes no result; the command line prints it on stderr."""
 
 
 def why(error: BaseException) -> str:
-    """The reason for an error, in words: without `[Errno 2]`, and with the name of its type where it has no words."""
-    words = (isinstance(error, OSError) and error.strerror) or str(error)
-    return re.sub(r"\[Errno -?\d+\] ", "", words) or type(error).__name__
+    """The reason for an error as text: without `[Errno 2]`; the name of its type where it has no message."""
+    message = (isinstance(error, OSError) and error.strerror) or str(error)
+    return re.sub(r"\[Errno -?\d+\] ", "", message) or type(error).__name__
