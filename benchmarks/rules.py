@@ -1,10 +1,10 @@
-"""Acceptance rules beside each other: how much they keep, of what could be kept, and what that costs.
+"""Acceptance rules compared: acceptance, its share of the optimum, and time.
 
     python benchmarks/rules.py                # nano-draft drafts for nano
-    python benchmarks/rules.py --share        # what judging costs at a vocabulary of 150 k and 32 nodes
+    python benchmarks/rules.py --share        # time of the rules alone at a vocabulary of 150 k and 32 nodes
 
 Prompts are the embedded stories; drafts are made in full (control fixed), so that lengths compare. "of the optimum":
-how often the token said at a node was a drafted one, over what the best rule for the drafts offered there would reach
+how often the token chosen at a node was a drafted one, over the rate of the best rule for the drafts of that node
 (`truedraft.accept.optimal_acceptance`; of siblings drawn without replacement on every `--every`th node).
 """
 
@@ -30,7 +30,7 @@ from truedraft.loading import load
 from truedraft.sampling import History, Laws
 from truedraft.tree import DraftTree, Row
 
-# rule, drafter, its knobs: about as many nodes each
+# rule, drafter, its knobs: about the same number of nodes each
 PAIRS = [
     ("seeded", "draft-model", "length=6"),
     ("rejection", "draft-model", "length=6"),
@@ -50,14 +50,14 @@ CHAINS = [pair for pair in PAIRS if pair[1] == "draft-model"]
 
 
 @dataclass
-class Judged:
-    """A rule that counts how often a drafted token was said, and what the optimum would have been."""
+class CountedRule:
+    """A rule that counts how often it chooses a drafted token, with the optimal rate."""
 
     rule: Any
     every: int
     kept: list[bool] = field(default_factory=list)
     best: list[float] = field(default_factory=list)
-    aside: float = 0.0  # seconds that counting took
+    aside: float = 0.0  # seconds spent counting
 
     def __post_init__(self) -> None:
         self._choose = self.rule.choose
@@ -93,9 +93,9 @@ def measured(
 ) -> dict[str, float]:
     """Figures of a rule and a drafter. models: the target, its tokenizer, the draft model."""
     (model, tokenizer, small), (rule, drafter, knobs) = models, pair
-    judged = Judged(registry.load("accept", rule), every)
+    counted = CountedRule(registry.load("accept", rule), every)
     draft = registry.load("drafters", f"{drafter}:{knobs}", model=small)
-    fast = truedraft.accelerate(model, tokenizer, draft=draft, rule=judged.rule, control="fixed")
+    fast = truedraft.accelerate(model, tokenizer, draft=draft, rule=counted.rule, control="fixed")
     emitted = passes = 0
     seconds = drafting = 0.0
     for number, prompt in enumerate(SEEDS * assets.prompt("stories.txt").strip().split("\n\n")):
@@ -108,9 +108,9 @@ def measured(
         drafting += report.seconds["draft"]
     return {
         "accepted": emitted / passes,
-        "kept": mean(judged.kept),
-        "share": mean(judged.kept) / mean(judged.best) if judged.best else float("nan"),
-        "ms": 1e3 * (seconds - judged.aside) / passes,
+        "kept": mean(counted.kept),
+        "share": mean(counted.kept) / mean(counted.best) if counted.best else float("nan"),
+        "ms": 1e3 * (seconds - counted.aside) / passes,
         "draft": 1e3 * drafting / passes,
         "nodes": draft.width,
     }
@@ -131,7 +131,7 @@ def beside(models: tuple[Any, Any, Any], tokens: int, every: int) -> None:
 
 
 def by_temperature(models: tuple[Any, Any, Any], tokens: int) -> None:
-    """Rules for one chain: when the seeded one agrees less."""
+    """Rules on one chain by temperature and top-p."""
     headings = [f"{rule}: tokens a pass (drafts kept)" for rule, *_ in CHAINS]
     print(f"\n| temperature | top-p | {' | '.join(headings)} |\n|---|---|" + "---|" * len(CHAINS))
     for temperature in (0.3, 0.6, 0.9, 1.2, 1.5):
@@ -143,7 +143,7 @@ def by_temperature(models: tuple[Any, Any, Any], tokens: int) -> None:
 
 
 def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
-    """What a rule takes for a pass: laws, walk and all, over a tree of 32 nodes of which a few are on the path."""
+    """Time of a rule per pass, laws and walk included, over a tree of 32 nodes with a short accepted path."""
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(1, nodes, vocabulary, generator=g)
     laws = (logits[0] + 0.5 * torch.randn(nodes, vocabulary, generator=g)).softmax(-1)
@@ -162,7 +162,7 @@ def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
             table, chance = Laws(LogitsProcessorList(), history), StreamNoise(1)
             torch.manual_seed(turn)
             start = time.perf_counter()
-            said = rule.ahead(logits, [row], [tree], table, chance)
+            decided = rule.ahead(logits, [row], [tree], table, chance)
             node = 0
             while True:
                 offer = Candidates(
@@ -170,8 +170,8 @@ def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
                     None if tree.dist is None else tree.dist[node],
                 )  # fmt: skip
                 token = (
-                    said[0][node]
-                    if said is not None
+                    decided[0][node]
+                    if decided is not None
                     else rule.choose(table([row], logits[:, node]), [offer], [row], chance)[0]
                 )
                 row.tokens.append(token)
@@ -208,8 +208,8 @@ def _tree(laws: Tensor, draws: Any, nodes: int, chance: Chance, row: Row, greedy
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=150, help="per prompt")
-    parser.add_argument("--every", type=int, default=10, help="nodes per optimum computed where that is dear")
-    parser.add_argument("--share", action="store_true", help="what judging costs, alone")
+    parser.add_argument("--every", type=int, default=10, help="nodes per optimum computed where that is expensive")
+    parser.add_argument("--share", action="store_true", help="time of the rules, alone")
     arguments = parser.parse_args()
     if arguments.share:
         share()

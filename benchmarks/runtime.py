@@ -1,4 +1,4 @@
-"""The compiled pass against the model's own forward, by width, and both against what this machine allows.
+"""The compiled pass against the model's own forward, by width, and both against the limits of this machine.
 
     python benchmarks/runtime.py                  # random Llamas of 0.1 B and 0.5 B parameters, fp32 and bf16
     python benchmarks/runtime.py --weights int8 int4    # quantised by torchao

@@ -3,7 +3,7 @@
     python benchmarks/torch_compile.py                  # random Llamas of 0.1 B and 0.5 B parameters, fp32 and bf16
 
 Each width is compiled for itself over a static cache (`fullgraph`, frozen weights); seconds of compiling are shown
-beside what a pass takes then, medians in turns.
+with the time of a pass afterwards, medians in turns.
 """
 
 from __future__ import annotations

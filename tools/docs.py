@@ -1,4 +1,4 @@
-"""Write docs/methods.md from the cards, or check that it is fresh: python tools/docs.py [--check]"""
+"""Write docs/methods.md from the cards, or check that it is up to date: python tools/docs.py [--check]"""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def knobs(method: type) -> list[str]:
         if token.type == tokenize.COMMENT:
             comments[token.line.split(":")[0].strip()] = token.string.lstrip("# ")
     fields = [f for f in dataclasses.fields(method) if not f.name.startswith("_")]
-    takes = {f.name: f" ({values})" for f in fields if (values := values_of(method, f.name)) is not None}
-    return [f"- `{f.name}` = `{f.default}`{takes.get(f.name, '')}: {comments.get(f.name, '')}" for f in fields]
+    ranges = {f.name: f" ({values})" for f in fields if (values := values_of(method, f.name)) is not None}
+    return [f"- `{f.name}` = `{f.default}`{ranges.get(f.name, '')}: {comments.get(f.name, '')}" for f in fields]
 
 
 def section(kind: str, name: str) -> list[str]:

@@ -211,18 +211,18 @@ class Errors:
         pieces = PIECES.findall(sentence)
         words = sum(1 for p in pieces if WORD.fullmatch(p))
         rate = rng.choice([0.05, 0.08, 0.12, 0.16, 0.25])
-        wanted = max(1, sum(rng.random() < rate for _ in range(words)))
-        for _ in range(3 * wanted):
-            if wanted and rng.choices(self.kinds, self.weights)[0](pieces, rng):
-                wanted -= 1
+        errors = max(1, sum(rng.random() < rate for _ in range(words)))
+        for _ in range(3 * errors):
+            if errors and rng.choices(self.kinds, self.weights)[0](pieces, rng):
+                errors -= 1
                 pieces = PIECES.findall("".join(pieces))
         return "".join(pieces)
 
-    # ------------------------------------------------ kinds; each says whether it found a place
+    # ------------------------------------------------ kinds; each returns whether it found a place
 
     @staticmethod
-    def _one(pieces: list[str], rng: random.Random, wanted: Callable[[str], object]) -> int | None:
-        found = [i for i, p in enumerate(pieces) if p[0].isalpha() and wanted(p)]
+    def _one(pieces: list[str], rng: random.Random, fits: Callable[[str], object]) -> int | None:
+        found = [i for i, p in enumerate(pieces) if p[0].isalpha() and fits(p)]
         return rng.choice(found) if found else None
 
     def spelling(self, pieces: list[str], rng: random.Random) -> bool:
@@ -230,9 +230,9 @@ class Errors:
         if i is None:
             return False
         word = pieces[i]
-        known = self.misspelt.get(word.lower())
-        if known and rng.random() < 0.5:
-            pieces[i] = like(word, rng.choice(known))
+        listed = self.misspelt.get(word.lower())
+        if listed and rng.random() < 0.5:
+            pieces[i] = like(word, rng.choice(listed))
         else:
             pieces[i] = self.misspell(word, rng)
             if len(word) > 7 and rng.random() < 0.15:
@@ -429,12 +429,12 @@ class Errors:
         return True
 
 
-def misspellings(path: Path, known: set[str]) -> dict[str, list[str]]:
-    """Right word -> its misspellings, from lines `wrong->right` (codespell's dictionary), for `known` right words."""
+def misspellings(path: Path, words: set[str]) -> dict[str, list[str]]:
+    """Right word -> its misspellings, from lines `wrong->right` (codespell's dictionary), for right words in `words`."""
     table: dict[str, list[str]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         wrong, _, right = line.partition("->")
         first = right.split(",")[0].strip()
-        if first in known and WORD.fullmatch(wrong):
+        if first in words and WORD.fullmatch(wrong):
             table[first].append(wrong)
     return dict(table)

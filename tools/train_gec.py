@@ -35,7 +35,7 @@ from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import bucketed, pad_to
 
 VOCABULARY = 6144
-RARE = 100  # a character that the text has less often is unknown to the model, which never learnt what to do with it
+RARE = 100  # a character with fewer occurrences in the text is mapped to the unknown token
 MARKS = {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\xa0": " "}
 SHAPE = dict(
     d_model=256,
@@ -184,7 +184,7 @@ def tokenized(sentence: str) -> str:
 def train_tokenizer(args: argparse.Namespace) -> None:
     """Byte-level BPE; a line is followed by the end."""
     lines = (args.out / "train.txt").read_text().split("\n")
-    fast = knowing(tokenizer_of(lines, VOCABULARY), lines)
+    fast = restricted(tokenizer_of(lines, VOCABULARY), lines)
     fast.save_pretrained(args.out / "tokenizer")
     for line in lines[:3]:
         print(fast.convert_ids_to_tokens(fast(line)["input_ids"]))
@@ -192,15 +192,15 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     print("tokens a sentence", sum(counts) / len(counts), "words", sum(len(s.split()) for s in lines[:5000]) / 5000)
 
 
-def knowing(fast: PreTrainedTokenizerFast, lines: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer that reads typographic marks as plain ones, and as unknown what the lines hardly have."""
+def restricted(fast: PreTrainedTokenizerFast, lines: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer that maps typographic marks to plain ones, and rare characters to the unknown token."""
     whole = json.loads(fast.backend_tokenizer.to_str())
     split = fast.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     counts = Counter(c for line in lines for piece, _ in split(line) for c in piece)
     rare = {c for c in pre_tokenizers.ByteLevel.alphabet() if counts[c] < RARE}
-    known = whole["model"]["vocab"]
-    assert not any(rare & set(token) for token in known if len(token) > 1 and token not in fast.all_special_tokens)
-    whole["model"]["vocab"] = {f"<rare {i}>" if token in rare else token: i for token, i in known.items()}
+    vocabulary = whole["model"]["vocab"]
+    assert not any(rare & set(token) for token in vocabulary if len(token) > 1 and token not in fast.all_special_tokens)
+    whole["model"]["vocab"] = {f"<rare {i}>" if token in rare else token: i for token, i in vocabulary.items()}
     whole["model"]["unk_token"] = fast.unk_token
     tok = Tokenizer.from_str(json.dumps(whole))
     tok.normalizer = normalizers.Sequence([normalizers.Replace(mark, plain) for mark, plain in MARKS.items()])

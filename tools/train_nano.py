@@ -354,13 +354,13 @@ def train_tokenizer(args: argparse.Namespace) -> None:
 
 def adopt(model: LlamaForCausalLM, old: PreTrainedTokenizerFast, new: PreTrainedTokenizerFast) -> None:
     """Embeddings for another tokenizer: of the same entry, else the mean of the entries that spelt it before."""
-    before, known = model.get_input_embeddings().weight.detach().clone(), old.get_vocab()
+    before, old_ids = model.get_input_embeddings().weight.detach().clone(), old.get_vocab()
     model.resize_token_embeddings(len(new))
     table = model.get_input_embeddings().weight
     with torch.no_grad():
         for entry, index in new.get_vocab().items():
-            if entry in known:
-                table[index] = before[known[entry]]
+            if entry in old_ids:
+                table[index] = before[old_ids[entry]]
             else:
                 spelt = old(new.decode([index]), add_special_tokens=False)["input_ids"]
                 table[index] = before[spelt].mean(0) if spelt else before.mean(0)
