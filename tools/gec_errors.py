@@ -430,7 +430,7 @@ class Errors:
 
 
 def misspellings(path: Path, words: set[str]) -> dict[str, list[str]]:
-    """Right word -> its misspellings, from lines `wrong->right` (codespell's dictionary), for right words in `words`."""
+    """Right word -> its misspellings, from lines `wrong->right` (codespell's dictionary), for `words`."""
     table: dict[str, list[str]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         wrong, _, right = line.partition("->")
