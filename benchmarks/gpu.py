@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="7B")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--context", type=int, default=256, help="positions behind which passes are timed")
+    parser.add_argument("--context", type=int, default=256, help="positions of context of the timed passes")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 8, 16, 64])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -102,10 +102,10 @@ class Truedraft(Transformers):
         self.sides = {n: truedraft.accelerate(self.model, draft=draft, strict=True) for n, draft in drafts.items()}
 
     def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
-        def saw(done: Any) -> None:
+        def on_pass(done: Any) -> None:
             clock.tick(sum(len(e.tokens) for e in done.emitted))
 
-        return self.call(prompt, new, self.sides[lookup].generate, on_pass=saw)
+        return self.call(prompt, new, self.sides[lookup].generate, on_pass=on_pass)
 
 
 class OpenVINO(Engine):
@@ -252,7 +252,7 @@ class LlamaCpp(Engine):
             for name in tensors.keys():  # noqa: SIM118
                 x = tensors.get_tensor(name)
                 for part, n in (("q_proj", heads), ("k_proj", kv)):
-                    if part in name:  # rotary pairs stand side by side there
+                    if part in name:  # rotary pairs are adjacent there
                         x = x.reshape(n, 2, len(x) // n // 2, -1).swapaxes(1, 2).reshape(x.shape)
                 as_kind = kind if x.ndim > 1 else gguf.GGMLQuantizationType.F32
                 there = names.get_name(name, try_suffixes=(".weight",))

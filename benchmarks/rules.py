@@ -116,7 +116,7 @@ def measured(
     }
 
 
-def beside(models: tuple[Any, Any, Any], tokens: int, every: int) -> None:
+def compare_rules(models: tuple[Any, Any, Any], tokens: int, every: int) -> None:
     """Every rule with drafts that suit it."""
     temperatures = (0.4, 0.8, 1.2)
     headings = [f"T {t}: tokens a pass, of the optimum, ms" for t in temperatures]
@@ -215,5 +215,5 @@ if __name__ == "__main__":
         share()
     else:
         loaded = (*load("nano"), load("nano-draft")[0])
-        beside(loaded, arguments.tokens, arguments.every)
+        compare_rules(loaded, arguments.tokens, arguments.every)
         by_temperature(loaded, arguments.tokens)

@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a model of transformers; by default random ones")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--context", type=int, default=256, help="positions behind which passes are timed")
+    parser.add_argument("--context", type=int, default=256, help="positions of context of the timed passes")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--weights", nargs="+", choices=[*WEIGHTS], default=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)

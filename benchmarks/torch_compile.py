@@ -28,7 +28,7 @@ CONTEXT = 256
 
 
 def forward(model: PreTrainedModel, width: int) -> Callable[[], object]:
-    """A function that scores `width` tokens behind CONTEXT positions of a static cache."""
+    """A function that scores `width` tokens after CONTEXT positions of a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 64)
     with torch.no_grad():
         model(torch.arange(CONTEXT)[None], past_key_values=cache)

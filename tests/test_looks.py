@@ -299,7 +299,10 @@ def test_closed_standard_output_is_refused_before_any_work() -> None:
 
 def test_reasons_have_no_error_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert why(FileNotFoundError(2, "No such file", "x")) == "No such file"
-    assert why(ValueError("asked the hub: [Errno 111] Connection refused")) == "asked the hub: Connection refused"
+    assert (
+        why(ValueError("request to the hub: [Errno 111] Connection refused"))
+        == "request to the hub: Connection refused"
+    )
     assert why(KeyError()) == "KeyError"
     nowhere = str(tmp_path / "nowhere.jsonl")
     commands = [

@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "methods.md"
 
 
 def knobs(method: type) -> list[str]:
-    """One line per knob: its default, the values that it takes and its trailing comment."""
+    """One line per knob: its default, its valid values and its trailing comment."""
     comments = {}
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(method)).readline):
         if token.type == tokenize.COMMENT:

@@ -60,7 +60,7 @@ def text(pick: random.Random) -> str:
 
 
 def knobs_cases() -> Case:
-    """Methods with random knobs; of those that need no model, drafts behind random text."""
+    """Methods with random knobs; of those that need no model, drafts after random text."""
     import dataclasses
 
     import torch

@@ -1,8 +1,8 @@
-"""Sentences with the mistakes that people make, from sentences without: what `nano-gec` learns to undo.
+"""Insertion of typical errors into sentences: the training data of `nano-gec`, which corrects them.
 
 Every kind of error has a weight, and a sentence has a number of errors drawn from its own rate, so that many have none
-or one and a few have as many as a learner's. Misspellings are real ones where a list of them is given; inflected forms
-come from a dictionary (`lemminflect`), never from rules over letters.
+or one, and a few as many as those of a learner. Misspellings are real ones where a list of them is given; inflected
+forms are from a dictionary (`lemminflect`), never from rules over letters.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ SOUNDS = [
 
 @lru_cache(maxsize=200_000)
 def forms(word: str) -> tuple[str, ...]:
-    """Other inflected forms of a word, by every part of speech that the dictionary gives it."""
+    """Other inflected forms of a word, for every part of speech that it has in the dictionary."""
     found: set[str] = set()
     for part, lemmas in lemminflect.getAllLemmas(word).items():
         if part in ("NOUN", "VERB", "ADJ", "ADV", "AUX"):
@@ -161,13 +161,13 @@ def is_noun(word: str) -> bool:
 
 
 def like(old: str, new: str) -> str:
-    """`new` with the capitals of `old`."""
+    """`new`, capitalised as `old`."""
     return new[:1].upper() + new[1:] if old[:1].isupper() and not (old == "I" and new != "I") else new
 
 
 @dataclass
 class Errors:
-    """Puts errors into sentences.
+    """Inserts errors into sentences.
 
     `misspelt` maps a right word to real misspellings of it; see `misspellings`.
     """
@@ -240,7 +240,7 @@ class Errors:
         return pieces[i] != word
 
     def misspell(self, word: str, rng: random.Random) -> str:
-        """One slip of the fingers, or one letter that stands for a sound."""
+        """One typing error, or one letter replaced by another of the same sound."""
         if rng.random() < 0.4:
             low = word.lower()
             fitting = [(a, b, low.find(a, 1)) for a, b in SOUNDS if low.find(a, 1) > 0]

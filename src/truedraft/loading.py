@@ -64,7 +64,7 @@ def load(
         model: Any = _with_weights(kind, source, f"{argument} {name!r}", dtype=precision, **options)
     except Refused:
         raise
-    except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
+    except Exception as e:  # a damaged folder makes the loaders raise any exception
         raise _unloadable(name, argument, source, e) from e
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -108,7 +108,7 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         if "merges.txt" in files and not files & {"config.json", "tokenizer_config.json", "tokenizer.json"}:
             kind = GPT2Tokenizer
         return kind.from_pretrained(source, local_files_only=isinstance(source, Path))
-    except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
+    except Exception as e:  # a damaged folder makes the loaders raise any exception
         raise _unloadable(name, argument, source, e) from e
 
 

@@ -45,8 +45,8 @@ def _ends(text: str, start: int, found: re.Match[str]) -> bool:
     if following.islower() or "…" in mark or mark.endswith(".."):
         return False
     before = text[max(start, found.start("gap") - LONGEST) : found.start("gap")]
-    behind = text[found.start("next") : found.start("next") + 40]
-    quoted = before[-1] in CLOSING and mark != "." and SPEECH.match(behind)
+    following_text = text[found.start("next") : found.start("next") + 40]
+    quoted = before[-1] in CLOSING and mark != "." and SPEECH.match(following_text)
     if len(before) < LONGEST and (_open(before) or quoted):
         return False
     if mark != ".":

@@ -97,7 +97,7 @@ def with_oracle(attained: Sequence[Attained]) -> Table[Attained]:
         Column("attained", "speed-up over no drafts, measured", lambda a: f"{a.attained:.2f}x"),
         Column("share", "attained, of what theory allows", lambda a: _percent(a.share)),
     ]
-    return Table("Known answers, each drafted token right with a set probability", columns, {"": attained})
+    return Table("Oracle drafts, each token right with a set probability", columns, {"": attained})
 
 
 def roofline(rows: Sequence[RooflinePoint], machine: Machine) -> Table[RooflinePoint]:
@@ -141,8 +141,8 @@ def replayed(found: Sequence[Replayed], tokenizer: str) -> Table[Replayed]:
             "time that the drafter takes, in microseconds",
             lambda f: f"{f.drafting_microseconds:.0f}",
         ),
-        Column("outputs", "recorded answers", lambda f: str(f.outputs)),
-        Column("tokens", "of these answers", lambda f: str(f.tokens)),
+        Column("outputs", "recorded outputs", lambda f: str(f.outputs)),
+        Column("tokens", "of these outputs", lambda f: str(f.tokens)),
         Column("passes", "of the model, that these would have taken", lambda f: str(f.passes)),
     ]
     name = tokenizer.rstrip("/").rpartition("/")[2]

@@ -140,7 +140,7 @@ class Figures:
     transformers in the same round, where low and high enclose the median with 95 % confidence (order statistics).
 
     differs: where the output first differed from that of the reference; None where all tokens were equal.
-    beside_generate: texts that differ from plain transformers, by kind (tie, numerics, bug; sampled: not told apart);
+    beside_generate: texts that differ from plain transformers, by kind (tie, numerics, bug; sampled: not classified);
         None where that is the reference.
     cut: prompts that were truncated to their end, because they were too long.
     bound: the largest possible speed-up over the same engine without drafts: mean acceptance length x cost of a plain
@@ -256,7 +256,7 @@ def _rotated(count: int, turn: int) -> Iterator[int]:
 
 
 def _emitted(new: Tensor, pad: int | None) -> int:
-    """New tokens, without the padding behind rows that ended; the end-of-text token counts."""
+    """New tokens, without the padding after rows that ended; the end-of-text token counts."""
     if pad is None:
         return new.numel()
     total = 0

@@ -33,21 +33,21 @@ def differences(
     """The first difference of each side from its reference, and its differences from the first side by kind."""
     plain = next((k for k, side in enumerate(sides) if side.coarse and not side.fast.drafter.width), 0)  # type: ignore[union-attr]
     differs: list[str | None] = []
-    beside: list[dict[str, int] | None] = []
+    against_plain: list[dict[str, int] | None] = []
     kinds: dict[str, int] = {}
     for k, side in enumerate(sides):
         of = plain if side.coarse else 0
         found = (_difference(out, texts[of][n], calls[n][2]) for n, out in enumerate(texts[k]))
         differs.append(next(filter(None, found), None))
-        beside.append(None)
+        against_plain.append(None)
         if side.coarse and plain:
             if k == plain or differs[k] is not None:
                 progress(f"differences of {side.name} from transformers")
                 kinds = _kinds(side, texts[k], texts[0], calls, settings)
-            beside[k] = kinds
+            against_plain[k] = kinds
             if kinds.get("bug"):
                 differs[k] = differs[k] or f"a bug: run `truedraft audit` ({kinds['bug']} texts)"
-    return differs, beside
+    return differs, against_plain
 
 
 def _kinds(

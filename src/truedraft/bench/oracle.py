@@ -26,7 +26,7 @@ LENGTHS = (4, 8)
 
 @dataclass
 class Oracle(Drafter):
-    """Drafts chains from known outputs.
+    """Drafts chains from the known outputs.
 
     truth: row index -> all tokens of the row, prompt and output.
     rate: probability that a drafted token is the true one, given that those before it were.
@@ -101,7 +101,7 @@ def attain(
         truth = {0: plain.generate(**settings)[0].tolist()}
         for rate in RATES:
             for length in LENGTHS:
-                progress(f"{workload.name}: known answers at rate {rate}, {length} drafted")
+                progress(f"{workload.name}: oracle drafts at rate {rate}, {length} drafted")
                 oracle = Oracle(truth, rate, length, len(tokenizer))
                 fast = accelerate(model, tokenizer, draft=oracle, control="fixed")
                 cost = measure_passes([fast.target], inputs["input_ids"].shape[1], (1, length + 1), rounds)[0]

@@ -41,8 +41,8 @@ WHAT = (
     "model would have chosen itself. So the text stays the same, and fewer passes are needed for it."
 )
 TURNS = (
-    "All ways generate from the same prompts, in turns within one process, so that whatever else the machine does "
-    "falls on all of them."
+    "All ways generate from the same prompts, in turns within one process, so that other load on the machine "
+    "affects all of them."
 )
 
 
@@ -103,7 +103,7 @@ def replayed(title: str, facts: Mapping[str, str], found: Sequence[Replayed], to
 
 
 def _speed(figures: Sequence[Figures], rounds: int) -> list[str]:
-    single = " One round was measured: there are no intervals, and what the machine did besides is not averaged out."
+    single = " One round was measured: there are no intervals, and other load on the machine is not averaged out."
     parts = [_paragraph(TURNS + (single if rounds == 1 else "")), _section(columns.speed(figures, rounds))]
     parts += [_paragraph(note, bad=True) for note in columns.notes(figures)]
     parts += ["<h2>Speed-up over transformers</h2>", _paragraph(
@@ -112,7 +112,7 @@ def _speed(figures: Sequence[Figures], rounds: int) -> list[str]:
     ), *_bars(figures)]  # fmt: skip
     if plot := _positions(figures):
         parts += ["<h2>How far drafts are right</h2>", _paragraph(
-            "Of the passes that verified a draft, the share in which at least so many drafted tokens were accepted."
+            "Of the passes that verified a draft, the share in which at least this many drafted tokens were accepted."
         ), plot]  # fmt: skip
     shares = _shares(figures)
     if shares:

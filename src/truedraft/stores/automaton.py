@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from truedraft.stores._cursor import CAP, MOST, Cursor, Grown
-from truedraft.stores._native import Layout, library
+from truedraft.stores._native import AutomatonLayout, library
 from truedraft.stores._pure import PythonAutomaton
 
 
@@ -81,7 +81,7 @@ class CompiledAutomaton:
     """The compiled automaton."""
 
     def __init__(self, lib: ctypes.PyDLL, cap: int = CAP):
-        self._lib, self._a = lib, Layout()
+        self._lib, self._a = lib, AutomatonLayout()
         if not lib.truedraft_begin(byref(self._a), cap):
             raise MemoryError("no memory for a suffix automaton")
 
@@ -161,7 +161,11 @@ class MappedAutomaton(CompiledAutomaton):
     """
 
     def __init__(self, lib: ctypes.PyDLL, arrays: Mapping[str, Any]):
-        self._lib, self._a, self._arrays = lib, Layout(), dict(arrays)  # room 0: the memory is not the library's
+        self._lib, self._a, self._arrays = (
+            lib,
+            AutomatonLayout(),
+            dict(arrays),
+        )  # room 0: the memory is not the library's
         for name, (count, width) in ARRAYS.items():
             if len(arrays[name]) % width or arrays[name].ctypes.data % arrays[name].itemsize:
                 raise ValueError(f"{name!r} begins or ends within an entry")

@@ -1,4 +1,4 @@
-"""Documents that an output may copy from, tokenised in small steps: a megabyte takes longer than many a call."""
+"""Documents that an output may copy from, tokenised in small steps: a megabyte takes longer than short calls."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ int64_t truedraft_search(const Table *t, int32_t before, int32_t last, int32_t s
     int64_t n = 0;
     node[0].place = -1;
     for (int i = 1; i < nodes; i++) node[i].place = -2;
-    while (n < most) { /* the most visited node whose parent is out already */
+    while (n < most) { /* the most visited node whose parent has been written */
         int best = 0;
         for (int i = 1; i < nodes; i++)
             if (node[i].place == -2 && node[node[i].parent].place != -2 && node[i].visits &&

@@ -10,7 +10,7 @@ from copy import deepcopy
 from ctypes import byref, c_double, c_int32
 from typing import NamedTuple, Protocol
 
-from truedraft.stores._native import Table, library
+from truedraft.stores._native import TrigramTable, library
 
 WAYS = 8  # rows of a set of the compiled table
 KEPT = 12  # successors of a row, at most
@@ -44,7 +44,7 @@ class CompiledTrigrams:
     def __init__(self, rows: int, like: CompiledTrigrams | None = None):
         lib = library()
         assert lib is not None
-        self._lib, self._table, self._rows = lib, Table(), rows
+        self._lib, self._table, self._rows = lib, TrigramTable(), rows
         sets = 1 << max((rows // WAYS - 1).bit_length(), 0)
         here = byref(self._table)
         if not (lib.truedraft_table_copy(here, byref(like._table)) if like else lib.truedraft_table(here, sets)):

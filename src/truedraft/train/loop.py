@@ -86,7 +86,7 @@ class Plan:
     bf16: bool = False  # products in bf16, on machines with units for it
     seed: int = 0
 
-    def gone(self, minutes: float, steps: int) -> float:
+    def fraction_done(self, minutes: float, steps: int) -> float:
         """The fraction of the run that is done."""
         return max(minutes / self.minutes, steps / self.steps if self.steps else 0.0)
 
@@ -136,13 +136,13 @@ def fit(
         print(row, flush=True)
         return row
 
-    while (gone := plan.gone(minutes := (time.monotonic() - start) / 60, step)) < 1:
-        pace = min(1.0, (step + 1) / plan.warmup, (1 - gone) / plan.decay)
+    while (done := plan.fraction_done(minutes := (time.monotonic() - start) / 60, step)) < 1:
+        pace = min(1.0, (step + 1) / plan.warmup, (1 - done) / plan.decay)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["most"] * pace
         if told is not None:
-            told(gone)
+            told(done)
         mean = 0.0
         for _ in range(plan.micro):
             with torch.autocast(device, torch.bfloat16, enabled=plan.bf16):
