@@ -171,7 +171,7 @@ def test_numbers_of_other_types_are_converted() -> None:
     assert repr(again) == "Fixed(nodes=7)" and type(again).nodes == 0
 
 
-CARD = Card(paper="none", idea="Say the last token again.", family="test")
+CARD = Card(paper="none", idea="Repeat the last token.", family="test")
 
 
 @dataclass

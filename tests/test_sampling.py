@@ -25,8 +25,8 @@ WARPERS: dict[str, Callable[[], LogitsProcessor]] = {
 }
 BY_PREFIX: dict[str, Callable[[], LogitsProcessor]] = {
     "repetition": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7),
-    "repetition behind the prompt": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([4, 4, 4])),
-    "repetition, each behind its own": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([4, 3, 2])),
+    "repetition after the prompt": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([4, 4, 4])),
+    "repetition, each after its own": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([4, 3, 2])),
     "n-grams": lambda: lp.NoRepeatNGramLogitsProcessor(2),
     "least length": lambda: lp.MinNewTokensLengthLogitsProcessor(4, 2, 3),
     "allowed by row": lambda: lp.PrefixConstrainedLogitsProcessor(lambda i, ids: [i, i + 1, int(ids[-1]), len(ids)], 1),
@@ -127,9 +127,9 @@ def test_history_of_prompts_without_ids_is_empty() -> None:
 
 
 NAMES = [
-    (), ("temperature",), ("temperature", "top-k", "top-p"), ("repetition",), ("repetition behind the prompt",),
-    ("repetition, each behind its own",), ("n-grams", "temperature"), ("least length",), ("allowed by row",),
-    ("allowed by row", "repetition, each behind its own", "top-k"),
+    (), ("temperature",), ("temperature", "top-k", "top-p"), ("repetition",), ("repetition after the prompt",),
+    ("repetition, each after its own",), ("n-grams", "temperature"), ("least length",), ("allowed by row",),
+    ("allowed by row", "repetition, each after its own", "top-k"),
 ]  # fmt: skip
 STEPS_OF_ROWS = [[0, 0, 0], [2, 2, 2], [1, 3, 1], [4, 2, 0]]
 
@@ -152,8 +152,8 @@ def test_scores_of_each_row_are_those_of_its_prefix(names: tuple[str, ...]) -> N
 def test_unknown_processor_is_called_once_per_step_with_the_batch() -> None:
     history, rows = started([0, 0, 0])
     mine, plain = Summing(), Summing()
-    laws = Laws(LogitsProcessorList([mine, *processors("repetition, each behind its own")]), history)
-    reference = LogitsProcessorList([plain, *processors("repetition, each behind its own")])
+    laws = Laws(LogitsProcessorList([mine, *processors("repetition, each after its own")]), history)
+    reference = LogitsProcessorList([plain, *processors("repetition, each after its own")])
     assert (
         laws.lockstep
         and laws.unknown_processors == ["Summing"]

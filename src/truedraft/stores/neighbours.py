@@ -174,7 +174,7 @@ class Search:
     store: the datastore; None for the references of each row, whose states are computed at the first search.
     layer: of the states, where there is no store. k: neighbours of a search.
     alpha, tau: the model's weight is sigmoid((r - alpha) / tau), r the similarity of the nearest neighbour over that of
-        the farthest. A similarity is minus a squared distance: r is in 0 (one is much nearer) to 1 (all equally near).
+        the farthest. A similarity is minus a squared distance: r is 0 to 1, small where one is much nearer.
 
     Raises:
         Refused: `store` is no datastore, or its file cannot be opened.
