@@ -1,10 +1,11 @@
-"""What a cascade of draft models saves: tokens per pass of the target, and passes of the draft models per token.
+"""Passes that a cascade of draft models saves: tokens per pass of the target, and passes of the draft models per token.
 
     python benchmarks/cascade.py [--tokens 150] [DRAFT ...]
     python benchmarks/cascade.py --target FOLDER --small FOLDER --sources FILE [--limit 64] [DRAFT ...]
 
-Greedy, one row at a time, every draft in full. `nano` drafted for by `nano-draft` on the embedded prompts; or an
-encoder-decoder by a smaller one (or itself) on the lines of a file. Counts, so they do not depend on what else runs.
+Greedy, one row at a time, every draft in full. `nano-draft` drafts for `nano` on the embedded prompts; or a smaller
+encoder-decoder (or the target itself) for an encoder-decoder on the lines of a file. The figures are counts, which do
+not depend on other load.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def drafter(spec: str, small: Any) -> Drafter:
     def one(part: str) -> Drafter:
         name = part.partition(":")[0].strip()
         name = registry.presets("drafters").get(name, (name, {}))[0]
-        asks = "draft model" in registry.method("drafters", name).card.needs
-        return registry.load("drafters", part, **({"model": small} if asks else {}))  # type: ignore[no-any-return]
+        needs_model = "draft model" in registry.method("drafters", name).card.needs
+        return registry.load("drafters", part, **({"model": small} if needs_model else {}))  # type: ignore[no-any-return]
 
     return compose(spec, one)
 
@@ -43,15 +44,15 @@ def drafter(spec: str, small: Any) -> Drafter:
 def counted(model: Any, tokenizer: Any, draft: Drafter, items: Sequence[Item], most: int) -> tuple[float, float]:
     """Tokens per pass of the target, passes of the draft models per token."""
     fast = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
-    tokens = passes = asked = 0
+    tokens = passes = draft_passes = 0
     score = Reader.score
 
-    def heard(self: Reader, trees: Any) -> Any:
-        nonlocal asked
-        asked += 1
+    def counting(self: Reader, trees: Any) -> Any:
+        nonlocal draft_passes
+        draft_passes += 1
         return score(self, trees)
 
-    Reader.score = heard  # type: ignore[method-assign]
+    Reader.score = counting  # type: ignore[method-assign]
     try:
         for item in items:
             ids = tokenizer(item.text, return_tensors="pt").input_ids
@@ -60,7 +61,7 @@ def counted(model: Any, tokenizer: Any, draft: Drafter, items: Sequence[Item], m
             tokens, passes = tokens + fast.report().tokens, passes + len(fast.report().passes)
     finally:
         Reader.score = score  # type: ignore[method-assign]
-    return tokens / passes, asked / tokens
+    return tokens / passes, draft_passes / tokens
 
 
 def main() -> None:
@@ -87,7 +88,11 @@ def main() -> None:
             (load.name, *counted(model, tokenizer, drafter(spec, small), load.items, min(load.tokens, args.tokens)))
             for load in loads
         ]
-        print(f"{spec:34}", "  ".join(f"{name} {kept:5.2f} ({asked:.2f})" for name, kept, asked in found), flush=True)
+        print(
+            f"{spec:34}",
+            "  ".join(f"{name} {kept:5.2f} ({drafting:.2f})" for name, kept, drafting in found),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

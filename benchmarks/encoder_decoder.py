@@ -3,8 +3,8 @@
     python benchmarks/encoder_decoder.py nano-gec dev.src --references dev.ref0 dev.ref1 --metric gleu --draft iad
     python benchmarks/encoder_decoder.py MODEL test.en.gz --references test.de.gz --metric bleu --draft gad:model=GAD
 
-Ways take turns batch by batch, in the same batches of lines of like lengths, greedy, with the cache; times are medians
-over rounds. Quality is that of the lines as `truedraft correct` or `translate` writes them: GLEU for corrections (`pip
+Ways take turns batch by batch, in the same batches of similar lengths, greedy, with the cache; times are medians over
+rounds. Quality is that of the lines as `truedraft correct` or `translate` writes them: GLEU for corrections (`pip
 install gleu`), else BLEU (`sacrebleu`).
 """
 
@@ -33,9 +33,9 @@ from truedraft.loading import load
 
 @dataclass
 class Way:
-    """One way of decoding: its seconds by round, and what it said.
+    """One way of decoding: its seconds by round, and the emitted rows.
 
-    passes: in which a row said something, over all rows.
+    passes: that emitted tokens, counted per row.
     """
 
     generate: Any
@@ -50,7 +50,7 @@ def measured(way: Way, batches: Sequence[dict[str, torch.Tensor]], settings: dic
     """One round: seconds of all batches together."""
     way.rows, way.passes, way.tokens, seconds = [], 0, 0, 0.0
     if way.fast is not None:
-        way.fast.forget()  # drafters remember what was said, and every round says the same
+        way.fast.forget()  # clears drafters' memories: every round emits the same text
     for batch in batches:
         begun = time.perf_counter()
         out = way.generate(**batch, **settings)
@@ -65,24 +65,25 @@ def measured(way: Way, batches: Sequence[dict[str, torch.Tensor]], settings: dic
     way.seconds.append(seconds)
 
 
-def quality(metric: str, sources: Path, said: Sequence[str], references: Sequence[Path]) -> str:
-    """The model's own, and that of the lines as they came."""
+def quality(metric: str, sources: Path, outputs: Sequence[str], references: Sequence[Path]) -> str:
+    """The score of the outputs, and for GLEU that of the unchanged sources."""
     if metric == "bleu":
         import sacrebleu
 
-        return f"BLEU {sacrebleu.corpus_bleu(list(said), [read_lines(r)[: len(said)] for r in references]).score:.1f}"
+        texts = [read_lines(path)[: len(outputs)] for path in references]
+        return f"BLEU {sacrebleu.corpus_bleu(list(outputs), texts).score:.1f}"
     scores = []
     with tempfile.TemporaryDirectory() as folder:
-        for text in (said, read_lines(sources)):
+        for text in (outputs, read_lines(sources)):
             paths = [Path(folder) / str(i) for i in range(len(references) + 2)]
             for path, lines in zip(paths, (text, read_lines(sources), *map(read_lines, references)), strict=True):
-                path.write_text("\n".join(lines[: len(said)]) + "\n")
+                path.write_text("\n".join(lines[: len(outputs)]) + "\n")
             out, source, *refs = map(str, paths)
             done = subprocess.run(
                 ["gleu", "-f", "-s", source, "-o", out, "-r", *refs], capture_output=True, text=True, check=True
             )
             scores.append(float(done.stdout.split()[-1]))
-    return f"GLEU {scores[0]:.2f} (of the lines as they came {scores[1]:.2f})"
+    return f"GLEU {scores[0]:.2f} (of the unchanged sources {scores[1]:.2f})"
 
 
 def main() -> None:
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--draft", action="append", help="drafters; repeatable", default=None)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--limit", type=int, help="lines that are timed; the quality is that of all lines")
-    parser.add_argument("--control", default="cost", help="fixed takes every draft in full")
+    parser.add_argument("--control", default="cost", help="fixed: every draft in full")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write the figures here")

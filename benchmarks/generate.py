@@ -1,9 +1,9 @@
-"""The embedded model against plain `transformers` generate: story, edit, and what the engine itself costs.
+"""The embedded model against plain `transformers` generate: story, edit, and the engine's own time.
 
     python benchmarks/generate.py [--rounds 7] [--model nano] [--json FILE]
 
 Plain and accelerated runs alternate in one process; figures are medians, ratios are taken round by round. Output is
-compared before any figure is printed. `hopeless` drafts random tokens: what the cost control loses on them.
+compared before any figure is printed. `hopeless` drafts random tokens: the loss under the cost control.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from truedraft.tree import Row
 
 @dataclass
 class Hopeless(Drafter):
-    """Random tokens, as wide as prompt lookup drafts."""
+    """Drafts of random tokens, as wide as those of prompt lookup."""
 
     card = Card(paper="none", idea="Draft nonsense.", family="test")
     vocabulary: int = 4096  # tokens drawn from

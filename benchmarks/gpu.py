@@ -3,7 +3,7 @@
     python benchmarks/gpu.py                      # a random Llama of 6.7 B parameters in bf16, 14 GB on the device
     python benchmarks/gpu.py --size 1B --json OUT
 
-Then what the engine adds to a pass: everything that is not the target's, drafting included, per pass of `generate`.
+Then the engine's time per pass of `generate`: everything outside of the target, drafting included.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def random_model(size: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def engine_seconds(model: PreTrainedModel, sample: bool) -> tuple[float, float]:
-    """Seconds per pass that are not the target's, and tokens per pass, of a call whose graphs were captured before."""
+    """Seconds per pass outside of the target, and tokens per pass, of a call whose graphs were captured before."""
     fast = truedraft.accelerate(model, control="fixed")
     ids = torch.arange(256, device="cuda")[None] % 97
     for _ in range(2):
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="7B")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--context", type=int, default=256, help="positions behind which passes are timed")
+    parser.add_argument("--context", type=int, default=256, help="positions of context of the timed passes")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 8, 16, 64])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Mutation testing: how many small changes of the code the fast direct tests notice.
+"""Mutation testing: how many small changes of the code the fast direct tests detect.
 
     python benchmarks/mutation.py                                # all of [tool.mutmut]; half an hour on a core
     python benchmarks/mutation.py 'truedraft.tree*'              # mutants whose names match
     python benchmarks/mutation.py --survivors 'truedraft.tree*'  # again only those that were not killed
-    python benchmarks/mutation.py --figures --json OUT           # what earlier runs found, without a new one
+    python benchmarks/mutation.py --figures --json OUT           # figures of earlier runs, without a new one
 
 mutmut makes the mutants of a copy of the repository (`mutants/`, not in git) and runs for each the tests that reach the
 function it changes. Verdicts are kept there until the function changes. Survivors are listed with the reasons in
@@ -33,12 +33,12 @@ from truedraft.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 STATES = ("killed", "survived", "timeout", "no tests", "other", "not run")
-FOUND = ("killed", "timeout")  # a mutant that never ends is noticed too
+FOUND = ("killed", "timeout")  # a mutant that never ends is detected too
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one function: its name at mutmut, its module, and what became of it."""
+    """One change of one function: its name at mutmut, its module, and its state."""
 
     name: str
     module: str
@@ -51,7 +51,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why mutants live: those in whose changed lines `change` is found and whose names match `mutants`."""
+    """Why mutants survive: those whose changed lines match `change` and whose names match `mutants`."""
 
     why: str
     mutants: str = "*"
@@ -61,16 +61,16 @@ class Reason:
         return fnmatch.fnmatchcase(mutant.name, self.mutants) and re.search(self.change, diff) is not None
 
 
-SAME = "the same result by another way, with more work, or from what no caller can give"
-ROUNDING = "a guard against rounding, or a bound beside what no test reaches exactly"
+SAME = "the same result in another way, with more work, or for arguments that no caller passes"
+ROUNDING = "a guard against rounding, or a bound that no test reaches exactly"
 SEARCH = "another step of a search that still ends at the same point, perhaps in more rounds"
-SLOWER = "what was learnt or measured counts otherwise: slower at worst, no other text"
+SLOWER = "other weights of learnt or measured figures: slower at worst, the same text"
 CRASH = (
-    "the compiled pass writes beyond a cache of that shape, and the process ends: found, as mutmut has no word for it"
+    "the compiled pass writes beyond a cache of that shape, and the process ends: detected, without a state in mutmut"
 )
 REASONS = (
     Reason(
-        "zip's check of lengths that come from one list: it is for faults elsewhere",
+        "zip's check of lengths that come from one list: it detects faults elsewhere",
         change=r"(?m)^\+.*(strict=(None|False)|, \))",
     ),
     Reason(SEARCH, "*.k_seq.x__least__*"),
@@ -97,8 +97,8 @@ REASONS = (
 )
 
 
-def known(patterns: Sequence[str]) -> list[Mutant]:
-    """Mutants whose names match, as the last runs left them."""
+def recorded(patterns: Sequence[str]) -> list[Mutant]:
+    """Mutants whose names match, with the states of the last runs."""
     from mutmut.mutation.data import SourceFileMutationData
     from mutmut.stats import status_by_exit_code
     from mutmut.utils.file_utils import walk_mutatable_files
@@ -116,7 +116,7 @@ def known(patterns: Sequence[str]) -> list[Mutant]:
 
 
 def changed(mutant: Mutant) -> str:
-    """The lines that a mutant takes away and puts in."""
+    """The lines that a mutant removes and adds."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
 
     lines = get_diff_for_mutant(mutant.name, path=f"src/{mutant.module}.py").splitlines()
@@ -129,7 +129,7 @@ def test(names: Sequence[str]) -> None:
 
 
 def explained(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, str]]:
-    """Survivors with their changes and the reasons why they live; an empty reason where none is known."""
+    """Survivors with their changes and the reasons why they survive; an empty reason where none is listed."""
     for mutant in mutants:
         if mutant.survived:
             diff = changed(mutant)
@@ -137,7 +137,7 @@ def explained(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, str]]:
 
 
 def shares(mutants: Sequence[Mutant]) -> dict[str, Mapping[str, float]]:
-    """By module and in all: mutants by what became of them, and the share that was found of those that were run."""
+    """By module and in all: mutants by state, and the fraction detected of those that were run."""
     counts: dict[str, Counter[str]] = {}
     for mutant in mutants:
         for key in (mutant.module, "all"):
@@ -178,11 +178,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write figures and survivors here")
     args = parser.parse_args()
     if args.survivors:
-        if names := [mutant.name for mutant in known(args.patterns) if mutant.state not in FOUND]:
+        if names := [mutant.name for mutant in recorded(args.patterns) if mutant.state not in FOUND]:
             test(names)
     elif not args.figures:
         test([] if args.patterns == ["*"] else args.patterns)
-    mutants = known(args.patterns)
+    mutants = recorded(args.patterns)
     figures, survivors = shares(mutants), list(explained(mutants))
     show(figures, survivors)
     if args.json:

@@ -1,4 +1,4 @@
-"""NEST on the embedded model: tokens a pass, speed, how much was copied, and what that cost the model.
+"""NEST on the embedded model: tokens per pass, speed, share of copied tokens, and their cross-entropy under the model.
 
 python benchmarks/nest.py                        # texts: the embedded stories
 python benchmarks/nest.py FILE --texts 400       # the first paragraphs of a file
@@ -23,13 +23,13 @@ STEPS, ROUNDS, OPENINGS, RUN = 100, 3, 8, 8
 
 
 def repeated(tokens: list[int]) -> float:
-    """Share of the runs of tokens that were said before in the same text."""
+    """Share of the runs of tokens that occur earlier in the same text."""
     runs = [tuple(tokens[i : i + RUN]) for i in range(len(tokens) - RUN + 1)]
     return 1 - len(set(runs)) / max(len(runs), 1)
 
 
 def nats(model: torch.nn.Module, ids: torch.Tensor, start: int) -> float:
-    """What the tokens from `start` on cost the model, by its own law at temperature 1."""
+    """Mean cross-entropy, in nats, of the tokens from `start` on under the model at temperature 1."""
     with torch.no_grad():
         laws = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
     return -float(laws.gather(1, ids[0, start:, None]).mean())
@@ -73,17 +73,17 @@ def main() -> None:
     found: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
         for way, fast in ways.items():
-            said = []
+            figures = []
             for seed, prompt in enumerate(ids):
                 torch.manual_seed(seed)
                 out = fast.generate(prompt, max_new_tokens=STEPS, do_sample=True, top_k=0, temperature=0.7)
                 report, start = fast.report(), prompt.shape[1]
                 copied = sum(a.end - a.start for a in report.attributions) / report.tokens
-                said.append((
+                figures.append((
                     report.mean_acceptance_length, 1 / report.tokens_per_second, copied,
                     repeated(out[0, start:].tolist()), nats(model, out, start),
                 ))  # fmt: skip
-            found[way].append(tuple(map(statistics.mean, zip(*said, strict=True))))
+            found[way].append(tuple(map(statistics.mean, zip(*figures, strict=True))))
     plain = statistics.median(seconds for _, seconds, *_ in found["none, seeded"])
     for way, rounds in found.items():
         length, seconds, copied, again, cost = (statistics.median(column) for column in zip(*rounds, strict=True))

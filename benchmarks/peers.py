@@ -59,7 +59,7 @@ def make_model(folder: Path, shape: dict[str, int]) -> None:
         for cycle in cycles:
             follows[cycle] = torch.tensor(cycle[1:] + cycle[:1])
     with torch.no_grad():
-        # large beside what the layers add to it, so that the last layer still tells the token
+        # large compared with the layers' outputs, so that the last hidden state still determines the token
         model.model.embed_tokens.weight.normal_(std=1.0)
         model.lm_head.weight[follows] = 0.05 * model.model.embed_tokens.weight
     pieces = ["<unk>", "<s>", "</s>"] + [f"w{i}" for i in range(3, VOCABULARY)]
@@ -74,7 +74,7 @@ def make_model(folder: Path, shape: dict[str, int]) -> None:
 
 
 class Worker:
-    """An engine at work in another process; `absent` says why it is not."""
+    """An engine in another process; `absent` is the reason why there is none."""
 
     def __init__(self, name: str, python: str, folder: Path, dtype: str):
         self.name, self.absent = name, ""
@@ -97,10 +97,10 @@ class Worker:
         line = self.process.stdout.readline()
         return json.loads(line) if line else {"error": f"died with {self.process.wait()}"}
 
-    def ask(self, **request: Any) -> dict[str, Any]:
+    def request(self, **arguments: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.write(json.dumps(arguments) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             pass
@@ -125,7 +125,7 @@ class Figures:
     text: str
     speeds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    wrong: str = ""  # what was generated instead of the known text, or why nothing was
+    wrong: str = ""  # the text generated instead of the expected one, or the error
 
     @property
     def shown(self) -> tuple[str, str]:
@@ -142,7 +142,7 @@ def measure(
 ) -> list[Figures]:
     """All ways of all engines, `rounds` times in turn after a warm-up.
 
-    Where nothing repeats nothing is drafted, so one length of prompt lookup tells about all.
+    In text without repeats nothing is drafted, so one length of prompt lookup represents all.
     """
     walks = {text: (cycles[0] * (1 + (prompt + new) // len(cycles[0]))) for text, cycles in successors().items()}
     ways = [
@@ -156,7 +156,7 @@ def measure(
             if way.wrong:
                 continue
             length = new if turn else min(new, 32)
-            got = worker.ask(prompt=walks[way.text][:prompt], new=length, lookup=way.lookup)
+            got = worker.request(prompt=walks[way.text][:prompt], new=length, lookup=way.lookup)
             expected = walks[way.text][prompt : prompt + length]
             if got.get("tokens") != expected:
                 way.wrong = got.get("error") or difference(got["tokens"], expected)
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if unknown := [p for p in args.python if p.split("=")[0] not in ENGINES or "=" not in p]:
-        parser.error(f"--python {unknown[0]}: ENGINE=PATH is wanted, ENGINE one of {', '.join(ENGINES)}")
+        parser.error(f"--python {unknown[0]}: give ENGINE=PATH, ENGINE one of {', '.join(ENGINES)}")
     pythons = dict(p.split("=", 1) for p in args.python)
     console, results = Console(width=150), []
     for size in args.sizes:

@@ -2,8 +2,8 @@
 
     python benchmarks/peers_engines.py ENGINE FOLDER DTYPE
 
-Converts the model in FOLDER where the engine wants another format, then answers one JSON line per request. Nothing
-but the standard library and the engine itself is imported.
+Converts the model in FOLDER where the engine needs another format, then writes one JSON line per request. Only the
+standard library and the engine itself are imported.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-NGRAM = 3  # longest n-gram that prompt lookup looks for, in every engine
+NGRAM = 3  # longest n-gram that prompt lookup searches for, in every engine
 
 
 class Clock:
-    """When tokens came: how many with the first, and the seconds from the first to the last."""
+    """Times of new tokens: the count of each arrival, and the seconds from the first to the last."""
 
     def __init__(self) -> None:
         self.stamps: list[tuple[float, int]] = []
@@ -34,7 +34,7 @@ class Clock:
 
     @property
     def speed(self) -> float:
-        """Tokens per second after those that came first."""
+        """Tokens per second after the first arrival."""
         (start, _), (end, _) = self.stamps[0], self.stamps[-1]
         return sum(n for _, n in self.stamps[1:]) / (end - start)
 
@@ -102,10 +102,10 @@ class Truedraft(Transformers):
         self.sides = {n: truedraft.accelerate(self.model, draft=draft, strict=True) for n, draft in drafts.items()}
 
     def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
-        def saw(done: Any) -> None:
+        def on_pass(done: Any) -> None:
             clock.tick(sum(len(e.tokens) for e in done.emitted))
 
-        return self.call(prompt, new, self.sides[lookup].generate, on_pass=saw)
+        return self.call(prompt, new, self.sides[lookup].generate, on_pass=on_pass)
 
 
 class OpenVINO(Engine):
@@ -252,7 +252,7 @@ class LlamaCpp(Engine):
             for name in tensors.keys():  # noqa: SIM118
                 x = tensors.get_tensor(name)
                 for part, n in (("q_proj", heads), ("k_proj", kv)):
-                    if part in name:  # rotary pairs stand side by side there
+                    if part in name:  # rotary pairs are adjacent there
                         x = x.reshape(n, 2, len(x) // n // 2, -1).swapaxes(1, 2).reshape(x.shape)
                 as_kind = kind if x.ndim > 1 else gguf.GGMLQuantizationType.F32
                 there = names.get_name(name, try_suffixes=(".weight",))
@@ -293,11 +293,11 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 class Unsupported(Exception):
-    """What the engine cannot do here, in words."""
+    """Raised with the reason where an engine does not support this setting."""
 
 
 def converted(path: Path, convert: Callable[[Path], None]) -> Path:
-    """`path`, made by `convert` where it is missing; never left half made."""
+    """`path`, created by `convert` where it is missing; never left incomplete."""
     if not path.exists():
         part = path.with_name(f"part-{path.name}")
         shutil.rmtree(part, ignore_errors=True)
@@ -307,38 +307,38 @@ def converted(path: Path, convert: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def answers() -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A way to answer on standard output, which whatever else prints does not reach."""
+def responder() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that writes a JSON line to standard output, which other prints do not reach."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
 
-        def answer(said: dict[str, Any]) -> None:
-            out.write(json.dumps(said) + "\n")
+        def respond(payload: dict[str, Any]) -> None:
+            out.write(json.dumps(payload) + "\n")
             out.flush()
 
-        yield answer
+        yield respond
 
 
 def main() -> None:
     name, folder, dtype = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     kind = ENGINES[name]
-    with answers() as answer:
+    with responder() as respond:
         try:
             engine = kind(folder, dtype)
         except (ImportError, Unsupported) as e:
-            return answer({"absent": f"not installed ({e})" if isinstance(e, ImportError) else str(e)})
+            return respond({"absent": f"not installed ({e})" if isinstance(e, ImportError) else str(e)})
         versions = {}
         for package in kind.packages:
             with suppress(Exception):
                 versions[package] = version(package)
-        answer({"versions": versions, "lookups": engine.lookups, "precision": engine.precision})
+        respond({"versions": versions, "lookups": engine.lookups, "precision": engine.precision})
         for line in sys.stdin:
             clock = Clock()
             try:
                 tokens = engine.generate(**json.loads(line), clock=clock)
-                answer({"tokens": tokens, "speed": clock.speed})
+                respond({"tokens": tokens, "speed": clock.speed})
             except Exception as e:
-                answer({"error": f"{type(e).__name__}: {e}"})
+                respond({"error": f"{type(e).__name__}: {e}"})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Time to first token behind long prompts: plain `transformers` against truedraft, with drafts and without.
+"""Time to first token of long prompts: plain `transformers` against truedraft, with drafts and without.
 
     python benchmarks/prompts.py [--lengths 512 4096 16384] [--rounds 5] [--json benchmarks/results/prompts.json]
 
 `generate` with `max_new_tokens=1` on random Llamas, the sides in turns within one process and starting with another one
-each round; ratios are taken round by round, and figures are medians. `--cpu` counts the process's time on one core, not
-the clock's: for machines that do other work beside it.
+each round; ratios are taken round by round, and figures are medians. `--cpu` measures the process's time on one core
+instead of wall time, for machines with other load.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Drafters on a large model's recorded answers, in passes of a small one: real text, and passes that take their time.
+"""Drafters on a large model's recorded outputs, in real passes of a small model: real text and measured times.
 
     python benchmarks/recorded.py ANSWERS.jsonl --tokenizer NAME
     python benchmarks/recorded.py ANSWERS.jsonl --tokenizer NAME --hidden 768 --layers 12 --json OUT
 
-A Llama with random weights makes every pass; a logits processor then has it say the recorded answer. `bench --replay`
-counts passes without a model; here they are paid for, with the drafting, and the cost control decides.
+A Llama with random weights computes every pass; a logits processor forces the recorded output. `bench --replay`
+counts passes without a model; here passes and drafting take time, and the cost control chooses the drafts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from truedraft.loading import load_tokenizer
 WAYS = ("none", "auto", "prompt-lookup", "llma", "input-guided", "suffix-wide", "lookahead-pia", "token-recycling")
 
 
-class Says(LogitsProcessor):
-    """Lets nothing be said but a text, whatever the model thinks."""
+class Forced(LogitsProcessor):
+    """Forces a text: every other token has score -inf."""
 
     def __init__(self, text: Sequence[int]):
         self.text = text
@@ -42,8 +42,8 @@ class Says(LogitsProcessor):
         return forced
 
 
-def answered(fast: Any, recording: Recording, tokens: int) -> tuple[float, int, int]:
-    """Seconds, tokens and passes of one answer; the time of measuring the machine, once per model, is left out."""
+def replayed(fast: Any, recording: Recording, tokens: int) -> tuple[float, int, int]:
+    """Seconds, tokens and passes of one output, without the time of calibration (once per model)."""
     output = recording.output[:tokens]
     given: dict[str, Any] = {}
     if fast.drafter.takes_references and recording.references:
@@ -52,7 +52,7 @@ def answered(fast: Any, recording: Recording, tokens: int) -> tuple[float, int, 
     begun = time.perf_counter()
     out = fast.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=len(output), do_sample=False, pad_token_id=0,
-        logits_processor=LogitsProcessorList([Says((*recording.prompt, *output))]), **given,
+        logits_processor=LogitsProcessorList([Forced((*recording.prompt, *output))]), **given,
     )  # fmt: skip
     seconds = time.perf_counter() - begun - fast.report().seconds.get("calibrate", 0.0)
     assert out[0, prompt.shape[1] :].tolist() == list(output)
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--limit", type=int, default=8, help="conversations")
-    parser.add_argument("--tokens", type=int, default=160, help="of an answer at most")
+    parser.add_argument("--tokens", type=int, default=160, help="of an output at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draft", action="append", help="a drafter; several by repeating")
     parser.add_argument("--json", type=Path)
@@ -91,7 +91,7 @@ def main() -> None:
             fast.forget()
             spent: dict[str, list[tuple[float, int, int]]] = {}
             for recording in outputs:
-                spent.setdefault(recording.kind, []).append(answered(fast, recording, args.tokens))
+                spent.setdefault(recording.kind, []).append(replayed(fast, recording, args.tokens))
             for kind, each in spent.items():
                 seconds.setdefault((kind, way), []).append(sum(one[0] for one in each))
                 counts[kind, way] = sum(one[1] for one in each), sum(one[2] for one in each)

@@ -1,9 +1,9 @@
-"""A row that changes subject: which of its drafters a router chooses, over time.
+"""A router on a row that changes its subject: the drafter chosen, over time.
 
     python benchmarks/router.py [--draft "input-guided|suffix|token-recycling"] [--html FILE]
 
-The embedded model's tokenizer and texts, replayed (`truedraft bench --replay` explains what a replay can tell): a story
-that nobody has told yet, then the Python class of the prompt with one method renamed, then the same story once more.
+The embedded model's tokenizer and texts, replayed (`truedraft bench --replay` explains the limits of a replay): a new
+story, then the Python class of the prompt with one method renamed, then the same story once more.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from truedraft.stats import Stopwatch
 
 
 def recording() -> tuple[Recording, list[tuple[str, int]], int]:
-    """The row, where each of its subjects begins, and the size of its vocabulary."""
+    """The row, the offset of each of its subjects, and the size of its vocabulary."""
     tokenizer = load_tokenizer("nano")
     code = assets.prompt("edit.py.txt")
     story = assets.prompt("stories.txt").replace("\n", " ")
     name = next(line.split("(")[0].split()[-1] for line in code.split("\n") if "def " in line and "__" not in line)
     subjects = [("a story", story), ("the class, a method renamed", code.replace(name, f"{name}_now"))]
     subjects.append(("the story again", story))
-    spoken = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in subjects]
+    texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in subjects]
     prompt = tokenizer(f"{code}\nTell a story, rename {name}, tell it again.\n", add_special_tokens=False)["input_ids"]
     begins, at = [], 0
-    for (subject, _), ids in zip(subjects, spoken, strict=True):
+    for (subject, _), ids in zip(subjects, texts, strict=True):
         begins.append((subject, at))
         at += len(ids)
-    return Recording("", tuple(prompt), tuple(t for ids in spoken for t in ids)), begins, len(tokenizer)
+    return Recording("", tuple(prompt), tuple(t for ids in texts for t in ids)), begins, len(tokenizer)
 
 
 def chosen(draft: str) -> tuple[list[tuple[int, str, int]], list[tuple[str, int]]]:
-    """(tokens said before, part chosen, tokens that the pass gave) of every pass, and where the subjects begin."""
+    """(tokens emitted before, part chosen, tokens emitted) of every pass, and the offsets of the subjects."""
     row, begins, vocabulary = recording()
     router = registry.load("drafters", draft)
     if not isinstance(router, Route):
@@ -53,22 +53,22 @@ def chosen(draft: str) -> tuple[list[tuple[int, str, int]], list[tuple[str, int]
     router.ready(target)
     control = registry.load("control", "fixed", nodes=16)
     passes = list(replayed(row, target, router, control, Stopwatch()))
-    said, steps = 0, []
+    emitted, steps = 0, []
     names = [name_of(part) for part in router.parts]
     choices = {step: names[part] for _, step, part in router.history}
     for done in passes:
         tokens = sum(len(e.tokens) for e in done.emitted)
-        if said in choices:
-            steps.append((said, choices[said], tokens))
-        said += tokens
+        if emitted in choices:
+            steps.append((emitted, choices[emitted], tokens))
+        emitted += tokens
     return steps, begins
 
 
 def plot(steps: list[tuple[int, str, int]], begins: list[tuple[str, int]]) -> str:
-    """A page: the part chosen (row) against tokens said (across); marks are as high as the tokens that a pass gave."""
+    """A page: the part chosen (vertical) by tokens emitted (horizontal); marks are as high as the tokens of a pass."""
     parts = sorted({part for _, part, _ in steps})
     width, line, left = 900, 90, 150
-    scale = (width - left - 20) / max(said + tokens for said, _, tokens in steps)
+    scale = (width - left - 20) / max(emitted + tokens for emitted, _, tokens in steps)
     shapes = []
     for subject, at in begins:
         x = left + at * scale
@@ -77,14 +77,14 @@ def plot(steps: list[tuple[int, str, int]], begins: list[tuple[str, int]]) -> st
     for i, part in enumerate(parts):
         base = 30 + line * (i + 1)
         shapes.append(f'<text x="4" y="{base}">{escape(part)}</text>')
-        for said, which, tokens in steps:
+        for emitted, which, tokens in steps:
             if which == part:
-                x, wide, high = left + said * scale, max(tokens * scale - 0.5, 0.6), min(4 * tokens, line - 10)
+                x, wide, high = left + emitted * scale, max(tokens * scale - 0.5, 0.6), min(4 * tokens, line - 10)
                 shapes.append(
                     f'<rect x="{x:.1f}" y="{base - high}" width="{wide:.1f}" height="{high}" fill="{COLORS[i]}"/>'
                 )
     svg = f'<svg viewBox="0 0 {width} {60 + line * len(parts)}">{"".join(shapes)}</svg>'
-    explained = "<p>Tokens from left to right; a mark is a pass, as high as the tokens that it gave.</p>"
+    explained = "<p>Tokens from left to right; a mark is a pass, its height the tokens emitted.</p>"
     return document("Which drafter the router chooses", [explained, svg])
 
 
@@ -99,7 +99,7 @@ def main() -> None:
     letters = {part: chr(ord("A") + i) for i, part in enumerate(sorted({part for _, part, _ in steps}))}
     console.print(", ".join(f"{letter} {part}" for part, letter in letters.items()), markup=False)
     for (subject, begin), end in zip(begins, ends, strict=True):
-        inside = [(said, part, tokens) for said, part, tokens in steps if begin <= said < end]
+        inside = [(emitted, part, tokens) for emitted, part, tokens in steps if begin <= emitted < end]
         share = Counter(part for _, part, _ in inside)
         length = sum(tokens for *_, tokens in inside) / len(inside)
         shares = ", ".join(f"{part} {n / len(inside):.0%}" for part, n in share.most_common())

@@ -1,10 +1,10 @@
-"""Acceptance rules beside each other: how much they keep, of what could be kept, and what that costs.
+"""Acceptance rules compared: acceptance, its share of the optimum, and time.
 
     python benchmarks/rules.py                # nano-draft drafts for nano
-    python benchmarks/rules.py --share        # what judging costs at a vocabulary of 150 k and 32 nodes
+    python benchmarks/rules.py --share        # time of the rules alone at a vocabulary of 150 k and 32 nodes
 
 Prompts are the embedded stories; drafts are made in full (control fixed), so that lengths compare. "of the optimum":
-how often the token said at a node was a drafted one, over what the best rule for the drafts offered there would reach
+how often the token chosen at a node was a drafted one, over the rate of the best rule for the drafts of that node
 (`truedraft.accept.optimal_acceptance`; of siblings drawn without replacement on every `--every`th node).
 """
 
@@ -34,7 +34,7 @@ from truedraft.sampling import History, Laws
 from truedraft.stopping import Stops
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
-# rule, drafter, its knobs: about as many nodes each
+# rule, drafter, its knobs: about the same number of nodes each
 PAIRS = [
     ("seeded", "draft-model", "length=6"),
     ("rejection", "draft-model", "length=6"),
@@ -54,7 +54,7 @@ SEEDS = 3  # runs of every prompt
 CHAINS = [pair for pair in PAIRS if pair[1] == "draft-model"]
 
 
-class Judged(Delegate):
+class CountedDrafter(Delegate):
     """A drafter that counts how often a drafted token was accepted, and what the optimum would have been.
 
     aside: seconds that counting took.
@@ -76,11 +76,11 @@ class Judged(Delegate):
         for b, (row, tree, one) in enumerate(zip(rows, trees, accepted, strict=True)):
             tokens = [*(tree.tokens[node] for node in one.path[1:]), one.token]
             for node, token in zip(one.path, tokens, strict=True):
-                self._judge(row, candidates(tree, node), token, scores.logits[b, node])
+                self._count(row, candidates(tree, node), token, scores.logits[b, node])
         self.aside += time.perf_counter() - start
         self.inner.observe(rows, trees, scores, accepted)
 
-    def _judge(self, row: Row, offer: Candidates, token: int, logits: Tensor) -> None:
+    def _count(self, row: Row, offer: Candidates, token: int, logits: Tensor) -> None:
         if not offer.tokens:
             return
         self.kept.append(token in offer.tokens)
@@ -106,8 +106,8 @@ def measured(
     """Figures of a rule and a drafter. models: the target, its tokenizer, the draft model."""
     (model, tokenizer, small), (rule, drafter, knobs) = models, pair
     draft = registry.load("drafters", f"{drafter}:{knobs}", model=small)
-    judged: Any = Judged(draft, every)
-    fast = truedraft.accelerate(model, tokenizer, draft=judged, rule=rule, control="fixed")
+    counted: Any = CountedDrafter(draft, every)
+    fast = truedraft.accelerate(model, tokenizer, draft=counted, rule=rule, control="fixed")
     emitted = passes = 0
     seconds = drafting = 0.0
     for number, prompt in enumerate(SEEDS * assets.prompt("stories.txt").strip().split("\n\n")):
@@ -120,15 +120,15 @@ def measured(
         drafting += report.seconds["draft"]
     return {
         "accepted": emitted / passes,
-        "kept": mean(judged.kept),
-        "share": mean(judged.kept) / mean(judged.best) if judged.best else float("nan"),
-        "ms": 1e3 * (seconds - judged.aside) / passes,
+        "kept": mean(counted.kept),
+        "share": mean(counted.kept) / mean(counted.best) if counted.best else float("nan"),
+        "ms": 1e3 * (seconds - counted.aside) / passes,
         "draft": 1e3 * drafting / passes,
         "nodes": draft.width,
     }
 
 
-def beside(models: tuple[Any, Any, Any], tokens: int, every: int) -> None:
+def compare_rules(models: tuple[Any, Any, Any], tokens: int, every: int) -> None:
     """Every rule with drafts that suit it."""
     temperatures = (0.4, 0.8, 1.2)
     headings = [f"T {t}: tokens a pass, of the optimum, ms" for t in temperatures]
@@ -143,7 +143,7 @@ def beside(models: tuple[Any, Any, Any], tokens: int, every: int) -> None:
 
 
 def by_temperature(models: tuple[Any, Any, Any], tokens: int) -> None:
-    """Rules for one chain: when the seeded one agrees less."""
+    """Rules on one chain by temperature and top-p."""
     headings = [f"{rule}: tokens a pass (drafts kept)" for rule, *_ in CHAINS]
     print(f"\n| temperature | top-p | {' | '.join(headings)} |\n|---|---|" + "---|" * len(CHAINS))
     for temperature in (0.3, 0.6, 0.9, 1.2, 1.5):
@@ -155,7 +155,7 @@ def by_temperature(models: tuple[Any, Any, Any], tokens: int) -> None:
 
 
 def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
-    """What a rule takes for a pass: laws, walk and all, over a tree of 32 nodes of which a few are on the path."""
+    """Time of a rule per pass, laws and walk included, over a tree of 32 nodes with a short accepted path."""
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(1, nodes, vocabulary, generator=g)
     laws = (logits[0] + 0.5 * torch.randn(nodes, vocabulary, generator=g)).softmax(-1)
@@ -207,12 +207,12 @@ def _tree(laws: Tensor, draws: Any, nodes: int, chance: Chance, row: Row, greedy
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=150, help="per prompt")
-    parser.add_argument("--every", type=int, default=10, help="nodes per optimum computed where that is dear")
-    parser.add_argument("--share", action="store_true", help="what judging costs, alone")
+    parser.add_argument("--every", type=int, default=10, help="nodes per optimum computed where that is expensive")
+    parser.add_argument("--share", action="store_true", help="time of the rules, alone")
     arguments = parser.parse_args()
     if arguments.share:
         share()
     else:
         loaded = (*load("nano"), load("nano-draft")[0])
-        beside(loaded, arguments.tokens, arguments.every)
+        compare_rules(loaded, arguments.tokens, arguments.every)
         by_temperature(loaded, arguments.tokens)

@@ -1,4 +1,4 @@
-"""The compiled pass against the model's own forward, by width, and both against what this machine allows.
+"""The compiled pass against the model's own forward, by width, and both against the limits of this machine.
 
     python benchmarks/runtime.py                  # random Llamas of 0.1 B and 0.5 B parameters, fp32 and bf16
     python benchmarks/runtime.py --weights int8 int4    # quantised by torchao
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a model of transformers; by default random ones")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--context", type=int, default=256, help="positions behind which passes are timed")
+    parser.add_argument("--context", type=int, default=256, help="positions of context of the timed passes")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--weights", nargs="+", choices=[*WEIGHTS], default=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)

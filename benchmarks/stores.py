@@ -1,10 +1,10 @@
-"""What looking things up costs, by the size of what is looked up in: the stores, and the drafters that use them.
+"""Time of lookups by the size of the store: the stores, and the drafters that use them.
 
     python benchmarks/stores.py                                # 1 M and 10 M tokens
     python benchmarks/stores.py --tokens 300000 --json OUT
 
 Texts: Python files of the running interpreter (words and signs as tokens, the 50,000 most frequent), and synthetic ones
-(Zipf's law, half of it copied from earlier). Drafters are held to text of the same kind that is not in the store.
+(Zipf's law, half of it copied from earlier text). Drafters draft for text of the same kind that is not in the store.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REFERENCE = ("prompt-lookup", "llma", "copyspec", "anpd", "sam-alone")
 
 
 def python_texts(tokens: int) -> list[list[int]]:
-    """Documents of so many tokens together, fewer where there are no more."""
+    """Documents of `tokens` tokens in total, or of all files where there are fewer."""
     paths = sysconfig.get_paths()
     files = Texts([Path(paths["stdlib"]), Path(paths["purelib"])])
     words, total = [], 0
@@ -114,8 +114,8 @@ def drafter_figures(name: str, documents: Sequence[list[int]], held: Sequence[in
     if name in MEMORY:
         for document in documents:
             for at in range(0, len(document), DOCUMENT):
-                said = document[at : at + DOCUMENT]
-                drafter.finish(Row(0, said, 0, 0, end=len(said)), None)  # type: ignore[attr-defined]
+                text = document[at : at + DOCUMENT]
+                drafter.finish(Row(0, text, 0, 0, end=len(text)), None)  # type: ignore[attr-defined]
     if name in REFERENCE:
         references = (tuple(token for document in documents for token in document),)
     rows, answers = [], []
@@ -127,10 +127,10 @@ def drafter_figures(name: str, documents: Sequence[list[int]], held: Sequence[in
     drafter.propose(rows, [drafter.width] * len(rows))
     begun = time.perf_counter() - start
     spent = [one_pass(drafter, rows, answers) for _ in range(PASSES * (ROWS if references else 1))]
-    said = sum(row.step for row in rows) / len(spent) / len(rows)
+    per_pass = sum(row.step for row in rows) / len(spent) / len(rows)
     return {"drafter": name, "store": "corpus" if name in CORPUS else "memory" if name in MEMORY else
             "reference" if references else "none", "tokens": tokens, "us": statistics.mean(spent) * 1e6,
-            "median us": statistics.median(spent) * 1e6, "per pass": said, "begin s": begun}  # fmt: skip
+            "median us": statistics.median(spent) * 1e6, "per pass": per_pass, "begin s": begun}  # fmt: skip
 
 
 _LOGITS = torch.randn(ROWS, 96, VOCABULARY, generator=torch.Generator().manual_seed(0))
@@ -146,7 +146,7 @@ def one_pass(drafter: Drafter, rows: Sequence[Row], answers: Sequence[Sequence[i
 
 
 def walked(row: Row, tree: DraftTree, answer: Sequence[int]) -> Accepted:
-    """The row goes on as far as the tree agrees with the answer, and a token further."""
+    """Append to the row the path of the tree that agrees with the answer, and one token more."""
     path, node = [0], tree.child(0, answer[len(row.tokens)])
     while node is not None:
         path.append(node)

@@ -1,14 +1,14 @@
-"""How many texts in a coarse dtype differ from `model.generate`, near-ties kept or scored again, and what that costs.
+"""How many texts in a coarse dtype differ from `model.generate`, near-ties kept or rechecked, and the time of both.
 
     python benchmarks/ties.py MODEL ... --stories FILE [--texts 1000] [--tokens 120] [--dtype bfloat16] [--out FILE]
 
 Greedy, a prompt at a time, on openings of stories (one story a line). `keep` is the default, `recheck` is
 `accelerate(ties="recheck")`. On every fiftieth text all ways generate in turns: with and without drafts they must
-write the same, and the times are of the process in these turns. A compiled pass gives the same bits at every width, so
-for the texts between, one pass over what `model.generate` wrote says where either way leaves it: `keep` where the best
-token is another, `recheck` where it is and is no near-tie. Elsewhere all texts are generated.
+give the same text, and the times are those of the process in these turns. A compiled pass gives the same bits at every
+width, so for the other texts one pass over the text of `model.generate` shows where each way differs: `keep` where the
+best token is another, `recheck` where it is another and no near-tie. In other runtimes all texts are generated.
 
-`--known FOLDER` keeps what `model.generate` wrote in a file for each model; `--texts 0` takes as many as it holds.
+`--expected FOLDER` keeps the texts of `model.generate` in a file for each model; `--texts 0` uses all texts in it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ SIDES: dict[str, dict[str, Any]] = {
     "recheck, drafts": {"ties": "recheck"},
 }
 ALONE = ("keep", "recheck")
-TIMED = 50  # every so many texts all sides take turns
+TIMED = 50  # all sides generate every TIMED-th text
 
 
 def openings(path: Path, count: int) -> list[str]:
-    """Beginnings of stories from all over a file, 30 to 107 characters up to the end of a word."""
+    """Beginnings of stories spread over a file, 30 to 107 characters up to the end of a word."""
     texts = [line for line in path.read_text().split("\n") if len(line) > 200]
     step = len(texts) / count
     return [texts[int(i * step)][: 30 + 7 * (i % 12)].rsplit(" ", 1)[0] for i in range(count)]
 
 
-class Known:
-    """What `model.generate` writes, kept in a file where one is given: a list of tokens a line."""
+class Expected:
+    """The texts of `model.generate`, kept in a file where one is given: a list of tokens per line."""
 
     def __init__(self, path: Path | None, write: Callable[[int], list[int]]):
         self.path, self.write = path, write
@@ -66,7 +66,7 @@ class Known:
 
 
 def left(target: DecoderTarget, prompt: Tensor, text: Sequence[int]) -> tuple[dict[str, bool], int]:
-    """Whether either way leaves a text, by one pass over it; and how many of its tokens are near-ties."""
+    """Whether each way differs from a text, by one pass over it; and how many of its tokens are near-ties."""
     target.reserve(1, len(prompt) + len(text) + 1)
     try:
         target.prefill([Prompt(prompt)])
@@ -79,7 +79,7 @@ def left(target: DecoderTarget, prompt: Tensor, text: Sequence[int]) -> tuple[di
     return {"keep": bool(other.any()), "recheck": bool((other & ~near).any())}, int(near.sum())
 
 
-def compared(name: str, prompts: Sequence[str], tokens: int, dtype: str, known: Path | None, all_known: bool) -> Any:
+def compared(name: str, prompts: Sequence[str], tokens: int, dtype: str, file: Path | None, whole: bool) -> Any:
     """The figures of one model."""
     model, tokenizer = load(name, dtype)
     sides = {side: truedraft.accelerate(model, tokenizer, **given) for side, given in SIDES.items()}
@@ -90,8 +90,8 @@ def compared(name: str, prompts: Sequence[str], tokens: int, dtype: str, known: 
     def written(generate: Any, ids: Tensor) -> list[int]:
         return generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
-    expected = Known(known, lambda i: written(model.generate, encoded[i]))
-    if all_known:
+    expected = Expected(file, lambda i: written(model.generate, encoded[i]))
+    if whole:
         encoded = encoded[: len(expected.texts)]
     differ: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
@@ -108,7 +108,7 @@ def compared(name: str, prompts: Sequence[str], tokens: int, dtype: str, known: 
                 texts[side] = written(sides[side].generate, ids)
                 seconds[side] += (i % TIMED == 0) * (time.process_time() - began)
             generated = {side: texts[side] != expected(i) for side in ALONE}
-            assert found in (None, generated), f"text {i}: one pass says {found}, generated are {generated}"
+            assert found in (None, generated), f"text {i}: one pass gives {found}, generated are {generated}"
             found = generated
         if not same_bits:
             report = sides["keep"].report()
@@ -136,14 +136,14 @@ if __name__ == "__main__":
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--known", type=Path, help="a folder")
+    parser.add_argument("--expected", type=Path, help="a folder")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     prompts = openings(arguments.stories, arguments.texts or 1000)
     found: list[dict[str, Any]] = []
     for name in arguments.models:
-        known = arguments.known and arguments.known / f"ref-{Path(name).name}.jsonl"
-        found.append(compared(name, prompts, arguments.tokens, arguments.dtype, known, not arguments.texts))
+        file = arguments.expected and arguments.expected / f"ref-{Path(name).name}.jsonl"
+        found.append(compared(name, prompts, arguments.tokens, arguments.dtype, file, not arguments.texts))
         print(json.dumps(found[-1], indent=1), flush=True)
         if arguments.out:
             write_whole(arguments.out, json.dumps({"machine": machine(), "models": found}, indent=1))

@@ -3,7 +3,7 @@
     python benchmarks/torch_compile.py                  # random Llamas of 0.1 B and 0.5 B parameters, fp32 and bf16
 
 Each width is compiled for itself over a static cache (`fullgraph`, frozen weights); seconds of compiling are shown
-beside what a pass takes then, medians in turns.
+with the time of a pass afterwards, medians in turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONTEXT = 256
 
 
 def forward(model: PreTrainedModel, width: int) -> Callable[[], object]:
-    """A function that scores `width` tokens behind CONTEXT positions of a static cache."""
+    """A function that scores `width` tokens after CONTEXT positions of a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 64)
     with torch.no_grad():
         model(torch.arange(CONTEXT)[None], past_key_values=cache)

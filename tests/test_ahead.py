@@ -1,4 +1,4 @@
-"""Tokens that the seeded rule knows ahead of the walk: the same text, and the stream left where it would have stood."""
+"""Tokens that the seeded rule decides before the walk: the same text, and the same state of the random stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("ends", [False, True], ids=["to the limit", "rows end early"])
-def test_text_and_random_stream_are_those_of_model_generate(processors: str, ends: bool) -> None:
+def test_text_and_random_stream_equal_generate(processors: str, ends: bool) -> None:
     inputs = ragged(model(), 3)
     given = dict(PROCESSORS[processors], do_sample=True, pad_token_id=0, max_new_tokens=30)
     if ends:
@@ -36,21 +36,21 @@ def test_text_and_random_stream_are_those_of_model_generate(processors: str, end
     text_net(model(), "oracle", inputs, **given)
 
 
-def test_all_nodes_are_read_at_once_where_laws_are_made_of_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_nodes_are_decided_at_once_where_laws_depend_on_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(**ragged(model(), 2), max_new_tokens=20, do_sample=True, top_k=9, pad_token_id=0)
     fast = truedraft.accelerate(model(), control="fixed")
     torch.manual_seed(2)
     expected = model().generate(**given)
     with monkeypatch.context() as patch:
-        patch.setattr(Seeded, "choose", lambda *_: pytest.fail("asked step by step"))
+        patch.setattr(Seeded, "choose", lambda *_: pytest.fail("called step by step"))
         torch.manual_seed(2)
         assert torch.equal(fast.generate(**given), expected)
-    by_row = fast.generate(**given, seed=4)  # noise made on the host is asked for step by step
+    by_row = fast.generate(**given, seed=4)  # noise made on the host is drawn step by step
     monkeypatch.setattr("truedraft.chance.far", lambda device: False)
     assert torch.equal(fast.generate(**given, seed=4), by_row)
 
 
-def test_blocks_are_drawn_once_and_the_stream_stands_where_the_rows_are() -> None:
+def test_blocks_are_drawn_once_and_the_stream_is_reset_to_the_rows() -> None:
     rows = [Row(b, [0], 1, 30) for b in range(2)]
     tree = DraftTree((1, 2, 3, 4), (-1, 0, 1, 1))
     torch.manual_seed(9)
@@ -75,12 +75,12 @@ def test_blocks_are_drawn_once_and_the_stream_stands_where_the_rows_are() -> Non
         noise.passed(rows[0].step)
         assert torch.equal(torch.get_rng_state(), states[rows[0].step])
         assert min(noise.blocks, default=99) >= rows[0].step
-    noise.reached(2)  # rows that are behind do not move it back
+    noise.reached(2)  # rows at earlier steps do not move it back
     assert torch.equal(torch.get_rng_state(), states[6])
     assert PositionNoise([(1, 0), (1, 1)]).ahead(torch.zeros(2, 4, 7), rows, [tree, tree]) is None
 
 
-def test_a_law_that_is_nan_is_found_only_where_it_is_needed() -> None:
+def test_nan_in_a_law_is_reported_only_at_visited_nodes() -> None:
     row = Row(0, [1], 1, 9)
     logits = torch.zeros(1, 2, 5)
     logits[0, 1] = torch.nan

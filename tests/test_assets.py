@@ -1,4 +1,4 @@
-"""The embedded models: they fit, they say where they come from, and drafts change no token of theirs."""
+"""The embedded models: their size, their cards, and their texts, which drafts do not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READERS = [n for n in assets.names() if '"is_encoder_decoder": true' in (assets.
 MODELS = [name for name in assets.names() if name not in READERS]
 
 
-def test_the_models_fit_and_have_cards() -> None:
+def test_embedded_models_are_small_and_have_cards() -> None:
     assert "nano" in MODELS and "nano-gec" in READERS
     for name in (*MODELS, *READERS):
         assert (assets.path(name) / "model.safetensors").stat().st_size <= 20e6
@@ -27,7 +27,7 @@ def test_the_models_fit_and_have_cards() -> None:
         assert all(part in card for part in ("## Data", "## Validation over time", "## Train it again", "licence"))
 
 
-def test_the_models_share_a_tokenizer() -> None:
+def test_embedded_models_share_a_tokenizer() -> None:
     (first, *others) = [loaded(name)[1].get_vocab() for name in MODELS]
     assert all(other == first for other in others)
 
@@ -50,7 +50,7 @@ def test_drafts_change_no_token(name: str, draft: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "draft"), [(name, draft) for draft in FREE for name in READERS])
-def test_drafts_change_no_token_of_a_rewritten_text(name: str, draft: str) -> None:
+def test_drafts_change_no_token_of_an_edit(name: str, draft: str) -> None:
     model, tokenizer = loaded(name)
     lines = (assets.ROOT / "prompts" / "mistakes.txt").read_text().splitlines()
     inputs = tokenizer(lines, return_tensors="pt", padding=True, return_token_type_ids=False)

@@ -1,4 +1,4 @@
-"""Benchmarks: equality before speed, figures that add up, floors by hand, files read as they are."""
+"""Benchmarks: equality before speed, figures that add up, floors computed by hand, files of all formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from truedraft.targets.decoder import DecoderTarget
 STORY = Workload("story", (Item("one day, a little girl"), Item("tom and his mom")), 12)
 
 
-def test_the_floor_of_a_pass_by_hand() -> None:
+def test_floor_of_a_pass_equals_a_hand_count() -> None:
     target = DecoderTarget(tiny("llama", torch.float32))
     h, inner, heads, head, vocabulary, layers = 32, 48, 4, 8, 61, 2
     block = h * heads * head * 2 + h * 2 * head * 2 + 3 * h * inner + 2 * h
@@ -42,7 +42,7 @@ def test_the_floor_of_a_pass_by_hand() -> None:
     assert rows[1].bound == "multiplying" and rows[1].floor == pytest.approx(operations / 1e9)
 
 
-def test_targets_take_turns_and_leave_nothing_behind() -> None:
+def test_measuring_leaves_no_cache() -> None:
     targets = [DecoderTarget(tiny("llama", torch.float32), runtime) for runtime in ("auto", "stock")]
     gauge = Gauge()
     times = measure_passes(targets, context=8, widths=(1, 3), rounds=2, gauge=gauge)
@@ -54,7 +54,7 @@ def test_targets_take_turns_and_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_figures_add_up(batch: int, temperature: float) -> None:
+def test_figures_of_a_comparison_add_up(batch: int, temperature: float) -> None:
     model, tokenizer = load("nano")
     sides = [
         transformers_side("plain", model),
@@ -74,7 +74,7 @@ def test_figures_add_up(batch: int, temperature: float) -> None:
         assert f.tokens_per_second > 0
 
 
-def test_a_way_that_differs_gets_its_first_divergence_and_no_speed_up() -> None:
+def test_differing_side_has_its_divergence_and_no_speed_up() -> None:
     model, tokenizer = load("nano")
 
     def wrong(inputs: dict[str, Any], settings: dict[str, Any], _: Sequence[Item], clock: Clock) -> Any:
@@ -88,7 +88,7 @@ def test_a_way_that_differs_gets_its_first_divergence_and_no_speed_up() -> None:
     assert found.differs is not None and found.differs.startswith("prompt 0, new token 10: ")
 
 
-def test_latency_counts_tokens_of_one_pass_as_waiting_once() -> None:
+def test_latency_of_tokens_of_one_pass_counts_once() -> None:
     measured = comparing.Measured()
     clock = Clock(stamps=[(1.0, 1), (3.0, 4), (4.0, 1)])
     measured.take(clock, 5.0, 6, 1, None)
@@ -97,14 +97,14 @@ def test_latency_counts_tokens_of_one_pass_as_waiting_once() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5, 6, 9, 25])
-def test_the_interval_holds_the_median_often_enough(n: int) -> None:
+def test_interval_has_its_confidence(n: int) -> None:
     low, high = interval(list(range(n)))
     coverage = 1 - 2 * binom.cdf(low - 1, n, 0.5) - 2 * binom.pmf(low, n, 0.5) if n > 1 else 0.0
     assert (low, high) == (0, n - 1) or coverage >= 0.95
     assert low + high == n - 1
 
 
-def test_theory_is_the_mean_of_what_is_accepted() -> None:
+def test_theory_is_the_mean_of_accepted_tokens() -> None:
     rng, rate, length = random.Random(0), 0.7, 4
     total = 0
     for _ in range(200_000):
@@ -117,12 +117,12 @@ def test_theory_is_the_mean_of_what_is_accepted() -> None:
     assert theory(1.0, 4, 2.0, 4.0) == 2.5
 
 
-def test_the_oracle_is_right_as_often_as_it_says() -> None:
+def test_oracle_has_its_acceptance_rate() -> None:
     model = tiny("llama", torch.float32)
     prompt = {"input_ids": torch.tensor([[5, 6, 7]])}
     given = dict(**prompt, max_new_tokens=120, do_sample=False, pad_token_id=0)
     truth = {0: model.generate(**given)[0].tolist()}
-    for rate, passes in ((1.0, 25), (0.0, 120)):  # the prompt's own pass says one token, every other five
+    for rate, passes in ((1.0, 25), (0.0, 120)):  # one token by the prompt's own pass, five by every other
         fast = truedraft.accelerate(model, draft=Oracle(truth, rate, 4, 61), control="fixed")
         assert fast.generate(**given)[0].tolist() == truth[0]
         assert len(fast.report().passes) == passes
@@ -130,7 +130,7 @@ def test_the_oracle_is_right_as_often_as_it_says() -> None:
         truedraft.accelerate(model, draft="oracle")
 
 
-def test_files_are_read_as_they_are(tmp_path: Path) -> None:
+def test_prompt_files_of_all_formats(tmp_path: Path) -> None:
     spec = tmp_path / "question.jsonl"
     lines = [{"category": "writing", "turns": ["a", "b"]}, {"category": "math", "turns": ["c"]}]
     lines += [{"category": "rag", "turns": ["d"]}] * 3
@@ -154,23 +154,23 @@ def test_files_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", b"{}", "line 1: no prompt"),
         ("a.jsonl", b'{"prompt": "x"}\nnonsense', "line 2: not JSON"),
-        ("a.jsonl", b"[1]", "an object is wanted"),
+        ("a.jsonl", b"[1]", "give an object"),
         ("a.txt", b"\n\n", "no prompts"),
         ("a.txt", b"\xff\xfe", "cannot be read"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
     ],
 )
-def test_a_file_without_prompts_is_refused_by_line(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_file_without_prompts_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(Refused, match=message):
         from_file(tmp_path / name, 5)
 
 
-def test_the_embedded_set_ships() -> None:
+def test_embedded_workloads_are_complete() -> None:
     story, edit, shorten, chat = embedded()
     assert len(story.items) > 2 and len(edit.items) > 2 and len(shorten.items) == 2
     assert all(item.references for workload in (edit, shorten, chat) for item in workload.items)
@@ -178,7 +178,7 @@ def test_the_embedded_set_ships() -> None:
     assert "amount" in chat.items[0].text and "total" in chat.items[0].references[0]
 
 
-def test_of_prompts_that_are_too_long_the_end_is_read_and_this_is_said() -> None:
+def test_long_prompts_are_truncated_with_a_note() -> None:
     model, tokenizer = load("nano")
     long = Workload("long", (Item("tom and his mom went home. " * 30 + "one day, a little girl"), Item("tom")), 8)
     fast = truedraft.accelerate(model, tokenizer, draft="prompt-lookup")
@@ -190,12 +190,12 @@ def test_of_prompts_that_are_too_long_the_end_is_read_and_this_is_said() -> None
     assert len(read) == 32 and tokenizer.decode(read).endswith("one day, a little girl")
 
 
-def test_references_of_prompts_are_read_from_files(tmp_path: Path) -> None:
+def test_references_are_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "one day", "references": ["tom", "ben"]}))
     assert from_file(tmp_path / "a.jsonl", 1)[0].items == (Item("one day", ("tom", "ben")),)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_compares_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html = tmp_path / "page.html"
     options = ["--limit", "1", "--rounds", "1", "--max-new-tokens", "6", "--draft", "prompt-lookup"]
     assert main(["bench", "nano", *options, "--json", "--html", str(html)]) == 0
@@ -205,12 +205,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["roofline"][0]["width"] == 1 and html.read_text().startswith("<!doctype html>")
     assert f"truedraft bench nano {' '.join(options)} --json --html {html}" in html.read_text()
     assert main(["bench", "nano", *options]) == 0
-    said = capsys.readouterr().out
-    assert "transformers lookup" in said and "transformers assisted" in said
+    printed = capsys.readouterr().out
+    assert "transformers lookup" in printed and "transformers assisted" in printed
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--batch", "-1"], "--batch -1"),
@@ -229,7 +229,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--assistant", "/nowhere"], "/nowhere"),
     ],
 )
-def test_a_wrong_option_is_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_option_is_refused_in_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "nano", *options]) == 2
     error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1

@@ -366,7 +366,7 @@ def test_the_embedded_model_leaves_alone_what_it_does_not_know(tmp_path: Path, c
     assert main(["correct", str(tmp_path / "a.txt")]) == 0
     out, err = capsys.readouterr()
     assert out.split("\n") == lines
-    assert "note: 4 places, on lines 1, 2, 3, 5: left as it is: the tokenizer does not know" in err
+    assert "note: 4 places, on lines 1, 2, 3, 5: left as it is: the tokenizer has no tokens" in err
 
 
 def test_beams_of_the_models_own_settings_are_told(scripted: Scripted, text: Path, capsys: Any) -> None:

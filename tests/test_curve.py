@@ -1,4 +1,4 @@
-"""The estimate of what passes cost: whatever the passes, it stays among the times that were observed."""
+"""The estimated cost of passes: for any passes it stays within the observed times."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def _holds(curve: Curve, observed: Sequence[float]) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(curves(), st.lists(passes(), max_size=60))
-def test_a_curve_stays_among_the_times_that_were_observed(
-    curve: Curve, seen: list[tuple[int, int, float, float]]
-) -> None:
+def test_curve_stays_within_the_observed_times(curve: Curve, seen: list[tuple[int, int, float, float]]) -> None:
     observed = list(curve.seconds)
     for rows, tokens, seconds, rate in seen:
         if math.isfinite(seconds) and seconds > 0:
@@ -51,10 +49,10 @@ def test_a_curve_stays_among_the_times_that_were_observed(
 
 @settings(deadline=None, max_examples=12)
 @given(curves(), st.integers(1, 9), st.integers(2, 12), FACTORS, FACTORS, st.sampled_from([0.1, 0.5]))
-def test_nothing_adds_up_over_thousands_of_passes(
+def test_repeated_passes_do_not_drift(
     curve: Curve, rows: int, wide: int, plain: list[float], drafted: list[float], rate: float
 ) -> None:
-    """The same few passes again and again."""
+    """The same few passes, repeatedly."""
     observed = list(curve.seconds)
     for turn in range(1500):
         for tokens, times in ((rows, plain), (rows * wide, drafted)):
@@ -67,7 +65,7 @@ def test_nothing_adds_up_over_thousands_of_passes(
 
 @pytest.mark.parametrize("rows", range(1, 10))
 @pytest.mark.parametrize("factor", [0.5, 0.95, 1.0, 2.0])
-def test_plain_passes_of_any_batch_teach_their_own_cost(rows: int, factor: float) -> None:
+def test_plain_passes_of_any_batch_update_their_cost(rows: int, factor: float) -> None:
     """Where the number of rows is no width of the curve, 13,500 of them once led to a division by zero."""
     curve = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
     took = factor * curve(rows)
@@ -79,7 +77,7 @@ def test_plain_passes_of_any_batch_teach_their_own_cost(rows: int, factor: float
 
 @pytest.mark.parametrize("factor", [0.25, 3.0, 50.0])
 @pytest.mark.parametrize("rows", [1, 3, 6])
-def test_a_machine_that_changes_is_followed(factor: float, rows: int) -> None:
+def test_curve_follows_a_changed_machine(factor: float, rows: int) -> None:
     line = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
     curve = line
     for turn in range(200):
@@ -90,7 +88,7 @@ def test_a_machine_that_changes_is_followed(factor: float, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 7])
-def test_dear_drafts_do_not_make_plain_passes_dear(rows: int) -> None:
+def test_expensive_drafted_passes_leave_plain_costs(rows: int) -> None:
     curve = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
     before = curve(rows)
     for _ in range(300):
@@ -98,7 +96,7 @@ def test_dear_drafts_do_not_make_plain_passes_dear(rows: int) -> None:
     assert curve(rows) == pytest.approx(before, rel=0.01) and curve(2 * rows) == pytest.approx(20.0, rel=0.05)
 
 
-def test_one_hiccup_moves_little() -> None:
+def test_single_outlier_has_little_effect() -> None:
     line = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
     curve = line
     for _ in range(50):
@@ -106,14 +104,14 @@ def test_one_hiccup_moves_little() -> None:
     assert curve.learned(4, 1e4, 0.1, plain=1)(4) <= 1.2 * (1 + 0.1 * HICCUP)
 
 
-def test_passes_wider_than_any_before_are_learnt() -> None:
+def test_wider_passes_extend_the_curve() -> None:
     curve = Curve(WIDTHS, (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0))
     for _ in range(100):
         curve = curve.learned(300, 12.0, 0.1, plain=64).learned(64, 5.0, 0.1, plain=64)
     assert curve(300) == pytest.approx(12.0, rel=0.3) and curve(64) == pytest.approx(5.0)
 
 
-def test_a_typical_curve_goes_through_what_is_known_and_yields_to_passes() -> None:
+def test_typical_curve_fits_the_known_points_and_is_updated() -> None:
     curve = Curve.typical(5, 0.3)
     assert curve(5) == pytest.approx(0.3)
     for _ in range(16):

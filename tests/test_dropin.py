@@ -63,22 +63,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("prompts", PROMPTS)
-def test_a_pipeline_takes_it(prompts: str, settings: str, nano: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_pipelines_accept_an_accelerated_model(
+    prompts: str, settings: str, nano: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model, tokenizer = nano
     fast = truedraft.accelerate(model, tokenizer)
-    said = []
+    outputs = []
     for kind in (model, fast):
         with caplog.at_level(logging.ERROR):
             pipe = pipeline("text-generation", model=kind, tokenizer=tokenizer)
         torch.manual_seed(3)
         many = {"batch_size": 3} if prompts == "batch" else {}
         given = copy.deepcopy(PROMPTS[prompts])
-        said.append(pipe(given, max_new_tokens=8, **SETTINGS[settings], **many))
-    assert said[0] == said[1]
+        outputs.append(pipe(given, max_new_tokens=8, **SETTINGS[settings], **many))
+    assert outputs[0] == outputs[1]
     assert fast.report().tokens > 0 and not caplog.records
 
 
-def test_what_a_script_asks_of_a_model(own: Any, fast: Any) -> None:
+def test_attributes_and_methods_of_a_model(own: Any, fast: Any) -> None:
     for name in ("device", "dtype", "config", "generation_config", "training", "name_or_path", "lm_head"):
         assert getattr(fast, name) is getattr(own, name) or getattr(fast, name) == getattr(own, name)
     assert fast.num_parameters() == own.num_parameters() and fast.can_generate()
@@ -96,7 +98,7 @@ def test_what_a_script_asks_of_a_model(own: Any, fast: Any) -> None:
     assert not hasattr(fast, "_repr_html_")
 
 
-def test_transition_scores_are_those_of_the_model(own: Any, fast: Any) -> None:
+def test_transition_scores_equal_the_model(own: Any, fast: Any) -> None:
     kwargs: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     mine, theirs = fast.generate(IDS, **kwargs), own.generate(IDS, **kwargs)
     scores = fast.compute_transition_scores(mine.sequences, mine.scores, normalize_logits=True)
@@ -104,7 +106,7 @@ def test_transition_scores_are_those_of_the_model(own: Any, fast: Any) -> None:
     assert torch.allclose(scores, expected, atol=1e-4)
 
 
-def test_a_streamer_in_a_thread(nano: Any) -> None:
+def test_streamer_in_a_thread(nano: Any) -> None:
     model, tokenizer = nano
     fast = truedraft.accelerate(model, tokenizer)
     inputs = tokenizer("one day, a girl", return_tensors="pt").to(fast.device)
@@ -117,7 +119,7 @@ def test_a_streamer_in_a_thread(nano: Any) -> None:
     assert text == tokenizer.decode(new)
 
 
-def test_what_is_set_is_set_on_the_model(own: Any, fast: Any) -> None:
+def test_attributes_are_set_on_the_model(own: Any, fast: Any) -> None:
     fast.generation_config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert own.generation_config.max_new_tokens == 5
     assert torch.equal(fast.generate(IDS), own.generate(IDS)) and fast.generate(IDS).shape == (1, 12)
@@ -135,7 +137,7 @@ def test_what_is_set_is_set_on_the_model(own: Any, fast: Any) -> None:
     assert fast.tokenizer == "mine" and not hasattr(own, "tokenizer")
 
 
-def test_modes_moves_and_casts_are_those_of_the_model(own: Any, fast: Any) -> None:
+def test_modes_moves_and_casts_act_on_the_model(own: Any, fast: Any) -> None:
     assert fast.train() is fast and own.training
     with pytest.raises(Refused, match="training mode"):
         fast.generate(IDS, **GREEDY)
@@ -148,13 +150,13 @@ def test_modes_moves_and_casts_are_those_of_the_model(own: Any, fast: Any) -> No
     assert fast.target is not before and "float64" in repr(fast)
 
 
-def test_a_cast_fits_a_drafter_with_a_model_anew(own: Any) -> None:
+def test_cast_binds_a_draft_model_again(own: Any) -> None:
     fast = truedraft.accelerate(own, draft=sibling(tiny(dtype=torch.float32)), control="fixed")
     fast.to(torch.float64)
     assert torch.equal(fast.generate(IDS, **GREEDY), own.generate(IDS, **GREEDY))
 
 
-def test_an_accelerated_model_in_a_module_and_in_another_call(own: Any, fast: Any) -> None:
+def test_accelerated_model_in_a_module_and_in_another_call(own: Any, fast: Any) -> None:
     class Wrapper(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,7 +172,7 @@ def test_an_accelerated_model_in_a_module_and_in_another_call(own: Any, fast: An
     assert other.report().drafter == "draft-model" and other.report().mean_acceptance_length > 1.5
 
 
-def test_a_compiled_model_is_taken_out_of_it(own: Any) -> None:
+def test_model_is_unwrapped_from_torch_compile(own: Any) -> None:
     compiled = torch.compile(own)
     fast = truedraft.accelerate(compiled)  # type: ignore[arg-type]
     assert fast.model is own
@@ -190,7 +192,7 @@ def peft() -> Any:
 
 
 def adapted(peft: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
-    """LoRA whose weights are far from nothing."""
+    """LoRA with large random weights."""
     found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **kwargs)).eval()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -200,12 +202,12 @@ def adapted(peft: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     return found
 
 
-# peft asks transformers for names that are to go
+# peft imports deprecated names of transformers
 PEFT = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @PEFT
-def test_adapters_in_the_layers_take_part(peft: Any, own: Any) -> None:
+def test_adapters_of_layers_are_applied(peft: Any, own: Any) -> None:
     plain = own.generate(IDS, **GREEDY)
     model = adapted(peft, own, task_type="CAUSAL_LM")
     inputs = ragged(own, 2)
@@ -226,7 +228,7 @@ def test_adapters_in_the_layers_take_part(peft: Any, own: Any) -> None:
 
 
 @PEFT
-def test_an_adapted_model_that_was_compiled_and_one_that_drafts(peft: Any, own: Any) -> None:
+def test_adapted_model_compiled_and_as_drafter(peft: Any, own: Any) -> None:
     model = adapted(peft, own)
     assert truedraft.accelerate(torch.compile(model)).model is model.get_base_model()  # type: ignore[arg-type]
     fast = truedraft.accelerate(tiny(dtype=torch.float32), draft=model, control="fixed")
@@ -235,7 +237,7 @@ def test_an_adapted_model_that_was_compiled_and_one_that_drafts(peft: Any, own: 
 
 
 @PEFT
-def test_adapters_outside_of_the_layers_are_refused(peft: Any, own: Any) -> None:
+def test_adapters_outside_layers_are_refused(peft: Any, own: Any) -> None:
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(Refused, match="PROMPT_TUNING, which puts learnt vectors before every prompt"):
         truedraft.accelerate(peft.get_peft_model(copy.deepcopy(own), prompts).eval())
@@ -254,7 +256,7 @@ DRAFTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_a_deep_copy_is_another_accelerated_model(draft: str, own: Any) -> None:
+def test_deep_copy_is_independent(draft: str, own: Any) -> None:
     fast = truedraft.accelerate(own, draft=DRAFTS[draft](), control="fixed", runtime="stock")
     expected = fast.generate(IDS, **GREEDY)
     twin = copy.deepcopy(fast)
@@ -269,7 +271,7 @@ def test_a_deep_copy_is_another_accelerated_model(draft: str, own: Any) -> None:
     )
 
 
-def test_pickles_and_copies_in_part_are_refused(fast: Any) -> None:
+def test_pickle_and_shallow_copy_are_refused(fast: Any) -> None:
     for refused in (pickle.dumps, copy.copy):
         with pytest.raises(Refused, match=r"save \.model, and accelerate"):
             refused(fast)
@@ -289,12 +291,12 @@ def test_pickles_and_copies_in_part_are_refused(fast: Any) -> None:
         copy.deepcopy(truedraft.accelerate(tiny(), draft=Bare()))
 
 
-def test_displays_say_something(fast: Any) -> None:
-    said = repr(fast)
+def test_repr_names_the_methods(fast: Any) -> None:
+    text = repr(fast)
     for part in ("LlamaForCausalLM", f"{fast.num_parameters():,} parameters", "float32 on cpu", "drafter suffix",
                  "rule greedy, or seeded", "control fixed", fast.target.runtime):  # fmt: skip
-        assert part in said
-    assert "\n" not in said
+        assert part in text
+    assert "\n" not in text
 
     class Printer:
         def text(self, text: str) -> None:
@@ -306,7 +308,7 @@ def test_displays_say_something(fast: Any) -> None:
     assert printer.shown == str(fast.report()) and "mean acceptance length" in printer.shown
 
 
-def test_an_encoder_decoder_answers_too() -> None:
+def test_accelerated_encoder_decoder_in_its_models_place() -> None:
     model, tokenizer = copy.deepcopy(seq2seq_models.model()), seq2seq_models.tokenizer()
     fast = truedraft.accelerate(model, tokenizer)
     inputs = tokenizer(seq2seq_models.TEXTS, return_tensors="pt", padding=True).to(fast.device)
@@ -318,7 +320,7 @@ def test_an_encoder_decoder_answers_too() -> None:
     )
 
 
-def test_a_report_belongs_to_the_last_call(fast: Any) -> None:
+def test_report_is_that_of_the_last_call(fast: Any) -> None:
     fast.generate(IDS, **GREEDY)
     with pytest.raises(ValueError, match="temperature"):
         fast.generate(IDS, do_sample=True, temperature=0.0)
@@ -327,6 +329,6 @@ def test_a_report_belongs_to_the_last_call(fast: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _compiler_forgets() -> Iterator[None]:
+def _reset_compiler() -> Iterator[None]:
     yield
     torch.compiler.reset()

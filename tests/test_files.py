@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and stay as private as they were."""
+"""Files are written whole or not at all, with the permissions that they had."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_the_mode_of_a_file_that_is_replaced_is_kept_and_a_new_one_follows_the_umask(
+def test_mode_of_a_replaced_file_is_kept_and_of_a_new_one_follows_the_umask(
     writer: str, umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []  # modes of what safetensors writes, before and after
+    seen: list[int] = []  # modes of the files of safetensors, before and after its write
 
-    def watched(arrays: Any, part: str, words: Any) -> None:
+    def watched(arrays: Any, part: str, metadata: Any) -> None:
         seen.append(mode_of(Path(part)))
-        save(arrays, part, words)
+        save(arrays, part, metadata)
         seen.append(mode_of(Path(part)))
 
     save = numpy.save_file
@@ -68,7 +68,7 @@ def test_the_mode_of_a_file_that_is_replaced_is_kept_and_a_new_one_follows_the_u
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
 
 
-def test_a_private_file_is_private_while_it_is_written(tmp_path: Path) -> None:
+def test_private_file_is_private_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch(0o600)
     with files.whole(path) as file:
@@ -79,7 +79,7 @@ def test_a_private_file_is_private_while_it_is_written(tmp_path: Path) -> None:
     assert path.read_bytes() == b"secret" and mode_of(path) == 0o600
 
 
-def test_what_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     for writer in WRITERS.values():
         path.write_text("before")

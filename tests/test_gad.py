@@ -1,4 +1,4 @@
-"""gad: what it keeps of rows, what it learns, its checkpoints, the command that trains it, and its lossy rule."""
+"""gad: its state of rows, its training, its checkpoints, the command that trains it, and its lossy rule."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def untrained(model: PreTrainedModel, **knobs: Any) -> Any:
 
 
 def translated(words: list[int]) -> list[int]:
-    """The toy language: every word is another, in the same order."""
+    """The toy language: every word is replaced by another, in the same order."""
     return [3 + (word - 3 + 7) % WORDS for word in words]
 
 
@@ -62,11 +62,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreT
             pad_token_id=0, eos_token_id=END, decoder_start_token_id=0, forced_eos_token_id=None, dropout=0.0,
         )
     )  # fmt: skip
-    said = sentences(0)
+    data = sentences(0)
 
     def groups() -> Iterator[list[Pair]]:
         while True:
-            group = [next(said) for _ in range(32)]
+            group = [next(data) for _ in range(32)]
             yield [([*words, END], [*translated(words), END]) for words in group]
 
     def loss(group: list[Pair]) -> torch.Tensor:
@@ -84,13 +84,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreT
 
 
 def lines(count: int, seed: int = 1) -> list[str]:
-    said = sentences(seed)
-    return [" ".join(f"w{word - 3}" for word in next(said)) for _ in range(count)]
+    data = sentences(seed)
+    return [" ".join(f"w{word - 3}" for word in next(data)) for _ in range(count)]
 
 
 @pytest.fixture(scope="session")
 def checkpoint(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What seconds of training on the toy make."""
+    """A checkpoint of seconds of training on the toy."""
     out = tmp_path_factory.mktemp("gad") / "run"
     plan = Plan(steps=150, lr=1e-2, warmup=20)
     figures = train_drafter(learner(), *toy, lines(400), out, plan, batch=512)
@@ -99,7 +99,7 @@ def checkpoint(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-def test_what_it_learnt_saves_passes_and_changes_no_token(toy: Any, checkpoint: Path, sample: bool) -> None:
+def test_trained_drafter_saves_passes_and_changes_no_token(toy: Any, checkpoint: Path, sample: bool) -> None:
     model, tokenizer = toy
     inputs = tokenizer(lines(12, seed=5), return_tensors="pt", padding=True, return_token_type_ids=False)
     reached = []
@@ -114,8 +114,8 @@ def test_what_it_learnt_saves_passes_and_changes_no_token(toy: Any, checkpoint: 
     assert chance < 1.3 and trained > 2
 
 
-def test_the_figure_of_training_is_that_of_decoding(toy: Any, checkpoint: Path) -> None:
-    """Following a line in its own answer says how many passes decoding takes: on the tokens, one line at a time."""
+def test_evaluation_equals_decoding(toy: Any, checkpoint: Path) -> None:
+    """Evaluation on a line's own response gives the number of passes of decoding, one line at a time."""
     model, tokenizer = toy
     fast = truedraft.accelerate(model, tokenizer, draft=f"gad:model={checkpoint}", control="fixed")
     again, held, passes, tokens = learner(), [], 0, 0
@@ -131,10 +131,10 @@ def test_the_figure_of_training_is_that_of_decoding(toy: Any, checkpoint: Path) 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_what_is_kept_of_a_row_is_what_reading_it_anew_would_give(
+def test_incremental_drafts_equal_those_from_the_whole_row(
     kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every draft equals that of a filler which reads the row from its beginning, alone, whoever left before."""
+    """Every draft equals that of a filler that reads the row from its beginning, alone, after other rows left."""
     model = tiny(kind)
     if not compiled:
         monkeypatch.setattr(native, "library", lambda: None)
@@ -146,14 +146,14 @@ def test_what_is_kept_of_a_row_is_what_reading_it_anew_would_give(
 
     def checked(rows: Any, budget: Any) -> Any:
         nonlocal compared
-        trees = propose(rows, budget if compared % 3 else [0] * len(rows))  # it falls behind now and then
+        trees = propose(rows, budget if compared % 3 else [0] * len(rows))  # sometimes without a draft
         for row, tree in zip(rows, trees, strict=True):
             length = int(given["attention_mask"][row.index].sum())
             source = given["input_ids"][row.index, :length].tolist()
-            ids, _, heard = made._read([(source, row.tokens)])
+            ids, _, source_mask = made._read([(source, row.tokens)])
             with torch.no_grad():
-                said = made._filled(ids, torch.tensor([[len(row.tokens)]]), heard).argmax(-1).flatten().tolist()
-            assert list(tree.tokens[1:]) == said[: len(tree) - 1]
+                filled = made._filled(ids, torch.tensor([[len(row.tokens)]]), source_mask)
+            assert list(tree.tokens[1:]) == filled.argmax(-1).flatten().tolist()[: len(tree) - 1]
             assert len(tree) in (1, 7) or tree.tokens[-1] in row.ends
         compared += 1
         return trees
@@ -166,24 +166,24 @@ def test_what_is_kept_of_a_row_is_what_reading_it_anew_would_give(
     assert len({len(row[row != 0]) for row in found}) > 1, "rows leave at different times"
 
 
-def test_a_tree_holds_the_likeliest_paths() -> None:
-    """Against all paths, tried out; in order, and none below an end."""
+def test_tree_has_the_likeliest_paths() -> None:
+    """Against an enumeration of all paths; in order, and none below an end token."""
     generator = torch.Generator().manual_seed(2)
     chances = torch.rand(4, 3, generator=generator).softmax(-1).sort(-1, descending=True).values.tolist()
     tokens = [[10 * place + rank for rank in range(3)] for place in range(4)]
-    worth = {(): 1.0}
+    scores = {(): 1.0}
     for place in range(4):
-        for path, value in list(worth.items()):
+        for path, value in list(scores.items()):
             if len(path) == place and 11 not in path:
-                worth |= {(*path, token): value * chances[place][rank] for rank, token in enumerate(tokens[place])}
-    expected = sorted(worth, key=worth.__getitem__, reverse=True)[:21]
+                scores |= {(*path, token): value * chances[place][rank] for rank, token in enumerate(tokens[place])}
+    expected = sorted(scores, key=scores.__getitem__, reverse=True)[:21]
     tree = likeliest_paths(7, tokens, chances, 20, frozenset({11}))
     found = [tuple(tree.tokens[node] for node in tree.path(i)[1:]) for i in range(len(tree))]
     assert found == expected
     assert likeliest_paths(7, [[3], [4], [5]], [[0.5], [0.4], [0.3]], 9, frozenset({4})).tokens == (7, 3, 4)
 
 
-def test_training_goes_on_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_training_resumes_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
     for name in (WEIGHTS, "said.safetensors"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     with pytest.raises(Refused, match="go on from it with --resume"):
@@ -195,29 +195,29 @@ def test_training_goes_on_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path
     assert (tmp_path / WEIGHTS).read_bytes() != before
     with pytest.raises(Refused, match=r"not .*'layers': 3"):
         train_drafter(learner(layers=3), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)
-    with pytest.raises(Refused, match=r"said.safetensors' holds what was said to other lines"):
+    with pytest.raises(Refused, match=r"said.safetensors' holds responses to other lines"):
         train_drafter(learner(), *toy, lines(9), tmp_path, Plan(steps=1), resume=True)
     with pytest.raises(Refused, match="there is no checkpoint"):
         train_drafter(learner(), *toy, lines(9), tmp_path / "new", Plan(steps=1), resume=True)
 
 
-def test_the_answers_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
+def test_responses_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
     from truedraft.train.said import said
 
     model, tokenizer = toy
 
-    def nobody(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model was asked again")
+    def unused(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was called again")
 
     fast = truedraft.accelerate(model, tokenizer)
-    fast.generate = nobody  # type: ignore[method-assign, assignment]
+    fast.generate = unused  # type: ignore[method-assign, assignment]
     kept = said(fast, tokenizer, lines(400), checkpoint, print)
     assert len(kept) == 400
     for source, answer in kept[::40]:
         assert torch.equal(model.generate(torch.tensor([source]), max_new_tokens=20), torch.tensor([answer]))
 
 
-def test_lines_that_cannot_be_learnt_from(toy: Any, tmp_path: Path) -> None:
+def test_lines_without_trainable_pairs_are_refused(toy: Any, tmp_path: Path) -> None:
     long, reports = " ".join(["w1"] * 130), []
     knobs: dict[str, Any] = dict(out=tmp_path / "run", plan=Plan(steps=1), say=reports.append)
     for answers in (["", ""], [long, long]):
@@ -229,7 +229,7 @@ def test_lines_that_cannot_be_learnt_from(toy: Any, tmp_path: Path) -> None:
     assert "1 lines have a side that is empty or longer" in reports[0]
 
 
-def test_answers_that_were_interrupted_are_not_kept(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_responses_are_not_kept(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from truedraft.train.said import said
 
     def pressed(_: Any) -> None:
@@ -243,7 +243,7 @@ def test_answers_that_were_interrupted_are_not_kept(toy: Any, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("lacks", "named"), [("weights", "Missing key"), ("shape", "masks")])
-def test_a_checkpoint_of_gad_without_some_of_its_weights_is_refused(
+def test_incomplete_checkpoint_of_gad_is_refused(
     lacks: str, named: str, toy: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     about, weights = read_learnt(checkpoint, "gad", toy[0])
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_gad_without_some_of_its_weights_is_refused(
         truedraft.accelerate(toy[0], draft=f"gad:model={tmp_path}")
 
 
-def test_what_gad_cannot_do_is_refused(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_invalid_targets_and_checkpoints_are_refused(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
     model, _ = toy
     with pytest.raises(Refused, match="needs a checkpoint"):
         truedraft.accelerate(model, draft="gad")
@@ -281,11 +281,11 @@ def test_what_gad_cannot_do_is_refused(toy: Any, checkpoint: Path, tmp_path: Pat
     other = CONFIG_MAPPING["pegasus"](**{**model.config.to_dict(), "pad_token_id": 0})
     torch.manual_seed(4)
     with pytest.raises(Refused, match="was trained for another model"):
-        stranger = AutoModelForSeq2SeqLM.from_config(other).eval()
-        truedraft.accelerate(stranger, draft=f"gad:model={checkpoint}")
+        unrelated = AutoModelForSeq2SeqLM.from_config(other).eval()
+        truedraft.accelerate(unrelated, draft=f"gad:model={checkpoint}")
 
 
-def test_the_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = toy
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
@@ -318,7 +318,7 @@ def test_the_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_gad_plus_plus_is_greedy_where_it_forgives_nothing(kind: str) -> None:
+def test_gad_plus_plus_is_greedy_at_its_strictest(kind: str) -> None:
     """The lossy rule of the paper: at beta 1, or tau 0, the text of `model.generate`; always labelled."""
     model = tiny(kind)
     noisy = registry.load("drafters", "gad", model=untrained(model))

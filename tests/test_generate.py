@@ -1,4 +1,4 @@
-"""What users bring to `generate`, and what they are told when it cannot be done."""
+"""Arguments of `generate`: supported ones as in `transformers`, others refused in one sentence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fast() -> truedraft.Accelerated:
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_scores_and_logits_are_those_of_transformers(rows: int, sample: bool, fast: truedraft.Accelerated) -> None:
+def test_scores_and_logits_equal_transformers(rows: int, sample: bool, fast: truedraft.Accelerated) -> None:
     inputs = ragged(tiny(), rows)
     kwargs: dict[str, Any] = dict(
         max_new_tokens=25, return_dict_in_generate=True, output_scores=True, output_logits=True, do_sample=sample,
@@ -62,7 +62,7 @@ def test_scores_and_logits_are_those_of_transformers(rows: int, sample: bool, fa
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_streamer_gets_the_steps_of_transformers(rows: int, fast: truedraft.Accelerated) -> None:
+def test_streamer_receives_the_steps_of_transformers(rows: int, fast: truedraft.Accelerated) -> None:
     inputs, mine, theirs = ragged(tiny(), rows), Recorder(), Recorder()
     kwargs: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=[11, 12], pad_token_id=0)
     tiny().generate(**inputs, streamer=theirs, **kwargs)
@@ -70,7 +70,7 @@ def test_a_streamer_gets_the_steps_of_transformers(rows: int, fast: truedraft.Ac
     assert mine.got == theirs.got and mine.ended == theirs.ended == 1
 
 
-def test_embeddings_as_the_prompt(fast: truedraft.Accelerated) -> None:
+def test_prompt_of_embeddings(fast: truedraft.Accelerated) -> None:
     ids = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 8, 9, 8]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     embeds = tiny().get_input_embeddings()(ids)
@@ -78,7 +78,7 @@ def test_embeddings_as_the_prompt(fast: truedraft.Accelerated) -> None:
     assert torch.equal(fast.generate(**kwargs), tiny().generate(**kwargs))
 
 
-def test_what_users_bring_keeps_working() -> None:
+def test_arguments_of_generate_keep_working() -> None:
     model, inputs = tiny(), ragged(tiny(), 3)
     text_net(model, "oracle", inputs, generation_config=GenerationConfig(max_new_tokens=12, do_sample=True, top_k=9))
     text_net(model, "noise", inputs, max_new_tokens=15, num_return_sequences=1, suppress_tokens=[3, 4], do_sample=False)
@@ -115,7 +115,7 @@ def test_references_are_copied_from() -> None:
         assert fast.report().mean_acceptance_length > 4
 
 
-def test_a_processor_that_couples_rows_sees_ended_rows_go_on() -> None:
+def test_coupling_processor_receives_ended_rows_padded() -> None:
     class Centred(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return scores - 0.7 * scores.mean(0, keepdim=True)
@@ -127,12 +127,12 @@ def test_a_processor_that_couples_rows_sees_ended_rows_go_on() -> None:
         assert report.notes and "Centred" in report.notes[0]
 
 
-def test_a_longer_length_criterion_of_the_user_takes_over() -> None:
+def test_longer_length_criterion_of_the_user_replaces_the_limit() -> None:
     kwargs: dict[str, Any] = dict(max_new_tokens=6, stopping_criteria=[MaxLengthCriteria(30)], do_sample=False)
     text_net(tiny(), "oracle", ragged(tiny(), 2), **kwargs)
 
 
-def test_gaps_in_a_mask_are_closed_up_and_refused_where_windows_count_them() -> None:
+def test_gaps_in_a_mask_are_removed_or_refused() -> None:
     inputs = {"input_ids": torch.arange(3, 23)[None], "attention_mask": torch.ones(1, 20, dtype=torch.long)}
     inputs["attention_mask"][0, 8:12] = 0
     expected = tiny().generate(**inputs, max_new_tokens=12, do_sample=False)
@@ -142,7 +142,7 @@ def test_gaps_in_a_mask_are_closed_up_and_refused_where_windows_count_them() -> 
         truedraft.accelerate(tiny("mistral")).generate(**inputs, max_new_tokens=4)
 
 
-def test_the_model_is_looked_at_again_at_every_call() -> None:
+def test_changes_of_the_model_apply_at_the_next_call() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**ARCHITECTURES["llama"])).eval()
     fast = truedraft.accelerate(model, draft="prompt-lookup", control="fixed")
@@ -155,7 +155,7 @@ def test_the_model_is_looked_at_again_at_every_call() -> None:
         fast.generate(ids, max_new_tokens=4)
 
 
-def test_a_call_inside_a_call_and_a_foreign_root_are_refused(fast: truedraft.Accelerated) -> None:
+def test_nested_call_and_foreign_root_are_refused(fast: truedraft.Accelerated) -> None:
     with pytest.raises(Refused, match="a call inside a call"):
         fast.generate(_IDS, max_new_tokens=4, do_sample=False, on_pass=lambda _: fast.generate(_IDS, max_new_tokens=2))
 
@@ -264,16 +264,16 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_clear_error(case: str, fast: truedraft.Accelerated) -> None:
-    call, words = BAD[case]
-    with warnings.catch_warnings(), pytest.raises(ValueError, match=words) as error:
+def test_invalid_input_is_refused_in_one_sentence(case: str, fast: truedraft.Accelerated) -> None:
+    call, message = BAD[case]
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=message) as error:
         warnings.simplefilter("ignore")
         call(fast)
     assert len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_nan_logits_are_named(sample: bool) -> None:
+def test_nan_logits_are_reported(sample: bool) -> None:
     torch.manual_seed(0)
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -284,25 +284,25 @@ def test_nan_logits_are_named(sample: bool) -> None:
         fast.generate(_IDS, max_new_tokens=4, do_sample=sample)
 
 
-def test_a_refused_call_leaves_nothing_behind() -> None:
+def test_refused_call_leaves_no_state() -> None:
     fast = truedraft.accelerate(tiny(), rule="block")
     with pytest.raises(truedraft.Refused, match="Counting"):
         fast.generate(_IDS, do_sample=True, max_new_tokens=4, logits_processor=[Counting()])
     assert fast.generate(_IDS, do_sample=True, max_new_tokens=4).shape[1] > _IDS.shape[1]
 
 
-def test_a_drafter_with_another_tokenizer_is_refused() -> None:
+def test_drafter_with_another_tokenizer_is_refused() -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    def words(*entries: str) -> PreTrainedTokenizerFast:
+    def tokenizer_of(*entries: str) -> PreTrainedTokenizerFast:
         vocabulary = {w: i for i, w in enumerate(entries)}
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
 
     draft = registry.load("drafters", "prompt-lookup")
-    draft.tokenizer = words("a", "b")
+    draft.tokenizer = tokenizer_of("a", "b")
     with pytest.raises(Refused, match="tokenizer of prompt-lookup"):
-        truedraft.accelerate(tiny(), words("a", "c"), draft=draft)
+        truedraft.accelerate(tiny(), tokenizer_of("a", "c"), draft=draft)
     with pytest.raises(Refused, match="tokenizer of its own"):
         truedraft.accelerate(tiny(), None, draft=draft)
-    truedraft.accelerate(tiny(), words("a", "b"), draft=draft)
+    truedraft.accelerate(tiny(), tokenizer_of("a", "b"), draft=draft)

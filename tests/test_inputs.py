@@ -1,4 +1,4 @@
-"""Whatever form a prompt has: as the model alone, or refused in one sentence before anything is computed."""
+"""Prompts of every type and shape: as the model alone, or refused in one sentence before anything is computed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def same(model: PreTrainedModel, **given: Any) -> None:
     assert torch.equal(truedraft.accelerate(model).generate(**given, **SHORT), model.generate(**given, **SHORT))
 
 
-def refused(model: PreTrainedModel, words: str, **given: Any) -> None:
+def refused(model: PreTrainedModel, message: str, **given: Any) -> None:
     """Before a pass is made: the model's own `generate` is not even called."""
     fast = truedraft.accelerate(model)
     model.generate = None  # type: ignore[assignment]
     try:
-        with pytest.raises(Refused, match=words) as error:
+        with pytest.raises(Refused, match=message) as error:
             fast.generate(**given, **SHORT)
     finally:
         del model.generate
@@ -63,18 +63,18 @@ STRANGE_MASKS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("made", MASKS)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_masks_of_zeros_and_ones_of_any_type(kind: str, made: str) -> None:
+def test_masks_of_zeros_and_ones_of_any_dtype(kind: str, made: str) -> None:
     same(tiny(kind, torch.float32), input_ids=IDS, attention_mask=MASKS[made](LEFT))
 
 
 @pytest.mark.parametrize("case", STRANGE_MASKS)
-def test_masks_of_other_numbers_and_forms_are_refused(case: str) -> None:
-    mask, words = STRANGE_MASKS[case]
-    refused(tiny("gpt2", torch.float32), words, input_ids=IDS, attention_mask=mask)
+def test_masks_of_other_values_and_shapes_are_refused(case: str) -> None:
+    mask, message = STRANGE_MASKS[case]
+    refused(tiny("gpt2", torch.float32), message, input_ids=IDS, attention_mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_gaps_in_a_mask_count_for_no_position(kind: str) -> None:
+def test_gaps_in_a_mask_have_no_position(kind: str) -> None:
     gaps = ONES.clone()
     gaps[0, 2] = gaps[1, 4] = 0
     same(tiny(kind, torch.float32), input_ids=IDS, attention_mask=gaps)
@@ -97,7 +97,7 @@ STRANGE_PROMPTS: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], str]]
         lambda e: {"inputs_embeds": e, "attention_mask": ONES[:, 1:]},
         r"attention_mask is torch.int64 of \(2, 7\)",
     ),
-    "embeddings behind ids of another length": (
+    "embeddings after ids of another length": (
         lambda e: {"inputs_embeds": e, "input_ids": IDS[:, 3:]},
         "5 tokens and inputs_embeds 8",
     ),
@@ -106,17 +106,17 @@ STRANGE_PROMPTS: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], str]]
 
 
 @pytest.mark.parametrize("case", STRANGE_PROMPTS)
-def test_prompts_of_another_form_are_refused(case: str) -> None:
-    made, words = STRANGE_PROMPTS[case]
+def test_prompts_of_invalid_types_and_shapes_are_refused(case: str) -> None:
+    made, message = STRANGE_PROMPTS[case]
     model = tiny("llama", torch.float32)
-    refused(model, words, **made(model.get_input_embeddings()(IDS).detach()))
+    refused(model, message, **made(model.get_input_embeddings()(IDS).detach()))
 
 
-def test_embeddings_with_ids_beside_them() -> None:
+def test_embeddings_with_ids() -> None:
     model = tiny("llama", torch.float32)
     embeds = model.get_input_embeddings()(IDS).detach()
-    for beside in ({}, {"input_ids": IDS}, {"input_ids": IDS[:, 3:], "attention_mask": LEFT}):
-        same(model, inputs_embeds=embeds, **beside)
+    for ids in ({}, {"input_ids": IDS}, {"input_ids": IDS[:, 3:], "attention_mask": LEFT}):
+        same(model, inputs_embeds=embeds, **ids)
     same(model, inputs_embeds=embeds.bfloat16(), attention_mask=LEFT)
 
 
@@ -139,15 +139,15 @@ SEEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_images_are_refused_by_name(name: str) -> None:
-    """And not looked at first: their encoder is large."""
+    """Without running their encoder, which is large."""
     model = built("llava", "LlavaForConditionalGeneration")
     refused(model, f"^{name}: only texts are drafted", input_ids=IDS, **{name: SEEN[name]})
 
 
-def test_token_types_of_texts_are_nothing_where_they_mark_images() -> None:
-    sees = built("gemma3", "Gemma3ForConditionalGeneration")
-    same(sees, input_ids=IDS, attention_mask=LEFT, token_type_ids=torch.zeros_like(IDS))
-    fast = truedraft.accelerate(sees)
+def test_token_types_of_texts_are_ignored_where_they_mark_images() -> None:
+    vision = built("gemma3", "Gemma3ForConditionalGeneration")
+    same(vision, input_ids=IDS, attention_mask=LEFT, token_type_ids=torch.zeros_like(IDS))
+    fast = truedraft.accelerate(vision)
     assert fast.target.runtime == "compiled pass"
     with pytest.raises(Refused, match="token_type_ids"):
         fast.generate(input_ids=IDS, token_type_ids=ONES, **SHORT)

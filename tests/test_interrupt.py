@@ -1,4 +1,4 @@
-"""Ctrl-C and other exceptions in the midst of a call: what arrives, what is kept, and that nothing is left behind."""
+"""Ctrl-C and other exceptions during a call: the exception raised, the partial output, and no state left."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recorder(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         if self.breaks and len(self.got) == 3:
-            raise RuntimeError("the reader has gone")
+            raise RuntimeError("the reader has closed")
         self.got.append(value.flatten().tolist())
 
     def end(self) -> None:
@@ -53,7 +53,7 @@ class Recorder(BaseStreamer):
 
 
 class Press(LogitsProcessor):
-    """Raises at the n-th call."""
+    """A processor that raises at its n-th call."""
 
     def __init__(self, error: BaseException, calls: int = 0):
         self.error, self.calls = error, calls
@@ -66,7 +66,7 @@ class Press(LogitsProcessor):
 
 
 def pressing(passes: int, error: BaseException | None = None) -> Callable[[Pass], None]:
-    """An `on_pass` that raises after so many passes."""
+    """An `on_pass` that raises after `passes` passes."""
     seen = []
 
     def press(done: Pass) -> None:
@@ -78,7 +78,7 @@ def pressing(passes: int, error: BaseException | None = None) -> Callable[[Pass]
 
 
 def left(part: Any) -> list[Any]:
-    """What a drafter or a control still holds of rows."""
+    """State of rows that a drafter or a control still holds."""
     held = [getattr(part, name, None) for name in ("_states", "_rows", "_shadows", "_emitted", "_kept", "_going")]
     held += [trust._rows for trust in [getattr(part, "_trust", None), *getattr(part, "_trusts", {}).values()] if trust]
     for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
@@ -95,7 +95,7 @@ def check_clean(fast: truedraft.Accelerated) -> None:
 
 
 def check_partial(stopped: Any, fast: truedraft.Accelerated, expected: torch.Tensor, start: int) -> None:
-    """The output begins as the whole one does, padded behind where each row has come to; the report agrees."""
+    """The output is a prefix of the complete one, padded after each row's last token; the report agrees."""
     assert fast.report() is stopped.report and stopped.report.interrupted
     emitted = Counter[int]()
     for emission in (e for done in stopped.report.passes for e in done.emitted):
@@ -108,7 +108,7 @@ def check_partial(stopped: Any, fast: truedraft.Accelerated, expected: torch.Ten
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("passes", [1, 3])
-def test_ctrl_c_arrives_with_what_there_is(passes: int, sample: bool) -> None:
+def test_ctrl_c_carries_the_partial_output(passes: int, sample: bool) -> None:
     fast, inputs = truedraft.accelerate(tiny(), control="fixed"), ragged(tiny(), 3)
     kwargs: dict[str, Any] = {**GREEDY, "do_sample": sample, "streamer": Recorder()}
     torch.manual_seed(1)
@@ -124,7 +124,7 @@ def test_ctrl_c_arrives_with_what_there_is(passes: int, sample: bool) -> None:
     assert torch.equal(fast.generate(**inputs, **kwargs), expected)
 
 
-def test_ctrl_c_before_the_first_token_leaves_the_prompt() -> None:
+def test_ctrl_c_before_the_first_token_returns_the_prompt() -> None:
     fast = truedraft.accelerate(tiny(), draft=None)
     kwargs: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, do_sample=False, max_new_tokens=4)
     with pytest.raises(KeyboardInterrupt) as arrived:
@@ -132,7 +132,7 @@ def test_ctrl_c_before_the_first_token_leaves_the_prompt() -> None:
     assert torch.equal(arrived.value.output.sequences, IDS) and arrived.value.output.scores == ()
 
 
-def test_ctrl_c_within_a_pass_takes_back_what_it_had_emitted() -> None:
+def test_ctrl_c_within_a_pass_removes_its_tokens() -> None:
     fast, inputs = truedraft.accelerate(tiny(), draft="prompt-lookup", control="fixed"), ragged(tiny(), 2)
     kwargs: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     expected = tiny().generate(**inputs, **kwargs)
@@ -146,7 +146,7 @@ def test_ctrl_c_within_a_pass_takes_back_what_it_had_emitted() -> None:
         check_clean(fast)
 
 
-def test_a_script_stops_where_ctrl_c_was_pressed() -> None:
+def test_script_stops_at_ctrl_c() -> None:
     fast, done = truedraft.accelerate(tiny(), draft=None), []
     with pytest.raises(KeyboardInterrupt):
         for turn in range(3):
@@ -155,7 +155,7 @@ def test_a_script_stops_where_ctrl_c_was_pressed() -> None:
     assert done == [0]
 
 
-def test_ctrl_c_in_a_chat_leaves_the_conversation() -> None:
+def test_ctrl_c_in_a_chat_keeps_the_conversation() -> None:
     model, tokenizer = load("nano")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     chat = truedraft.Chat(truedraft.accelerate(model, tokenizer, draft=None), max_new_tokens=5, do_sample=False)
@@ -176,7 +176,7 @@ def test_ctrl_c_in_a_chat_leaves_the_conversation() -> None:
     ],
     ids=["on_pass", "streamer", "memory", "exit", "criterion"],
 )
-def test_any_other_exception_arrives_as_it_is_and_leaves_nothing(given: dict[str, Any]) -> None:
+def test_other_exceptions_are_unchanged_and_leave_no_state(given: dict[str, Any]) -> None:
     fast = truedraft.accelerate(tiny(), draft="suffix+token-recycling", control="cost")
     expected = tiny().generate(IDS, **GREEDY)
     with pytest.raises((RuntimeError, MemoryError, GeneratorExit, ZeroDivisionError)):
@@ -186,7 +186,7 @@ def test_any_other_exception_arrives_as_it_is_and_leaves_nothing(given: dict[str
     assert torch.equal(fast.generate(IDS, **GREEDY), expected)
 
 
-def test_who_reads_a_streamer_in_another_thread_is_not_left_waiting() -> None:
+def test_reader_of_a_streamer_does_not_block() -> None:
     fast = truedraft.accelerate(tiny(), draft=None)
     tokenizer: AutoTokenizer = load("nano")[1]
     for given, error in (({"on_pass": pressing(2)}, KeyboardInterrupt), ({"num_beams": 3}, Refused)):
@@ -208,7 +208,7 @@ def test_who_reads_a_streamer_in_another_thread_is_not_left_waiting() -> None:
 
 @dataclass
 class Counting(Noise):
-    """Counts what it is told of rows."""
+    """Counts the calls for rows."""
 
     def start(self, rows: Sequence[Row]) -> None:
         self.started, self.over = list(rows), Counter[Row]()
@@ -217,7 +217,7 @@ class Counting(Noise):
         self.over[row] += 1
 
 
-def test_every_row_is_ended_once_however_the_call_ends() -> None:
+def test_every_row_is_ended_exactly_once() -> None:
     counting, inputs = Counting(), ragged(tiny(), 3)
     fast = truedraft.accelerate(tiny(), draft=counting, control="fixed")
     for error in (None, KeyboardInterrupt(), RuntimeError()):
@@ -226,7 +226,7 @@ def test_every_row_is_ended_once_however_the_call_ends() -> None:
         assert counting.over == Counter(dict.fromkeys(counting.started, 1)) and len(counting.over) == 3
 
 
-# Where rows begin and end, in every part that keeps something of them.
+# The functions at which rows begin and end, in every part that keeps state of them.
 WATCHED: list[Callable[..., Any]] = [
     engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._prompted, engine.Engine._drafted,
     engine.Engine._verified, engine.Engine._walked, engine.Engine.close, engine.Engine._end, engine.Engine._leave,
@@ -244,7 +244,7 @@ WATCHED: list[Callable[..., Any]] = [
 
 @contextmanager
 def traced(seen: Callable[[CodeType, int], None]) -> Iterator[None]:
-    """`seen` is called at every line of what is watched, nested functions included, and may raise."""
+    """Call `seen` at every line of the watched functions, nested ones included; it may raise."""
     codes = {code for function in WATCHED for code in _codes(getattr(function, "__wrapped__", function).__code__)}
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
@@ -265,7 +265,7 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 
 def check_every_line(make: Callable[[], truedraft.Accelerated], inputs: dict[str, Any]) -> int:
-    """Press Ctrl-C at each line once, the first or the last time that it is reached; returns how often."""
+    """Raise Ctrl-C once at each line, at its first or last execution; returns the number of lines."""
     fast = make()
     expected = fast.model.generate(**inputs, **GREEDY)
     reached = Counter[tuple[CodeType, int]]()
@@ -297,14 +297,14 @@ def check_every_line(make: Callable[[], truedraft.Accelerated], inputs: dict[str
     return pressed
 
 
-def test_ctrl_c_at_every_line_with_drafters_that_look_things_up() -> None:
+def test_ctrl_c_at_every_line_with_lookup_drafters() -> None:
     pressed = check_every_line(
         lambda: truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling"), ragged(tiny(), 2)
     )
     assert pressed > 130
 
 
-def test_ctrl_c_at_every_line_with_a_model_that_drafts() -> None:
+def test_ctrl_c_at_every_line_with_a_draft_model() -> None:
     model = tiny(dtype=torch.float32)
     pressed = check_every_line(
         lambda: truedraft.accelerate(model, draft=sibling(model), control="fixed"), ragged(model, 2)
@@ -375,8 +375,8 @@ def test_ctrl_c_with_an_encoder_decoder() -> None:
 
 
 @pytest.mark.skipif(not native.library(), reason="no compiled code here")
-@pytest.mark.parametrize("kind", [automaton.Native, trigrams.Native])
-def test_ctrl_c_before_a_store_has_begun(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [automaton.CompiledAutomaton, trigrams.CompiledTrigrams])
+def test_ctrl_c_before_a_store_is_initialised(kind: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pytest.PytestUnraisableExceptionWarning)
         kind.__new__(kind).__del__()

@@ -1,4 +1,4 @@
-"""Knobs: each declares what it takes, works at both ends of that, and refuses what lies outside, however it is set."""
+"""Knobs: each declares its range, works at both ends of it, and refuses values outside, however it is set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def knobs(method: type) -> Iterator[tuple[str, Range | Switch | Text]]:
     for field in dataclasses.fields(method):
         if field.type != "Any" and not field.name.startswith("_"):
             values = values_of(method, field.name)
-            assert values is not None, f"{method.__name__}.{field.name} does not say what it takes"
+            assert values is not None, f"{method.__name__}.{field.name} does not declare its values"
             yield field.name, values
 
 
@@ -52,7 +52,7 @@ def outside(values: Range | Switch | Text) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), [*METHODS, ("learner", "gad")])
-def test_what_lies_outside_is_refused_with_knob_value_and_range(kind: str, name: str) -> None:
+def test_value_outside_its_range_is_refused_with_the_range(kind: str, name: str) -> None:
     method = Filling if kind == "learner" else registry.method(kind, name)
     made = method()
     for field, values in knobs(method):
@@ -66,7 +66,7 @@ def test_what_lies_outside_is_refused_with_knob_value_and_range(kind: str, name:
                 with pytest.raises(Refused) as refused:
                     attempt()
                 message = str(refused.value)
-                assert message.startswith(f"{name}:{field}=") and message.endswith(f"give {values.asked}")
+                assert message.startswith(f"{name}:{field}=") and message.endswith(f"give {values.expected}")
                 assert "\n" not in message and len(message) < 400
             assert getattr(made, field) == before
     if kind != "learner":
@@ -92,7 +92,7 @@ def generated(rows: int = 3, sampled: bool = False, **parts: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", registry.names("drafters"))
-def test_drafters_work_at_both_ends(name: str) -> None:
+def test_drafters_work_at_both_ends_of_their_ranges(name: str) -> None:
     model, method = tiny(dtype=torch.float32), registry.method("drafters", name)
     if "training" in method.card.needs:
         for field, values in knobs(method):
@@ -113,7 +113,7 @@ def test_drafters_work_at_both_ends(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", registry.names("accept.lossy"))
-def test_lossy_rules_work_at_both_ends(name: str) -> None:
+def test_lossy_rules_work_at_both_ends_of_their_ranges(name: str) -> None:
     model, method = tiny(dtype=torch.float32), registry.method("accept.lossy", name)
     given = {"store": Neighbours.built(model, [("a", list(range(3, 40)))])} if name == "nest" else {}
     for field, values in knobs(method):
@@ -126,7 +126,7 @@ def test_lossy_rules_work_at_both_ends(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", registry.names("control"))
-def test_controls_work_at_both_ends(name: str) -> None:
+def test_controls_work_at_both_ends_of_their_ranges(name: str) -> None:
     method = registry.method("control", name)
     for field, values in knobs(method):
         for end in ends(values):
@@ -154,13 +154,13 @@ def test_controls_work_at_both_ends(name: str) -> None:
         ("gad:model=5", "model=5"),
     ],
 )
-def test_absurd_values_in_a_spec_are_refused_in_a_sentence(spec: str, named: str) -> None:
+def test_invalid_values_in_a_spec_are_refused_in_one_sentence(spec: str, named: str) -> None:
     with pytest.raises(Refused) as refused:
         registry.load("drafters", spec)
     assert named in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
 
 
-def test_numbers_of_other_kinds_are_taken_as_their_own() -> None:
+def test_numbers_of_other_types_are_converted() -> None:
     import numpy as np
 
     made = registry.load("drafters", "suffix", depth=np.int64(9), alpha=2)
@@ -171,12 +171,12 @@ def test_numbers_of_other_kinds_are_taken_as_their_own() -> None:
     assert repr(again) == "Fixed(nodes=7)" and type(again).nodes == 0
 
 
-CARD = Card(paper="none", idea="Say the last token again.", family="test")
+CARD = Card(paper="none", idea="Repeat the last token.", family="test")
 
 
 @dataclass
 class Undeclared(PerRow[None]):
-    """A drafter of another package, as CONTRIBUTING has it, that does not say what its knobs take."""
+    """A drafter of another package, as CONTRIBUTING has it, that does not declare the ranges of its knobs."""
 
     card = CARD
     length: int = 4  # tokens drafted

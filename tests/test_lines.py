@@ -1,4 +1,4 @@
-"""Lines through an encoder-decoder: none lost, none moved, each what `model.generate` says, white space as it was."""
+"""Lines rewritten by an encoder-decoder: all kept, in order, each equal to `model.generate`, white space unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seq2seq_models import POSITIONS, TEXTS, Scripted, model, tokenizer
 from truedraft import Refused, sentences
 from truedraft.cli import _diff
 from truedraft.errors import NoRoom
-from truedraft.lines import Line, Rewriter
+from truedraft.lines import Rewriter, RewrittenLine
 
 ALPHABET = [*"abc ABC 12.!?\"'()", " ", "  ", ". ", "? B", "\t", "\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029",
             "\ufeff", "\xa0", "é", "日本。", "🐈\u200d⬛", "\udcff", "Mr. B"]  # fmt: skip
@@ -35,25 +35,25 @@ def random_lines(count: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("split", [True, False], ids=["sentences", "whole"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_the_model_leaves_alone_stays_as_it_was(seed: int, split: bool) -> None:
+def test_unchanged_pieces_leave_lines_unchanged(seed: int, split: bool) -> None:
     lines = random_lines(300, seed)
     done = list(Rewriter(Scripted(lambda text: text), batch=7, split=split).run(lines))
     assert [line.text for line in done] == lines == [line.source for line in done]
     assert [line.number for line in done] == list(range(1, 301))
 
 
-@pytest.mark.parametrize("said", ["two\nlines", "a\r\nb\u2028c\x0b", "\n", "", " padded "])
-def test_whatever_the_model_says_a_line_stays_a_line(said: str) -> None:
+@pytest.mark.parametrize("output", ["two\nlines", "a\r\nb\u2028c\x0b", "\n", "", " padded "])
+def test_line_structure_is_kept_for_any_output(output: str) -> None:
     lines = random_lines(60, 1)
     for careful, split in itertools.product((True, False), repeat=2):
-        found = texts_of(Scripted(lambda _: said), lines, batch=5, careful=careful, split=split)
+        found = texts_of(Scripted(lambda _: output), lines, batch=5, careful=careful, split=split)
         assert len(found) == len(lines)
         for before, after in zip(lines, found, strict=True):
             assert after.count("\n") == before.count("\n") and after.endswith("\n") == before.endswith("\n")
             assert [c for c in before if c in "\t\r\x0b\x0c\u2028"] == [c for c in after if c in "\t\r\x0b\x0c\u2028"]
 
 
-def test_white_space_between_sentences_is_the_very_same() -> None:
+def test_white_space_between_sentences_is_kept() -> None:
     lines = ["\ufeff  one.  Two?\u00a0Three!\tfour \r\n", "\n", " \t \n", "a\u2028b"]
     fast = Scripted(str.upper)
     assert texts_of(fast, lines, split=True) == [
@@ -63,7 +63,7 @@ def test_white_space_between_sentences_is_the_very_same() -> None:
 
 
 @pytest.mark.parametrize(("split", "draft", "batch"), [(False, "iad", 4), (True, "auto", 3), (False, None, 16)])
-def test_every_line_is_what_the_model_says_to_it_alone(split: bool, draft: str | None, batch: int) -> None:
+def test_every_line_equals_generate_alone(split: bool, draft: str | None, batch: int) -> None:
     fast = truedraft.accelerate(model(), tokenizer(), draft=draft, control="fixed")
     lines = [
         *TEXTS,
@@ -77,7 +77,7 @@ def test_every_line_is_what_the_model_says_to_it_alone(split: bool, draft: str |
     found = [line.text for line in done.run(lines)]
     assert done.tally.differs is None and done.tally.plain_seconds > 0
     assert found == ["".join(map(alone, pieces(line, split))) for line in lines]
-    assert len(set(found)) > 5, "the model says the same to everything"
+    assert len(set(found)) > 5, "the model has one output for all lines"
 
 
 def pieces(line: str, split: bool) -> list[str]:
@@ -85,17 +85,17 @@ def pieces(line: str, split: bool) -> list[str]:
 
 
 def alone(piece: str) -> str:
-    """What model.generate says to one source, as long as lines may become."""
+    """The output of model.generate for one source, within the limit of lines."""
     if not piece.strip():
         return piece
     encoded = tokenizer()(piece, return_tensors="pt", return_token_type_ids=False)
     most = min(2 * encoded["input_ids"].shape[1] + 32, POSITIONS - 1)
-    said = tokenizer().decode(model().generate(**encoded, max_new_tokens=most)[0], skip_special_tokens=True)
-    return "".join(" " if c in "\t\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029" else c for c in said).strip()
+    output = tokenizer().decode(model().generate(**encoded, max_new_tokens=most)[0], skip_special_tokens=True)
+    return "".join(" " if c in "\t\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029" else c for c in output).strip()
 
 
 @pytest.mark.parametrize(("batch", "first"), [(2, 5), (None, 1)], ids=["one differs", "all differ"])
-def test_the_first_line_that_differs_is_named(batch: int | None, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_differing_line_is_recorded(batch: int | None, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = truedraft.accelerate(model(), tokenizer(), draft="iad")
     generate = fast.generate
 
@@ -114,7 +114,7 @@ def test_the_first_line_that_differs_is_named(batch: int | None, first: int, mon
     assert done.tally.differs.expected != done.tally.differs.got
 
 
-def test_what_cannot_be_rewritten_is_left_alone_and_counted() -> None:
+def test_lines_that_cannot_be_rewritten_are_kept_and_counted() -> None:
     long = "A cat " * 60
     lines = ["a cat", long, "x\udcff", "a dog", "---", f"One. {long}Two.  {long}"]
     for careful in (True, False):
@@ -134,32 +134,32 @@ def test_what_cannot_be_rewritten_is_left_alone_and_counted() -> None:
         assert (done.tally.lines, done.tally.changed, done.tally.pieces) == (6, 3, 3)
 
 
-def test_a_text_that_does_not_end_is_left_or_cut_and_counted() -> None:
+def test_output_without_an_end_is_kept_or_cut_and_counted() -> None:
     careful = Rewriter(Scripted(lambda text: text + " and", ends=False), careful=True)
     assert [line.text for line in careful.run(["a cat\n"])] == ["a cat\n"]
-    assert careful.tally.notes["left as it is: the model had not ended after the most new tokens allowed"].lines == [1]
+    assert careful.tally.notes["left as it is: the output had not ended at the limit of new tokens"].lines == [1]
     cut = Rewriter(Scripted(str.upper), max_new_tokens=3)
     assert [line.text for line in cut.run(["\n", "abcdef\n"])] == ["\n", "ABC\n"]
-    assert cut.tally.notes["cut: the model had not ended after the most new tokens allowed"].lines == [2]
+    assert cut.tally.notes["cut: the output had not ended at the limit of new tokens"].lines == [2]
 
 
 @pytest.mark.parametrize(("careful", "text"), [(True, "a cat\n"), (False, "\n")])
-def test_a_model_that_says_nothing(careful: bool, text: str) -> None:
+def test_empty_output_is_counted(careful: bool, text: str) -> None:
     done = Rewriter(Scripted(lambda _: ""), careful=careful)
     assert [line.text for line in done.run(["a cat\n"])] == [text]
     (why,) = done.tally.notes
-    assert why == ("left as it is" if careful else "empty") + ": the model said nothing"
+    assert why == ("left as it is" if careful else "empty") + ": the model generated nothing"
 
 
-def test_a_line_does_not_depend_on_the_limits_of_those_beside_it() -> None:
+def test_limit_of_a_line_is_independent_of_its_batch() -> None:
     """The limit of a batch is that of its longest source; a short one is cut at its own."""
     fast = Scripted(lambda text: "ab" * 90 if len(text) < 3 else text)
     (short, _) = texts_of(fast, ["a", "abcdefgh" * 9])
     assert short == texts_of(fast, ["a"])[0] != "ab" * 90
 
 
-class Deaf:
-    """A tokenizer that does not know the letter x."""
+class MissingLetter:
+    """A tokenizer without the letter x."""
 
     unk_token_id = tokenizer().convert_tokens_to_ids("x")
 
@@ -170,17 +170,17 @@ class Deaf:
         return tokenizer()(texts, **settings)
 
 
-def test_characters_that_a_tokenizer_does_not_know() -> None:
-    """A correction would lose them."""
+def test_lines_with_unknown_characters_are_kept_when_careful() -> None:
+    """Their text would be lost in the output."""
     fast = Scripted(str.upper)
-    fast.tokenizer = Deaf()
+    fast.tokenizer = MissingLetter()
     done = Rewriter(fast, careful=True)
     assert [line.text for line in done.run(["a x", "a cat"])] == ["a x", "A CAT"]
-    assert done.tally.notes["left as it is: the tokenizer does not know all of its characters"].lines == [1]
+    assert done.tally.notes["left as it is: the tokenizer has no tokens for some of its characters"].lines == [1]
     assert texts_of(fast, ["a x"]) == ["A X"]
 
 
-def test_batches_hold_sources_of_like_lengths() -> None:
+def test_batches_have_sources_of_similar_lengths() -> None:
     fast = Scripted(lambda text: text)
     rng = random.Random(0)
     lines = ["ab " * rng.randrange(1, 20) for _ in range(400)]
@@ -189,8 +189,8 @@ def test_batches_hold_sources_of_like_lengths() -> None:
     assert padding < 0.15 * sum(map(sum, fast.batches)) and max(map(len, fast.batches)) == 8
 
 
-def test_lines_are_read_as_they_are_needed() -> None:
-    """An endless file: the first lines come soon, and what is read ahead is bounded."""
+def test_lines_are_read_lazily() -> None:
+    """An endless file: output begins soon, and the lines read in advance are bounded."""
     read = 0
 
     def endless() -> Iterator[str]:
@@ -200,20 +200,20 @@ def test_lines_are_read_as_they_are_needed() -> None:
 
     seen: list[int] = []
     done = Rewriter(Scripted(str.upper), batch=4, progress=seen.append).run(endless())
-    assert next(done) == Line(1, (("line 1", "LINE 1"), ("\n", "\n")))
+    assert next(done) == RewrittenLine(1, (("line 1", "LINE 1"), ("\n", "\n")))
     assert read <= 16
     for line in itertools.islice(done, 3000):
         assert line.text in (f"LINE {line.number}\n", "\n")
     assert read < 3000 + 4 * 32 * 2 and seen == sorted(seen) and seen[-1] <= read
 
 
-def test_long_runs_take_time_in_proportion() -> None:
+def test_long_runs_take_linear_time() -> None:
     lines = ["a" + " " * 200_000 + "b", "\t" * 100_000, "a. " * 100_000]
     assert texts_of(Scripted(str.upper), lines, split=True) == lines
     assert _diff.marked([(line, line) for line in lines]) == "".join(lines)
 
 
-def test_ctrl_c_comes_after_whole_lines() -> None:
+def test_ctrl_c_comes_after_complete_lines() -> None:
     fast = Scripted(str.upper)
     done = Rewriter(fast, batch=1).run(f"line {i}\n" for i in range(10))
     assert [next(done).text, next(done).text] == ["LINE 0\n", "LINE 1\n"]
@@ -222,21 +222,21 @@ def test_ctrl_c_comes_after_whole_lines() -> None:
         next(done)
 
 
-def test_what_looks_like_a_special_token_is_text() -> None:
-    heard: list[str] = []
-    fast = Scripted(lambda text: heard.append(text) or "said")  # type: ignore[func-returns-value]
+def test_special_tokens_in_lines_are_text() -> None:
+    received: list[str] = []
+    fast = Scripted(lambda text: received.append(text) or "output")  # type: ignore[func-returns-value]
     texts_of(fast, ["a </s> b <pad> c"])
     texts_of(fast, ["a </s> b"], prefix="x </s> ")
-    assert heard[0] == "a </s> b <pad> c" and "</s>" not in heard[1]
+    assert received[0] == "a </s> b <pad> c" and "</s>" not in received[1]
 
 
-def test_more_or_fewer_spaces_are_no_correction() -> None:
+def test_careful_ignores_changes_of_spaces() -> None:
     fast = Scripted(lambda text: " ".join(text.split()))
     assert texts_of(fast, ["one   two  three"], careful=True) == ["one   two  three"]
     assert texts_of(fast, ["one   two  three"]) == ["one two three"]
 
 
-def test_the_models_own_settings_do_not_stand_in_the_way() -> None:
+def test_generation_config_of_the_model_is_overridden() -> None:
     expected = texts_of(truedraft.accelerate(model(), tokenizer(), control="fixed"), TEXTS)
     own = copy.deepcopy(model())
     own.generation_config.update(
@@ -248,7 +248,7 @@ def test_the_models_own_settings_do_not_stand_in_the_way() -> None:
 
 
 @pytest.mark.parametrize("careful", [True, False])
-def test_batches_are_halved_where_memory_is_short(careful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_halved_without_memory(careful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = Scripted(str.upper)
     generate = fast.generate
 
@@ -270,27 +270,27 @@ def test_batches_are_halved_where_memory_is_short(careful: bool, monkeypatch: py
             list(done.run([*lines, long]))
 
 
-def test_tokens_beyond_the_models_are_left_alone() -> None:
+def test_lines_with_tokens_beyond_the_vocabulary_are_kept() -> None:
     fast = Scripted(str.upper)
-    known, *_, unknown = sorted(
+    inside, *_, outside = sorted(
         ["one day", "the red ball", "school"], key=lambda text: max(tokenizer()(text)["input_ids"])
     )
-    fast.target.vocabulary = max(tokenizer()(known)["input_ids"]) + 1
+    fast.target.vocabulary = max(tokenizer()(inside)["input_ids"]) + 1
     done = Rewriter(fast)
-    assert [line.text for line in done.run([known, unknown])] == [known.upper(), unknown]
-    assert list(done.tally.notes) == ["left as it is: the model does not know all of the tokenizer's tokens"]
+    assert [line.text for line in done.run([inside, outside])] == [inside.upper(), outside]
+    assert list(done.tally.notes) == ["left as it is: the model's vocabulary lacks some of its tokens"]
 
 
-def test_figures_add_up() -> None:
+def test_tally_adds_up() -> None:
     fast = truedraft.accelerate(model(), tokenizer(), draft="iad", control="fixed")
     done = Rewriter(fast, batch=2)
-    said = [len(tokenizer()(line.text)["input_ids"]) for line in done.run(TEXTS)]
+    lengths = [len(tokenizer()(line.text)["input_ids"]) for line in done.run(TEXTS)]
     t = done.tally
     assert t.pieces == t.lines == 3 and t.row_passes <= t.tokens and t.passes <= t.row_passes and t.seconds > 0
-    assert t.tokens > 0 and all(said) and t.report is not None and t.report.drafter == "iad"
+    assert t.tokens > 0 and all(lengths) and t.report is not None and t.report.drafter == "iad"
 
 
-def test_models_and_numbers_that_will_not_do() -> None:
+def test_invalid_models_and_numbers_are_refused() -> None:
     with pytest.raises(Refused, match="is no encoder-decoder"):
         Rewriter(truedraft.accelerate(tiny("llama", torch.float32), tokenizer(), draft=None))
     with pytest.raises(Refused, match="no tokenizer"):
@@ -319,11 +319,11 @@ def test_models_and_numbers_that_will_not_do() -> None:
     ],
     ids=lambda parts: parts[0][:20],
 )
-def test_where_sentences_end(parts: list[str]) -> None:
+def test_split_at_sentence_ends(parts: list[str]) -> None:
     assert sentences.split("".join(parts)) == parts
 
 
-def test_sentences_join_to_the_text() -> None:
+def test_split_joins_to_the_text() -> None:
     rng = random.Random(0)
     for _ in range(500):
         text = "".join(rng.choices([*ALPHABET, "He said. ", '."', "U.S. "], k=rng.randrange(40)))
@@ -331,7 +331,7 @@ def test_sentences_join_to_the_text() -> None:
         assert "".join(parts) == text and len(parts) % 2 and all(not gap.strip() for gap in parts[1::2])
 
 
-def test_splitting_takes_time_in_proportion() -> None:
-    """Runs of marks, spaces and quotes that a careless pattern would read again and again."""
+def test_split_takes_linear_time() -> None:
+    """Runs of marks, spaces and quotes on which a pattern with backtracking takes quadratic time."""
     for text in ("." * 200_000, "!" * 50_000 + " " * 50_000, "! " + "(" * 50_000, '"' * 100_000, "A. " * 20_000):
         assert "".join(sentences.split(text)) == text

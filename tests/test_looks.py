@@ -1,4 +1,4 @@
-"""What people look at: tables at any width, pages, plain terminals, readers that leave."""
+"""Output for people: tables at any width, pages, ASCII terminals, closed pipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from truedraft.bench import columns, page
 from truedraft.bench.compare import Figures
 from truedraft.bench.oracle import Attained
 from truedraft.bench.replay import Replayed
-from truedraft.bench.roofline import Machine, Row
+from truedraft.bench.roofline import Machine, RooflinePoint
 from truedraft.cli import _tables, audit, demo, main
 from truedraft.cli._page import origin, processor
 from truedraft.cli._text import console
@@ -37,13 +37,13 @@ from truedraft.stats import Attribution, Emission, Pass, Report
 
 WIDTHS = (60, 80, 120)
 DRAFTER = "input-guided|suffix-wide|token-recycling>prompt-lookup-long"
-WORKLOAD = "a-file-of-prompts-whose-name-says-everything-that-there-is-to-say-about-it"
+WORKLOAD = "a-file-of-prompts-whose-name-describes-everything-that-there-is-in-the-whole-file"
 MODEL = "/models/" + "of-a-folder-with-a-long-name/" * 3 + "model"
 WAYS = ("transformers", "transformers assisted", DRAFTER, "<llma> & more")
 
 
 def figures(rounds: int) -> list[Figures]:
-    """Of two workloads, each figure another number."""
+    """Figures of two workloads, all different numbers."""
     numbers = random.Random(rounds)
     found = []
     for workload in (WORKLOAD, "edit"):
@@ -76,7 +76,7 @@ REPLAYED = [
 ]
 ATTAINED = [Attained(WORKLOAD, 0.8, 4, 3.36, 2.91, 2.55), Attained("edit", 0.9, 8, 6.13, 4.44, 3.21)]
 MACHINE = Machine(21.6e9, 98.7e9)
-ROWS = [Row(1, 0.00358, 0.00983, "reading"), Row(64, 0.01795, 0.04755, "multiplying")]
+ROWS = [RooflinePoint(1, 0.00358, 0.00983, "reading"), RooflinePoint(64, 0.01795, 0.04755, "multiplying")]
 DIFFERENCES = [
     Divergence(DRAFTER, "seed 0, temperature 1", 4, 11, 63, 5, -1, None, 0.55, 1.25, "numerics"),
     Divergence("llma", "greedy", 1, 2, 17, 5, 6, 0.016, 0.55, 1.25, "bug"),
@@ -86,7 +86,7 @@ LAWS = [
 ]
 
 
-class Words:
+class WordTokenizer:
     """A tokenizer whose tokens are words."""
 
     def decode(self, ids: list[int]) -> str:
@@ -103,10 +103,10 @@ def outcome(name: str) -> demo.Outcome:
 TABLES: dict[str, Callable[[], Table[Any]]] = {
     "speed": lambda: columns.speed(figures(5), 5),
     "latency": lambda: columns.latency(figures(5), 5),
-    "known": lambda: columns.known(ATTAINED),
+    "oracle": lambda: columns.with_oracle(ATTAINED),
     "roofline": lambda: columns.roofline(ROWS, MACHINE),
     "replayed": lambda: columns.replayed(REPLAYED, MODEL),
-    "differences": lambda: audit._differences(DIFFERENCES, Words()),
+    "differences": lambda: audit._differences(DIFFERENCES, WordTokenizer()),
     "laws": lambda: audit._laws(LAWS),
     "demo": lambda: demo._table([outcome(WORKLOAD), outcome("edit")]),
 }
@@ -136,9 +136,7 @@ def complete(name: str, lines: list[str]) -> bool:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_table_keeps_figures_whole_and_names_complete(
-    kind: str, width: int, printed: Callable[..., list[str]]
-) -> None:
+def test_table_keeps_figures_and_names_complete(kind: str, width: int, printed: Callable[..., list[str]]) -> None:
     table = TABLES[kind]()
     lines = printed(table, width)
     assert max(map(len, lines)) <= width
@@ -153,18 +151,18 @@ def test_a_table_keeps_figures_whole_and_names_complete(
     assert all(" ".join(means.split()[:3]) in explained for _, means in table.legend)
 
 
-def test_givenwithout_room_go_below_with_the_names_again(printed: Callable[..., list[str]]) -> None:
+def test_columns_without_room_follow_below_with_the_names(printed: Callable[..., list[str]]) -> None:
     table = columns.speed(figures(5), 5)
     parts = [sum(line.startswith("transformers  ") for line in printed(table, width)) // 2 for width in (60, 80, 120)]
     assert parts[0] > parts[1] >= parts[2] == 1
 
 
-def test_empty_givenare_left_out() -> None:
+def test_empty_columns_are_left_out() -> None:
     table = Table("t", [Column("a", "", str), Column("b", "", lambda _: "")], {"": [1, 2]})
     assert [column.head for column in table.filled] == ["a"]
 
 
-def test_one_round_has_no_interval_and_few_have_no_confidence() -> None:
+def test_interval_by_number_of_rounds() -> None:
     assert "from-to" not in [column.head for column in columns.speed(figures(1), 1).filled]
     assert "95 %" not in dict(columns.speed(figures(5), 5).legend)["from-to"]
     assert "95 %" in dict(columns.speed(figures(6), 6).legend)["from-to"]
@@ -172,7 +170,7 @@ def test_one_round_has_no_interval_and_few_have_no_confidence() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_folded_text_is_whole(seed: int) -> None:
+def test_folded_text_is_complete(seed: int) -> None:
     numbers = random.Random(seed)
     for _ in range(100):
         words = ["".join(numbers.choices("ab|+/-", k=numbers.randint(1, 30))) for _ in range(numbers.randint(0, 9))]
@@ -183,13 +181,15 @@ def test_folded_text_is_whole(seed: int) -> None:
         assert all(word in whole for word in words if len(word) <= width)
 
 
-def test_names_fold_behind_their_separators() -> None:
+def test_names_fold_after_their_separators() -> None:
     assert fold(DRAFTER, 30) == ["input-guided|suffix-wide|", "token-recycling>", "prompt-lookup-long"]
     assert fold("speed 12.5 tokens/s", 12) == ["speed 12.5", "tokens/s"]
 
 
-def test_a_report_reads_in_sixty_columns() -> None:
-    notes = [f"a note about {MODEL} that has much to tell, and says it in a sentence that goes on for quite a while"]
+def test_report_fits_in_sixty_columns() -> None:
+    notes = [
+        f"a note about {MODEL} that has many details, and gives them in a sentence that continues for quite a while"
+    ]
     emissions = (Emission(0, (1, 2, 3), 2, 40), Emission(1, (4,), 0, 40))
     report = Report(
         DRAFTER, "seeded", "tokens", "cost", "compiled linear layers (there is no program for gpt_neox models)", notes,
@@ -209,7 +209,7 @@ def test_a_report_reads_in_sixty_columns() -> None:
 
 
 @pytest.mark.parametrize(("given", "width"), [("60", 60), ("0", 120), ("", 120)])
-def test_the_width_is_that_of_the_terminal(given: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_width_is_that_of_the_terminal(given: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", given)
     monkeypatch.setattr(sys, "__stdout__", io.StringIO())
     assert console().width == width
@@ -228,13 +228,13 @@ def test_methods_at_a_width(width: int, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_an_audit_at_a_width(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_at_a_width(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     found = Audit(
         MODEL, "bfloat16", "float64", "compiled pass", [DRAFTER, "llma"], ["greedy", "seed 0, temperature 1"], [1, 4],
         7, 123_456, 99, 0.86, 0.33, DIFFERENCES,
     )  # fmt: skip
-    audit._print(found, LAWS, Words())
+    audit._print(found, LAWS, WordTokenizer())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     joined = "".join(line[len("differences  ") :] for line in lines)
@@ -275,7 +275,7 @@ def command(*args: str, **settings: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and descriptors of POSIX")
 @pytest.mark.parametrize("args", [["methods"], ["--help"]])
-def test_a_reader_that_leaves_ends_the_command_as_it_ends_others(args: list[str]) -> None:
+def test_closed_pipe_ends_the_command_as_usual(args: list[str]) -> None:
     with command(*args, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -283,26 +283,29 @@ def test_a_reader_that_leaves_ends_the_command_as_it_ends_others(args: list[str]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_output_that_cannot_be_written_is_one_line() -> None:
+def test_unwritable_output_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full, command("--help", stdout=full) as process:
         assert process.stderr is not None
         assert (process.stderr.read(), process.wait(timeout=100)) == ("error: No space left on device\n", 2)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and descriptors of POSIX")
-def test_a_closed_standard_output_is_refused_before_any_work() -> None:
+def test_closed_standard_output_is_refused_before_any_work() -> None:
     line = 'exec "$0" -m truedraft generate nano x >&-'
     done = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and done.stderr.startswith("error: standard output is closed")
     assert done.stderr.count("\n") == 1
 
 
-def test_reasons_have_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasons_have_no_error_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert why(FileNotFoundError(2, "No such file", "x")) == "No such file"
-    assert why(ValueError("asked the hub: [Errno 111] Connection refused")) == "asked the hub: Connection refused"
+    assert (
+        why(ValueError("request to the hub: [Errno 111] Connection refused"))
+        == "request to the hub: Connection refused"
+    )
     assert why(KeyError()) == "KeyError"
     nowhere = str(tmp_path / "nowhere.jsonl")
-    asked = [
+    commands = [
         ["bench", "--prompts", nowhere],
         ["bench", "nano", "--replay", nowhere],
         ["generate", "nano", "--file", nowhere],
@@ -311,7 +314,7 @@ def test_reasons_have_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ["train", "gad", "--target", "nano", "--data", nowhere, "--out", nowhere],
         ["corpus", "info", str(tmp_path)],
     ]
-    for args in asked:
+    for args in commands:
         assert main(args) == 2
         error = capsys.readouterr().err
         assert "Errno" not in error and error.count("\n") == 1 and error.count(str(tmp_path)) == 1, error
@@ -360,23 +363,23 @@ def measured(rounds: int) -> str:
 
 
 @pytest.mark.parametrize("text", [measured(5), page.replayed("replay", FACTS, REPLAYED, MODEL, "no model & no logits")])
-def test_a_page_is_valid_whole_and_says_where_it_comes_from(text: str) -> None:
+def test_page_is_valid_and_names_its_settings(text: str) -> None:
     parsed = Parsed(text)
     assert text.startswith("<!doctype html>") and next(parsed.of("html"))["lang"] == "en"
     (viewport,) = [meta["content"] for meta in parsed.of("meta") if meta.get("name") == "viewport"]
     assert viewport is not None and "width=device-width" in viewport
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in parsed.elements}
     assert "http" not in text and "url(" not in text and "prefers-color-scheme:dark" in text
-    said = parsed.text("dd")
-    assert f"truedraft bench {MODEL} --draft '{DRAFTER}' --html 'a <page>.html'" in said
-    assert re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d", said) and processor() in said
+    settings = parsed.text("dd")
+    assert f"truedraft bench {MODEL} --draft '{DRAFTER}' --html 'a <page>.html'" in settings
+    assert re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d", settings) and processor() in settings
     for package in (truedraft, torch, transformers):
-        assert f"{package.__name__} {package.__version__}" in said
-    assert "mean acceptance length" in said
+        assert f"{package.__name__} {package.__version__}" in settings
+    assert "mean acceptance length" in settings
 
 
 @pytest.mark.parametrize("rounds", [1, 5])
-def test_the_page_of_a_benchmark(rounds: int) -> None:
+def test_page_of_a_benchmark(rounds: int) -> None:
     parsed = Parsed(measured(rounds))
     text = parsed.text()
     for table in (columns.speed(figures(rounds), rounds), columns.latency(figures(rounds), rounds)):
@@ -396,7 +399,7 @@ def test_bars_stay_within_their_tracks() -> None:
         assert sum(widths) <= 100.02
 
 
-def test_a_replay_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded, html = tmp_path / "a.jsonl", tmp_path / "page.html"
     recorded.write_text(json.dumps({"prompt": "one day", "output": " a cat saw a cat and a cat saw a cat"}))
     assert main(["bench", "nano", "--replay", str(recorded), "--draft", "llma", "--html", str(html), "--json"]) == 0

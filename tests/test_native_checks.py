@@ -1,4 +1,4 @@
-"""What C takes from Python is checked before it is used: numbers of a pass that cannot be are refused."""
+"""Arguments of the compiled code are checked before use: invalid fields of a pass are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from truedraft.targets.seq2seq import Seq2SeqTarget
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 WRONG = (-1, -(2**40), 2**20, 2**40, 2**62)
 PER_NODE = ("token", "slot", "position", "place", "base")
-READ = {  # the numbers of an operation that its kind goes by, and whose wrong values C can tell
+READ = {  # fields that a kind of operation uses, and whose invalid values C can detect
     Kind.EMBED: ("dst", "inner"),
     Kind.RMS_NORM: ("src", "dst", "inner"),
     Kind.LAYER_NORM: ("src", "dst", "inner"),
@@ -43,11 +43,11 @@ READ = {  # the numbers of an operation that its kind goes by, and whose wrong v
 
 
 class Taken(Exception):
-    """Carries the arguments of a call of `truedraft_pass` away."""
+    """Raised with the arguments of a call of `truedraft_pass`."""
 
 
 def arguments(kind: str) -> tuple[Any, ...]:
-    """A pass over two trees, as it is about to be run."""
+    """The arguments of a pass over two trees."""
     model: Any = seq2seq(kind) if kind in ("bart", "t5") else tiny(kind, torch.float32)
     target = Seq2SeqTarget(model) if kind in ("bart", "t5") else DecoderTarget(model)
     target.reserve(2, 24)
@@ -74,14 +74,14 @@ def changed(given: Pass, **fields: Any) -> Pass:
 
 
 def with_entry(values: list[int]) -> Iterator[list[int]]:
-    """Copies of a list, each with one entry that cannot be."""
+    """Copies of a list, each with one invalid entry."""
     for at in range(len(values)):
         for wrong in WRONG:
             yield [*values[:at], wrong, *values[at + 1 :]]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "bart", "t5"])
-def test_every_number_of_a_pass(kind: str) -> None:
+def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
     assert run(ops, count, given, share, threads) == 0
@@ -109,7 +109,7 @@ def test_every_number_of_a_pass(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "bart", "t5"])
-def test_every_number_of_an_operation(kind: str) -> None:
+def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
     for at in range(count):
@@ -124,7 +124,7 @@ def test_every_number_of_an_operation(kind: str) -> None:
         assert run(copied, count, given, share, threads) == Failure.OP
 
 
-def test_one_linear_layer() -> None:
+def test_invalid_fields_of_a_linear_layer_are_refused() -> None:
     run: Any = native.library().truedraft_linear  # type: ignore[union-attr]
     weight, x, y = torch.randn(8, 32), torch.randn(3, 32), torch.zeros(3, 8)
     right = dict(kind=Kind.LINEAR, dst=1, scale=1.0, weight=weight.data_ptr(), out=8, inner=32)

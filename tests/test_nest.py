@@ -1,4 +1,4 @@
-"""NEST: neighbours against numpy, the law of what is said by enumeration, spans that stand where it says they do."""
+"""NEST: neighbours against numpy, the law of the output by enumeration, attributed spans against their documents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 
 
 def plain(model: Any, tokens: list[int], layer: int = -2) -> tuple[np.ndarray, np.ndarray]:
-    """Logits behind a text, and the state there with a mean square of 1."""
+    """Logits after a text, and the state there with a mean square of 1."""
     with torch.no_grad():
         out = model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
     state = out.hidden_states[layer][0, -1].double().numpy()
@@ -34,7 +34,7 @@ def plain(model: Any, tokens: list[int], layer: int = -2) -> tuple[np.ndarray, n
 
 
 class Direct:
-    """The method once more, over numpy alone."""
+    """An independent implementation of the method in numpy."""
 
     def __init__(self, model: Any, texts: list[tuple[str, list[int]]], k: int, alpha: float, tau: float):
         self.model, self.k, self.alpha, self.tau = model, k, alpha, tau
@@ -46,7 +46,7 @@ class Direct:
         ]
 
     def near(self, state: np.ndarray) -> tuple[float, list[tuple[float, int, int]]]:
-        """The model's weight, and (similarity, document, place of the next token), the nearest first."""
+        """The model's weight, and (similarity, document, index of the next token), the nearest first."""
         found = sorted(
             ((-((state - key) ** 2).sum(), d, i) for key, d, i in self.entries), key=lambda entry: -entry[0]
         )[: self.k]
@@ -55,15 +55,15 @@ class Direct:
     def mixture(self, tokens: list[int]) -> np.ndarray:
         logits, state = plain(self.model, tokens)
         weight, found = self.near(state)
-        told = np.zeros(len(logits))
+        neighbours = np.zeros(len(logits))
         shares = np.exp(np.array([s for s, _, _ in found]) / math.sqrt(len(state)))
         for share, (_, d, i) in zip(shares / shares.sum(), found, strict=True):
-            told[self.texts[d][i]] += share
+            neighbours[self.texts[d][i]] += share
         law = np.exp(logits - logits.max())
-        return weight * law / law.sum() + (1 - weight) * told
+        return weight * law / law.sum() + (1 - weight) * neighbours
 
     def span(self, tokens: list[int], delta: float, length: int) -> list[int]:
-        """What is drafted behind a text, from the state before its last token."""
+        """The draft after a text, from the state before its last token."""
         weight, found = self.near(plain(self.model, tokens[:-1])[1])
         for _, d, i in found:
             if self.texts[d][i] == tokens[-1]:
@@ -71,26 +71,26 @@ class Direct:
         return []
 
     def law(self, gamma: float, delta: float, length: int) -> dict[tuple[int, ...], float]:
-        """Of the next STEPS tokens."""
+        """The law of the next STEPS tokens."""
         law: dict[tuple[int, ...], float] = {}
 
-        def say(said: list[int], draft: list[int], p: float) -> None:
-            if len(said) == STEPS:
-                law[tuple(said)] = law.get(tuple(said), 0.0) + p
+        def extend(emitted: list[int], draft: list[int], p: float) -> None:
+            if len(emitted) == STEPS:
+                law[tuple(emitted)] = law.get(tuple(emitted), 0.0) + p
                 return
-            mixed = self.mixture(PROMPT + said)
+            mixed = self.mixture(PROMPT + emitted)
             kept = 0.0
             if draft:
                 kept = 1.0 if gamma == 0 else min(1.0, mixed[draft[0]] / (gamma * mixed.max()))
-                say([*said, draft[0]], draft[1:], p * kept)
+                extend([*emitted, draft[0]], draft[1:], p * kept)
             for token, q in enumerate(mixed):
                 if draft[:1] == [token]:
-                    say([*said, token], draft[1:], p * (1 - kept) * q)
+                    extend([*emitted, token], draft[1:], p * (1 - kept) * q)
                 else:
-                    fresh = self.span([*PROMPT, *said, token], delta, min(length, STEPS - len(said) - 2))
-                    say([*said, token], fresh, p * (1 - kept) * q)
+                    fresh = self.span([*PROMPT, *emitted, token], delta, min(length, STEPS - len(emitted) - 2))
+                    extend([*emitted, token], fresh, p * (1 - kept) * q)
 
-        say([], [], 1.0)
+        extend([], [], 1.0)
         return law
 
 
@@ -102,13 +102,13 @@ def measured(fast: truedraft.Accelerated, **kwargs: Any) -> dict[tuple[int, ...]
         return tuple(out[0, len(PROMPT) :].tolist())
 
     law: dict[tuple[int, ...], float] = {}
-    for said, p in outcomes(once):
-        law[said] = law.get(said, 0.0) + p
+    for emitted, p in outcomes(once):
+        law[emitted] = law.get(emitted, 0.0) + p
     return law
 
 
 def both(store: Any, gamma: float = 5e-4, delta: float = 0.5, **knobs: Any) -> dict[str, Any]:
-    """Drafter and rule over the same texts."""
+    """Drafter and rule with the same texts."""
     return {
         "draft": registry.load("drafters", "nest", store=store, delta=delta, **knobs),
         "rule": registry.load("accept", "lossy/nest", store=store, gamma=gamma, **knobs),
@@ -118,7 +118,7 @@ def both(store: Any, gamma: float = 5e-4, delta: float = 0.5, **knobs: Any) -> d
 
 @pytest.mark.parametrize("gamma", [0.0, 5e-4, 0.7, 1.0, 1e9])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_the_law_is_that_of_the_relaxed_mixture(gamma: float, drafts: bool) -> None:
+def test_law_is_that_of_the_relaxed_mixture(gamma: float, drafts: bool) -> None:
     model = tiny(vocabulary=SIZE, sharpen=1.5)
     direct = Direct(model, TEXTS, k=5, alpha=0.5, tau=0.2)
     parts = both(Neighbours.built(model, TEXTS), gamma, delta=1.0, k=5, alpha=0.5, tau=0.2)
@@ -126,11 +126,11 @@ def test_the_law_is_that_of_the_relaxed_mixture(gamma: float, drafts: bool) -> N
     expected = direct.law(gamma, 1.0, 64 if drafts else 0)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-5)
     assert found == pytest.approx({s: p for s, p in expected.items() if p > 0}, abs=1e-5)
-    if drafts and gamma == 1e9:  # nothing is kept but what is drawn all the same: the plain mixture
+    if drafts and gamma == 1e9:  # a drafted token is kept only where it is drawn anyway: the plain mixture
         assert found == pytest.approx(direct.law(1.0, 1.0, 0), abs=1e-5)
 
 
-def test_weight_and_law_of_the_neighbours_are_those_of_numpy() -> None:
+def test_weight_and_law_of_the_neighbours_equal_numpy() -> None:
     model = tiny(vocabulary=SIZE, sharpen=1.5)
     store, row = Neighbours.built(model, TEXTS), Row(0, list(PROMPT), 4, 9)
     for k, alpha, tau in ((1024, 0.3, 0.1), (3, 0.5, 0.4), (1, 0.3, 0.1)):
@@ -145,12 +145,12 @@ def test_weight_and_law_of_the_neighbours_are_those_of_numpy() -> None:
         places = [(0, 9)[d > 0] + i for _, d, i in found]
         assert near.places.tolist() == places
         shares = np.exp(np.array([s for s, _, _ in found]) / math.sqrt(32))
-        told = np.bincount([direct.texts[d][i] for _, d, i in found], shares / shares.sum(), SIZE)
-        assert near.law(SIZE).tolist() == pytest.approx(told.tolist(), abs=1e-5)
+        counts = np.bincount([direct.texts[d][i] for _, d, i in found], shares / shares.sum(), SIZE)
+        assert near.law(SIZE).tolist() == pytest.approx(counts.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("runtime", ["stock", "auto"])
-def test_a_text_finds_itself_whatever_makes_the_pass(runtime: str) -> None:
+def test_text_is_its_own_nearest_neighbour(runtime: str) -> None:
     model = tiny("llama", torch.float32)
     text = ragged(model, 4)["input_ids"][3].tolist()
     store = Neighbours.built(model, [("other", text[::-1]), ("same", text)])
@@ -183,7 +183,7 @@ def _states(model: Any, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("draft", ["nest", "nest:delta=1.0", "nest>prompt-lookup", "prompt-lookup>nest", "nest+llma"])
 @pytest.mark.parametrize("way", [{"do_sample": False}, SAMPLED])
-def test_under_an_exact_rule_it_copies_and_changes_nothing(draft: str, way: dict[str, Any]) -> None:
+def test_exact_rules_change_no_token(draft: str, way: dict[str, Any]) -> None:
     model, inputs = tiny(), ragged(tiny(), 3)
     torch.manual_seed(5)
     expected = model.generate(**inputs, max_new_tokens=40, **way)
@@ -197,7 +197,7 @@ def test_under_an_exact_rule_it_copies_and_changes_nothing(draft: str, way: dict
         assert fast.report().attributions == ()
 
 
-def test_spans_stand_where_the_report_says() -> None:
+def test_attributed_spans_are_in_their_documents() -> None:
     model, inputs = tiny(), ragged(tiny(), 3)
     texts = [row.tolist() for row in torch.randint(3, V, (4, 30))]
     texts += [row[-20:] for row in model.generate(**inputs, max_new_tokens=30, do_sample=False).tolist()]
@@ -217,7 +217,7 @@ def test_spans_stand_where_the_report_says() -> None:
     assert report.as_dict()["attributions"][0]["source"].startswith("references[")
 
 
-def test_a_row_without_texts_is_the_models_own() -> None:
+def test_row_without_texts_equals_the_model() -> None:
     model, ids = tiny(), torch.tensor([[5, 6, 7], [5, 6, 7]])
     fast = truedraft.accelerate(model, draft=None, rule="lossy/nest:alpha=2.0", control="fixed")
     out = fast.generate(ids, max_new_tokens=15, references=[[[9] * 20], []], seed=[3, 4], **SAMPLED)
@@ -225,7 +225,7 @@ def test_a_row_without_texts_is_the_models_own() -> None:
     assert torch.equal(out[1:], alone) and (out[0, 3:] == 9).sum() > 3
 
 
-def test_what_processors_rule_out_is_not_copied() -> None:
+def test_tokens_excluded_by_processors_are_not_copied() -> None:
     model, text = tiny(), [7, 8, 9, 7, 8, 9, 7, 8, 9, 10] * 3
     fast = truedraft.accelerate(model, draft="nest:delta=1.0", rule="lossy/nest", control="fixed")
     out = fast.generate(
@@ -234,7 +234,7 @@ def test_what_processors_rule_out_is_not_copied() -> None:
     assert 8 not in out and [9, 7] not in [out[i : i + 2] for i in range(29)] and {9, 10} & set(out)
 
 
-def test_neighbours_survive_the_disk_and_damage_is_told(tmp_path: Path) -> None:
+def test_neighbours_are_saved_and_damage_is_refused(tmp_path: Path) -> None:
     model, path = tiny(vocabulary=SIZE), tmp_path / "texts"
     made = Neighbours.built(model, TEXTS, layer=1)
     made.save(path)
@@ -260,11 +260,11 @@ def test_neighbours_survive_the_disk_and_damage_is_told(tmp_path: Path) -> None:
 
 NEST = {"draft": "nest", "rule": "lossy/nest", "control": "fixed"}
 REFUSED: list[tuple[str, Callable[[], Any]]] = [
-    ("samples, and do_sample is False", lambda: _said(do_sample=False)),
-    ("no text to look in", lambda: _said()),
-    ("no text to look in", lambda: _said(references=[[5]])),
+    ("samples, and do_sample is False", lambda: _generated(do_sample=False)),
+    ("no text to look in", lambda: _generated()),
+    ("no text to look in", lambda: _generated(references=[[5]])),
     (r"layer=3: give 0 .* to 2 .* or -1 to -3", lambda: truedraft.accelerate(tiny(), draft="nest:layer=3")),
-    ("layer=-4", lambda: _said(rule="lossy/nest:layer=-4", draft=None, references=[[5, 6]])),
+    ("layer=-4", lambda: _generated(rule="lossy/nest:layer=-4", draft=None, references=[[5, 6]])),
     ("layer=9", lambda: Neighbours.built(tiny(), TEXTS, layer=9)),
     ("vocabulary of 4", lambda: Neighbours.built(tiny(vocabulary=SIZE), [("a", [1, 5])])),
     ("nothing to look for", lambda: Neighbours.built(tiny(), [("a", [1]), ("b", [])])),
@@ -275,7 +275,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-def _said(references: Any = None, **other: Any) -> None:
+def _generated(references: Any = None, **other: Any) -> None:
     parts = {key: other.pop(key, value) for key, value in NEST.items()}
     fast = truedraft.accelerate(tiny(), **parts)
     fast.generate(torch.tensor([[5, 6]]), max_new_tokens=3, references=references, **{**SAMPLED, **other})
@@ -289,8 +289,8 @@ def _narrow() -> Any:
     ))  # fmt: skip
 
 
-@pytest.mark.parametrize(("why", "ask"), REFUSED, ids=[why for why, _ in REFUSED])
-def test_what_cannot_be_is_refused_in_a_sentence(why: str, ask: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(("why", "call"), REFUSED, ids=[why for why, _ in REFUSED])
+def test_invalid_settings_are_refused_in_one_sentence(why: str, call: Callable[[], Any]) -> None:
     with pytest.raises(Refused, match=why) as caught:
-        ask()
+        call()
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Long prompts: read by the model's own forward into the same cache, and each as if it were alone."""
+"""Long prompts: prefilled by the model's own forward into the same cache, each as it is alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prompt(n: int, seed: int = 0) -> Prompt:
 
 
 def bits(target: DecoderTarget, prompts: list[Prompt], capacity: int) -> list[list[Tensor]]:
-    """Of each row: its first logits, its states, what the cache keeps of it, and the logits of a tree behind it."""
+    """For each row: its first logits, its states, its KV in the cache, and the logits of a tree after it."""
     target.reserve(len(prompts), capacity)
     read = target.prefill(prompts)
     assert target.cache is not None
@@ -63,10 +63,10 @@ def far(a: Tensor, b: Tensor) -> float:
 @EVERY
 @BOTH
 @pytest.mark.parametrize("part", [None, 16])
-def test_a_long_prompt_has_the_same_bits_alone_and_in_a_batch(
+def test_long_prompt_has_the_same_bits_alone_and_in_a_batch(
     architecture: str, dtype: torch.dtype, part: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever stands beside it, and however large the cache is, which depends on the drafter."""
+    """In any batch, and with any size of the cache, which depends on the drafter."""
     if part:
         monkeypatch.setattr(forward, "ROOM", 0)
         monkeypatch.setattr(forward, "PART", part)
@@ -89,12 +89,12 @@ def test_a_long_prompt_has_the_same_bits_alone_and_in_a_batch(
 
 @EVERY
 @BOTH
-def test_both_ways_of_reading_write_the_same_cache_but_for_rounding(
+def test_both_ways_of_prefill_write_the_same_cache_up_to_rounding(
     architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one call and in parts; and what drafters see of the hidden layers is the same."""
+    """In one call and in parts; the hidden states for drafters are the same too."""
     if dtype == torch.bfloat16 and any("experts" in name for name in ARCHITECTURES[architecture]):
-        pytest.skip("in bf16 a near-tie of experts may fall otherwise, and then nothing behind it is near")
+        pytest.skip("in bf16 a near-tie of experts may be decided differently, and later values differ then")
     model, found = tiny(architecture, dtype), []
     for room, part in ((forward.ROOM, 16), (0, 16), (0, 7)):
         monkeypatch.setattr(forward, "ROOM", room)
@@ -113,8 +113,8 @@ def test_both_ways_of_reading_write_the_same_cache_but_for_rounding(
 
 
 @BOTH
-def test_a_prompt_read_in_one_call_gives_the_model_s_own_logits(dtype: torch.dtype) -> None:
-    """To the bit, where `model.generate` reads it alone."""
+def test_prefill_in_one_call_gives_the_models_logits(dtype: torch.dtype) -> None:
+    """Equal to the bit to those of `model.generate` on the prompt alone."""
     model = tiny("llama", dtype)
     fast = truedraft.accelerate(model)
     given: dict[str, Any] = dict(max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True)
@@ -123,8 +123,8 @@ def test_a_prompt_read_in_one_call_gives_the_model_s_own_logits(dtype: torch.dty
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "olmo", "phimoe"])
-def test_text_behind_long_prompts_is_that_of_model_generate(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of short and long ones together, with compiled passes and where only linear layers are compiled."""
+def test_text_after_long_prompts_equals_generate(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For short and long prompts together, with compiled passes and with compiled linear layers alone."""
     model = tiny(architecture, torch.float32)
     monkeypatch.setattr(forward, "LONG", dict.fromkeys(forward.LONG, 12))
     inputs = ragged(model, 5)
@@ -134,8 +134,8 @@ def test_text_behind_long_prompts_is_that_of_model_generate(architecture: str, m
         text_net(model, name, inputs, **settings)
 
 
-def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of prompts that the model's own forward will have read."""
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list of the lengths of prompts that the model's own forward reads."""
     seen: list[int] = []
     prefill = forward.PromptPass.prefill
 
@@ -148,11 +148,11 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("how", "read"), [({}, [LONG, 40]), ({"strict": True}, []), ({"runtime": "stock"}, [])])
-def test_only_its_length_says_who_reads_a_prompt(
+def test_way_of_prefill_depends_on_length_alone(
     how: dict[str, Any], read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts or without, and whatever they look at; strictly, compiled passes read them all."""
-    model, seen = tiny("llama", torch.float32), readers(monkeypatch)
+    """With and without drafts, and with any taps; with strict numerics, compiled passes read them all."""
+    model, seen = tiny("llama", torch.float32), prefilled(monkeypatch)
     lengths = [LONG, 3, 40, LONG - 1]
     ids = torch.zeros(4, 40, dtype=torch.long)
     for row, n in zip(ids, lengths, strict=True):
@@ -165,8 +165,8 @@ def test_only_its_length_says_who_reads_a_prompt(
         assert seen == read
 
 
-def test_prompts_given_as_embeddings_are_read_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = tiny("llama", torch.float32), readers(monkeypatch)
+def test_way_of_prefill_of_embeddings_depends_on_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = tiny("llama", torch.float32), prefilled(monkeypatch)
     embeds = model.get_input_embeddings()(prompt(40).ids)[None]
     given = dict(inputs_embeds=embeds, max_new_tokens=9, do_sample=False)
     fast = truedraft.accelerate(model)
@@ -175,8 +175,8 @@ def test_prompts_given_as_embeddings_are_read_so_too(monkeypatch: pytest.MonkeyP
     assert seen == [40]
 
 
-def test_the_rule_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The better the units of bf16, the shorter the prompts that are left to the compiled pass; fp32 asks the maker."""
+def test_length_limit_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faster bf16 units leave shorter prompts to the compiled pass; the limit of fp32 depends on the vendor."""
     monkeypatch.undo()
     found: list[int] = []
     for known in ({"amx_bf16", "avx512_bf16"}, {"avx512_bf16", "GenuineIntel"}, {"avx2"}, set()):
@@ -190,8 +190,8 @@ def test_the_rule_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward._processor() == frozenset() or len(forward._processor()) > 5
 
 
-def test_quantised_weights_are_read_by_compiled_passes() -> None:
-    """torchao widens them anew for every call of a layer."""
+def test_quantised_models_prefill_by_compiled_passes() -> None:
+    """torchao dequantises them in every call of a layer."""
     pytest.importorskip("torchao")
     model = tiny.__wrapped__("llama", torch.float32)
     assert DecoderTarget(model).long == LONG
@@ -199,7 +199,7 @@ def test_quantised_weights_are_read_by_compiled_passes() -> None:
     assert DecoderTarget(model).long is None
 
 
-def test_activations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_activations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call reads more positions than there is room for, and only the last one's logits are made."""
     monkeypatch.setattr(forward, "ROOM", 1 << 16)
     monkeypatch.setattr(forward, "PART", 32)
@@ -214,7 +214,7 @@ def test_activations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         target.long = LONG
         target.reserve(2, 128)
-        target.runner = DecoderTarget(tiny("llama", torch.float32), "stock").runner  # hooks are run by forwards only
+        target.runner = DecoderTarget(tiny("llama", torch.float32), "stock").runner  # hooks run in forwards only
         target.runner.attach(target.cache)
         target.prefill([prompt(100)])
     finally:

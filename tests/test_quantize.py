@@ -41,7 +41,7 @@ def fresh(architecture: str = "llama", dtype: torch.dtype = torch.float32) -> Pr
 @EVERY
 @BOTH
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_quantised_weights_are_read_where_they_are(architecture: str, dtype: torch.dtype, kind: str) -> None:
+def test_quantised_weights_are_used_as_stored(architecture: str, dtype: torch.dtype, kind: str) -> None:
     """The forward of torchao's own layers but for rounding, and the same bits at any width."""
     model = fresh(architecture, dtype)
     before = model(torch.arange(20)[None]).logits
@@ -60,7 +60,7 @@ def test_quantised_weights_are_read_where_they_are(architecture: str, dtype: tor
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
-def test_what_is_said_is_what_the_quantised_model_says(kind: str, sample: bool) -> None:
+def test_text_is_that_of_the_quantised_model(kind: str, sample: bool) -> None:
     model = fresh()
     fast = truedraft.accelerate(model, control="fixed", quantize=kind)
     given = dict(**ragged(model, 5), max_new_tokens=40, do_sample=sample, pad_token_id=0)
@@ -70,7 +70,7 @@ def test_what_is_said_is_what_the_quantised_model_says(kind: str, sample: bool) 
     assert torch.equal(fast.generate(**given), plain)
 
 
-def test_quantised_activations_go_through_the_model_s_own_forward() -> None:
+def test_quantised_activations_use_the_forward_of_the_model() -> None:
     model = fresh()
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     target = DecoderTarget(model)
@@ -78,7 +78,7 @@ def test_quantised_activations_go_through_the_model_s_own_forward() -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_the_command_takes_it(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_quantises(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = load("nano", quantize=kind)
     assert type(model.lm_head.weight).__module__.startswith("torchao.")
     prompt = tokenizer("one day", return_tensors="pt")
@@ -87,7 +87,7 @@ def test_the_command_takes_it(kind: str, capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected.tolist()
 
 
-def test_what_cannot_be_quantised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_quantisation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="choose one of int8, int4"):
         truedraft.accelerate(fresh(), quantize="int3")
     with pytest.raises(Refused, match="reads 48 numbers"):

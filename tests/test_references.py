@@ -1,4 +1,4 @@
-"""Documents, conversations and namespaces: what drafters may copy from, and whose it is."""
+"""Documents, conversations and namespaces: the texts from which drafters may copy, and their separation."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ COPYING = [n for n in registry.names("drafters") if registry.method("drafters", 
 
 
 def answer() -> tuple[dict[str, torch.Tensor], list[int]]:
-    """A prompt, and what the model says to it."""
+    """A prompt, and the model's output for it."""
     inputs = ragged(tiny(), 1)
     out = tiny().generate(**inputs, max_new_tokens=60, do_sample=False)
     return inputs, out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("name", COPYING)
-def test_what_a_document_says_is_drafted_from_it(name: str) -> None:
-    inputs, said = answer()
+def test_copying_drafters_draft_from_documents(name: str) -> None:
+    inputs, output = answer()
     fast = truedraft.accelerate(tiny(), draft=name, control="fixed")
     alone = fast.generate(**inputs, max_new_tokens=60, do_sample=False)
     before = len(fast.report().passes)
     fast = truedraft.accelerate(tiny(), draft=name, control="fixed")
-    helped = fast.generate(**inputs, max_new_tokens=60, do_sample=False, references=[said])
+    helped = fast.generate(**inputs, max_new_tokens=60, do_sample=False, references=[output])
     assert torch.equal(alone, helped)
     assert len(fast.report().passes) < before
 
 
 @pytest.mark.parametrize(("name", "lost"), [("input-guided", 2), ("iad-tree", 2), ("iad", 5)])
-def test_a_place_in_the_input_survives_edits(name: str, lost: int) -> None:
-    """Behind each of three changes few passes until the document, of twelve different tokens, is copied again."""
+def test_position_in_the_document_survives_edits(name: str, lost: int) -> None:
+    """After each of three edits, few passes until the document, of twelve different tokens, is copied again."""
     pick = random.Random(0)
     truth = [pick.randrange(12) for _ in range(200)]
     document = [*truth[:50], 12, *truth[51:100], *truth[101:150], 13, *truth[150:]]
@@ -64,7 +64,7 @@ def test_a_place_in_the_input_survives_edits(name: str, lost: int) -> None:
     assert passes <= len(truth) / 41 + 3 * lost + 1
 
 
-def test_a_text_is_read_in_pieces_that_end_at_line_ends() -> None:
+def test_text_is_tokenised_in_pieces_that_end_at_line_ends() -> None:
     _, tokenizer = load("nano")
     text = "".join(f"It was day {i}, and the dog ran.\n" for i in range(400)) + "x" * 5000
     pieces = list(Text(text, tokenizer, 4096).pieces())
@@ -72,12 +72,12 @@ def test_a_text_is_read_in_pieces_that_end_at_line_ends() -> None:
     assert "".join(map(tokenizer.decode, pieces)) == text
     assert all(tokenizer.decode(piece).endswith("\n") for piece in pieces[:5])
     limit = max(pieces[0])
-    known = list(Text(text, tokenizer, limit).pieces())
-    assert {*known[0]} == {*pieces[0], SEPARATOR} - {limit}, "the model does not know it"
+    limited = list(Text(text, tokenizer, limit).pieces())
+    assert {*limited[0]} == {*pieces[0], SEPARATOR} - {limit}, "it is outside the model's vocabulary"
 
 
-def test_references_are_read_for_as_long_as_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece takes a second; what it takes beyond what was granted is missing next time."""
+def test_references_are_read_for_the_time_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece takes a second; time used beyond that granted is subtracted the next time."""
     documents = [tuple(range(1, 3000)), (7, 8), ()]
     given, size, clock = References(documents), PIECE // 4, [0.0]
     extend = given.automaton.extend
@@ -97,8 +97,8 @@ def test_references_are_read_for_as_long_as_was_granted(monkeypatch: pytest.Monk
     assert list(given) == list(References(documents)) == documents
 
 
-def test_what_is_read_late_is_copied_from_then_on() -> None:
-    """Reading a document of 40,000 tokens may take a twentieth of passes that are as short as reading a piece."""
+def test_document_is_copied_once_it_is_read() -> None:
+    """A document of 40,000 tokens is read in a twentieth of the passes' time; a pass takes as long as a piece."""
     pick = random.Random(0)
     document = tuple(pick.randrange(500) for _ in range(40_000))
     given = References([document])
@@ -118,14 +118,14 @@ def test_what_is_read_late_is_copied_from_then_on() -> None:
     assert automaton.copy(place, 1, 20) == list(document[-20:])
 
 
-def test_references_in_full_where_drafts_need_not_pay() -> None:
+def test_references_are_read_in_full_without_a_pass_cost() -> None:
     row = Row(0, [1], 1, 1, References([tuple(range(40_000))]))
     told(row, None)
     assert len(row.references.tokens) == 40_001
 
 
 def ended(drafter: Drafter, namespace: str, text: list[int]) -> None:
-    """A row that said a text, from its beginning to its end."""
+    """Run a row that emits a text, from start to end."""
     row = Row(0, text[:2], 2, 99, namespace=namespace)
     drafter.start([row])
     row.tokens += text[2:]
@@ -133,7 +133,7 @@ def ended(drafter: Drafter, namespace: str, text: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["suffix", "lookahead-pia"])
-def test_nobody_is_offered_what_another_said(name: str) -> None:
+def test_outputs_are_drafted_in_their_namespace_alone(name: str) -> None:
     drafter = registry.load("drafters", name)
     ended(drafter, "mine", [1, 2, 3, 4, 5, 6, 7, 8])
     for namespace, drafted in (("mine", True), ("yours", False), ("", False)):
@@ -145,7 +145,7 @@ def test_nobody_is_offered_what_another_said(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["token-recycling", "aded", "codeswift"])
-def test_what_is_learnt_of_a_row_stays_in_its_namespace(name: str) -> None:
+def test_learnt_state_stays_in_its_namespace(name: str) -> None:
     fast = truedraft.accelerate(tiny(), draft=name, control="fixed")
     inputs = ragged(tiny(), 1)
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_what_is_learnt_of_a_row_stays_in_its_namespace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["suffix", "lookahead-pia", "token-recycling", "aded", "codeswift", "suffix+aded"])
-def test_what_was_learnt_is_forgotten_when_asked(name: str) -> None:
+def test_forget_clears_learnt_state(name: str) -> None:
     fast = truedraft.accelerate(tiny(), draft=name, control="fixed")
     passes = []
     for _ in range(3):
@@ -171,13 +171,13 @@ def test_what_was_learnt_is_forgotten_when_asked(name: str) -> None:
 
 
 @pytest.mark.parametrize(("namespace", "message"), [(5, "give a text"), (["a"], "has 1 entries"), ([1, 2], "give a")])
-def test_a_namespace_is_a_text(namespace: object, message: str) -> None:
+def test_namespace_must_be_text(namespace: object, message: str) -> None:
     fast = truedraft.accelerate(tiny())
     with pytest.raises(Refused, match=message):
         fast.generate(**ragged(tiny(), 2), max_new_tokens=4, namespace=namespace)  # type: ignore[arg-type]
 
 
-def test_a_chat_offers_what_it_was_told() -> None:
+def test_chat_drafts_from_earlier_messages() -> None:
     model, tokenizer = load("nano")
     fast = truedraft.accelerate(model, tokenizer)
     with pytest.raises(Refused, match="chat template"):

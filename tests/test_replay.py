@@ -203,11 +203,11 @@ def test_answers_find_their_questions_and_the_last_answer_counts(tmp_path: Path)
     ("content", "words"),
     [
         ('{"prompt": "a", "output": "b"}\n{"prompt"', "line 2: not JSON"),
-        ("[]", "line 1: an object is wanted"),
+        ("[]", "line 1: give an object"),
         ('{"prompt": "a"}', "line 1: give a prompt and an output"),
         ('{"prompt": "a", "output": ""}', "no recorded outputs in it"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no recorded outputs in it"),
-        ('{"messages": [{"role": "assistant", "content": ["a"]}]}', "line 1, message 1: an object with a role"),
+        ('{"messages": [{"role": "assistant", "content": ["a"]}]}', "line 1, message 1: give an object with a role"),
         ('{"question_id": 81, "choices": []}', "choices[0].turns, the answers, are missing"),
         ('{"question_id": 81, "choices": [{"turns": "a"}]}', "must be a list of texts"),
         ('{"question_id": 83, "choices": [{"turns": ["a"]}]}', "line 1: question 83 with 1 turns is not in"),
@@ -231,7 +231,7 @@ def test_answers_without_their_questions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="cannot be read"):
         conversations(answers, tmp_path / "nowhere.jsonl")
     (tmp_path / "others.jsonl").write_text("{}")
-    with pytest.raises(Refused, match="line 1: an object with question_id and turns"):
+    with pytest.raises(Refused, match="line 1: give an object with question_id and turns"):
         conversations(answers, tmp_path / "others.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Laws of rows at paces of their own, against the processors of `transformers` on whole batches and single prefixes."""
+"""Laws of rows at different steps, against the processors of `transformers` on whole batches and single prefixes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WARPERS: dict[str, Callable[[], LogitsProcessor]] = {
 }
 BY_PREFIX: dict[str, Callable[[], LogitsProcessor]] = {
     "repetition": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7),
-    "repetition behind the prompt": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([4, 4, 4])),
-    "repetition, each behind its own": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([4, 3, 2])),
+    "repetition after the prompt": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([4, 4, 4])),
+    "repetition, each after its own": lambda: lp.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([4, 3, 2])),
     "n-grams": lambda: lp.NoRepeatNGramLogitsProcessor(2),
     "least length": lambda: lp.MinNewTokensLengthLogitsProcessor(4, 2, 3),
     "allowed by row": lambda: lp.PrefixConstrainedLogitsProcessor(lambda i, ids: [i, i + 1, int(ids[-1]), len(ids)], 1),
@@ -49,7 +49,7 @@ class Summing2(Summing):
 
 
 class Changing(LogitsProcessor):
-    """A stranger that writes to the scores that it is given."""
+    """An unknown processor that writes to its input scores."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.mul_(2)
@@ -60,7 +60,7 @@ def processors(*names: str) -> LogitsProcessorList:
 
 
 def started(steps: list[int]) -> tuple[History, list[Row]]:
-    """Rows that have emitted so many tokens each."""
+    """Rows that have emitted these numbers of tokens."""
     rows = [
         Row(i, PROMPT[i, 4 - n :].tolist() + TEXTS[i][:step], n, STEPS)
         for i, (n, step) in enumerate(zip(LENGTHS, steps, strict=True))
@@ -74,7 +74,7 @@ def prefix(row: int, step: int) -> Tensor:
 
 
 def alone(names: tuple[str, ...], row: int, ids: Tensor, raw: Tensor) -> Tensor:
-    """(V,) scores of one row: those of its line, where it stands among copies of itself."""
+    """(V,) scores of one row, computed in a batch of copies of it."""
     raw, ids = raw.expand(3, V).clone(), ids.expand(3, -1)
     return processors(*names)(ids, raw)[row]  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ def logits(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (3 * torch.randn(rows, V, generator=torch.Generator().manual_seed(rows))).to(dtype)
 
 
-def test_ids_of_rows_at_any_pace() -> None:
+def test_history_of_rows_at_different_steps() -> None:
     history, rows = started([0, 0, 0])
     assert (history.length, history.pad) == (4, PAD) and history.ids.dtype == torch.long
     assert history.ids.shape == (3, 4 + STEPS) and not history.ids[:, 4:].any()
@@ -101,7 +101,7 @@ def test_ids_of_rows_at_any_pace() -> None:
         assert history.column(step).tolist() == [text[step] for text in TEXTS]
 
 
-def test_tokens_that_are_taken_back_leave_padding() -> None:
+def test_removed_tokens_leave_padding() -> None:
     history, rows = started([4, 4, 4])
     history = History(PROMPT, STEPS, 11, rows)
     assert torch.equal(history.batch(4), torch.cat([prefix(i, 4) for i in range(3)]))
@@ -113,12 +113,12 @@ def test_tokens_that_are_taken_back_leave_padding() -> None:
     assert history.column(1).tolist() == [6, 1, 4] and history.column(2).tolist() == [5, 2, 3]
 
 
-def test_what_the_batch_emitted_is_seen_where_one_asks() -> None:
+def test_column_updates_the_history() -> None:
     history, _ = started([1, 2, 3])
-    assert history.column(0).tolist() == [5, 9, 3], "the first to ask"
+    assert history.column(0).tolist() == [5, 9, 3], "as the first call"
 
 
-def test_prompts_without_ids_begin_empty() -> None:
+def test_history_of_prompts_without_ids_is_empty() -> None:
     rows = [Row(0, [], 0, 3), Row(1, [], 0, 3)]
     history = History(torch.empty(2, 0), 3, PAD, rows)
     assert history.length == 0 and history.ids.shape == (2, 3) and history.ids.dtype == torch.long
@@ -127,16 +127,16 @@ def test_prompts_without_ids_begin_empty() -> None:
 
 
 NAMES = [
-    (), ("temperature",), ("temperature", "top-k", "top-p"), ("repetition",), ("repetition behind the prompt",),
-    ("repetition, each behind its own",), ("n-grams", "temperature"), ("least length",), ("allowed by row",),
-    ("allowed by row", "repetition, each behind its own", "top-k"),
+    (), ("temperature",), ("temperature", "top-k", "top-p"), ("repetition",), ("repetition after the prompt",),
+    ("repetition, each after its own",), ("n-grams", "temperature"), ("least length",), ("allowed by row",),
+    ("allowed by row", "repetition, each after its own", "top-k"),
 ]  # fmt: skip
-PACES = [[0, 0, 0], [2, 2, 2], [1, 3, 1], [4, 2, 0]]
+STEPS_OF_ROWS = [[0, 0, 0], [2, 2, 2], [1, 3, 1], [4, 2, 0]]
 
 
 @pytest.mark.parametrize("names", NAMES, ids=", ".join)
-def test_each_row_has_the_law_of_its_own_prefix(names: tuple[str, ...]) -> None:
-    for steps in PACES:
+def test_scores_of_each_row_are_those_of_its_prefix(names: tuple[str, ...]) -> None:
+    for steps in STEPS_OF_ROWS:
         for group in ([0, 1, 2], [2, 0], [1]):
             history, rows = started(steps)
             laws = Laws(processors(*names), history)
@@ -149,11 +149,11 @@ def test_each_row_has_the_law_of_its_own_prefix(names: tuple[str, ...]) -> None:
                 assert torch.equal(line, alone(names, i, prefix(i, steps[i]), given.float())), (steps, group, i)
 
 
-def test_a_stranger_is_called_once_a_step_with_the_whole_batch() -> None:
+def test_unknown_processor_is_called_once_per_step_with_the_batch() -> None:
     history, rows = started([0, 0, 0])
     mine, plain = Summing(), Summing()
-    laws = Laws(LogitsProcessorList([mine, *processors("repetition, each behind its own")]), history)
-    reference = LogitsProcessorList([plain, *processors("repetition, each behind its own")])
+    laws = Laws(LogitsProcessorList([mine, *processors("repetition, each after its own")]), history)
+    reference = LogitsProcessorList([plain, *processors("repetition, each after its own")])
     assert (
         laws.lockstep
         and laws.unknown_processors == ["Summing"]
@@ -186,7 +186,7 @@ def test_logits_are_not_written_to(changing: Callable[[], LogitsProcessor]) -> N
     assert laws.logits is not None and torch.equal(laws.logits[0], before)
 
 
-def test_scores_and_logits_are_kept_as_they_were() -> None:
+def test_kept_scores_and_logits_are_copies() -> None:
     for scores, kept in ((True, True), (True, False), (False, True)):
         history, rows = started([0, 0, 0])
         laws = Laws(processors("temperature"), history, scores, kept)
@@ -197,15 +197,15 @@ def test_scores_and_logits_are_kept_as_they_were() -> None:
             raw.fill_(7)
             for row in rows:
                 row.tokens.append(TEXTS[row.index][step])
-        for asked, found, scale in ((scores, laws.scores, 0.6), (kept, laws.logits, 1.0)):
-            assert (found is not None) == asked
+        for requested, found, scale in ((scores, laws.scores, 0.6), (kept, laws.logits, 1.0)):
+            assert (found is not None) == requested
             if found is not None:
                 assert len(found) == 2
                 for step, values in enumerate(found):
                     assert torch.equal(values, (logits(3) + step) / scale)
 
 
-def test_what_laws_depend_on() -> None:
+def test_properties_of_laws_by_processor() -> None:
     def of(names: tuple[str, ...], batch: int = 3, **kept: bool) -> tuple[bool, bool, bool, bool]:
         rows = [Row(i, [1], 1, 3) for i in range(batch)]
         laws = Laws(processors(*names), History(torch.ones(batch, 1), 3, PAD, rows), **kept)
@@ -220,7 +220,7 @@ def test_what_laws_depend_on() -> None:
     assert of((), 2, keep_scores=True)[0]
 
 
-def test_kept_scores_of_one_row_behind_a_prefix() -> None:
+def test_kept_scores_of_one_row_with_a_prefix() -> None:
     rows = [Row(0, [5, 6], 2, STEPS)]
     laws = Laws(processors("repetition"), History(torch.tensor([[5, 6]]), STEPS, PAD, rows), keep_scores=True)
     raw = logits(1)
@@ -230,7 +230,7 @@ def test_kept_scores_of_one_row_behind_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("names", NAMES, ids=", ".join)
-def test_drafts_have_the_law_behind_them(names: tuple[str, ...]) -> None:
+def test_scores_of_drafts_are_those_of_their_prefix(names: tuple[str, ...]) -> None:
     history, rows = started([1, 3, 0])
     group, drafts = [2, 0, 0, 1], [[3, 4, 3], [], [6, 5], [8]]
     for strange in ([], [Summing()]):
@@ -244,7 +244,7 @@ def test_drafts_have_the_law_behind_them(names: tuple[str, ...]) -> None:
             assert torch.equal(line, alone(names, i, ids, given.float()))
 
 
-def test_drafts_are_judged_on_float32_without_writing_to_it() -> None:
+def test_scores_of_drafts_do_not_write_to_logits() -> None:
     history, rows = started([1, 1, 1])
     for names in (("temperature",), ("repetition", "temperature")):
         raw = logits(3)
@@ -253,7 +253,7 @@ def test_drafts_are_judged_on_float32_without_writing_to_it() -> None:
         assert torch.equal(raw, before)
 
 
-def test_every_node_at_once() -> None:
+def test_scores_everywhere_equal_those_of_each_node() -> None:
     history, _ = started([0, 1, 2])
     raw = logits(6, torch.float64).view(2, 3, V)
     laws = Laws(processors("temperature", "top-k", "top-p"), history)
@@ -266,8 +266,8 @@ def test_every_node_at_once() -> None:
     assert torch.equal(single, before)
 
 
-def test_ids_lie_where_the_prompt_does() -> None:
-    """Whatever device torch makes tensors on unless it is told."""
+def test_history_is_on_the_device_of_the_prompt() -> None:
+    """For any default device of torch."""
     history, rows = started([1, 2, 0])
     laws, raw = Laws(processors("n-grams"), history), logits(3)
     with torch.device("meta"):
@@ -275,7 +275,7 @@ def test_ids_lie_where_the_prompt_does() -> None:
         assert laws(rows, raw).device == laws.of_drafts(rows, [[1], [2], [3]], raw).device == raw.device
 
 
-def test_every_row_has_a_draft() -> None:
+def test_scores_of_drafts_need_a_draft_per_row() -> None:
     history, rows = started([1, 1, 1])
     with pytest.raises(ValueError, match="zip"):
         Laws(processors("n-grams"), history).of_drafts(rows, [[1], [2]], logits(3))

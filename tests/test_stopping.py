@@ -1,4 +1,4 @@
-"""Where rows end, against the criteria of `transformers` asked on whole batches as its own loop asks them."""
+"""The end of rows, against the criteria of `transformers` called on whole batches as in its own loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPELT = PreTrainedTokenizerFast(tokenizer_object=_tokenizer)
 
 
 class Counting(StoppingCriteria):
-    """Ends row `row` at the `call`-th time that it is asked; keeps what it saw."""
+    """Ends row `row` at the `call`-th call; records its arguments."""
 
     def __init__(self, call: int, row: int):
         self.call, self.row = call, row
@@ -58,7 +58,7 @@ def plain(criteria: StoppingCriteriaList, batch: int) -> list[int]:
 
 
 def of(kinds: Sequence[str], steps: int = STEPS) -> StoppingCriteriaList:
-    """Criteria by name, made anew; the length last, as `transformers` has it elsewhere too."""
+    """New criteria by name; the length last, in another order than that of `transformers`."""
     made = {
         "eos": lambda: sc.EosTokenCriteria(9),
         "two ends": lambda: sc.EosTokenCriteria([6, 4]),
@@ -92,12 +92,12 @@ BY_ROW = [
 
 
 @pytest.mark.parametrize("kinds", BY_ROW, ids=", ".join)
-def test_rows_by_themselves_end_where_plain_decoding_ends_them(kinds: list[str]) -> None:
+def test_independent_rows_end_where_plain_decoding_ends(kinds: list[str]) -> None:
     for batch, steps in itertools.product((1, 3), (2, 6)):
         stops, rows = started(of(kinds, steps), batch)
         assert not stops.lockstep and stops.unknown_processors == [] and stops.steps == steps
         expected = plain(of(kinds, steps), batch)
-        for row in reversed(rows):  # each at its own pace
+        for row in reversed(rows):  # each at its own step
             for token in SCRIPTS[row.index]:
                 row.tokens.append(token)
                 stops([row])
@@ -107,7 +107,7 @@ def test_rows_by_themselves_end_where_plain_decoding_ends_them(kinds: list[str])
 
 
 @pytest.mark.parametrize("kinds", [["third of row 1"], ["third of row 1", "eos"], ["stop string"]], ids=", ".join)
-def test_rows_in_step_end_where_plain_decoding_ends_them(kinds: list[str]) -> None:
+def test_rows_in_lockstep_end_where_plain_decoding_ends(kinds: list[str]) -> None:
     stops, rows = started(of(kinds), 3)
     pads = "eos" in kinds
     assert stops.lockstep and stops.pads == pads
@@ -119,10 +119,10 @@ def test_rows_in_step_end_where_plain_decoding_ends_them(kinds: list[str]) -> No
         ends.append([row.end for row in rows])
     assert ends[-1] == [n + end for n, end in zip(LENGTHS, plain(of(kinds), 3), strict=True)]
     for before, after in itertools.pairwise(ends):
-        assert all(b is None or a == b for b, a in zip(before, after, strict=True)), "what ended stays ended"
+        assert all(b is None or a == b for b, a in zip(before, after, strict=True)), "ended rows stay ended"
 
 
-def test_a_criterion_of_ones_own_sees_the_batch_once_a_step_and_its_scores() -> None:
+def test_unknown_criterion_is_called_once_per_step_with_batch_and_scores() -> None:
     counting = Counting(99, 0)
     criteria = StoppingCriteriaList([counting, sc.MaxLengthCriteria(9)])
     stops, rows = started(criteria, 3, keep_scores=True)
@@ -143,21 +143,21 @@ def test_a_criterion_of_ones_own_sees_the_batch_once_a_step_and_its_scores() -> 
     assert counting.seen == [([[0, 0, 5, 4]], None)], "no scores where none are kept"
 
 
-def test_a_criterion_of_a_row_is_asked_on_its_prefix_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, ...]] = []
+def test_rowwise_criterion_is_called_on_its_prefix_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
 
-    def asking(self: object, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        asked.append(tuple(input_ids.shape))
+    def recording(self: object, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        shapes.append(tuple(input_ids.shape))
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     stops, rows = started(of(["eos", "stop string"]), 3)
-    monkeypatch.setattr(sc.StopStringCriteria, "__call__", asking)
+    monkeypatch.setattr(sc.StopStringCriteria, "__call__", recording)
     rows[2].tokens += SCRIPTS[2][:2]
     stops([rows[2]])
-    assert asked == [(1, 5)] and not rows[2].ended
+    assert shapes == [(1, 5)] and not rows[2].ended
     rows[0].tokens += [9]
     stops([rows[0]])
-    assert asked == [(1, 5)], "an end of text is known without asking"
+    assert shapes == [(1, 5)], "an end of text needs no call"
     assert rows[0].end == 2
 
 
@@ -165,18 +165,18 @@ class Bare(LogitsProcessor):
     pass
 
 
-def test_who_goes_in_step() -> None:
-    stranger = LogitsProcessorList([Bare()])
+def test_lockstep_by_criteria_and_processors() -> None:
+    unknown = LogitsProcessorList([Bare()])
     known = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
     cases = [
         (["eos"], 3, known, False, True),
         ([], 3, known, False, False),
         (["over"], 3, known, False, False),
-        (["stop string"], 2, known, True, False),  # rows that ended go on with text of their own
+        (["stop string"], 2, known, True, False),  # ended rows are continued with their own text
         (["stop string"], 1, known, False, False),
         (["eos", "stop string"], 3, known, False, True),
         (["sure"], 1, known, True, False),
-        (["eos"], 1, stranger, True, True),
+        (["eos"], 1, unknown, True, True),
     ]
     for kinds, batch, processors, lockstep, pads in cases:
         stops, _ = started(of(kinds), batch, processors)

@@ -18,19 +18,19 @@ from truedraft.runtime import native as runtime
 from truedraft.stores import _native, trigrams
 from truedraft.stores._cursor import SEPARATOR, Cursor
 from truedraft.stores._native import library
-from truedraft.stores._pure import Pure
-from truedraft.stores.automaton import Automaton, Native, automaton
+from truedraft.stores._pure import PythonAutomaton
+from truedraft.stores.automaton import Automaton, CompiledAutomaton, automaton
 from truedraft.stores.likeliest import largest, likeliest
 from truedraft.stores.successors import Successors
 from truedraft.tree import DraftTree
 
-FORMS: dict[str, Callable[[int], Automaton]] = {"pure": Pure}
+FORMS: dict[str, Callable[[int], Automaton]] = {"pure": PythonAutomaton}
 if (lib := library()) is not None:
-    FORMS["native"] = lambda cap: Native(lib, cap)
+    FORMS["native"] = lambda cap: CompiledAutomaton(lib, cap)
 
 
 def texts() -> list[list[int]]:
-    """Of few and of many tokens, of runs, of periods, with separators."""
+    """Texts of few and of many tokens, with runs, with periods, with separators."""
     pick = random.Random(0)
     few = [[pick.randrange(k) for _ in range(200)] for k in (1, 2, 3, 40)]
     hub = [t for i in range(150) for t in (0, 1 + pick.randrange(1, 2 + i % 30), 31 + i % 3)]  # one token, many next
@@ -40,21 +40,21 @@ def texts() -> list[list[int]]:
 
 
 def occurrences(text: Sequence[int], string: Sequence[int]) -> list[int]:
-    """Places of the last token of every occurrence."""
+    """Indices of the last token of every occurrence."""
     n = len(string)
     return [i + n - 1 for i in range(len(text) - n + 1) if list(text[i : i + n]) == list(string)]
 
 
-def longest_known(text: Sequence[int], said: Sequence[int]) -> list[int]:
-    for n in range(len(said), 0, -1):
-        if occurrences(text, said[-n:]):
-            return list(said[-n:])
+def longest_occurring(text: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    for n in range(len(tokens), 0, -1):
+        if occurrences(text, tokens[-n:]):
+            return list(tokens[-n:])
     return []
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cap", [128, 6])
-def test_a_text_is_followed_as_brute_force_would(form: str, cap: int) -> None:
+def test_cursor_of_a_text_equals_brute_force(form: str, cap: int) -> None:
     pick = random.Random(1)
     for text in texts():
         made, cursor = FORMS[form](cap), Cursor()
@@ -63,13 +63,13 @@ def test_a_text_is_followed_as_brute_force_would(form: str, cap: int) -> None:
             step = pick.randint(1, 9)
             made.read(cursor, text[at : at + step])
             at = min(at + step, len(text))
-            before, suffix = text[: at - 1], longest_known(text[: at - 1], text[:at])
+            before, suffix = text[: at - 1], longest_occurring(text[: at - 1], text[:at])
             assert len(made) == at - 1 and cursor.length == len(suffix)
             assert not suffix or made.first(cursor) == occurrences(before, suffix)[0]
-            wanted = pick.randint(1, 8)
+            length = pick.randint(1, 8)
             place = cursor.copy()
-            made.shorten(place, wanted)
-            string = suffix[-wanted:]
+            made.shorten(place, length)
+            string = suffix[-length:]
             if not string:
                 assert made.copy(place, 1, 5) == []
                 continue
@@ -86,7 +86,7 @@ def test_a_text_is_followed_as_brute_force_would(form: str, cap: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_most_frequent_continuations_grow_first(form: str) -> None:
+def test_grow_gives_the_most_frequent_continuations_first(form: str) -> None:
     pick = random.Random(2)
     for text in texts():
         made = FORMS[form](64)
@@ -120,19 +120,19 @@ def test_the_most_frequent_continuations_grow_first(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_cursor_in_a_text_that_grows_stays_right(form: str) -> None:
+def test_cursor_stays_valid_while_the_text_grows(form: str) -> None:
     pick = random.Random(3)
-    made, text, said, cursor = FORMS[form](64), [], [], Cursor()
+    made, text, followed, cursor = FORMS[form](64), [], [], Cursor()
     for _ in range(120):
         new = [pick.randrange(3) for _ in range(pick.randint(1, 6))]
         made.extend(new)
         text += new
-        heard = [pick.randrange(3) for _ in range(pick.randint(1, 4))]
-        before = said[-cursor.length :] if cursor.length else []
-        made.follow(cursor, heard)
-        said += heard
-        assert cursor.length <= len(before) + len(heard)
-        string = said[len(said) - cursor.length :]
+        tokens = [pick.randrange(3) for _ in range(pick.randint(1, 4))]
+        before = followed[-cursor.length :] if cursor.length else []
+        made.follow(cursor, tokens)
+        followed += tokens
+        assert cursor.length <= len(before) + len(tokens)
+        string = followed[len(followed) - cursor.length :]
         assert occurrences(text, string) if string else True
         assert (cursor.length, len(occurrences(text, string))) == made.suffixes(cursor)[0] if string else True
         place = cursor.copy()
@@ -140,13 +140,13 @@ def test_a_cursor_in_a_text_that_grows_stays_right(form: str) -> None:
         assert place.length == 0
 
 
-def test_the_compiled_form_is_in_use_where_it_was_built() -> None:
-    assert isinstance(automaton(), Native) == (library() is not None)
+def test_compiled_automaton_is_used_where_it_was_built() -> None:
+    assert isinstance(automaton(), CompiledAutomaton) == (library() is not None)
 
 
 @pytest.mark.parametrize("loader", [_native.library, runtime.library])
-def test_a_library_of_other_sources_counts_as_not_built(loader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that lacks a symbol: the interpreter's own has none of ours."""
+def test_library_of_other_sources_is_not_used(loader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own library lacks the symbols."""
     monkeypatch.delenv("TRUEDRAFT_NATIVE", raising=False)
     if loader.__wrapped__() is None:
         pytest.skip("it was not compiled")
@@ -156,14 +156,14 @@ def test_a_library_of_other_sources_counts_as_not_built(loader: Any, monkeypatch
     assert loader.__wrapped__() is None
 
 
-def test_a_module_of_other_sources_counts_as_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRUEDRAFT_NATIVE", raising=False)
     monkeypatch.setattr(_native, "import_module", lambda name: random)
     assert _native.trees.__wrapped__() is None
 
 
 @pytest.mark.skipif(library() is None, reason="the structures were not compiled")
-def test_numbers_from_outside_do_no_harm() -> None:
+def test_invalid_arguments_are_harmless() -> None:
     """Counts below zero and beyond all arrays, cursors of other texts, tokens without a line."""
     made = automaton()
     made.extend([pick % 5 for pick in range(300)])
@@ -189,8 +189,8 @@ def test_numbers_from_outside_do_no_harm() -> None:
     assert table.of(-7) == [] and not any(map(table.of, range(9)))
     for rows in (2**40, 2**62):
         with pytest.raises(MemoryError):
-            trigrams.Native(rows)
-    flat = trigrams.Native(64)
+            trigrams.CompiledTrigrams(rows)
+    flat = trigrams.CompiledTrigrams(64)
     flat.weigh([1, 2, 3, 1, 2, 3], 0.0, 3.0)
     assert flat.search(1, 2, 9, 3, 32.0, 0.0, 5).shares[:1] == [0.0]
     flat._table.clock = 2**31 - 2
@@ -201,19 +201,19 @@ def test_numbers_from_outside_do_no_harm() -> None:
         assert sorted(tokens) == [1, 2, 3]
 
 
-def test_the_likeliest_are_those_of_topk() -> None:
+def test_likeliest_equals_topk() -> None:
     scores = torch.randn(7, 300)
     scores[2, 5] = scores[2, 6] = torch.nan
-    wanted = [row.nan_to_num(-torch.inf).topk(8).indices.tolist() for row in scores]
+    expected = [row.nan_to_num(-torch.inf).topk(8).indices.tolist() for row in scores]
     found = likeliest(scores, 8)
-    assert found == wanted == likeliest(scores.double(), 8)
+    assert found == expected == likeliest(scores.double(), 8)
     assert likeliest(scores[3:, :2], 5) == scores[3:, :2].topk(2).indices.tolist()
     scores[1, 1:] = -torch.inf
     assert likeliest(scores[1:2], 3) == likeliest(scores[1:2].double(), 3) == [[0]]
 
 
 @pytest.mark.parametrize("width", [3, 90, 300, 5000, 40_000])
-def test_the_likeliest_of_rows_with_ties_are_the_first(width: int) -> None:
+def test_likeliest_prefers_the_first_of_equal_scores(width: int) -> None:
     torch.manual_seed(0)
     scores = torch.randn(9, width).mul(20).round()
     count = min(8, width)
@@ -221,12 +221,12 @@ def test_the_likeliest_of_rows_with_ties_are_the_first(width: int) -> None:
 
 
 @pytest.mark.parametrize("native", ["", "0"], ids=["compiled", "python"])
-def test_successors_are_those_last_seen_and_grow_after_a_template(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successors_are_those_last_observed_and_fill_a_template(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEDRAFT_NATIVE", native)
     for cached in (_native.library, _native.trees):
         cached.cache_clear()
     torch.manual_seed(0)
-    pick, known, table = random.Random(0), {}, Successors(3)
+    pick, last, table = random.Random(0), {}, Successors(3)
     for _ in range(200):
         tokens = [pick.randrange(40) for _ in range(pick.randrange(1, 6))]
         scores = torch.randn(len(tokens), 40)
@@ -234,8 +234,8 @@ def test_successors_are_those_last_seen_and_grow_after_a_template(native: str, m
         table.learn(tokens, scores)
         for token, row in zip(tokens, scores, strict=True):
             if best := [i for i in row.topk(3).indices.tolist() if row[i] > -torch.inf]:
-                known[token] = best
-    assert {token: table.of(token) for token in range(50) if table.of(token)} == known
+                last[token] = best
+    assert {token: table.of(token) for token in range(50) if table.of(token)} == last
     shape = template(40, 4, 5)
     for budget in (0, 7, 40):
         tokens, parents, confidence = table.tree(9, budget, shape)
@@ -244,8 +244,8 @@ def test_successors_are_those_last_seen_and_grow_after_a_template(native: str, m
         paths = {(0,): [9]}  # of ranks, as far as there are successors
         for i, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True), 1):
             above = paths.get((parent,))
-            if above and rank < len(known.get(above[-1], ())):
-                paths[i,] = [*above, known[above[-1]][rank]]
+            if above and rank < len(last.get(above[-1], ())):
+                paths[i,] = [*above, last[above[-1]][rank]]
         assert [[tokens[n] for n in tree.path(i)] for i in range(len(tree))] == list(paths.values())[: 1 + budget]
     assert table.tree(10**6, 9, shape) == ((10**6,), (-1,), (1.0,))
     for cached in (_native.library, _native.trees):
@@ -253,9 +253,9 @@ def test_successors_are_those_last_seen_and_grow_after_a_template(native: str, m
 
 
 @pytest.mark.skipif(library() is None, reason="the structures were not compiled")
-def test_the_compiled_search_is_the_one_in_python() -> None:
+def test_compiled_search_equals_that_in_python() -> None:
     pick = random.Random(4)
-    mine, theirs = trigrams.Native(4096), trigrams.Pure(4096)
+    mine, theirs = trigrams.CompiledTrigrams(4096), trigrams.PythonTrigrams(4096)
     for text in texts():
         text = [max(token, 0) for token in text]
         for table in (mine, theirs):
@@ -268,9 +268,9 @@ def test_the_compiled_search_is_the_one_in_python() -> None:
             assert found[0].tokens
 
 
-@pytest.mark.parametrize("form", ["Native", "Pure"])
-def test_trigrams_stay_within_their_rows(form: str) -> None:
-    if form == "Native" and library() is None:
+@pytest.mark.parametrize("form", ["CompiledTrigrams", "PythonTrigrams"])
+def test_trigrams_keep_a_bounded_number_of_rows(form: str) -> None:
+    if form == "CompiledTrigrams" and library() is None:
         pytest.skip("the structures were not compiled")
     table = getattr(trigrams, form)(64)
     text = list(range(5000))
@@ -280,12 +280,12 @@ def test_trigrams_stay_within_their_rows(form: str) -> None:
     other.weigh([7, 8, 9], 1.0, 3.0)
     assert other.search(0, 1, 5, 1, 32.0, 8.0, 4) == table.search(0, 1, 5, 1, 32.0, 8.0, 4) != ([], [], [])
     assert other.search(7, 8, 5, 1, 32.0, 8.0, 4).tokens == [9] and not table.search(7, 8, 5, 1, 32.0, 8.0, 4).tokens
-    known = [i for i in range(4998) if table.search(i, i + 1, 5, 1, 32.0, 8.0, 4).tokens]
-    assert 0 < len(known) <= 64 and max(known) == 4997
+    kept = [i for i in range(4998) if table.search(i, i + 1, 5, 1, 32.0, 8.0, 4).tokens]
+    assert 0 < len(kept) <= 64 and max(kept) == 4997
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 700), (2, 3, 64), (2, 4, 1000)])
-def test_the_largest_is_the_first_of_them_and_nan_is_told(shape: tuple[int, ...]) -> None:
+def test_largest_is_the_first_maximum_and_minus_one_for_nan(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     for _ in range(20):
         scores = torch.randn(*shape).mul(2).round()  # with ties

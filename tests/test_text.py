@@ -1,4 +1,4 @@
-"""Text net: greedy and seeded output is that of `model.generate`, whatever drafts."""
+"""Text net: greedy and seeded output is that of `model.generate`, with every drafter."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from models import ARCHITECTURES, NO_FP64, ragged, tiny
 from nets import EVERY, NAMES, PRESETS, PROCESSORS, REGISTERED, RULES, TRIALS, eos_inside, text_net, turn
 
 ROWS = (1, 5)
-SETTINGS = [  # greedy decoding takes no warpers
+SETTINGS = [  # greedy decoding has no warpers
     (rule, processors) for rule in RULES for processors in PROCESSORS if (rule, processors) != ("greedy", "warpers")
 ]
 
 
 def cases() -> Iterator[tuple[str, str, int, str]]:
-    """Trials: the whole product. Registered drafters: alone or in a batch, in turn. Presets: once under each rule."""
+    """Trials: the full product. Registered drafters: alone and in a batch in turn. Presets: once for each rule."""
     for name in (*TRIALS, "plain"):
         yield from ((name, rule, rows, processors) for rule, processors in SETTINGS for rows in ROWS)
     for name in NAMES:
@@ -31,12 +31,12 @@ def cases() -> Iterator[tuple[str, str, int, str]]:
 
 
 def hosted(name: str) -> PreTrainedModel:
-    """Trials see passes by the model's own forward, in fp64; registered drafters those that `accelerate` makes."""
+    """Trials run on the model's own forward, in fp64; registered drafters on the passes that `accelerate` makes."""
     return tiny("llama", torch.float32 if name in REGISTERED else torch.float64)
 
 
 @pytest.mark.parametrize(("name", "rule", "rows", "processors"), cases())
-def test_every_drafter_says_what_the_model_says(name: str, rule: str, rows: int, processors: str) -> None:
+def test_every_drafter_keeps_the_text_of_generate(name: str, rule: str, rows: int, processors: str) -> None:
     model = hosted(name)
     settings = {**RULES[rule], **PROCESSORS[processors]}
     report = text_net(model, name, ragged(model, rows), max_new_tokens=40, **settings)
@@ -49,7 +49,7 @@ def test_every_drafter_says_what_the_model_says(name: str, rule: str, rows: int,
 @pytest.mark.parametrize("length", [1, 2, 7])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", EVERY)
-def test_lengths_end_where_plain_decoding_ends(name: str, rule: str, length: int) -> None:
+def test_short_limits_end_where_plain_decoding_ends(name: str, rule: str, length: int) -> None:
     model = hosted(name)
     text_net(model, name, ragged(model, 3), max_new_tokens=length, **RULES[rule])
 
@@ -64,7 +64,7 @@ def test_end_of_text_inside_a_draft(name: str, rule: str, rows: int) -> None:
     text_net(model, name, inputs, max_new_tokens=40, eos_token_id=[eos, 1], pad_token_id=0, **RULES[rule])
 
 
-EVERYWHERE = ["oracle", "probes", "taps", "draft-model"]  # between them they use all that a model is asked for
+EVERYWHERE = ["oracle", "probes", "taps", "draft-model"]  # together they use every feature of a model
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_eager_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*REGISTERED, "noise"])
-def test_the_cost_control_changes_no_token(name: str) -> None:
+def test_cost_control_changes_no_token(name: str) -> None:
     model = hosted(name)
     text_net(model, name, ragged(model, 4), control="cost", max_new_tokens=60, **RULES["seeded"])
 
 
-def test_a_row_does_not_depend_on_its_neighbours_when_seeded_by_position() -> None:
+def test_seeded_row_is_independent_of_its_neighbours() -> None:
     import truedraft
 
     model = tiny()

@@ -1,4 +1,4 @@
-"""Calls from several threads, and under what callers set for all of torch."""
+"""Calls from several threads, and under global settings of torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, pad_token_id=0
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work` with the numbers of as many threads; the first error is raised here."""
+    """Run `work` with the index of each of `count` threads; the first error is raised here."""
     errors: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -42,7 +42,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def calls_of(model: Any, count: int = 8) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """Arguments of calls that differ in batch, length and seed, and what `model.generate` says to them."""
+    """Arguments of calls that differ in batch, length and seed, and the outputs of `model.generate` for them."""
     calls = []
     for number in range(count):
         given: dict[str, Any] = {**ragged(model, 1 + number % 3, seed=number), **GREEDY}
@@ -72,14 +72,14 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("name", MODELS)
-def test_threads_share_an_accelerated_model(name: str, runtime: str) -> None:
+def test_threads_can_share_an_accelerated_model(name: str, runtime: str) -> None:
     model = MODELS[name]()
     hammered([truedraft.accelerate(model, runtime=runtime)], calls_of(model), 4, 6)
 
 
 @pytest.mark.slow  # 16,000 calls a model
 @pytest.mark.parametrize("name", ["llama", "bart"])
-def test_twenty_runs_of_many_calls(name: str) -> None:
+def test_many_calls_from_threads_repeatedly(name: str) -> None:
     model = MODELS[name]()
     calls = calls_of(model, 24)
     for _ in range(20):
@@ -88,7 +88,7 @@ def test_twenty_runs_of_many_calls(name: str) -> None:
 
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("name", MODELS)
-def test_accelerated_models_of_one_model_in_threads_beside_the_plain_one(
+def test_accelerated_models_of_one_model_in_threads_with_the_plain_one(
     name: str, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linears, "SMALLEST", 0)
@@ -98,7 +98,7 @@ def test_accelerated_models_of_one_model_in_threads_beside_the_plain_one(
     assert not any("forward" in vars(module) or "compute_bias" in vars(module) for module in model.modules())
 
 
-def test_a_drafter_and_a_control_shared_by_two_models() -> None:
+def test_drafter_and_control_shared_by_two_models() -> None:
     first, second = tiny("llama", torch.float32), tiny("qwen2", torch.float32)
     drafter, control = (truedraft.registry.load(*names) for names in (("drafters", "suffix"), ("control", "cost")))
     fasts = [truedraft.accelerate(model, draft=drafter, control=control) for model in (first, second)]
@@ -111,7 +111,7 @@ def test_a_drafter_and_a_control_shared_by_two_models() -> None:
     in_threads(4, work)
 
 
-def test_learning_and_forgetting_beside_calls(tmp_path: Any) -> None:
+def test_memory_calls_concurrent_with_generate(tmp_path: Any) -> None:
     model = tiny("llama", torch.float32)
     fast, calls = truedraft.accelerate(model, draft="suffix"), calls_of(model)
 
@@ -127,7 +127,7 @@ def test_learning_and_forgetting_beside_calls(tmp_path: Any) -> None:
     in_threads(4, work)
 
 
-def test_a_call_inside_a_call_is_refused_and_the_outer_one_goes_on() -> None:
+def test_nested_call_is_refused_and_the_outer_one_continues() -> None:
     model = tiny("llama", torch.float32)
     fast, refusals = truedraft.accelerate(model), list[str]()
 
@@ -144,7 +144,7 @@ def test_a_call_inside_a_call_is_refused_and_the_outer_one_goes_on() -> None:
     assert refusals and "a call inside a call" in refusals[0]
 
 
-def test_a_failed_call_lets_the_next_one_in() -> None:
+def test_failed_call_releases_its_lock() -> None:
     model = tiny("llama", torch.float32)
     fast, given = truedraft.accelerate(model), ragged(model, 2)
 
@@ -187,7 +187,7 @@ def test_overrides_nest_and_are_undone_in_any_order() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
-def test_inference_mode_around_any_call(name: str, runtime: str) -> None:
+def test_calls_in_inference_mode(name: str, runtime: str) -> None:
     model = MODELS[name]()
     given, expected = calls_of(model, 3)[2]
     longer = {**given, "max_new_tokens": 30}
@@ -203,7 +203,7 @@ def test_inference_mode_around_any_call(name: str, runtime: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
-def test_another_default_device(name: str, runtime: str) -> None:
+def test_calls_with_another_default_device(name: str, runtime: str) -> None:
     model = copy.deepcopy(MODELS[name]())
     given, expected = calls_of(model, 3)[1]
     sampled = {**given, "do_sample": True}

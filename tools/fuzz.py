@@ -1,7 +1,7 @@
-"""Throw random knobs, files, masks and embeddings at truedraft: python tools/fuzz.py [--seed 0] [--out FILE] [KIND ...]
+"""Fuzzing with random knobs, files, masks and embeddings: python tools/fuzz.py [--seed 0] [--out FILE] [KIND ...]
 
 Every case must end in good time: in a result, in `Refused`, or in an exception where `model.generate` raises one for
-the same prompt ("declined"). Whatever else it ends in is a finding: another exception, a crash, a case that does not
+the same prompt ("declined"). Any other end is a finding: another exception, a crash, a case that does not
 end. Cases run in children of this process, so that a crash ends one child alone, and each follows from seed, kind and
 number: `--only masks:4711` runs one here. The exit status is 1 where anything was found.
 """
@@ -43,7 +43,7 @@ def some(pick: random.Random, *options: Any) -> Any:
 
 
 def number(pick: random.Random) -> Any:
-    """Numbers of all sizes, and some that are none."""
+    """Numbers of all sizes, and values that are no numbers."""
     return some(
         pick, 0, 1, 2, 3, -1, pick.randrange(-9, 99), 2 ** pick.randrange(70), -(2 ** pick.randrange(70)), 10**400,
         float("nan"), float("inf"), -float("inf"), pick.uniform(-2, 2), 10 ** pick.uniform(-300, 300), True, None, "7",
@@ -60,7 +60,7 @@ def text(pick: random.Random) -> str:
 
 
 def knobs_cases() -> Case:
-    """Methods with random knobs; of those that need no model, drafts behind random text."""
+    """Methods with random knobs; of those that need no model, drafts after random text."""
     import dataclasses
 
     import torch
@@ -106,8 +106,10 @@ def knobs_cases() -> Case:
         fields = [f for f in dataclasses.fields(method) if f.name != "corpus" or pick.random() < 0.1]
         given = {f.name: value(pick, method, f) for f in pick.sample(fields, pick.randint(0, min(3, len(fields))))}
         if pick.random() < 0.3:
-            words = ",".join(f"{key}={one}" for key, one in given.items() if not isinstance(one, int) or one < 10**99)
-            made = registry.load(kind, f"{name}:{words}" + some(pick, "", "", text(pick)))
+            settings = ",".join(
+                f"{key}={one}" for key, one in given.items() if not isinstance(one, int) or one < 10**99
+            )
+            made = registry.load(kind, f"{name}:{settings}" + some(pick, "", "", text(pick)))
         else:
             made = registry.load(kind, name, **given)
         if kind == "drafters" and not method.card.needs:
@@ -120,7 +122,7 @@ def knobs_cases() -> Case:
 
 
 def files_cases() -> Case:
-    """Corpora, memories and datastores, damaged: as bytes, and as arrays that lie under checksums that are right."""
+    """Corpora, memories and datastores, damaged: as bytes, and as wrong arrays under valid checksums."""
     import numpy as np
     import torch
     from safetensors import safe_open
@@ -185,8 +187,8 @@ def files_cases() -> Case:
                 data[at:end] = bytes(data[at:end])[::-1]
         return bytes(data)
 
-    def lying(pick: random.Random, which: int) -> None:
-        arrays, words = {name: array.copy() for name, array in parts[which][0].items()}, dict(parts[which][1])
+    def inconsistent(pick: random.Random, which: int) -> None:
+        arrays, metadata = {name: array.copy() for name, array in parts[which][0].items()}, dict(parts[which][1])
         for _ in range(pick.randint(1, 3)):
             name = pick.choice(list(arrays)) if arrays else "token"
             array = arrays.get(name, np.zeros(1, np.int32))
@@ -203,14 +205,14 @@ def files_cases() -> Case:
                 flat, at = array.reshape(-1), pick.randrange(array.size)
                 new = some(pick, -1, 0, 1, 2**31 - 1, -(2**31), pick.randrange(array.size), float(flat[at]) + 1)
                 flat[at] = np.array(new).astype(array.dtype)
-        about = json.loads(words["about"])
+        about = json.loads(metadata["about"])
         if pick.random() < 0.2:
             about[pick.choice([*about, "more"])] = some(pick, number(pick), text(pick), [1, 2], {}, [[]])
         try:
-            words["about"] = json.dumps(about)
-            words["checksums"] = json.dumps(_file._checksums(arrays, words["about"]))
-            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, str(here), words)
-        except (TypeError, ValueError, UnicodeError):  # what cannot be written at all
+            metadata["about"] = json.dumps(about)
+            metadata["checksums"] = json.dumps(_file._checksums(arrays, metadata["about"]))
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, str(here), metadata)
+        except (TypeError, ValueError, UnicodeError):  # cannot be written
             here.write_bytes(b"")
 
     def case(pick: random.Random) -> None:
@@ -218,7 +220,7 @@ def files_cases() -> Case:
         if pick.random() < 0.4:
             here.write_bytes(damaged(pick, originals[which]))
         else:
-            lying(pick, which)
+            inconsistent(pick, which)
         used(which)
 
     return case
@@ -228,7 +230,7 @@ def files_cases() -> Case:
 
 
 class Declined(Exception):
-    """What `model.generate` does not take either: it raises for the same prompt."""
+    """`model.generate` raises for the same prompt."""
 
 
 def tensor(pick: random.Random, given: Any) -> Any:
@@ -356,7 +358,7 @@ CASES = {"knobs": knobs_cases, "files": files_cases, "masks": masks_cases, "embe
 
 
 def outcome(case: Case, pick: random.Random) -> tuple[str, str]:
-    """What a case ended in, and where."""
+    """The end of a case, and its place."""
     from truedraft import Refused
 
     try:
@@ -387,7 +389,7 @@ def quiet() -> Iterator[None]:
 
 
 def child(kind: str, seed: int, first: int, last: int, at: mmap.mmap, out: int) -> None:
-    """Run cases one after the other; `at` says which one is under way, `out` takes a line for each that is over."""
+    """Run cases one after the other; `at` holds the current number, `out` receives a line for each that has ended."""
     with quiet(), os.fdopen(out, "w", buffering=1) as lines:
         case = CASES[kind]()
         for number in range(first, last):
@@ -397,7 +399,7 @@ def child(kind: str, seed: int, first: int, last: int, at: mmap.mmap, out: int) 
 
 
 def ended(pid: int, at: mmap.mmap) -> str | None:
-    """Wait for a child; how it ended, None where as it should. One whose case takes too long is ended."""
+    """Wait for a child; returns its fault, None for none. A child whose case takes too long is killed."""
     before, since = -1, time.monotonic()
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -416,7 +418,7 @@ def ended(pid: int, at: mmap.mmap) -> str | None:
 
 
 def run(kind: str, seed: int, count: int, found: dict[str, list[str]]) -> Counter[str]:
-    """All cases of a kind; returns how many ended how. found: findings with examples, extended."""
+    """Run all cases of a kind; returns counts of their ends. found: findings with examples, extended."""
     counts: Counter[str] = Counter()
     at = mmap.mmap(-1, 8)
     first = crashes = 0
@@ -463,7 +465,7 @@ def main() -> int:
         kind, _, number = options.only.partition(":")
         CASES[kind]()(random.Random(f"{options.seed} {kind} {number}"))
         return 0
-    import transformers  # noqa: F401  before the children, so that they need not
+    import transformers  # noqa: F401  imported once, before the children are forked
 
     import truedraft  # noqa: F401
 

@@ -1,8 +1,8 @@
-"""Sentences with the mistakes that people make, from sentences without: what `nano-gec` learns to undo.
+"""Insertion of typical errors into sentences: the training data of `nano-gec`, which corrects them.
 
 Every kind of error has a weight, and a sentence has a number of errors drawn from its own rate, so that many have none
-or one and a few have as many as a learner's. Misspellings are real ones where a list of them is given; inflected forms
-come from a dictionary (`lemminflect`), never from rules over letters.
+or one, and a few as many as those of a learner. Misspellings are real ones where a list of them is given; inflected
+forms are from a dictionary (`lemminflect`), never from rules over letters.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ SOUNDS = [
 
 @lru_cache(maxsize=200_000)
 def forms(word: str) -> tuple[str, ...]:
-    """Other inflected forms of a word, by every part of speech that the dictionary gives it."""
+    """Other inflected forms of a word, for every part of speech that it has in the dictionary."""
     found: set[str] = set()
     for part, lemmas in lemminflect.getAllLemmas(word).items():
         if part in ("NOUN", "VERB", "ADJ", "ADV", "AUX"):
@@ -161,13 +161,13 @@ def is_noun(word: str) -> bool:
 
 
 def like(old: str, new: str) -> str:
-    """`new` with the capitals of `old`."""
+    """`new`, capitalised as `old`."""
     return new[:1].upper() + new[1:] if old[:1].isupper() and not (old == "I" and new != "I") else new
 
 
 @dataclass
 class Errors:
-    """Puts errors into sentences.
+    """Inserts errors into sentences.
 
     `misspelt` maps a right word to real misspellings of it; see `misspellings`.
     """
@@ -211,18 +211,18 @@ class Errors:
         pieces = PIECES.findall(sentence)
         words = sum(1 for p in pieces if WORD.fullmatch(p))
         rate = rng.choice([0.05, 0.08, 0.12, 0.16, 0.25])
-        wanted = max(1, sum(rng.random() < rate for _ in range(words)))
-        for _ in range(3 * wanted):
-            if wanted and rng.choices(self.kinds, self.weights)[0](pieces, rng):
-                wanted -= 1
+        errors = max(1, sum(rng.random() < rate for _ in range(words)))
+        for _ in range(3 * errors):
+            if errors and rng.choices(self.kinds, self.weights)[0](pieces, rng):
+                errors -= 1
                 pieces = PIECES.findall("".join(pieces))
         return "".join(pieces)
 
-    # ------------------------------------------------ kinds; each says whether it found a place
+    # ------------------------------------------------ kinds; each returns whether it found a place
 
     @staticmethod
-    def _one(pieces: list[str], rng: random.Random, wanted: Callable[[str], object]) -> int | None:
-        found = [i for i, p in enumerate(pieces) if p[0].isalpha() and wanted(p)]
+    def _one(pieces: list[str], rng: random.Random, fits: Callable[[str], object]) -> int | None:
+        found = [i for i, p in enumerate(pieces) if p[0].isalpha() and fits(p)]
         return rng.choice(found) if found else None
 
     def spelling(self, pieces: list[str], rng: random.Random) -> bool:
@@ -230,9 +230,9 @@ class Errors:
         if i is None:
             return False
         word = pieces[i]
-        known = self.misspelt.get(word.lower())
-        if known and rng.random() < 0.5:
-            pieces[i] = like(word, rng.choice(known))
+        listed = self.misspelt.get(word.lower())
+        if listed and rng.random() < 0.5:
+            pieces[i] = like(word, rng.choice(listed))
         else:
             pieces[i] = self.misspell(word, rng)
             if len(word) > 7 and rng.random() < 0.15:
@@ -240,7 +240,7 @@ class Errors:
         return pieces[i] != word
 
     def misspell(self, word: str, rng: random.Random) -> str:
-        """One slip of the fingers, or one letter that stands for a sound."""
+        """One typing error, or one letter replaced by another of the same sound."""
         if rng.random() < 0.4:
             low = word.lower()
             fitting = [(a, b, low.find(a, 1)) for a, b in SOUNDS if low.find(a, 1) > 0]
@@ -429,12 +429,12 @@ class Errors:
         return True
 
 
-def misspellings(path: Path, known: set[str]) -> dict[str, list[str]]:
-    """Right word -> its misspellings, from lines `wrong->right` (codespell's dictionary), for `known` right words."""
+def misspellings(path: Path, words: set[str]) -> dict[str, list[str]]:
+    """Right word -> its misspellings, from lines `wrong->right` (codespell's dictionary), for `words`."""
     table: dict[str, list[str]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         wrong, _, right = line.partition("->")
         first = right.split(",")[0].strip()
-        if first in known and WORD.fullmatch(wrong):
+        if first in words and WORD.fullmatch(wrong):
             table[first].append(wrong)
     return dict(table)

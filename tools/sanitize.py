@@ -1,7 +1,7 @@
 """Build the extensions with sanitizers, and run the native tests and the fuzzer with them: python tools/sanitize.py
 
-AddressSanitizer and UndefinedBehaviorSanitizer of gcc, on Linux. The build goes to a temporary folder; what is
-installed stays as it is. Other arguments than these go to tools/fuzz.py.
+AddressSanitizer and UndefinedBehaviorSanitizer of gcc, on Linux. The build goes to a temporary folder; the
+installed package is not changed. Other arguments are passed to tools/fuzz.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from distutils.core import run_setup  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
-FLAGS += ["-fno-var-tracking", "-fno-var-tracking-assignments"]  # which take gcc minutes
+FLAGS += ["-fno-var-tracking", "-fno-var-tracking-assignments"]  # these passes take minutes
 TESTS = ("stores", "corpus", "runtime", "pairs", "linears", "quantize", "knobs", "files", "nest", "compose")
 TESTS += ("native_checks", "changes", "threads", "prompts")
 
 
 def built(folder: Path) -> Path:
-    """The package with extensions that check themselves; the folder to import it from.
+    """Build the package with sanitized extensions; returns the folder to import it from.
 
-    A folder that holds it already is used as it is.
+    A folder that contains a build is used as it is.
     """
     source = folder / "src"
     if source.exists():
@@ -58,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", action="store_true", help="the tests alone")
     parser.add_argument("--fuzz", action="store_true", help="the fuzzer alone")
-    parser.add_argument("--build", type=Path, help="a folder to keep the build in, and to take it from next time")
+    parser.add_argument("--build", type=Path, help="a folder in which the build is kept and found again")
     options, others = parser.parse_known_args()
     commands = {
         "tests": ["-m", "pytest", *(str(ROOT / "tests" / f"test_{name}.py") for name in TESTS)],

@@ -1,7 +1,7 @@
 """Train `nano-gec`, the embedded encoder-decoder that corrects English.
 
 Text that may be shipped, given by path (stories, articles, speeches, the examples of a dictionary) and the docstrings
-of the Python that runs this script; errors are put into it anew each time it is read (`gec_errors`).
+of the Python that runs this script; new errors are inserted each time it is read (`gec_errors`).
 
     python tools/train_gec.py data      --stories FILE --chats FILE --articles FILE FILE --speeches FOLDER \\
                                         --examples FOLDER --out RUN
@@ -35,7 +35,7 @@ from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import bucketed, pad_to
 
 VOCABULARY = 6144
-RARE = 100  # a character that the text has less often is unknown to the model, which never learnt what to do with it
+RARE = 100  # a character with fewer occurrences in the text is mapped to the unknown token
 MARKS = {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\xa0": " "}
 SHAPE = dict(
     d_model=256,
@@ -46,8 +46,8 @@ SHAPE = dict(
     encoder_attention_heads=8,
     decoder_attention_heads=8,
 )
-CHANGED = 2.0  # weight in the loss of a token that the source does not have, and of the one on which copying goes on
-TOKENIZED = 0.15  # share of the sentences written as tokenized corpora are, with spaces around punctuation
+CHANGED = 2.0  # weight in the loss of a token that is not copied, and of the first one copied again
+TOKENIZED = 0.15  # share of sentences in the style of tokenized corpora, with spaces around punctuation
 
 
 # ---------------------------------------------------------------- text
@@ -158,7 +158,7 @@ def gather(args: argparse.Namespace) -> None:
     for name, source in sources.items():
         found = [s for s in source if s not in seen]
         found = list(dict.fromkeys(found))
-        if name == "stories":  # they are many and alike
+        if name == "stories":  # many similar sentences
             found = rng.sample(found, min(len(found), 30_000))
         seen.update(found)
         for sentence in found:
@@ -171,7 +171,7 @@ def gather(args: argparse.Namespace) -> None:
 
 
 def tokenized(sentence: str) -> str:
-    """A sentence as tokenized corpora write it: `do n't`, `Tom 's`, ` ,`."""
+    """A sentence in the style of tokenized corpora: `do n't`, `Tom 's`, ` ,`."""
     sentence = re.sub(r"(?<=[a-z])n't\b", " n't", sentence)
     sentence = re.sub(r"(?<=\w)'(s|re|ve|ll|d|m)\b", r" '\1", sentence)
     sentence = re.sub(r"([,;:!?()\"])", r" \1 ", sentence)
@@ -182,9 +182,9 @@ def tokenized(sentence: str) -> str:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Byte-level BPE; a line is followed by the end."""
+    """Train the byte-level BPE; each line ends with the end token."""
     lines = (args.out / "train.txt").read_text().split("\n")
-    fast = knowing(tokenizer_of(lines, VOCABULARY), lines)
+    fast = restricted(tokenizer_of(lines, VOCABULARY), lines)
     fast.save_pretrained(args.out / "tokenizer")
     for line in lines[:3]:
         print(fast.convert_ids_to_tokens(fast(line)["input_ids"]))
@@ -192,15 +192,15 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     print("tokens a sentence", sum(counts) / len(counts), "words", sum(len(s.split()) for s in lines[:5000]) / 5000)
 
 
-def knowing(fast: PreTrainedTokenizerFast, lines: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer that reads typographic marks as plain ones, and as unknown what the lines hardly have."""
+def restricted(fast: PreTrainedTokenizerFast, lines: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer that maps typographic marks to plain ones, and rare characters to the unknown token."""
     whole = json.loads(fast.backend_tokenizer.to_str())
     split = fast.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     counts = Counter(c for line in lines for piece, _ in split(line) for c in piece)
     rare = {c for c in pre_tokenizers.ByteLevel.alphabet() if counts[c] < RARE}
-    known = whole["model"]["vocab"]
-    assert not any(rare & set(token) for token in known if len(token) > 1 and token not in fast.all_special_tokens)
-    whole["model"]["vocab"] = {f"<rare {i}>" if token in rare else token: i for token, i in known.items()}
+    vocabulary = whole["model"]["vocab"]
+    assert not any(rare & set(token) for token in vocabulary if len(token) > 1 and token not in fast.all_special_tokens)
+    whole["model"]["vocab"] = {f"<rare {i}>" if token in rare else token: i for token, i in vocabulary.items()}
     whole["model"]["unk_token"] = fast.unk_token
     tok = Tokenizer.from_str(json.dumps(whole))
     tok.normalizer = normalizers.Sequence([normalizers.Replace(mark, plain) for mark, plain in MARKS.items()])
@@ -236,7 +236,7 @@ class Pairs:
             yield from zip(sources, self.tokenizer([b for _, b in lines])["input_ids"], strict=True)
 
     def batch(self, sources: list[list[int]], targets: list[list[int]]) -> dict[str, torch.Tensor]:
-        """Sources, labels, and how much each label counts: more where the target departs from the source."""
+        """Sources, labels, and the weight of each label in the loss: larger where target and source differ."""
         pad = self.tokenizer.pad_token_id
         ids = pad_to(sources, pad)
         counts = [changes(a, b) for a, b in zip(sources, targets, strict=True)]
@@ -278,7 +278,7 @@ def train_model(args: argparse.Namespace) -> None:
         return (each * batch["counts"].flatten()).sum() / batch["counts"].sum()
 
     def validate() -> dict[str, float]:
-        """Loss on held-out sentences, and how many of those with errors, and of those without, come out right."""
+        """Loss on held-out sentences, and the fractions with and without errors whose output is correct."""
         total = right = hurt = kept = whole = 0.0
         for i in range(0, len(checks), 50):
             part = checks[i : i + 50]

@@ -1,8 +1,8 @@
 """Train the embedded models: `nano` and `nano-draft`, one tokenizer for both.
 
 Real text only: stories and plays from files given by path, and the standard library of the Python that runs this
-script. An editing task is made from both (a file, an instruction, the edited file), so that copy-heavy generation
-is learnt from real files. Training is by the clock: the learning rate holds, then falls to zero.
+script. Editing tasks are made from both (a file, an instruction, the edited file), as training data of real
+files for copy-heavy generation. Training is limited by time: the learning rate is constant, then falls to zero.
 
     python tools/train_nano.py tokenizer --stories FILE --plays FILE --out runs/nano
     python tools/train_nano.py model     --stories FILE --plays FILE --out runs/nano --size nano --minutes 120
@@ -40,7 +40,7 @@ from truedraft.train.loop import Muon
 END, EDIT, RESULT = "<|end|>", "<|edit|>", "<|result|>"
 WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{space}\p{{L}}+|\p{{N}}|_"
 REST = r"| ?[^\s\p{L}\p{N}_]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPACED = 1200  # entries of the vocabulary that are another with a space in front
+SPACED = 1200  # entries of the vocabulary that are another entry with a leading space
 SIZES = {
     "nano": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8),
     "nano-draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4),
@@ -257,7 +257,7 @@ class Corpus:
                 return prompt, result
 
     def document(self, rng: random.Random, val: bool, length: int) -> tuple[list[int], list[float]]:
-        """Token ids and how much each counts in the loss: in an edit, what is changed counts most."""
+        """Token ids and their weights in the loss: in an edit, changed tokens have the largest."""
         rest = 1 - self.share
         shares = [self.share, 0.51 * rest, 0.44 * rest, 0.05 * rest]
         domain = rng.choices(["edit", "story", "python", "play"], shares)[0]
@@ -284,11 +284,11 @@ class Corpus:
         return ids, weights
 
 
-GIVEN, CHANGED = 0.1, 3.0  # in the loss: the text to edit, and what an edit changes; what it copies counts 1
+GIVEN, CHANGED = 0.1, 3.0  # weights in the loss: of the text to edit, and of changed tokens; copied ones have 1
 
 
 def changes(prompt: list[int], result: list[int]) -> list[float]:
-    """The weights of an edit's result: tokens that are not copied, and those on which copying goes on, count more."""
+    """The weights of an edit's result: larger for tokens that are not copied, and for the first ones copied again."""
     weights = [1.0] * len(result)
     for kind, _, _, first, last in difflib.SequenceMatcher(None, prompt, result, autojunk=False).get_opcodes():
         if kind != "equal":
@@ -298,7 +298,7 @@ def changes(prompt: list[int], result: list[int]) -> list[float]:
 
 
 def pre_tokenizer(space: str) -> pre_tokenizers.PreTokenizer:
-    """Words apart from the punctuation around them; `space` is the pattern of what may stand in front of a word."""
+    """A split into words and punctuation; `space` is the pattern of an optional space before a word."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(WORD.format(space=space) + REST), "isolated"),
@@ -308,11 +308,11 @@ def pre_tokenizer(space: str) -> pre_tokenizers.PreTokenizer:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Byte-level BPE in which a word is spelt with the same entries wherever it stands, but for a space in front.
+    """Byte-level BPE in which a word has the same entries in every context, except for a leading space.
 
-    Merges are learnt on bare words; those of the space with a first piece come last. With the space (or a bracket, or
-    a dot) merged as chance has it, one identifier has half a dozen spellings, and renaming it cannot be learnt in the
-    time that a CPU gives.
+    Merges are trained on bare words; those of the space with a first piece come last. With merges across spaces,
+    brackets or dots one identifier has half a dozen spellings, and renaming it cannot be learnt in the training time
+    of a CPU.
     """
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizer("")
@@ -353,14 +353,14 @@ def train_tokenizer(args: argparse.Namespace) -> None:
 
 
 def adopt(model: LlamaForCausalLM, old: PreTrainedTokenizerFast, new: PreTrainedTokenizerFast) -> None:
-    """Embeddings for another tokenizer: of the same entry, else the mean of the entries that spelt it before."""
-    before, known = model.get_input_embeddings().weight.detach().clone(), old.get_vocab()
+    """Embeddings for another tokenizer: of the same entry, else the mean of the old entries of its text."""
+    before, old_ids = model.get_input_embeddings().weight.detach().clone(), old.get_vocab()
     model.resize_token_embeddings(len(new))
     table = model.get_input_embeddings().weight
     with torch.no_grad():
         for entry, index in new.get_vocab().items():
-            if entry in known:
-                table[index] = before[known[entry]]
+            if entry in old_ids:
+                table[index] = before[old_ids[entry]]
             else:
                 spelt = old(new.decode([index]), add_special_tokens=False)["input_ids"]
                 table[index] = before[spelt].mean(0) if spelt else before.mean(0)
@@ -405,7 +405,7 @@ def validate(model: LlamaForCausalLM, corpus: Corpus, length: int, edits: int) -
         ids = torch.tensor([[end] + prompt + result + [end]])
         guess = model(ids).logits[0, -len(result) - 2 : -1].argmax(-1)
         hit = guess == ids[0, -len(result) - 1 :]
-        # teacher forcing: all argmaxes right is exactly "greedy decoding writes the whole answer"
+        # teacher forcing: all argmaxes right is exactly "greedy decoding generates the whole result"
         exact, right, count = exact + bool(hit.all()), right + hit.sum().item(), count + len(hit)
     report["edit_exact"], report["edit_token"] = round(exact / edits, 4), round(right / count, 5)
     model.train()

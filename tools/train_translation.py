@@ -1,8 +1,8 @@
-"""Train a small translation model from a parallel text given by path; it does not ship.
+"""Train a small translation model from a parallel text given by path; not part of the package.
 
     python tools/train_translation.py --source train.en.gz --target train.de.gz --out RUN --minutes 60
 
-Lines of the two files (plain or .gz) belong together. One joint byte-level BPE, an encoder-decoder of 7 M parameters,
+The two files (plain or .gz) are parallel, line by line. One joint byte-level BPE, an encoder-decoder of 7 M parameters,
 written to RUN/model in the format of transformers; one pair in a hundred is held out.
 """
 
@@ -34,7 +34,7 @@ SHAPE = dict(
 
 
 def tokenizer_of(lines: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """One byte-level BPE for both languages; a line is followed by the end."""
+    """One byte-level BPE for both languages; each line ends with the end token."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     trainer = trainers.BpeTrainer(
@@ -53,9 +53,9 @@ def tokenizer_of(lines: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def build(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int], dropout: float) -> PegasusForConditionalGeneration:
-    """An encoder-decoder with norms in front and sinusoidal positions, which learns fast.
+    """An encoder-decoder with pre-norm layers and sinusoidal positions, which trains fast.
 
-    Its attention is by parts: what torch has in one piece takes as long again backwards, on a CPU.
+    Its attention is not fused: torch's fused attention doubles the time of the backward pass on a CPU.
     """
     config = PegasusConfig(
         vocab_size=len(tokenizer),

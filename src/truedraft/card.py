@@ -1,4 +1,4 @@
-"""What a method says of itself: its card, and the knobs that it takes."""
+"""The description of a method: its card, and the ranges of its knobs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SHOWN = 60  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Card:
-    """A method in the words of its file; listings, documentation and tests are derived from it.
+    """The description of a method in its file; listings, documentation and tests are derived from it.
 
     paper: the source, with year.
     idea: one sentence that a newcomer understands.
-    family: the shelf it stands on (retrieval, draft model, heads, ...).
-    needs: what must be given beyond the target ("references", "weights", "training").
-    cannot: target family -> why it cannot be served.
+    family: group of methods (retrieval, draft model, heads, ...).
+    needs: requirements beyond the target ("references", "weights", "training").
+    cannot: target family -> why it is not supported.
     presets: name -> knobs, for published variants.
     published: the paper's own figures; those measured here are in `benchmarks/results/methods.json`.
     """
@@ -50,17 +50,17 @@ class Range:
         return f"above {low}, up to {high}" if self.open else f"{low} to {high}"
 
     @property
-    def asked(self) -> str:
+    def expected(self) -> str:
         return f"{'a whole number' if self.kind is int else 'a number'}, {self}"
 
     def read(self, value: Any) -> int | float:
         """The value as a number of its kind.
 
         Raises:
-            ValueError, OverflowError: it is none, or lies outside.
+            ValueError, OverflowError: it is no number of this kind, or outside the range.
         """
-        wanted = numbers.Integral if self.kind is int else numbers.Real
-        if isinstance(value, bool) or not isinstance(value, wanted):
+        required = numbers.Integral if self.kind is int else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, required):
             raise ValueError
         number: int | float = self.kind(value)  # type: ignore[call-overload]
         if not self.low <= number <= self.high or (self.open and number == self.low):
@@ -72,10 +72,10 @@ class Range:
 class Switch:
     """True or False."""
 
-    asked = "True or False"
+    expected = "True or False"
 
     def __str__(self) -> str:
-        return self.asked
+        return self.expected
 
     def read(self, value: Any) -> bool:
         """Raises ValueError where it is neither."""
@@ -86,16 +86,16 @@ class Switch:
 
 @dataclass(frozen=True)
 class Text:
-    """Text of a form.
+    """Text of a given form.
 
-    form: in words. reader: raises ValueError for other text.
+    form: its description. reader: a function that raises ValueError for other text.
     """
 
     form: str
     reader: Callable[[str], object]
 
     @property
-    def asked(self) -> str:
+    def expected(self) -> str:
         return self.form
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ Values = Range | Switch | Text
 
 
 class Knob:
-    """A field of a dataclass that takes nothing but its values, whenever and however it is set; see `knob`."""
+    """A field of a dataclass that accepts only values of its range, however it is set; see `knob`."""
 
     def __init__(self, default: Any, values: Values):
         self.default, self.values = default, values
@@ -133,7 +133,7 @@ class Knob:
             vars(method)[self.name] = self.values.read(value)
         except (ValueError, OverflowError) as error:
             name = type(method).__module__.rpartition(".")[2].replace("_", "-")
-            raise Refused(f"{name}:{self.name}={shown(value)}: give {self.values.asked}") from error
+            raise Refused(f"{name}:{self.name}={shown(value)}: give {self.values.expected}") from error
 
 
 def knob(
@@ -145,14 +145,14 @@ def knob(
     form: str = "any text",
     reader: Callable[[str], object] = str,
 ) -> Any:
-    """A field of a method's dataclass, with the values that it takes: `nodes: int = knob(24, 1, 64)  # of the tree`.
+    """A field of a method's dataclass, with its valid values: `nodes: int = knob(24, 1, 64)  # of the tree`.
 
-    Numbers have a range; whole numbers are those whose default is one. Text may have a form.
+    Numbers have a range, and are integers where the default is one. Text may have a form.
 
     Args:
         default: a number, True or False, or text.
         low, high: of a number, the least and the largest.
-        open: the least itself is none of them.
+        open: `low` itself is excluded.
         form, reader: of text, see `Text`.
     """
     if isinstance(default, bool):
@@ -164,7 +164,7 @@ def knob(
 
 
 def values_of(method: type, name: str) -> Values | None:
-    """What a knob of a method takes; None where that is not declared."""
+    """The valid values of a knob of a method; None where they are not declared."""
     found = getattr_static(method, name, None)
     return found.values if isinstance(found, Knob) else None
 
@@ -173,6 +173,6 @@ def shown(value: Any) -> str:
     """A value in a message, cut where it is long."""
     try:
         text = repr(value)
-    except Exception:  # whole numbers of too many digits, and objects of others
+    except Exception:  # integers of too many digits, and foreign objects
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,7 +1,7 @@
-"""The only randomness: a token drawn from a law, at a row and a step; and what drafts and rules draw besides.
+"""All random numbers: tokens drawn from a law at a row and a step, and further draws of drafters and rules.
 
-A sampled token is `argmax(p / e)` with `e` exponential noise, which is how `torch.multinomial` draws one sample.
-So whoever knows the noise of a step knows the token, whatever was drafted.
+A sampled token is `argmax(p / e)` with `e` exponential noise, as `torch.multinomial` draws one sample. So the noise of
+a step determines its token, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from truedraft.tree import DraftTree, Row
 
 T = TypeVar("T")
-TINY = np.finfo(np.float32).tiny  # in the place of an exact 0, which would pick its token whatever the law
+TINY = np.finfo(np.float32).tiny  # instead of an exact 0, which would choose its token under any law
 
 
 class Chance(Protocol):
-    """Where tokens are drawn from.
+    """The source of random draws.
 
-    keys: law / noise of the tokens drawn last, (k, V) or (rows, nodes, V), which are the largest; None where there are
-        none.
+    keys: law / noise of the last pick, (k, V) or (rows, nodes, V); the tokens picked are its argmax. None where there
+        was none.
     """
 
     keys: Tensor | None = None
@@ -44,9 +44,9 @@ class Chance(Protocol):
         ...
 
     def draw_with_target_noise(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
-        """What a (V,) law would draw with the noise of the step `ahead` after the row's next one, the best first.
+        """The tokens that a (V,) law draws with the noise of the step `ahead` after the row's next one, the best first.
 
-        Where that noise cannot be known, the likeliest tokens.
+        Where that noise is not available, the likeliest tokens.
         """
         return likeliest(law, count)
 
@@ -55,20 +55,20 @@ class Chance(Protocol):
         ...
 
     def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
-        """The noise at every node of the trees, (rows, width, V) like the logits, or None: to be asked step by step."""
+        """The noise at every node of the trees, (rows, width, V) like the logits, or None to use `pick`."""
         return None
 
     def reached(self, step: int) -> None:
-        """The rows have emitted up to `step` tokens: noise looked at beyond was not used."""
+        """Called when rows have emitted up to `step` tokens: noise drawn for later steps was not used."""
         return None
 
     def passed(self, step: int) -> None:
-        """No row will ask for a step before `step` again."""
+        """Called when noise before `step` is no longer needed."""
         return None
 
 
 def likeliest(law: Tensor, count: int) -> list[int]:
-    """The tokens of a (V,) law with the largest values, at most `count`, none of those that it rules out."""
+    """The tokens of a (V,) law with the largest values, at most `count`, all of them with p > 0."""
     value, token = law.topk(min(count, len(law)))
     return token[value > 0].tolist()
 
@@ -80,7 +80,7 @@ def largest_of(keys: Tensor) -> list:
 
 
 def far(device: torch.device) -> bool:
-    """Whether reading a result makes the host wait, so that one read of all nodes is worth scoring some in vain."""
+    """Whether reading a result synchronises with a device, so that one read of all nodes is cheaper than several."""
     return device.type == "cuda"
 
 
@@ -88,15 +88,15 @@ class StreamNoise(Chance):
     """The noise that `model.generate` would draw: one (batch, V) block of torch's own stream per step.
 
     A block is drawn when the first row reaches its step and kept until the last row has passed it, so neither
-    drafts nor ragged acceptance change what any row receives, nor where the stream stands afterwards. Blocks that
-    were looked at ahead are kept too, and the stream is put back to where the rows are.
+    drafts nor acceptance of different lengths change the noise of a row or the state of the stream afterwards. Blocks
+    drawn for later steps are kept too, and the stream is reset to the state at the rows' step.
     """
 
     def __init__(self, batch: int):
         self.batch = batch
         self.blocks: dict[int, Tensor] = {}
         self.drawn = self.steps = 0  # blocks drawn, and those that plain decoding would have drawn
-        self.states: dict[int, Tensor] = {}  # of the stream before a block, where blocks were drawn ahead
+        self.states: dict[int, Tensor] = {}  # of the stream before a block, where blocks were drawn early
 
     def _draw(self, like: Tensor) -> None:
         block = torch.empty(self.batch, like.shape[-1], dtype=torch.float32, device=like.device)
@@ -104,7 +104,7 @@ class StreamNoise(Chance):
         self.drawn += 1
 
     def _look(self, step: int, like: Tensor) -> None:
-        """Draw the blocks up to a step, and note where the stream stood before each."""
+        """Draw the blocks up to a step, and keep the state of the stream before each."""
         if step < self.drawn:
             return
         self._device = like.device
@@ -181,7 +181,7 @@ class PositionNoise(Chance):
 
     def __init__(self, seeds: Sequence[tuple[int, int]]):
         self.seeds = seeds
-        self.fresh = [0] * len(seeds)  # how often each row asked for noise that belongs to no step
+        self.fresh = [0] * len(seeds)  # draws of each row that belong to no step
 
     def _bits(self, row: Row, step: int, fresh: int) -> np.random.Generator:
         bits = np.random.Philox(key=self.seeds[row.index], counter=[0, step, fresh, 0])
@@ -219,18 +219,18 @@ class PositionNoise(Chance):
 
 
 class Replay(Chance):
-    """A Chance that follows a given script of picks, and notes the odds of each; see `outcomes`."""
+    """A Chance that follows a script of choices, and records the odds of each; see `outcomes`."""
 
     def __init__(self, script: Sequence[int]):
         self.script = list(script)
-        self.taken: list[tuple[int, list[tuple[int, float]]]] = []  # (branch, its alternatives)
+        self.choices: list[tuple[int, list[tuple[int, float]]]] = []  # (branch, its alternatives)
         self.probability = 1.0
 
     def branch(self, odds: Sequence[tuple[int, float]]) -> int:
-        """Choose among (value, probability) pairs as the script says, else the first."""
+        """Choose among (value, probability) pairs by the script, the first beyond its end."""
         options = [(v, p) for v, p in odds if p > 0]
-        i = self.script[len(self.taken)] if len(self.taken) < len(self.script) else 0
-        self.taken.append((i, options))
+        i = self.script[len(self.choices)] if len(self.choices) < len(self.script) else 0
+        self.choices.append((i, options))
         self.probability *= options[i][1]
         return options[i][0]
 
@@ -253,12 +253,12 @@ class Replay(Chance):
 
 
 def outcomes(f: Callable[[Replay], T]) -> Iterator[tuple[T, float]]:
-    """Every result of `f(chance)` with its exact probability: f is replayed over every pick it can make."""
+    """Every result of `f(chance)` with its exact probability: f is called once for every sequence of choices."""
     script: list[int] = []
     while True:
         chance = Replay(script)
         yield f(chance), chance.probability
-        choices = [(i, len(options)) for i, options in chance.taken]
+        choices = [(i, len(options)) for i, options in chance.choices]
         while choices and choices[-1][0] + 1 == choices[-1][1]:
             choices.pop()
         if not choices:

@@ -1,4 +1,4 @@
-"""A conversation with a model, all of which its drafters may copy from."""
+"""A conversation with a model; its drafters may copy from all of it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from truedraft.errors import Refused
 
 
 class Chat:
-    """Messages to and fro, by the tokenizer's chat template.
+    """A sequence of messages, formatted by the tokenizer's chat template.
 
-    What stands in the prompt is copied from anyway; documents, and messages too old for the prompt, are given as
-    references, so that an answer which repeats or edits them is drafted from them too.
+    Drafters copy from the prompt in any case; documents, and messages that the prompt no longer contains, are passed as
+    references, so that answers which repeat or edit them are drafted from them too.
 
     Args:
         fast: an accelerated model with a tokenizer.
-        system: a first message of the system's.
-        documents: texts at hand that answers may copy from: the file being edited, pages that were retrieved.
-        keep: how many of the latest messages the prompt holds, the system's not counted; None for all.
-        **settings: of every call of `generate`, as `max_new_tokens`.
+        system: a system message at the beginning.
+        documents: texts that answers may copy from, for example the file being edited or retrieved pages.
+        keep: number of latest messages in the prompt, the system message not counted; None for all.
+        **settings: of every call of `generate`, such as `max_new_tokens`.
 
     Attributes:
-        messages: the whole conversation, as chat templates take it.
-        documents: texts at hand; may be changed between calls.
+        messages: the whole conversation, in the format of chat templates.
+        documents: as above; may be changed between calls.
 
     Raises:
         Refused: there is no tokenizer or no chat template, or `keep` is not positive.
@@ -50,7 +50,7 @@ class Chat:
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str, **settings: Any) -> str:
-        """The model's answer to one more message; both then belong to the conversation.
+        """Add a message and the model's answer to the conversation, and return the answer.
 
         settings: of `generate`, for this call.
 

@@ -316,7 +316,7 @@ class ContinuousEngine:
             request._stream.put()
             if row.ended:
                 early = row.tokens[row.end - 1] in row.ends or row.end - row.prompt < row.room
-                reason = "stop" if early or inner.stops.asked(row) else "length"
+                reason = "stop" if early or inner.stops.met(row) else "length"
         except Exception as error:
             inner.error = inner.error or error
         if inner.error is not None:

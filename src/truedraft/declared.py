@@ -1,4 +1,4 @@
-"""Methods as their files declare them, read without importing them: that takes torch, and seconds."""
+"""Declarations of methods, read from their source: importing them needs torch, and takes seconds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from truedraft.card import knob
 
 @dataclass(frozen=True)
 class Declared:
-    """What a method's file says of it.
+    """The declaration of a method in its file.
 
-    knobs: a dataclass with the fields of the method's class, the ranges of numbers among them; forms of text are not
-        read, and defaults that are no literals are None.
+    knobs: a dataclass with the fields of the method's class and the ranges of numbers; forms of text are not read, and
+        defaults that are no literals are None.
     presets: name -> knobs, as on the card.
     """
 
@@ -47,7 +47,7 @@ def declared(module: str) -> Declared:
     ]
     presets = {word.arg: word.value for word in card.keywords}.get("presets")
     knobs = make_dataclass(node.name, fields)
-    knobs.__module__ = module  # which messages call it by
+    knobs.__module__ = module  # the name in messages
     return Declared(knobs, ast.literal_eval(presets) if presets else {})
 
 
@@ -72,7 +72,7 @@ def _default(value: ast.expr | None) -> Any:
 
 
 def _knob(call: ast.Call) -> Any:
-    """What a call of `card.knob` makes of a class's field; raises ValueError for another call."""
+    """The dataclass field of a call of `card.knob`; raises ValueError for another call."""
     if ast.unparse(call.func) != knob.__name__:
         raise ValueError
     default, *ends = map(ast.literal_eval, call.args)

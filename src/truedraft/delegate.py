@@ -1,4 +1,4 @@
-"""One object in the place of another: what is not overridden is the other's, class attributes and settings included."""
+"""A wrapper of an object: attributes that it does not override are those of the object, class attributes included."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 
 class Delegate:
-    """Stands in for `inner`. Subclasses override methods, and annotate the attributes that are their own.
+    """A wrapper of `inner`. Subclasses override methods, and annotate the attributes that are their own.
 
-    Every other attribute is read from `inner` and written to it, and `isinstance` sees the class of `inner`: a
-    subclass of that class would have its class attributes in the place of what `inner` says.
+    Every other attribute is read from `inner` and written to it, and `isinstance` gives the class of `inner`. (A
+    subclass of that class would have its class attributes instead of those that `inner` has set.)
     """
 
     inner: Any
@@ -22,7 +22,7 @@ class Delegate:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not set yet, where it is copied
+        if name == "inner":  # not set yet, in a copy
             raise AttributeError(name)
         return getattr(self.inner, name)
 

@@ -1,4 +1,4 @@
-"""What is refused, what is only noted, and why something failed."""
+"""Exceptions and warnings, and the reason for an error as text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Refused(ValueError):
 
 
 class NoRoom(Refused):
-    """There is not the memory for so many rows or positions."""
+    """There is not enough memory for the rows and positions requested."""
 
 
 class Note(UserWarning):
-    """Something that a user should know of and that changes no result; the command line prints it on stderr."""
+    """Information for the user that changes no result; the command line prints it on stderr."""
 
 
 def why(error: BaseException) -> str:

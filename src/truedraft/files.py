@@ -17,13 +17,13 @@ from truedraft.errors import Refused, why
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The name of an empty file to be written, renamed at the end; where that is not reached, it is removed.
+    """A context: the name of an empty file, which replaces `path` at the end and is removed on an error.
 
-    Links are followed. An existing file's permissions are kept, and while it is written only the owner may read the new
-    one; a file that is new has those that files usually get.
+    Links are followed. An existing file's permissions are kept, and only the owner may read its replacement while it is
+    written; a new file has the default permissions.
 
     Raises:
-        OSError: it cannot be written; what stood there still does.
+        OSError: it cannot be written; an earlier file of that name is kept.
     """
     path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -45,7 +45,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     """A file to be written as by `replacing`.
 
     Raises:
-        OSError: it cannot be written; what stood there still does.
+        OSError: it cannot be written; an earlier file of that name is kept.
     """
     with replacing(path) as part, open(part, "wb") as file:
         yield file
@@ -55,17 +55,17 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file under another name and rename it.
 
     Raises:
-        OSError: it cannot be written; what stood there still does.
+        OSError: it cannot be written; an earlier file of that name is kept.
     """
     with whole(path) as file:
         file.write(text.encode())
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a file holds, uncompressed where its name ends in `.gz`.
+    """The contents of a file, decompressed where its name ends in `.gz`.
 
     Raises:
-        Refused: there is no such file, it cannot be read, or it is not what its name says.
+        Refused: there is no such file, it cannot be read, or its name ends in `.gz` and it is not compressed.
     """
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

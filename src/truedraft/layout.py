@@ -1,4 +1,4 @@
-"""Text for people, whatever the width: names fold, figures stay whole, and columns say what they mean."""
+"""Text and tables for terminals of any width: names fold, figures stay whole, columns have explanations."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-SEPARATORS = ("|+?>:;,/=", "-_.")  # of names, which are best broken behind one of the first, next behind the others
-PLAIN = 60  # columns of text whose reader's width is unknown
+SEPARATORS = ("|+?>:;,/=", "-_.")  # of names, broken preferably after one of the first, else after one of the others
+PLAIN = 60  # columns of text where the width is unknown
 
 
 def fold(text: str, width: int) -> list[str]:
     """Lines of at most `width` characters.
 
-    They are broken at spaces. Only a word that is longer than a line is broken itself, behind a separator of names
-    where it has one, so that its pieces join to the word.
+    They are broken at spaces. Only a word that is longer than a line is broken itself, after a separator of names
+    where it has one; its pieces join to the word.
     """
     ends = [r"(?=\s|$)", *(f"(?<=[{re.escape(marks)}])" for marks in SEPARATORS), ""]
     line = "|".join(rf"\S.{{0,{max(width, 1) - 1}}}{end}" for end in ends)
@@ -42,7 +42,7 @@ class Column(Generic[T]):
     """A column of a table.
 
     head: its heading, with the unit.
-    means: what it is, for a newcomer; empty where the heading says all.
+    means: its explanation for a newcomer; empty where the heading is enough.
     cell: the text of an entry, empty where it has none.
     """
 

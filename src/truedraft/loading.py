@@ -33,19 +33,19 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder language model or an encoder-decoder in eval mode and its tokenizer, set up for generation.
 
-    Embedded models run on the CPU, in float32 unless told otherwise; others on the GPU where there is one. The weights
+    Embedded models run on the CPU, in float32 by default; others on the GPU where there is one. The weights
     of any can be quantised, to "int8" or "int4".
 
     Args:
-        argument: what the name is called in messages.
-        reads_sources: who needs an encoder-decoder, as messages call it; None where both kinds will do.
+        argument: the argument's name in messages.
+        reads_sources: the command that needs an encoder-decoder, for messages; None where both kinds are accepted.
 
     Raises:
         Refused: no such model or dtype, a damaged one, one that does not generate, one of the other kind, or a
             checkpoint that lacks weights of its model.
 
     Warns:
-        Note: the checkpoint has tensors that its model has no place for.
+        Note: the checkpoint has tensors that its model does not use.
     """
     source = check(name, dtype, quantize, argument)
     import torch
@@ -65,7 +65,7 @@ def load(
         model: Any = _with_weights(kind, source, f"{argument} {name!r}", dtype=precision, **options)
     except Refused:
         raise
-    except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
+    except Exception as e:  # a damaged folder makes the loaders raise any exception
         raise _unloadable(name, argument, source, e) from e
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -79,7 +79,7 @@ def load(
 
 
 def check(name: str, dtype: str = "auto", quantize: str | None = None, argument: str = "MODEL") -> Path | str:
-    """What `load` refuses that can be told in no time; returns the folder, or the name for the hub.
+    """The checks of `load` that need no imports; returns the folder, or the name for the hub.
 
     Raises:
         Refused: no such model, dtype or kind of weights, or a folder without a model.
@@ -92,10 +92,10 @@ def check(name: str, dtype: str = "auto", quantize: str | None = None, argument:
 
 
 def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, or one in a folder of its own; a folder of GPT-2's two files will do.
+    """The tokenizer of a model, or one in a folder of its own; a folder with GPT-2's two files is enough.
 
     Args:
-        argument: what the name is called in messages.
+        argument: the argument's name in messages.
 
     Raises:
         Refused: no such tokenizer, or a damaged one.
@@ -109,23 +109,23 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         if "merges.txt" in files and not files & {"config.json", "tokenizer_config.json", "tokenizer.json"}:
             kind = GPT2Tokenizer
         return kind.from_pretrained(source, local_files_only=isinstance(source, Path))
-    except Exception as e:  # a damaged folder makes the loaders raise whatever they meet
+    except Exception as e:  # a damaged folder makes the loaders raise any exception
         raise _unloadable(name, argument, source, e) from e
 
 
 def _with_weights(kind: Any, source: Path | str, model: str, **options: Any) -> PreTrainedModel:
-    """A model whose every weight is from its checkpoint: `from_pretrained` would make up what is not there."""
+    """A model whose weights are all from its checkpoint: `from_pretrained` would initialise missing ones at random."""
     try:
         loaded, info = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except RuntimeError as e:
         if not (unconverted := _unconverted(e)):
             raise
         raise Refused(f"{model}: its checkpoint cannot be converted to {_some(unconverted)}: {REMEDY}") from e
-    shapes = [f"{n} is {_shape(found)}, not {_shape(wanted)}" for n, found, wanted in info["mismatched_keys"]]
+    shapes = [f"{n} is {_shape(found)}, not {_shape(expected)}" for n, found, expected in info["mismatched_keys"]]
     faults = {"lacks": info["missing_keys"], "has, in other shapes,": shapes}
     if any(faults.values()):
-        words = " and ".join(f"{fault} {_some(names)}" for fault, names in faults.items() if names)
-        raise Refused(f"{model}: its checkpoint {words}: {REMEDY}")
+        described = " and ".join(f"{fault} {_some(names)}" for fault, names in faults.items() if names)
+        raise Refused(f"{model}: its checkpoint {described}: {REMEDY}")
     if unused := info["unexpected_keys"]:
         text = f"{model}: its checkpoint has {_some(unused)} that {type(loaded).__name__} does not use"
         warnings.warn(text, Note, stacklevel=3)
@@ -133,7 +133,7 @@ def _with_weights(kind: Any, source: Path | str, model: str, **options: Any) -> 
 
 
 def _unconverted(error: Exception) -> Collection[str]:
-    """Names of the weights that could not be made from a checkpoint's tensors: `transformers` logs them, and raises."""
+    """Names of the weights that could not be converted from a checkpoint's tensors: `transformers` only logs them."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if (found := getattr(frame.f_locals.get("loading_info"), "conversion_errors", None)) is not None:
             return found
@@ -151,7 +151,7 @@ def _shape(shape: Collection[int]) -> str:
 
 
 def _unloadable(name: str, argument: str, source: Path | str, error: Exception) -> Refused:
-    where = "" if isinstance(source, Path) else " (no such folder here, so the hub was asked)"
+    where = "" if isinstance(source, Path) else " (no such folder here, so it was looked up on the hub)"
     reason = " ".join(why(error).strip().partition("\n")[0].split())
     if isinstance(error, ImportError):
         reason = reason.partition(". ")[0]
@@ -161,9 +161,9 @@ def _unloadable(name: str, argument: str, source: Path | str, error: Exception) 
 
 
 def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
-    """The folder that a name stands for, or the name itself where only the hub can know it.
+    """The folder of a model's name, or the name itself for the hub.
 
-    whole: a folder has to hold a model.
+    whole: the folder must contain a model.
 
     Raises:
         Refused: there is no such folder, or no model in it.
@@ -196,21 +196,21 @@ def _check_config(folder: Path, no_model: str) -> None:
 
 
 def _check_tokenizer(model: str, source: Path | str) -> None:
-    """Raises Refused where a folder has none, in which case transformers' own message may be any."""
+    """Raises Refused where a folder has none: the messages of transformers are unclear there."""
     if isinstance(source, Path) and not any(found for name in TOKENIZERS for found in source.glob(name)):
         raise Refused(f"{model} has no tokenizer: save it in the model's folder, tokenizer.save_pretrained(folder)")
 
 
 def _check_generative(model: str, config: Any, reads_sources: str | None) -> None:
-    """Raises Refused where the checkpoint is of another kind, which a causal model's class would load all the same."""
+    """Raises Refused where the checkpoint is of another kind, which classes of causal models would load too."""
     import transformers
 
-    wanted = "a decoder language model or an encoder-decoder" if reads_sources is None else "an encoder-decoder"
+    suitable = "a decoder language model or an encoder-decoder" if reads_sources is None else "an encoder-decoder"
     for architecture in config.architectures or ():
         cls = getattr(transformers, architecture, None)
         if cls is not None and not cls.can_generate():
             raise Refused(
-                f"{model} is not generative: it is a {architecture}, which has no language-model head; give {wanted}"
+                f"{model} is not generative: it is a {architecture}, which has no language-model head; give {suitable}"
             )
     if reads_sources is not None and not kinds.reads_sources(config):
         raise Refused(

@@ -1,4 +1,4 @@
-"""What a call returns, from the rows as they stand when it ends or is cut short."""
+"""The output of a call, from its rows when it ends or is interrupted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from truedraft.tree import Row
 
 
 def cut(rows: Sequence[Row], passes: Sequence[Pass], lockstep: bool) -> None:
-    """Take from the rows what a pass that was not completed has emitted.
+    """Remove from the rows the tokens of a pass that was not completed.
 
-    lockstep: rows that ended went on with the others.
+    lockstep: ended rows were padded to the length of the others.
     """
     emitted = [0] * len(rows)
     for emission in (e for done in passes for e in done.emitted):

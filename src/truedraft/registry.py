@@ -30,10 +30,10 @@ class Kind:
     """A kind of methods; its methods are the files of its package, in folders or not.
 
     base: their base class, in the package's `_base`.
-    noun: one of them, in messages.
+    noun: its name in messages.
     title, use: heading and introduction of a list of them.
-    argument: the argument of `accelerate`, and the option of commands, that takes one.
-    spelling: how a name is given there.
+    argument: the argument of `accelerate`, and the option of commands, for such a method.
+    spelling: the form of a name there.
     """
 
     base: str
@@ -45,21 +45,23 @@ class Kind:
 
 
 KINDS = {
-    "drafters": Kind("Drafter", "drafter", "Drafters", "Who drafts; knobs as in `NAME:knob=value`.", "draft", "NAME"),
+    "drafters": Kind(
+        "Drafter", "drafter", "Drafters", "Sources of drafts; knobs as in `NAME:knob=value`.", "draft", "NAME"
+    ),
     "accept": Kind("Rule", "acceptance rule", "Acceptance rules", "How much of a draft is kept.", "rule", "NAME"),
     "accept.lossy": Kind(
         "LossyRule",
         "lossy rule",
         "Lossy rules",
-        "Text that differs from the model's own; only where asked for.",
+        "Text that differs from the model's own; only by explicit choice.",
         "rule",
         "lossy/NAME",
     ),
     "control": Kind("Control", "control", "Controls", "How much is drafted and verified.", "control", "NAME"),
 }
 SIGNS = "|+?>"  # between drafters that act as one, the loosest first
-AUTO, NONE = "auto", "none"  # drafters without a file of their own: what drafts where nothing was chosen, and nothing
-DEFAULT = "input-guided+suffix-wide+token-recycling"  # what "auto" stands for
+AUTO, NONE = "auto", "none"  # drafters without a file of their own: the default, and no drafts
+DEFAULT = "input-guided+suffix-wide+token-recycling"  # the drafters of "auto"
 
 
 @cache
@@ -68,7 +70,7 @@ def _files(kind: str) -> dict[str, str]:
 
 
 def _modules(package: str) -> Iterator[str]:
-    """Modules of methods, those in folders that are no kind of their own included."""
+    """Modules of methods, including those in folders that are no kind of their own."""
     for found in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
         if found.ispkg and found.name.removeprefix("truedraft.") not in KINDS:
             yield from _modules(found.name)
@@ -82,7 +84,7 @@ def _foreign(kind: str) -> dict[str, EntryPoint]:
 
 
 def names(kind: str) -> list[str]:
-    """Names of every method of a kind, those of other packages included, sorted."""
+    """Names of all methods of a kind, including those of other packages, sorted."""
     return sorted({*_files(kind), *_foreign(kind)})
 
 
@@ -90,7 +92,7 @@ def method(kind: str, name: str) -> Any:
     """The class of a method.
 
     Raises:
-        Refused: no such method; the nearest names are offered.
+        Refused: no such method; the message gives the nearest names.
     """
     if name in _files(kind):
         module = importlib.import_module(_files(kind)[name])
@@ -111,11 +113,11 @@ def method(kind: str, name: str) -> Any:
 def _unknown(kind: str, name: str) -> Refused:
     if kind == "drafters" and name in (AUTO, NONE):
         return Refused(f"draft={name!r} has no knobs: leave them out")
-    known = [*names(kind), *([AUTO, NONE] if kind == "drafters" else [])]
-    near = difflib.get_close_matches(name, [*known, *presets(kind)], n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(known)}."
+    available = [*names(kind), *([AUTO, NONE] if kind == "drafters" else [])]
+    near = difflib.get_close_matches(name, [*available, *presets(kind)], n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(available)}."
     if kind == "accept" and name in names("accept.lossy"):
-        hint = f"it is lossy, and has to be asked for as rule='lossy/{name}'"
+        hint = f"it is lossy: choose it with rule='lossy/{name}'"
     return Refused(f"there is no {KINDS[kind].noun} {name!r}: {hint} (`truedraft methods` lists all)")
 
 
@@ -138,7 +140,7 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
     "auto" and "none".
 
     Raises:
-        Refused: unknown method, unknown knob, or a value that the method does not take.
+        Refused: unknown method, unknown knob, or a value that is not valid for it.
     """
     if kind == "drafters" and (split(spec)[0] or spec in (AUTO, NONE)):
         compose = importlib.import_module("truedraft.drafters._compose").compose
@@ -148,7 +150,7 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
 
 
 def check(kind: str, spec: str) -> None:
-    """What `load` refuses for a name or a knob, without importing what is named.
+    """The checks of `load` for names and knobs, without importing the methods.
 
     Raises:
         Refused: unknown method, unknown knob, or a value of another type than the knob's.
@@ -166,21 +168,21 @@ def check(kind: str, spec: str) -> None:
 
 
 def _resolved(kind: str, spec: str, knobs: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """The kind, name and knobs that a spec stands for: of a lossy rule, of a preset."""
+    """The kind, name and knobs of a spec, which may name a lossy rule or a preset."""
     if kind == "accept" and spec.startswith("lossy/"):
         kind, spec = "accept.lossy", spec.removeprefix("lossy/")
     name, given = parsed(spec)
     preset: Mapping[str, Any] = {}
-    if name not in names(kind) and name in (known := presets(kind)):
-        name, preset = known[name]
+    if name not in names(kind) and name in (by_name := presets(kind)):
+        name, preset = by_name[name]
     return kind, name, {**preset, **knobs, **given}
 
 
 def split(spec: str) -> tuple[str, list[str]]:
-    """The loosest sign between drafters, and what stands on its sides; no sign, and the whole, where there is one.
+    """The loosest sign between drafters and the parts on its sides; "" and the whole spec where there is one drafter.
 
     Raises:
-        Refused: nothing stands on one side.
+        Refused: a side is empty.
     """
     for sign in SIGNS:
         if sign in spec:
@@ -195,7 +197,7 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
     """The name and the knobs of `name:knob=value,knob=value`.
 
     Raises:
-        Refused: it is not written so.
+        Refused: the spec has another form.
     """
     name, _, given = spec.partition(":")
     knobs: dict[str, Any] = {}
@@ -213,11 +215,11 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def built(cls: Any, name: str, spec: str, knobs: Mapping[str, Any]) -> Any:
-    """An instance of a dataclass from its knobs; `name` and `spec` are what messages call it.
+    """An instance of a dataclass from its knobs; `name` and `spec` are for messages.
 
     Raises:
-        Refused: unknown knob, or a value that it does not take: declared knobs check themselves (`card.knob`), of
-            others the default says what they take.
+        Refused: unknown knob, or an invalid value: declared knobs check themselves (`card.knob`), others must have
+            the type of their default.
     """
     allowed = list(inspect.signature(cls).parameters)
     for key in knobs:

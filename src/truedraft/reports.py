@@ -1,4 +1,4 @@
-"""The report of a call: what was in play, and what its guarantee refers to."""
+"""The report of a call: the methods used, and the reference of its guarantee."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from truedraft.tree import Row
 
 
 def begun(target: Target, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
-    """The report of a call that begins."""
+    """The report at the beginning of a call."""
     dtype = str(target.dtype).removeprefix("torch.")
     report = Report(
         name_of(drafter), name_of(rule), rule.guarantee, name_of(control), target.runtime, dtype=dtype,
         reference=_reference(target, rule, dtype), seconds=seconds,
     )  # fmt: skip
     if rule.guarantee == "none":
-        report.notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have said")
+        report.notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have generated")
     return report
 
 
 def ended(report: Report, target: Target, rule: Rule | NearTies) -> None:
-    """What is known after the last pass."""
+    """Complete a report after the last pass."""
     report.runtime = target.runtime
     if isinstance(rule, AttributingRule):
         report.attributions = rule.attributions()

@@ -1,4 +1,4 @@
-"""Logits -> law, with the processors that `transformers` built, each node on its own prefix."""
+"""Logits -> law (processed scores), by the processors that `transformers` built, each node on its own prefix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 from truedraft.tree import Row
 
-# Look at the scores alone: one call serves rows of different lengths.
+# Read the scores alone: one call processes rows of different lengths.
 POINTWISE = {
     lp.TemperatureLogitsWarper,
     lp.TopKLogitsWarper,
@@ -23,7 +23,7 @@ POINTWISE = {
     lp.InfNanRemoveLogitsProcessor,
     lp.LogitNormalization,
 }
-# Look at one row's own prefix and keep no memory between calls.
+# Read the row's own prefix and keep no state between calls.
 ROWWISE = POINTWISE | {
     lp.RepetitionPenaltyLogitsProcessor,
     lp.NoRepeatNGramLogitsProcessor,
@@ -41,7 +41,7 @@ ROWWISE = POINTWISE | {
 
 
 def _for_rows(processor: LogitsProcessor, places: list[int]) -> LogitsProcessor:
-    """A processor made for the whole batch, as it is for some of its rows alone."""
+    """A processor of the whole batch, restricted to some of its rows."""
     if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), Tensor):
         return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[places])  # type: ignore[attr-defined]
     if isinstance(processor, lp.PrefixConstrainedLogitsProcessor):
@@ -51,21 +51,21 @@ def _for_rows(processor: LogitsProcessor, places: list[int]) -> LogitsProcessor:
 
 
 class History:
-    """`input_ids` as `model.generate` would hold them at any step: left padding, prompt, emitted tokens, pad behind.
+    """`input_ids` of `model.generate` at any step: left padding, prompt, emitted tokens, padding.
 
-    Rows hold their tokens; the tensor catches up when a processor or a criterion asks to see it.
+    Rows hold their tokens; the tensor is updated when a processor or a criterion needs it.
 
     Args:
         prompt: (batch, length) the caller's ids, padding included; length 0 where the prompt is embeddings.
-        steps: how many tokens may follow.
-        pad: written behind rows that have ended.
+        steps: limit of new tokens.
+        pad: written after rows that have ended.
         rows: all rows of the batch, in its order.
     """
 
     def __init__(self, prompt: Tensor, steps: int, pad: int, rows: Sequence[Row]):
         self.length, self.pad, self.rows = prompt.shape[1], pad, rows
         self.ids = torch.nn.functional.pad(prompt.long(), (0, steps), value=pad)
-        self.written = [0] * len(rows)  # steps of each row that the tensor holds
+        self.written = [0] * len(rows)  # steps of each row that are in the tensor
 
     def _catch_up(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -73,12 +73,12 @@ class History:
             if first < row.step:
                 new = torch.tensor(row.tokens[row.prompt + first :], device=self.ids.device)
                 self.ids[row.index, self.length + first : self.length + row.step] = new
-            elif first > row.step:  # tokens were taken back
+            elif first > row.step:  # tokens were removed
                 self.ids[row.index, self.length + row.step : self.length + first] = self.pad
             self.written[row.index] = row.step
 
     def prefix(self, rows: Sequence[Row]) -> Tensor:
-        """(k, length) ids of rows that stand at the same step."""
+        """(k, length) ids of rows at the same step."""
         self._catch_up(rows)
         end = self.length + rows[0].step
         if len(rows) == 1:
@@ -97,11 +97,11 @@ class History:
 
 
 class Laws:
-    """Processed next-token scores of the nodes that the walk visits, kept where the caller wants them returned.
+    """Processed next-token scores of the nodes that the walk visits, kept where the caller requests them.
 
-    lockstep: rows advance together, those that ended on padding, and every call is the one that plain generate makes:
-        the whole batch, once per step. So it must be where a processor may couple rows or count its calls, and where
-        the scores of a batch are returned, which `transformers` goes on computing for rows that ended.
+    lockstep: rows advance together, ended ones with padding, and every call is that of plain generate: the whole batch,
+        once per step. Required where a processor may couple rows or count its calls, and where the scores of a batch
+        are returned, which `transformers` computes for ended rows too.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Laws:
         batch = history.ids.shape[0]
         self.lockstep = bool(kinds - ROWWISE) or (batch > 1 and self.keeps)
         self.pointwise = not kinds - POINTWISE
-        self.apart = self.pointwise and not self.keeps  # a law is made of its logits, and not kept
+        self.apart = self.pointwise and not self.keeps  # laws depend on their logits alone
         self.raw = self.apart and not kinds
         self.unknown_processors = sorted(k.__name__ for k in kinds - ROWWISE)
         # one (batch, V) tensor per step: where they are kept, every call is for the whole batch
@@ -128,7 +128,7 @@ class Laws:
     def __call__(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """(k, V) scores after every processor, for the next token of each row.
 
-        logits: (k, V) raw logits of the nodes where the rows stand; not written to.
+        logits: (k, V) raw logits of the rows' current nodes; not written to.
         """
         raw = logits.to(torch.float32)
         scores = self._process(rows, raw) if self.processors else raw
@@ -139,7 +139,7 @@ class Laws:
 
     @property
     def gain(self) -> float:
-        """How many times an error of the logits grows in the scores, at most, by temperature and repetition penalty."""
+        """Largest factor of an error of the logits in the scores, by temperature and repetition penalty."""
         gain = 1.0
         for p in self.processors:
             penalty = float(getattr(p, "penalty", 1.0))
@@ -147,7 +147,7 @@ class Laws:
         return gain
 
     def again(self, row: Row, logits: Tensor) -> Tensor:
-        """(1, V) scores of a row's next token anew, of other logits (1, V); they take the place of those kept.
+        """(1, V) scores of a row's next token from other logits (1, V); they replace those kept.
 
         For processors that neither count their calls nor look across rows.
         """
@@ -159,28 +159,28 @@ class Laws:
         return scores
 
     def of_drafts(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-        """(k, V) scores of a drafter where each row would stand if it went on with its draft, a draft for each.
+        """(k, V) scores of a drafter after each row's prefix and draft, one draft per row.
 
-        The processors are the target's, but for those that may count their calls or look across rows.
+        The processors are the target's, without those that may count their calls or look across rows.
 
         logits: (k, V) raw, not written to.
         """
         raw = logits.to(torch.float32)
-        known = [p for p in self.processors if type(p) in ROWWISE]
-        if not known:
+        rowwise = [p for p in self.processors if type(p) in ROWWISE]
+        if not rowwise:
             return raw
-        if all(type(p) in POINTWISE for p in known):
-            return LogitsProcessorList(known)(self.history.ids[:1, :0].expand(len(raw), 0), raw.clone())  # type: ignore[arg-type]
+        if all(type(p) in POINTWISE for p in rowwise):
+            return LogitsProcessorList(rowwise)(self.history.ids[:1, :0].expand(len(raw), 0), raw.clone())  # type: ignore[arg-type]
         scores = torch.empty_like(raw)
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in known)
-            ahead = torch.tensor([draft], dtype=torch.long, device=self.history.ids.device)
-            prefix = torch.cat([self.history.prefix([row]), ahead], 1)
+            processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in rowwise)
+            drafted = torch.tensor([draft], dtype=torch.long, device=self.history.ids.device)
+            prefix = torch.cat([self.history.prefix([row]), drafted], 1)
             scores[i : i + 1] = processors(prefix, raw[i : i + 1].clone())  # type: ignore[arg-type]
         return scores
 
     def everywhere(self, logits: Tensor) -> Tensor:
-        """(rows, nodes, V) scores at every node, where laws are `apart`. logits: as many, raw; not written to."""
+        """(rows, nodes, V) scores at every node, where laws are `apart`. logits: of that shape, raw; not written to."""
         return self._process((), logits.flatten(0, 1).to(torch.float32)).unflatten(0, logits.shape[:2])
 
     def _process(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Laws:
         return self._apart(rows, raw)
 
     def _apart(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
-        """The same where no processor looks across rows."""
+        """The scores where no processor looks across rows."""
         if self.pointwise:
             return self.processors(self.history.ids[: len(rows), :0], raw.clone())  # type: ignore[arg-type]
         scores = torch.empty_like(raw)

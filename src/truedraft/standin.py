@@ -1,4 +1,4 @@
-"""What an accelerated model answers in its model's place, so that scripts and pipelines made for that take it."""
+"""An object in the place of a model: attributes and methods of the model, for scripts and pipelines written for it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from truedraft.errors import Refused
 
 
 class StandIn:
-    """Stands in for `model`: whatever it does not have itself is asked of the model, and set on the model.
+    """A stand-in for `model`: attributes that it does not have itself are read from the model, and set on it.
 
     Nothing is copied: `config`, `generation_config`, `device`, `forward`, `num_parameters` ... are the model's own.
     Methods of the model that return the model (`to`, `eval`, `half` ...) return this instead. `isinstance` and
-    `__class__` answer as for the model, `type` does not.
+    `__class__` give the model's class, `type` does not.
 
-    _own: names of the attributes that it has itself; None until it is complete.
+    _own: names of its own attributes; None until it is complete.
     """
 
     model: PreTrainedModel
     _own: frozenset[str] | None = None
 
     def _complete(self) -> None:
-        """What was set until now is its own; what else is set belongs to the model."""
+        """End the set of own attributes: those set later belong to the model."""
         self._own = frozenset(vars(self))
 
     @property  # type: ignore[misc]
@@ -47,7 +47,7 @@ class StandIn:
         return self._returning(value) if getattr(value, "__self__", None) is self.model else value
 
     def _returning(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the model, which returns this object where it would return the model."""
+        """A method of the model that returns this object instead of the model."""
 
         @wraps(method)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ class StandIn:
         return called
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the model what the model has, and here what is this object's own.
+        """Set the model's attributes on the model, and own attributes here.
 
         Raises:
             Refused: neither has such an attribute, or it is the model itself.
@@ -87,12 +87,12 @@ class StandIn:
 
 
 def renewed(given: Any, memo: dict[int, Any]) -> Any:
-    """What was given as drafter, rule or control, for a copy: the same knobs, and nothing learnt.
+    """A new drafter, rule or control for a copy: the same knobs, without learnt state.
 
     memo: of `copy.deepcopy`.
 
     Raises:
-        Refused: it cannot be made again from its fields.
+        Refused: it cannot be created from its fields.
     """
     if given is None or isinstance(given, str | nn.Module):
         return copy.deepcopy(given, memo)

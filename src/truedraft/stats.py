@@ -1,4 +1,4 @@
-"""What happened, pass by pass, and the report made from it. Pure data: filled outside the decode loop."""
+"""Statistics of a call, pass by pass, and the report made from them. Pure data: filled outside the decode loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from truedraft.layout import labelled
 if TYPE_CHECKING:
     from truedraft.engine import Engine
 
-COARSE = ("bfloat16", "float16")  # dtypes in which texts of two ways of computing often part
+COARSE = ("bfloat16", "float16")  # dtypes in which two ways of computing often lead to different texts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,8 +25,8 @@ class Emission:
 
     row: place in the caller's batch.
     tokens: emitted token ids, in order.
-    drafted: how many of them, from the first on, had been drafted; the rest is the target's own word.
-    offered: nodes that were up for verification.
+    drafted: how many of them, from the first on, are accepted drafts; the rest is chosen by the target.
+    offered: drafted nodes that were verified.
     """
 
     row: int
@@ -45,7 +45,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """A span of the output that stands word for word in a document.
+    """A span of the output that was copied from a document.
 
     row: place in the caller's batch.
     start, end: of the span among the row's new tokens, the end not included.
@@ -141,19 +141,19 @@ class Stopwatch:
 
 @dataclass
 class Report:
-    """The last call of `generate`, in figures.
+    """The figures of a call of `generate`.
 
-    drafter, rule, guarantee, control: what was in play.
-    runtime: how passes were made, and why not faster.
-    notes: one sentence for each thing the caller should know (rows kept in step, an interruption).
+    drafter, rule, guarantee, control: names of the methods used, and the guarantee of the rule.
+    runtime: how passes were computed, and why not faster.
+    notes: one sentence for each condition that a caller should notice (rows in lockstep, a lossy rule).
     passes: every pass of the target, the prompt's own first.
-    seconds: wall time by part: calibrate (measuring costs, a share of each call until they are known), prefill, draft,
-        observe (what drafters do when rows begin and after passes), control, target, all.
-    attributions: spans of the output that were copied from documents, of rules that tell.
-    reference: what the guarantee refers to.
+    seconds: wall time by part: calibrate (measuring costs, a share of each call until they are complete), prefill,
+        draft, observe (updates of drafters when rows begin and after passes), control, target, all.
+    attributions: spans of the output that were copied from documents, from rules that report them.
+    reference: the plain decoding that the guarantee names.
     dtype: of the model, as text.
-    near_ties: the share of the emitted tokens that another came so close to that rounding in this dtype could have
-        chosen it; None where that was not seen (rules that do not take the largest of their scores).
+    near_ties: the share of emitted tokens with a runner-up so close that rounding in this dtype could have chosen it;
+        None where it was not measured (rules that do not choose the largest of their scores).
     """
 
     drafter: str
@@ -197,7 +197,7 @@ class Report:
 
     @property
     def engine_seconds_per_pass(self) -> float:
-        """Everything that is not the target's forward or prefill, per pass."""
+        """Time outside of the target's forward and prefill, per pass."""
         own = self._working - self.seconds.get("target", 0.0) - self.seconds.get("prefill", 0.0)
         return own / max(len(self.passes), 1)
 
@@ -227,14 +227,14 @@ class Report:
         }
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """How IPython and notebooks show it: in words, and not pass by pass."""
+        """The display in IPython and notebooks: as text, not pass by pass."""
         printer.text(str(self))
 
     def __str__(self) -> str:
         return labelled(self.described())
 
     def described(self) -> Iterator[tuple[str, str]]:
-        """The figures in words, each with a label."""
+        """The figures as text, each with a label."""
         yield "drafter", self.drafter
         yield "rule", f"{self.rule} (guarantee: {self.guarantee})"
         if self.near_ties or self.dtype in COARSE:

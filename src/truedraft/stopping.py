@@ -1,4 +1,4 @@
-"""Where a row ends: the stopping criteria that `transformers` built, asked after every token."""
+"""The end of rows: the stopping criteria that `transformers` built, evaluated after every token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ALIKE = {sc.MaxLengthCriteria, sc.MaxTimeCriteria, sc.EosTokenCriteria}
 class Stops:
     """Sets `row.end` exactly after the token where plain generate would have ended the row.
 
-    End-of-text tokens and lengths are integers here; every other criterion is asked as it is, on its row's prefix.
+    End-of-text tokens and lengths are integers here; other criteria are called as they are, on their row's prefix.
 
     steps: tokens that a row may emit.
-    lockstep: a criterion may look across rows or count its calls, or rows that ended go on until the last one has
-        (what `transformers` does without an end-of-text token): rows advance together and leave together.
-    pads: rows that ended go on with padding, as `transformers` has it where there is an end-of-text token.
+    lockstep: a criterion may look across rows or count its calls, or ended rows are continued until the last one ends
+        (as in `transformers` without an end-of-text token): rows advance together and leave together.
+    pads: ended rows are continued with padding, as in `transformers` where there is an end-of-text token.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, history: History, laws: Laws):
@@ -40,18 +40,18 @@ class Stops:
         self.lockstep = laws.lockstep or bool(self.unknown_processors) or unpadded
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Judge `rows`, each of which has just emitted a token; in step, rows that ended stay ended."""
+        """Set the end of `rows` that end with the token just emitted; in lockstep, ended rows stay ended."""
         if self.lockstep:
             scores = None if self.laws.scores is None else tuple(self.laws.scores)
             ended = self.criteria(self.history.batch(rows[0].step), scores).tolist()
         else:
-            ended = [row.tokens[-1] in self.eos or row.step == self.steps or self.asked(row) for row in rows]
+            ended = [row.tokens[-1] in self.eos or row.step == self.steps or self.met(row) for row in rows]
         for row, end in zip(rows, ended, strict=True):
             if end and row.end is None:
                 row.end = len(row.tokens)
 
-    def asked(self, row: Row) -> bool:
-        """Whether a criterion besides lengths and end-of-text tokens ends a row where it stands."""
+    def met(self, row: Row) -> bool:
+        """Whether a criterion besides lengths and end-of-text tokens ends a row after its last token."""
         return bool(self.others) and bool(torch.as_tensor(self.others(self.history.prefix([row]), None)).any())
 
 

@@ -1,4 +1,4 @@
-"""Streamers of `transformers`: what they are given while a call runs, and how they end with it."""
+"""Streamers of `transformers`: tokens passed to them while a call runs, and their end with it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Stream:
     def put(self) -> None:
         if self.streamer is None:
             return
-        going = [row.step for row in self.rows if not row.ended]
-        reached = min(going) if going else max(row.step for row in self.rows)
+        running = [row.step for row in self.rows if not row.ended]
+        reached = min(running) if running else max(row.step for row in self.rows)
         for step in range(self.sent, reached):
             self.streamer.put(self.history.column(step).cpu())
         self.sent = reached
 
 
 def ending_streamer(generate: Callable[P, R]) -> Callable[P, R]:
-    """`generate`, its `streamer` ended however the call ends: who reads it in another thread does not wait for ever."""
+    """`generate`, with its `streamer` ended even after an error, so that a reader in another thread does not block."""
 
     @wraps(generate)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""What a call needs around it: parts that no other call is using, and torch's own defaults."""
+"""The context of a call: exclusive use of the objects involved, and torch's default settings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from truedraft.errors import Refused
 
 
 class CallLock:
-    """Held for the whole of a call: calls of other threads wait for it, one inside another is refused.
+    """A lock for the time of a call: calls of other threads wait, and a call within a call is refused.
 
     A copy of the object that it belongs to has a lock of its own.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holder: int | None = None  # the thread
+        self._holder: int | None = None  # identifier of the thread
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -42,7 +42,7 @@ class CallLock:
 
 @contextmanager
 def exclusive(parts: Sequence[Any]) -> Iterator[None]:
-    """A call's turn with each of some objects, which other accelerated models may share.
+    """Exclusive use of objects during a call; other accelerated models may share them.
 
     Raises:
         Refused: this thread is in a call with one of them already.
@@ -56,8 +56,8 @@ def exclusive(parts: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def defaults() -> Iterator[None]:
-    """Tensors are made as torch makes them by default, whatever the caller has set: on the CPU, where no device is
-    named, and outside of inference mode, because they are written again by later calls."""
+    """torch's default settings, whatever the caller has set: tensors are created on the CPU where no device is named,
+    and outside of inference mode, because later calls write to them."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -1,4 +1,4 @@
-"""What ships with the package: embedded models, each a folder in the format of transformers, and the demo's prompts."""
+"""Data of the package: embedded models, each a folder in the format of transformers, and the demo's prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from truedraft.errors import Refused
 
 ROOT = Path(__file__).parent
-DRAFTS = {"nano": "nano-draft"}  # embedded model -> the one that drafts for it
+DRAFTS = {"nano": "nano-draft"}  # embedded model -> its draft model
 
 
 def names() -> list[str]:
@@ -20,13 +20,13 @@ def path(name: str) -> Path:
     """The folder of an embedded model.
 
     Raises:
-        Refused: no such model; the nearest name is offered.
+        Refused: no such model; the message gives the nearest name.
     """
-    known = names()
-    if name in known:
+    available = names()
+    if name in available:
         return ROOT / name
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
+    near = difflib.get_close_matches(name, available, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(available) or 'none'}"
     raise Refused(f"there is no embedded model {name!r}: {hint}")
 
 
@@ -36,5 +36,5 @@ def prompt(name: str) -> str:
 
 
 def edit_prompt(text: str, instruction: str) -> str:
-    """An editing task as `nano` has learnt to read it."""
+    """An editing task in the format that `nano` was trained on."""
     return f"<|edit|>{instruction}\n{text}<|result|>"

@@ -1,1 +1,1 @@
-"""Measurements of truedraft on the machine at hand."""
+"""Benchmarks of truedraft on the current machine."""

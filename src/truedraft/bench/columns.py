@@ -1,4 +1,4 @@
-"""The tables of a benchmark, for terminal and page alike: headings, what they mean, figures as text."""
+"""The tables of a benchmark, for terminal and HTML page: headings with explanations, figures as text."""
 
 from __future__ import annotations
 
@@ -7,52 +7,50 @@ from collections.abc import Sequence
 from truedraft.bench.compare import Figures
 from truedraft.bench.oracle import Attained
 from truedraft.bench.replay import Replayed
-from truedraft.bench.roofline import Machine, Row
+from truedraft.bench.roofline import Machine, RooflinePoint
 from truedraft.layout import Column, Table, grouped
 
-SURE = 6  # rounds from which on the extremes hold the median with 95 % confidence
+CONFIDENT = 6  # rounds from which on the extremes contain the median with 95 % confidence
 WAY = "how the text was generated: by transformers, or by truedraft with this drafter"
 IDENTICAL = "whether every token equals that of model.generate; where one differs there is no speed-up"
 SPEED_UP = "time of transformers' generate over the time of this way, in the same round: 2.00x is twice as fast"
 TOKENS_PER_SECOND = "new tokens per second, prompts' own passes included in the time"
 PASSES = "forward passes of the model, those over prompts included"
-ACCEPTED = (
-    "mean acceptance length: tokens that a text gains by a pass, the one that needs no draft included; plain is 1"
-)
+ACCEPTED = "mean acceptance length: emitted tokens per pass, the bonus token included; plain decoding has 1"
 
 
 def label(f: Figures) -> str:
-    """What ways are compared on."""
+    """The heading of a comparison: workload, batch and sampling."""
     return f"{f.workload}, batch {f.batch}, {'greedy' if f.temperature == 0 else f'temperature {f.temperature:g}'}"
 
 
 def interval(f: Figures) -> str:
-    """Of the speed-up; a single round has none, and plain transformers none over itself."""
+    """The interval of the speed-up; empty for a single round and for plain transformers itself."""
     if f.speed_up is None or f.speed_up[1] == f.speed_up[2]:
         return ""
     return f"{f.speed_up[1]:.2f}-{f.speed_up[2]:.2f}"
 
 
 def speed(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
-    """Equality first, then speed. `rounds`: how many were measured."""
-    sure = "95 % interval of its median" if rounds >= SURE else f"slowest and fastest of {rounds} rounds"
+    """The table of equality and speed. `rounds`: number of rounds measured."""
+    spread = "95 % interval of its median" if rounds >= CONFIDENT else f"slowest and fastest of {rounds} rounds"
     columns: list[Column[Figures]] = [
         Column("way", WAY, lambda f: f.side),
         Column("identical", IDENTICAL, lambda f: "yes" if f.differs is None else "NO"),
         Column("speed-up", SPEED_UP, lambda f: "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x"),
-        Column("from-to", f"of the speed-up: {sure}", interval),
+        Column("from-to", f"of the speed-up: {spread}", interval),
         Column("tokens/s", TOKENS_PER_SECOND, lambda f: f"{f.tokens_per_second:.0f}"),
         Column("passes", PASSES, lambda f: str(f.passes or "")),
         Column("tokens/pass", ACCEPTED, lambda f: _decimals(f.mean_acceptance_length)),
-        Column("drafting", "share of the time that making drafts takes", lambda f: _percent(f.draft_share)),
+        Column("drafting", "share of the time spent drafting", lambda f: _percent(f.draft_share)),
         Column("by drafts", "speed-up over the same engine without drafts", lambda f: _decimals(f.against_no_drafts)),
-        Column("of at most", "what that could be if nothing but passes took time", lambda f: _decimals(f.bound)),
+        Column("of at most", "upper bound of this, if only passes took time", lambda f: _decimals(f.bound)),
     ]
     return Table(f"Speed, {medians(rounds)}", columns, grouped(figures, label))
 
 
 def notes(figures: Sequence[Figures]) -> list[str]:
-    """What the tables leave out: where tokens differ, and from what, and prompts that were shortened."""
+    """Notes below the tables: differing tokens and their reference, and prompts that were shortened."""
     differ = [f"{label(f)}, {f.side}: {f.differs}" for f in figures if f.differs is not None]
     cut = {f.workload: f.cut for f in figures if f.cut}
     apart = [f"{label(f)}, {f.side}: {f.apart}" for f in figures if f.apart is not None]
@@ -88,23 +86,23 @@ def latency(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
     return Table(f"Latency, {medians(rounds)}", columns, grouped(figures, label))
 
 
-def known(attained: Sequence[Attained]) -> Table[Attained]:
-    """Speed-ups with drafts that are right at a set rate."""
+def with_oracle(attained: Sequence[Attained]) -> Table[Attained]:
+    """Speed-ups with drafts accepted at a set rate."""
     columns: list[Column[Attained]] = [
         Column("workload", "", lambda a: a.workload),
         Column("right", "probability with which a drafted token is the true one", lambda a: f"{a.rate:g}"),
         Column("drafted", "tokens drafted per pass", lambda a: str(a.drafted)),
         Column("tokens/pass", ACCEPTED, lambda a: _decimals(a.mean_acceptance_length)),
-        Column("theory", "speed-up over no drafts if nothing but passes took time", lambda a: f"{a.theory:.2f}x"),
+        Column("theory", "speed-up over no drafts if only passes took time", lambda a: f"{a.theory:.2f}x"),
         Column("attained", "speed-up over no drafts, measured", lambda a: f"{a.attained:.2f}x"),
         Column("share", "attained, of what theory allows", lambda a: _percent(a.share)),
     ]
-    return Table("Known answers, each drafted token right with a set probability", columns, {"": attained})
+    return Table("Oracle drafts, each token right with a set probability", columns, {"": attained})
 
 
-def roofline(rows: Sequence[Row], machine: Machine) -> Table[Row]:
-    """Passes against what the machine reads and multiplies."""
-    columns: list[Column[Row]] = [
+def roofline(rows: Sequence[RooflinePoint], machine: Machine) -> Table[RooflinePoint]:
+    """Times of passes against the memory bandwidth and multiply rate of the machine."""
+    columns: list[Column[RooflinePoint]] = [
         Column("width", "tokens that a pass scores at once", lambda r: str(r.width)),
         Column("measured ms", "time of a pass", lambda r: _ms(r.seconds)),
         Column(
@@ -123,8 +121,8 @@ def roofline(rows: Sequence[Row], machine: Machine) -> Table[Row]:
     return Table(title, columns, {"": rows})
 
 
-def free(rows: Sequence[Row]) -> str:
-    """Up to which width verification costs nothing but the reading of the weights."""
+def free(rows: Sequence[RooflinePoint]) -> str:
+    """The largest width at which a pass costs no more than reading the weights, as a sentence."""
     paid = next((row.width for row in rows if row.bound == "multiplying"), None)
     return f"Verification stops being free at width {paid}." if paid else "Verification is free at every width here."
 
@@ -143,8 +141,8 @@ def replayed(found: Sequence[Replayed], tokenizer: str) -> Table[Replayed]:
             "time that the drafter takes, in microseconds",
             lambda f: f"{f.drafting_microseconds:.0f}",
         ),
-        Column("outputs", "recorded answers", lambda f: str(f.outputs)),
-        Column("tokens", "of these answers", lambda f: str(f.tokens)),
+        Column("outputs", "recorded outputs", lambda f: str(f.outputs)),
+        Column("tokens", "of these outputs", lambda f: str(f.tokens)),
         Column("passes", "of the model, that these would have taken", lambda f: str(f.passes)),
     ]
     name = tokenizer.rstrip("/").rpartition("/")[2]

@@ -1,7 +1,7 @@
-"""Ways of generating, side by side on the same prompts: equality first, then speed.
+"""Comparison of ways of generating on the same prompts: equality first, then speed.
 
-All ways take turns in one process, round by round, so that what else the machine does falls on all of them. A way
-whose tokens differ from those of its reference (`equality.py`) gets its first divergence printed and no speed-up.
+All ways take turns in one process, round by round, so that other load on the machine affects all of them. For a way
+whose tokens differ from those of its reference (`equality.py`), the first divergence is printed and no speed-up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from truedraft.accelerated import Accelerated
-from truedraft.bench.equality import judged
+from truedraft.bench.equality import differences
 from truedraft.bench.workloads import Item, Workload
 from truedraft.stats import Pass, Report
 from truedraft.targets.kinds import prompt_length
@@ -27,7 +27,7 @@ from truedraft.targets.kinds import prompt_length
 
 @dataclass
 class Clock(BaseStreamer):
-    """When tokens came: (seconds since the start, tokens of all rows) each time some did, and the largest memory."""
+    """Times of new tokens: (seconds since the start, tokens of all rows) for each arrival, and the largest memory."""
 
     start: float = field(default_factory=time.perf_counter)
     stamps: list[tuple[float, int]] = field(default_factory=list)
@@ -39,16 +39,16 @@ class Clock(BaseStreamer):
         self.peak = max(self.peak, psutil.Process().memory_info().rss)
 
     def put(self, value: Tensor) -> None:
-        """As a streamer of transformers, which is given the prompt first."""
+        """The streamer interface of transformers, which passes the prompt first."""
         if not self._prompt:
             self.tick(value.numel())
         self._prompt = False
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
-    def saw(self, done: Pass) -> None:
-        """As a listener of truedraft."""
+    def on_pass(self, done: Pass) -> None:
+        """The `on_pass` callback of truedraft."""
         if done.emitted:
             self.tick(sum(len(e.tokens) for e in done.emitted))
 
@@ -61,8 +61,8 @@ class Side:
     """A way of generating.
 
     run: (inputs, settings, items, clock) -> (batch, new) token ids and, from truedraft, the report.
-    fast: the accelerated model that generates, where one does.
-    fresh: called before every round: nothing is remembered of the one before, which had the same prompts.
+    fast: the accelerated model, where one generates.
+    fresh: called before every round: clears what was learnt in the one before, which had the same prompts.
     """
 
     name: str
@@ -87,7 +87,7 @@ def transformers_side(name: str, model: Any, **extra: Any) -> Side:
 
 
 def truedraft_side(name: str, fast: Accelerated) -> Side:
-    """An accelerated model; documents are given to drafters that use them."""
+    """An accelerated model; documents are passed to drafters that use them."""
 
     def run(
         inputs: dict[str, Any], settings: dict[str, Any], items: Sequence[Item], clock: Clock
@@ -95,7 +95,7 @@ def truedraft_side(name: str, fast: Accelerated) -> Side:
         given: dict[str, Any] = {}
         if fast.drafter.takes_references and any(item.references for item in items):
             given["references"] = [list(item.references) for item in items]
-        out = fast.generate(**inputs, **settings, **given, on_pass=clock.saw)
+        out = fast.generate(**inputs, **settings, **given, on_pass=clock.on_pass)
         return _new(out, inputs, fast.model), fast.report()
 
     return Side(name, run, fast.forget, fast)
@@ -130,22 +130,22 @@ class Measured:
             self.rest += clock.stamps[-1][0] - clock.stamps[0][0]
             self.after += max(tokens - rows, 0)
             for (before, _), (at, count) in zip(clock.stamps, clock.stamps[1:], strict=False):
-                # tokens of one pass come together: the first waited for the pass, the others for nothing
+                # tokens of one pass arrive together: the first waited for the pass, the others not at all
                 waited = max(1, min(rows, count))
                 self.gaps += [at - before] * waited + [0.0] * (count - waited)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a side did on a workload. Seconds are medians over rounds; `speed_up` is (median, low, high), where low and
-    high hold the median with 95 % confidence (order statistics), against plain transformers in the same round.
+    """Figures of a side on a workload. Seconds are medians over rounds; `speed_up` is (median, low, high) against plain
+    transformers in the same round, where low and high enclose the median with 95 % confidence (order statistics).
 
     differs: where the output first differed from that of the reference; None where all tokens were equal.
-    beside_generate: texts that differ from plain transformers, by kind (tie, numerics, bug; sampled: not told apart);
+    beside_generate: texts that differ from plain transformers, by kind (tie, numerics, bug; sampled: not classified);
         None where that is the reference.
-    cut: prompts of which only the end was read, because they were too long.
-    bound: the most that drafts can give over the same engine without: mean acceptance length x cost of a plain pass
-        over cost of a pass.
+    cut: prompts that were truncated to their end, because they were too long.
+    bound: the largest possible speed-up over the same engine without drafts: mean acceptance length x cost of a plain
+        pass / cost of a pass.
     """
 
     workload: str
@@ -174,7 +174,7 @@ class Figures:
 
     @property
     def apart(self) -> str | None:
-        """The texts that differ from plain transformers, in words; None where there is nothing to say."""
+        """Counts of texts that differ from plain transformers, as text; None where that is the reference."""
         if self.beside_generate is None:
             return None
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.beside_generate.items() if count)
@@ -208,9 +208,9 @@ def compare(
     """Run the sides, the first of them plain transformers, in turns over a workload.
 
     Args:
-        room: tokens of a prompt at most; of longer ones the end is read.
+        room: tokens of a prompt at most; longer ones are truncated to their end.
         temperature: 0 for greedy decoding; otherwise sampled under `seed`, the same for every side.
-        progress: told what is about to run.
+        progress: called with a line of text before each run.
     """
     settings: dict[str, Any] = dict(max_new_tokens=workload.tokens, do_sample=temperature > 0, num_beams=1)
     if temperature > 0:
@@ -222,11 +222,11 @@ def compare(
         cut += sum(room is not None and len(tokenizer(one)["input_ids"]) > room for one in text)
         calls.append((items, _inputs(tokenizer, text, room).to(device), at))
     texts: list[list[Tensor]] = []
-    for side in sides:  # the first time warms up, and settles equality
+    for side in sides:  # the first run warms up, and is compared
         progress(f"{workload.name}: {side.name}, compared")
         side.fresh()
         texts.append([_once(side, inputs, settings, items, seed)[0] for items, inputs, _ in calls])
-    differs, beside = judged(sides, texts, calls, settings, progress)
+    differs, beside = differences(sides, texts, calls, settings, progress)
     kept: list[list[Measured]] = [[Measured() for _ in range(rounds)] for _ in sides]
     for turn in range(rounds):
         for k in _rotated(len(sides), turn):
@@ -252,12 +252,12 @@ def _once(
 
 
 def _rotated(count: int, turn: int) -> Iterator[int]:
-    """Every round begins with another side, so that none is always first."""
+    """The order of a round: each begins with another side, so that none is always first."""
     return ((turn + k) % count for k in range(count))
 
 
 def _emitted(new: Tensor, pad: int | None) -> int:
-    """New tokens, without the padding behind rows that ended; the end-of-text token counts."""
+    """New tokens, without the padding after rows that ended; the end-of-text token counts."""
     if pad is None:
         return new.numel()
     total = 0
@@ -323,7 +323,7 @@ def _of_reports(reports: Sequence[Report], rounds: int) -> dict[str, Any]:
     drafted = [e for e in emissions if e.offered]
     deepest = max((e.drafted for e in drafted), default=0)
     working = sum(r.seconds["all"] - r.seconds.get("calibrate", 0.0) for r in reports)
-    scored = sum(len(r.passes) - 1 for r in reports)  # the prompt's own pass is not one of them
+    scored = sum(len(r.passes) - 1 for r in reports)  # without the prompt's own pass
     return {
         "passes": sum(len(r.passes) for r in reports) // rounds,
         "mean_acceptance_length": _length_of(reports),
@@ -335,7 +335,7 @@ def _of_reports(reports: Sequence[Report], rounds: int) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics between which the median lies with at least 95 % confidence; all values where they are few."""
+    """Order statistics that enclose the median with at least 95 % confidence; the extremes where values are few."""
     ordered, n = sorted(values), len(values)
     outside = 0
     below = 0.0

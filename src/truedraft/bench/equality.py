@@ -1,8 +1,8 @@
-"""Whether ways of generating wrote what they promise to.
+"""Equality of generated texts with the reference of each way of generating.
 
 The reference is plain `transformers` generate. In dtypes below fp32, where two ways of computing one forward choose
-differently at near-ties, accelerated models have the one that their guarantee names, plain decoding through the same
-pass; their differences from `transformers` are then told apart as the audit does (`audit/tokens.py`).
+differently at near-ties, that of accelerated models is the one that their guarantee names, plain decoding through the
+same pass; their differences from `transformers` are then classified as by the audit (`audit/tokens.py`).
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from truedraft.bench.workloads import Item
 if TYPE_CHECKING:
     from truedraft.bench.compare import Side
 
-Call = tuple[Sequence[Item], dict[str, Any], int]  # its items, their ids and mask, and the place of the first
+Call = tuple[Sequence[Item], dict[str, Any], int]  # its items, their ids and mask, and the index of the first
 
 
-def judged(
+def differences(
     sides: Sequence[Side],
     texts: Sequence[Sequence[Tensor]],
     calls: Sequence[Call],
     settings: dict[str, Any],
     progress: Callable[[str], None],
 ) -> tuple[list[str | None], list[dict[str, int] | None]]:
-    """Where each side first differs from its reference, and of what kind its differences from the first side are."""
+    """The first difference of each side from its reference, and its differences from the first side by kind."""
     plain = next((k for k, side in enumerate(sides) if side.coarse and not side.fast.drafter.width), 0)  # type: ignore[union-attr]
     differs: list[str | None] = []
-    beside: list[dict[str, int] | None] = []
-    told: dict[str, int] = {}
+    against_plain: list[dict[str, int] | None] = []
+    kinds: dict[str, int] = {}
     for k, side in enumerate(sides):
         of = plain if side.coarse else 0
         found = (_difference(out, texts[of][n], calls[n][2]) for n, out in enumerate(texts[k]))
         differs.append(next(filter(None, found), None))
-        beside.append(None)
+        against_plain.append(None)
         if side.coarse and plain:
             if k == plain or differs[k] is not None:
                 progress(f"differences of {side.name} from transformers")
-                told = _kinds(side, texts[k], texts[0], calls, settings)
-            beside[k] = told
-            if told.get("bug"):
-                differs[k] = differs[k] or f"a bug: run `truedraft audit` ({told['bug']} texts)"
-    return differs, beside
+                kinds = _kinds(side, texts[k], texts[0], calls, settings)
+            against_plain[k] = kinds
+            if kinds.get("bug"):
+                differs[k] = differs[k] or f"a bug: run `truedraft audit` ({kinds['bug']} texts)"
+    return differs, against_plain
 
 
 def _kinds(

@@ -1,7 +1,7 @@
-"""A drafter that is told the answer, for measuring the engine: what would be gained at a given acceptance rate.
+"""An oracle drafter, for measuring the engine: the speed-up attained at a given acceptance rate.
 
-It drafts the true continuation, each token replaced by a wrong one with a set probability, so that attained speed-up
-can be held against theory at every acceptance rate. It is no method: it is not registered and cannot be named.
+It drafts the true continuation, each token replaced by a wrong one with a set probability, so that the attained
+speed-up can be compared with theory at every acceptance rate. It is no method: it is not registered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTHS = (4, 8)
 
 @dataclass
 class Oracle(Drafter):
-    """Drafts chains from known outputs.
+    """Drafts chains from the known outputs.
 
     truth: row index -> all tokens of the row, prompt and output.
     rate: probability that a drafted token is the true one, given that those before it were.
@@ -61,7 +61,7 @@ class Oracle(Drafter):
 
 @dataclass(frozen=True)
 class Attained:
-    """The speed-up over decoding without drafts that theory allows, and what was attained (medians)."""
+    """The speed-up over decoding without drafts: by theory, and attained (medians)."""
 
     workload: str
     rate: float
@@ -72,12 +72,12 @@ class Attained:
 
     @property
     def share(self) -> float:
-        """Of what theory allows; 1 at best, but for noise."""
+        """Attained over theoretical speed-up; 1 at best, apart from noise."""
         return self.attained / self.theory
 
 
 def theory(rate: float, length: int, width_1: float, width_all: float) -> float:
-    """The speed-up that acceptance allows: expected tokens per pass over the cost of the pass, in plain passes.
+    """The theoretical speed-up: expected tokens per pass over the cost of the pass, in plain passes.
 
     The expected length is (1 - rate^(length + 1)) / (1 - rate) (Leviathan et al. 2023, eq. 1), bonus included.
     """
@@ -90,7 +90,7 @@ def attain(
 ) -> list[Attained]:
     """The oracle at a few rates and lengths on the first prompt of each workload, against theory.
 
-    Time without the prompt's pass, with drafts and without, in turns; theory is of the passes measured beside it.
+    Times are without the prompt's pass, with and without drafts in turns; theory uses passes measured in the same run.
     """
     plain = accelerate(model, tokenizer, draft=None)
     found = []
@@ -101,9 +101,9 @@ def attain(
         truth = {0: plain.generate(**settings)[0].tolist()}
         for rate in RATES:
             for length in LENGTHS:
-                progress(f"{workload.name}: known answers at rate {rate}, {length} drafted")
-                told = Oracle(truth, rate, length, len(tokenizer))
-                fast = accelerate(model, tokenizer, draft=told, control="fixed")
+                progress(f"{workload.name}: oracle drafts at rate {rate}, {length} drafted")
+                oracle = Oracle(truth, rate, length, len(tokenizer))
+                fast = accelerate(model, tokenizer, draft=oracle, control="fixed")
                 cost = measure_passes([fast.target], inputs["input_ids"].shape[1], (1, length + 1), rounds)[0]
                 ratios, lengths = [], []
                 for _ in range(rounds):

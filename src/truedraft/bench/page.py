@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a benchmark: where its figures come from, tables, plots, and what they mean."""
+"""A self-contained HTML page of a benchmark: settings, tables, plots and explanations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from truedraft.bench import columns, plots
 from truedraft.bench.compare import Figures
 from truedraft.bench.oracle import Attained
 from truedraft.bench.replay import Replayed
-from truedraft.bench.roofline import Machine, Row
+from truedraft.bench.roofline import Machine, RooflinePoint
 from truedraft.layout import Table, grouped
 
 STYLE = """
@@ -41,13 +41,13 @@ WHAT = (
     "model would have chosen itself. So the text stays the same, and fewer passes are needed for it."
 )
 TURNS = (
-    "All ways generate from the same prompts, in turns within one process, so that whatever else the machine does "
-    "falls on all of them."
+    "All ways generate from the same prompts, in turns within one process, so that other load on the machine "
+    "affects all of them."
 )
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A page that needs nothing else; `parts` are HTML, the title is text."""
+    """A page without external files; `parts` are HTML, the title is text."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -62,22 +62,22 @@ def measured(
     figures: Sequence[Figures],
     rounds: int,
     machine: Machine | None = None,
-    rows: Sequence[Row] = (),
+    rows: Sequence[RooflinePoint] = (),
     attained: Sequence[Attained] = (),
 ) -> str:
-    """The page of what was measured with a model.
+    """The page of measurements with a model.
 
     Args:
-        facts: what the figures are figures of, by name.
-        figures: of all workloads and ways, medians of so many rounds.
+        facts: model, machine and settings, by name.
+        figures: of all workloads and ways, medians of `rounds` rounds.
         machine, rows: a roofline, where one was measured.
-        attained: speed-ups with known answers, where they were measured.
+        attained: speed-ups with an oracle drafter, where they were measured.
     """
     parts = [_paragraph(WHAT), _defined(facts.items())]
     if figures:
         parts += _speed(figures, rounds)
     if attained:
-        parts.append(_section(columns.known(attained)))
+        parts.append(_section(columns.with_oracle(attained)))
     if rows and machine is not None:
         parts += [_section(columns.roofline(rows, machine)), _paragraph(columns.free(rows)), _latency(rows)]
     return document(title, parts)
@@ -87,9 +87,9 @@ def replayed(title: str, facts: Mapping[str, str], found: Sequence[Replayed], to
     """The page of drafters on recorded outputs.
 
     Args:
-        facts: what the figures are figures of, by name.
-        tokenizer: that the outputs were read with.
-        note: what a replay cannot measure.
+        facts: model, machine and settings, by name.
+        tokenizer: of the outputs.
+        note: limits of a replay.
     """
     table = columns.replayed(found, tokenizer)
     most = max(f.mean_acceptance_length for f in found)
@@ -103,7 +103,7 @@ def replayed(title: str, facts: Mapping[str, str], found: Sequence[Replayed], to
 
 
 def _speed(figures: Sequence[Figures], rounds: int) -> list[str]:
-    single = " One round was measured: there are no intervals, and what the machine did besides is not averaged out."
+    single = " One round was measured: there are no intervals, and other load on the machine is not averaged out."
     parts = [_paragraph(TURNS + (single if rounds == 1 else "")), _section(columns.speed(figures, rounds))]
     parts += [_paragraph(note, bad=True) for note in columns.notes(figures)]
     parts += ["<h2>Speed-up over transformers</h2>", _paragraph(
@@ -112,7 +112,7 @@ def _speed(figures: Sequence[Figures], rounds: int) -> list[str]:
     ), *_bars(figures)]  # fmt: skip
     if plot := _positions(figures):
         parts += ["<h2>How far drafts are right</h2>", _paragraph(
-            "Of the passes that verified a draft, the share in which at least so many drafted tokens were accepted."
+            "Of the passes that verified a draft, the share in which at least this many drafted tokens were accepted."
         ), plot]  # fmt: skip
     shares = _shares(figures)
     if shares:
@@ -157,7 +157,7 @@ def _shares(figures: Sequence[Figures]) -> list[str]:
     return parts
 
 
-def _latency(rows: Sequence[Row]) -> str:
+def _latency(rows: Sequence[RooflinePoint]) -> str:
     lines = [("measured", [row.seconds for row in rows]), ("floor", [row.floor for row in rows])]
     top = max(seconds for _, points in lines for seconds in points)
     return plots.curves(lines, "width", top, lambda v: f"{v * 1e3:.1f} ms", [str(row.width) for row in rows])
@@ -173,7 +173,7 @@ def _defined(terms: Iterable[tuple[str, str]]) -> str:
 
 
 def _section(table: Table[Any]) -> str:
-    """A heading, the table and what its columns mean."""
+    """A heading, the table and the explanations of its columns."""
     shown = table.filled
     heads = "".join(f'<th scope="col">{escape(column.head)}</th>' for column in shown)
     parts = []

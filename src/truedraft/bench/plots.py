@@ -1,4 +1,4 @@
-"""Plots of a page, as HTML and SVG. Names are HTML beside the shapes: they wrap, and have the size of other text."""
+"""Plots of a page, as HTML and SVG. Names are HTML beside the shapes, to wrap and have the size of other text."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ svg text{font:13px system-ui,sans-serif;fill:var(--fg)}
 class Bar:
     """A bar: parts of it as (share of the whole width, number of their colour), and marks at shares of the width.
 
-    whisker: from where to where an interval reaches.
-    mark: a dashed line to compare with.
+    whisker: the ends of an interval.
+    mark: position of a dashed reference line.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Bar:
 
 
 def breakable(name: str) -> str:
-    """A name as HTML that may be broken behind its separators."""
+    """A name as HTML that may be broken after its separators."""
     marks = re.escape(SEPARATORS[0])
     return "<wbr>".join(map(escape, re.split(f"(?<=[{marks}])", name)))
 
@@ -68,7 +68,7 @@ def _bar(bar: Bar) -> str:
 
 
 def keys(names: Sequence[tuple[str, int]]) -> str:
-    """What colours and dashes stand for; names with the number of their style."""
+    """The legend of colours and dashes; names with the number of their style."""
     lines = [f'<svg viewBox="0 0 32 14"><path d="M0 7H32" {_stroke(style, 8)}/></svg>' for _, style in names]
     return (
         '<ul class="keys">'
@@ -78,7 +78,7 @@ def keys(names: Sequence[tuple[str, int]]) -> str:
 
 
 def _stroke(style: int, width: int = 2) -> str:
-    """Colours in turn; once all were used, dashed."""
+    """SVG attributes of a style: the colours in turn, then dashed."""
     dashes = f' stroke-dasharray="{4 * (style // len(COLORS))} 3"' if style >= len(COLORS) else ""
     return f'fill="none" stroke="{COLORS[style % len(COLORS)]}" stroke-width="{width}"{dashes}'
 
@@ -90,10 +90,10 @@ def curves(
     value: Callable[[float], str],
     ticks: Sequence[str] | None = None,
 ) -> str:
-    """Lines over a common axis of 0, 1, 2, ..., up to the value `top`, which `value` writes.
+    """Lines over a common axis of 0, 1, 2, ..., up to the value `top`; `value` formats values as text.
 
     label: of the horizontal axis.
-    ticks: what stands there for 0, 1, 2, ...
+    ticks: labels for 0, 1, 2, ... there.
     """
     last = max(len(points) for _, points in lines) - 1
 

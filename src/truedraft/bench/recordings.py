@@ -1,4 +1,4 @@
-"""Recorded outputs of models, read from files and turned into token ids: what `replay.py` runs drafters against."""
+"""Recorded outputs of models, read from files and tokenised: the input of `replay.py`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TURNS = ("first turn", "second turn")
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a conversation, tokenised by itself, so that what was said has the tokens in which it was said.
+    """A part of a conversation, tokenised separately, so that an output has the tokens in which it was generated.
 
-    kind: of a recorded output; None for what is only read.
-    document: whether drafts may copy from it as a document of its own.
+    kind: of a recorded output; None for parts of prompts.
+    document: whether drafters may copy from it as a separate document.
     """
 
     text: str
@@ -34,10 +34,10 @@ Conversation = tuple[Part, ...]
 class Recording:
     """One recorded output, in compact token ids.
 
-    kind: which turn it was, or of what sort.
-    prompt: the conversation until then.
-    output: never empty.
-    references: the messages until then, each a document.
+    kind: its turn, or its sort.
+    prompt: the conversation before it.
+    output: not empty.
+    references: the messages before it, each a document.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Recording:
 class Recordings:
     """The recorded outputs of one file, in its order, over a vocabulary of the tokens that occur in it.
 
-    ids: compact id -> id of the tokenizer; entry 0 is -1, a token that nobody says.
+    ids: compact id -> id of the tokenizer; entry 0 is -1, which occurs in no output.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Recordings:
 def conversations(path: Path, questions: Path | None = None) -> list[Conversation]:
     """The conversations of a file of JSON lines, gzipped or not.
 
-    Read are: objects with a `prompt` and an `output`; with `messages`, where everything said by the role `assistant`
+    Read are: objects with a `prompt` and an `output`; with `messages`, where every message of the role `assistant`
     is a recorded output; and answers to MT-Bench (`question_id`, `choices`), of which the first choice counts, and
     for a question answered several times the last answer.
 
@@ -73,13 +73,13 @@ def conversations(path: Path, questions: Path | None = None) -> list[Conversatio
         Refused: the file cannot be read, holds no recorded output, or one without its question.
     """
     found: dict[str, Conversation] = {}
-    asked: dict[str, Sequence[str]] | None = None
+    turns: dict[str, Sequence[str]] | None = None
     for where, row in objects(path, text_of(path, OPTION), OPTION):
         if "choices" in row:
-            if asked is None:
+            if turns is None:
                 questions = questions or _questions_beside(path, where)
-                asked = _asked(questions)
-            found[f"question {row.get('question_id')}"] = _answers(where, row, asked, questions)
+                turns = _turns(questions)
+            found[f"question {row.get('question_id')}"] = _answers(where, row, turns, questions)
         else:
             found[where] = _conversation(where, row)
     if not any(part.kind and part.text for parts in found.values() for part in parts):
@@ -99,23 +99,25 @@ def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
 def _message(where: str, message: Any) -> tuple[str, Part]:
     content = message.get("content", "") if isinstance(message, Mapping) else message
     if not isinstance(message, Mapping) or not isinstance(content, str | None):
-        raise Refused(f"{where}: an object with a role and a content of text is wanted")
+        raise Refused(f"{where}: give an object with a role and a content of text")
     role = str(message.get("role", "user"))
     return role, Part(content or "", "reply" if role == "assistant" else None)
 
 
-def _answers(where: str, row: Mapping[str, Any], asked: Mapping[str, Sequence[str]], questions: Any) -> Conversation:
+def _answers(where: str, row: Mapping[str, Any], turns: Mapping[str, Sequence[str]], questions: Any) -> Conversation:
     number = str(row.get("question_id"))
     try:
-        said = row["choices"][0]["turns"]
+        outputs = row["choices"][0]["turns"]
     except (LookupError, TypeError) as e:
         raise Refused(f"{where}: choices[0].turns, the answers, are missing") from e
-    if not isinstance(said, list) or not all(isinstance(answer, str) for answer in said):
+    if not isinstance(outputs, list) or not all(isinstance(answer, str) for answer in outputs):
         raise Refused(f"{where}: choices[0].turns must be a list of texts")
-    if len(asked.get(number, ())) < len(said):
-        raise Refused(f"{where}: question {number} with {len(said)} turns is not in {questions}: give --questions FILE")
+    if len(turns.get(number, ())) < len(outputs):
+        raise Refused(
+            f"{where}: question {number} with {len(outputs)} turns is not in {questions}: give --questions FILE"
+        )
     messages = []
-    for turn, (question, answer) in enumerate(zip(asked[number], said, strict=False)):
+    for turn, (question, answer) in enumerate(zip(turns[number], outputs, strict=False)):
         kind = TURNS[turn] if turn < len(TURNS) else f"turn {turn + 1}"
         messages += [("user", Part(question)), ("assistant", Part(answer, kind))]
     return _talk(messages)
@@ -138,19 +140,19 @@ def _questions_beside(path: Path, where: str) -> Path:
     return found[0]
 
 
-def _asked(path: Path) -> dict[str, Sequence[str]]:
+def _turns(path: Path) -> dict[str, Sequence[str]]:
     """The turns of every question, by its id."""
-    asked: dict[str, Sequence[str]] = {}
+    found: dict[str, Sequence[str]] = {}
     for where, row in objects(path, text_of(path, "--questions"), "--questions"):
         turns = row.get("turns")
         if "question_id" not in row or not isinstance(turns, list):
-            raise Refused(f"{where}: an object with question_id and turns is wanted")
-        asked[str(row["question_id"])] = [str(turn) for turn in turns]
-    return asked
+            raise Refused(f"{where}: give an object with question_id and turns")
+        found[str(row["question_id"])] = [str(turn) for turn in turns]
+    return found
 
 
 def tokenized(name: str, conversations: Sequence[Conversation], tokenizer: Any) -> Recordings:
-    """Every recorded output with what stood before it, in compact ids; outputs without any token are left out.
+    """Every recorded output with its prompt, in compact ids; outputs without tokens are left out.
 
     Args:
         tokenizer: of transformers; no special tokens are added.

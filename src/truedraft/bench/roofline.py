@@ -1,7 +1,7 @@
-"""What a pass must cost on this machine, by width, and what it does cost.
+"""A roofline of passes: the least time of a pass on this machine by width, and the measured time.
 
 A pass reads every weight once, whatever its width, and multiplies it by every node: its floor is the larger of bytes
-over read bandwidth and operations over multiply rate. Verification is free as long as reading takes longer.
+over read bandwidth and operations over multiply rate. Verification is free while reading takes longer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A pass over `width` nodes: floor and median seconds; `bound` says which of the two floors it is."""
+class RooflinePoint:
+    """The cost of a pass over `width` nodes: floor and median seconds; `bound` names the larger of the two floors."""
 
     width: int
     floor: float
@@ -40,12 +40,12 @@ class Row:
 
     @property
     def attained(self) -> float:
-        """Share of what the machine allows; 1 at best, but for noise."""
+        """Floor over measured time; 1 at best, apart from noise."""
         return self.floor / self.seconds
 
 
 class Gauge:
-    """What a machine reads and multiplies, sampled in turns with passes, so that the same disturbances fall on both.
+    """Memory bandwidth and multiply rate, sampled in turns with passes, so that the same disturbances affect both.
 
     Read bandwidth is that of a sum over 256 MB (4 GB on a GPU), the rate that of a square product in `dtype`.
     """
@@ -58,7 +58,7 @@ class Gauge:
         self._reading: list[float] = []
         self._multiplying: list[float] = []
         self.sample()
-        self._reading.clear()  # the first time pages are new
+        self._reading.clear()  # the first sample includes page faults
         self._multiplying.clear()
 
     def sample(self) -> None:
@@ -66,7 +66,7 @@ class Gauge:
         self._multiplying.append(timed(lambda: (self._square @ self._square, self._settle())))
 
     def machine(self) -> Machine:
-        """Medians of the samples, of which there must be one."""
+        """Medians of the samples; at least one is required."""
         bandwidth = self._large.numel() * 4 / median(self._reading)
         return Machine(bandwidth, 2 * len(self._square) ** 3 / median(self._multiplying))
 
@@ -78,7 +78,7 @@ def measure_passes(
     rounds: int = 9,
     gauge: Gauge | None = None,
 ) -> list[dict[int, float]]:
-    """Median seconds of a pass by width behind `context` positions, by target; all take turns, and a gauge."""
+    """Median seconds of a pass by width after `context` positions, for each target; targets and gauge take turns."""
     times: list[dict[int, list[float]]] = [{w: [] for w in widths} for _ in targets]
     for target in targets:
         target.reserve(1, context + max(widths))
@@ -97,8 +97,8 @@ def measure_passes(
     return [{w: median(t) for w, t in kept.items()} for kept in times]
 
 
-def roofline(target: Target, machine: Machine, seconds: dict[int, float], context: int = 256) -> list[Row]:
-    """The floor of a pass at each measured width, and what was attained of it."""
+def roofline(target: Target, machine: Machine, seconds: dict[int, float], context: int = 256) -> list[RooflinePoint]:
+    """The floor of a pass and its measured time, at each measured width."""
     model, c = target.model, target.model.config.get_text_config(decoder=True)
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     tied = model.get_output_embeddings().weight is table
@@ -113,7 +113,9 @@ def roofline(target: Target, machine: Machine, seconds: dict[int, float], contex
     for width, taken in seconds.items():
         reading, multiplying = bytes_read / machine.bandwidth, width * (2 * weights + attention) / machine.rate
         rows.append(
-            Row(width, max(reading, multiplying), taken, "reading" if reading >= multiplying else "multiplying")
+            RooflinePoint(
+                width, max(reading, multiplying), taken, "reading" if reading >= multiplying else "multiplying"
+            )
         )
     return rows
 

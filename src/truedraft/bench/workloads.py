@@ -1,4 +1,4 @@
-"""What is generated in a benchmark: a small embedded set, or prompts from files given by path."""
+"""Workloads of a benchmark: a small embedded set, or prompts from files given by path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "ste
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt, and the documents that its answer may copy from."""
+    """A prompt, and documents from which its output may copy."""
 
     text: str
     references: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of one kind, and how many tokens are written to each at most."""
+    """Prompts of one kind, and the limit of new tokens of each."""
 
     name: str
     items: tuple[Item, ...]
@@ -37,7 +37,7 @@ class Workload:
 
 
 def embedded(sources: bool = False) -> list[Workload]:
-    """What the embedded models have learnt: stories, edits, files to be shortened, and changes to earlier answers.
+    """Tasks that the embedded models were trained on: stories, edits, files to shorten, changes to earlier answers.
 
     sources: for an encoder-decoder, English sentences with mistakes.
     """
@@ -60,24 +60,21 @@ def _edit(text: str, instruction: str, *before: str) -> Item:
 
 
 def _chat() -> Iterator[Item]:
-    """Conversations in which each turn asks for a change to the answer before; later turns alone."""
+    """Conversations in which each turn requests a change of the last answer; without the first turns."""
     for text, renames in (
         (assets.prompt("edit.py.txt"), (("total", "amount"), ("value", "change"), ("note", "reason"))),
         (assets.prompt("chat_story.txt"), (("lily", "sara"), ("spot", "max"))),
     ):
-        said: list[str] = []
+        earlier: list[str] = []
         for old, new in renames:
-            if said:
-                yield _edit(text, f"Rename {old} to {new}.", *said)
-            said.append(text)
+            if earlier:
+                yield _edit(text, f"Rename {old} to {new}.", *earlier)
+            earlier.append(text)
             text = re.sub(rf"\b{old}\b", new, text)
 
 
 def from_file(path: Path, limit: int, tokens: int = 128, sources: bool = False) -> list[Workload]:
-    """Prompts from a file, by kind where the file tells kinds apart, at most `limit` of each.
-
-    As `items_of` reads them, which says what is refused.
-    """
+    """Prompts from a file, by kind where the file has kinds, at most `limit` of each; see `items_of`."""
     kinds: dict[str, list[Item]] = defaultdict(list)
     for kind, item in items_of(path, sources):
         kinds[kind].append(item)
@@ -89,7 +86,7 @@ def items_of(path: Path, sources: bool = False) -> list[tuple[str, Item]]:
 
     Read are: Spec-Bench and MT-Bench questions (`turns`, `category`; the first turn), HumanEval (`prompt`), files to
     edit (`text`, `instruction`), recorded conversations (`messages`), any other JSON lines with a `prompt` or `text`
-    (and `references`, a list of texts), gzipped or not; and plain text, prompts parted by empty lines.
+    (and `references`, a list of texts), gzipped or not; and plain text with prompts separated by empty lines.
 
     sources: for an encoder-decoder, each line of plain text.
 
@@ -124,10 +121,10 @@ def text_of(path: Path, option: str) -> str:
 
 
 def objects(path: Path, text: str, option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every object of a file of JSON lines, with the words that say in messages where it stands.
+    """Every object of a file of JSON lines, after its location for messages.
 
     Raises:
-        Refused: a line is not JSON, or no object.
+        Refused: a line is not JSON, or is no object.
     """
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
@@ -137,7 +134,7 @@ def objects(path: Path, text: str, option: str) -> Iterator[tuple[str, Mapping[s
             except ValueError as e:
                 raise Refused(f"{where}: not JSON ({e})") from e
             if not isinstance(row, Mapping):
-                raise Refused(f'{where}: an object is wanted, such as {{"prompt": ...}}')
+                raise Refused(f'{where}: give an object, such as {{"prompt": ...}}')
             yield where, row
 
 
@@ -148,8 +145,8 @@ def _item(name: str, where: str, row: Mapping[str, Any]) -> tuple[str, Item]:
     if "instruction" in row and "text" in row:
         return name, Item(f"{row['text']}\n\n{row['instruction']}\n", (str(row["text"]),))
     if isinstance(messages := row.get("messages"), list) and messages:
-        said = [m for m in messages if isinstance(m, Mapping)]
-        return name, Item(_conversation(said), tuple(str(m.get("content", "")) for m in said))
+        valid = [m for m in messages if isinstance(m, Mapping)]
+        return name, Item(_conversation(valid), tuple(str(m.get("content", "")) for m in valid))
     for key in ("prompt", "text"):
         if isinstance(row.get(key), str) and row[key].strip():
             return name, Item(row[key], tuple(map(str, row.get("references") or ())))

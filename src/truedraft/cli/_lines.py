@@ -22,7 +22,7 @@ from truedraft.layout import labelled
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
-    from truedraft.lines import Line, Rewriter, Tally
+    from truedraft.lines import Rewriter, RewrittenLine, Tally
 
 STDIN = "-"
 CHUNK = 1 << 20
@@ -217,7 +217,7 @@ def rewrite(
     return _told(rewriter, report)
 
 
-def _write(line: Line, out: BinaryIO | None, shown: bool | None) -> None:
+def _write(line: RewrittenLine, out: BinaryIO | None, shown: bool | None) -> None:
     if out is not None:
         out.write(line.text.encode("utf-8", "surrogateescape"))
     if shown is False:
@@ -227,7 +227,7 @@ def _write(line: Line, out: BinaryIO | None, shown: bool | None) -> None:
         _show(line)
 
 
-def _show(line: Line) -> None:
+def _show(line: RewrittenLine) -> None:
     """A line on standard output with what changed in it."""
     parts = [(printable(before), printable(after)) for before, after in line.parts]
     if sys.stdout.isatty():

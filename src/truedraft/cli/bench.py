@@ -28,7 +28,7 @@ from truedraft.targets.kinds import reads_sources
 if TYPE_CHECKING:
     from truedraft.bench.compare import Figures, Side
     from truedraft.bench.oracle import Attained
-    from truedraft.bench.roofline import Machine, Row
+    from truedraft.bench.roofline import Machine, RooflinePoint
     from truedraft.bench.workloads import Workload
 
 DRAFTS = ["auto", "prompt-lookup-long"]
@@ -158,7 +158,7 @@ def _write_page(path: Path, facts: Mapping[str, str], *results: Any) -> None:
     write_page(path, measured(f"truedraft bench: {facts['model']}", facts, *results))
 
 
-def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[Row]) -> dict[str, Any]:
+def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[RooflinePoint]) -> dict[str, Any]:
     return {
         "machine": measured_on(),
         "figures": [asdict(f) for f in figures],
@@ -250,7 +250,7 @@ def _sides(
     return sides
 
 
-def _roofline(model: Any) -> tuple[Machine, list[Row]]:
+def _roofline(model: Any) -> tuple[Machine, list[RooflinePoint]]:
     from truedraft.bench.roofline import Gauge, measure_passes, roofline
     from truedraft.targets.hosting import hosted
 
@@ -294,7 +294,11 @@ def _check_numbers(
 
 
 def _print(
-    figures: Sequence[Figures], attained: Sequence[Attained], machine: Machine | None, rows: Sequence[Row], rounds: int
+    figures: Sequence[Figures],
+    attained: Sequence[Attained],
+    machine: Machine | None,
+    rows: Sequence[RooflinePoint],
+    rounds: int,
 ) -> None:
     from truedraft.bench import columns
 
@@ -305,7 +309,7 @@ def _print(
         for note in columns.notes(figures):
             print_folded(out, note)
     if attained:
-        print_table(out, columns.known(attained))
+        print_table(out, columns.with_oracle(attained))
     if rows and machine is not None:
         print_table(out, columns.roofline(rows, machine))
         print_folded(out, columns.free(rows))

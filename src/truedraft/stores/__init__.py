@@ -1,1 +1,1 @@
-"""What drafters look things up in: structures that take tokens and find them again in microseconds."""
+"""Data structures in which drafters look up continuations: corpora, automata, tables of successors and memories."""

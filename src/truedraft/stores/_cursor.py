@@ -1,4 +1,4 @@
-"""What both forms of the automaton share: places in it, trees grown from it, and their bounds."""
+"""Types that the compiled and the Python automaton share: positions in it, trees grown from it, and limits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 CAP = 128  # tokens of the longest string whose occurrences are counted
 MOST = 256  # nodes of the largest tree grown
-SEPARATOR = -1  # stands between documents; never drafted
+SEPARATOR = -1  # between documents; never drafted
 
 
 class Cursor(ctypes.Structure):
-    """A place in an automaton: the longest suffix of what was read that occurs in its text.
+    """A position in an automaton: the longest suffix of the tokens read that occurs in its text.
 
-    length: its tokens. pending: of a text's own cursor, the last token, which the automaton has yet to learn.
+    length: tokens of that suffix. pending: of a text's own cursor, the last token, not yet added to the automaton.
     """
 
     _fields_ = [("state", c_int32), ("length", c_int32), ("pending", c_int32), ("has_pending", c_int32)]
@@ -24,7 +24,7 @@ class Cursor(ctypes.Structure):
 
 
 class Grown(NamedTuple):
-    """A tree of continuations, most frequent first: tokens, the parent of each (-1 the root), how often each stood."""
+    """A tree of continuations, most frequent first: tokens, the parent of each (-1 the root), occurrences of each."""
 
     tokens: list[int]
     parents: list[int]

@@ -1,10 +1,10 @@
 """Arrays in a file in the format of `safetensors`: written whole or not at all, mapped into memory and checked.
 
-The metadata say what the file is, its version, what it is about and a checksum of that and of every array.
+The metadata contain the kind of the file, its version, a description of its contents and a checksum of each array.
 
-A mapped file may be replaced at any time: whoever has it open goes on with the old one. It must not be cut or written
-to in place. `Unchanged` notices that before the next use, which is refused; a process that reads the mapping at the
-very moment when the file is cut is ended by the system (SIGBUS).
+A mapped file may be replaced at any time: processes that have it open keep the old one. It must not be truncated or
+written to in place. `Unchanged` detects that before the next use, which is refused; a process that reads the mapping
+while the file is being truncated is killed by the system (SIGBUS).
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ def write(
 ) -> None:
     """Write a file whole or not at all.
 
-    arrays: of numpy, by name.
+    about: the description of its contents, as JSON. arrays: of numpy, by name.
 
     Raises:
-        OSError: it cannot be written; what stood there still does.
+        OSError: it cannot be written; an earlier file of that name is kept.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    words = json.dumps(about)
-    said = {"format": f"truedraft {kind}", "version": str(version)}
-    said |= {"about": words, "checksums": json.dumps(_checksums(arrays, words))}
+    description = json.dumps(about)
+    metadata = {"format": f"truedraft {kind}", "version": str(version)}
+    metadata |= {"about": description, "checksums": json.dumps(_checksums(arrays, description))}
     try:
         with replacing(Path(path)) as part:
-            save_file(dict(arrays), str(part), said)
+            save_file(dict(arrays), str(part), metadata)
     except SafetensorError as e:
         raise OSError(str(e)) from e
 
 
 class Unchanged:
-    """Calling it makes sure that a mapped file is what it was: neither cut nor written to since it was opened.
+    """A check, by a call, that a mapped file was neither truncated nor written to since it was opened.
 
-    name: what the file is called in messages.
+    name: the file's name in messages.
 
     Raises:
         OSError: the file cannot be opened.
-        Refused: on a call, it is not.
+        Refused: on a call, where it was changed.
     """
 
     def __init__(self, path: str | PathLike[str], name: str):
@@ -74,7 +74,7 @@ class Unchanged:
 class Read(NamedTuple):
     """A file's contents.
 
-    about: what it is about. arrays: by name, mapped. unchanged: to be called before these are used.
+    about: the description of its contents. arrays: by name, mapped. unchanged: to be called before they are used.
     """
 
     about: dict[str, Any]
@@ -85,7 +85,7 @@ class Read(NamedTuple):
 def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read:
     """A file, mapped and checked.
 
-    maker: what makes such files, for messages.
+    maker: the command or call that makes such files, for messages.
 
     Raises:
         Refused: there is none, or it is damaged, or of another kind or version.
@@ -98,16 +98,17 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read
     try:
         unchanged = Unchanged(path, file_is)
         with safe_open(str(path), framework="pt") as file:
-            said = file.metadata() or {}
-            if said.get("format") != f"truedraft {kind}":
+            metadata = file.metadata() or {}
+            if metadata.get("format") != f"truedraft {kind}":
                 raise Refused(f"{file_is} is no {kind}: build one with `{maker}`")
-            if said["version"] != str(version):
-                raise Refused(f"{file_is} has version {said['version']}, not {version}: build it anew")
+            if metadata["version"] != str(version):
+                raise Refused(f"{file_is} has version {metadata['version']}, not {version}: build it anew")
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-        wrong = set(json.loads(said["checksums"]).items()) ^ set(_checksums(arrays, said["about"]).items())
+        expected = json.loads(metadata["checksums"])
+        wrong = set(expected.items()) ^ set(_checksums(arrays, metadata["about"]).items())
         if wrong:
             raise ValueError(f"the checksum of {min(wrong)[0]!r} differs")
-        about = dict(json.loads(said["about"]))
+        about = dict(json.loads(metadata["about"]))
         unchanged()
         return Read(about, arrays, unchanged)
     except Refused:

@@ -1,4 +1,4 @@
-"""The compiled structures: loading them, and their layouts as Python sees them.
+"""The compiled data structures: loading them, and their memory layouts as `ctypes` structures.
 
 The library is built when truedraft is installed, where there is a C compiler; elsewhere the structures are in Python.
 """
@@ -19,7 +19,7 @@ CALLS = 2  # as in automaton.c
 ON_TREES = ("counted", "grown", "union", "follow", "settled")
 
 
-class Layout(ctypes.Structure):
+class AutomatonLayout(ctypes.Structure):
     """`Automaton` of automaton.c, field by field."""
 
     _fields_ = [
@@ -30,8 +30,8 @@ class Layout(ctypes.Structure):
     ]
 
 
-class Table(ctypes.Structure):
-    """`Table` of trigrams.c, field by field."""
+class TrigramTable(ctypes.Structure):
+    """`TrigramTable` of trigrams.c, field by field."""
 
     _fields_ = [("row", c_void_p), ("sets", c_int64), ("clock", c_int32)]
 
@@ -50,7 +50,7 @@ def library() -> ctypes.PyDLL | None:
         lib = ctypes.PyDLL(str(built[-1]))
     except OSError:
         return None
-    one, at, ints = POINTER(Layout), POINTER(Cursor), c_void_p
+    one, at, ints = POINTER(AutomatonLayout), POINTER(Cursor), c_void_p
     for name, result, arguments in (
         ("begin", c_int, [one, c_int32]),
         ("free", None, [one]),
@@ -66,17 +66,17 @@ def library() -> ctypes.PyDLL | None:
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
         ("succeed", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, ints, c_int64]),
-        ("table", c_int, [POINTER(Table), c_int64]),
-        ("table_copy", c_int, [POINTER(Table), POINTER(Table)]),
-        ("table_free", None, [POINTER(Table)]),
-        ("weigh", None, [POINTER(Table), ints, c_int64, c_float, c_float]),
-        ("search", c_int64, [POINTER(Table), *[c_int32] * 4, c_double, c_double, c_int32, ints, ints, c_void_p]),
+        ("table", c_int, [POINTER(TrigramTable), c_int64]),
+        ("table_copy", c_int, [POINTER(TrigramTable), POINTER(TrigramTable)]),
+        ("table_free", None, [POINTER(TrigramTable)]),
+        ("weigh", None, [POINTER(TrigramTable), ints, c_int64, c_float, c_float]),
+        ("search", c_int64, [POINTER(TrigramTable), *[c_int32] * 4, c_double, c_double, c_int32, ints, ints, c_void_p]),
         ("store_layout", c_int64, []),
     ):
         if (function := getattr(lib, f"truedraft_{name}", None)) is None:
             return None  # built from other sources than these
         function.restype, function.argtypes = result, arguments
-    layout = (CALLS * 4096 + ctypes.sizeof(Layout)) * 4096 + ctypes.sizeof(Cursor)
+    layout = (CALLS * 4096 + ctypes.sizeof(AutomatonLayout)) * 4096 + ctypes.sizeof(Cursor)
     return lib if lib.truedraft_store_layout() == layout else None
 
 

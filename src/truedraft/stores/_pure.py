@@ -1,4 +1,4 @@
-"""The suffix automaton in Python, where there is no compiled one; `automaton.c` explains the method."""
+"""The suffix automaton in Python, used where there is no compiled one; `automaton.c` explains the method."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from truedraft.stores._cursor import CAP, MOST, Cursor, Grown
 
 
-class Pure:
-    """As `automaton.Native`; some ten times slower, and larger."""
+class PythonAutomaton:
+    """As `automaton.CompiledAutomaton`; about ten times slower, and larger in memory."""
 
     def __init__(self, cap: int = CAP):
         self.cap = cap

@@ -1,5 +1,5 @@
-/* What is done with draft trees node by node: several joined (union.py), what became of their nodes counted, and
-   estimates of the chance of each set right (drafters/_trust.py). Trees come as (tokens, parents, hopes, probes). */
+/* Operations on draft trees node by node: merging several (union.py), counting their accepted nodes, and calibrating
+   their confidence (drafters/_trust.py). A tree is given as (tokens, parents, confidences, probes). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,7 +10,7 @@ enum { TREES = 31 }; /* `owner` has a bit for each */
 typedef struct {
     int32_t token, parent, below, next, owner, place; /* below, next: the first child and the next sibling, 0 for none */
     int8_t probe;
-    double hope, weight, value;
+    double confidence, weight, value;
 } Node;
 
 typedef struct {
@@ -21,30 +21,30 @@ typedef struct {
 static int likelier(const void *a, const void *b) {
     const Ranked *x = a, *y = b;
     if (x->rank != y->rank) return x->rank < y->rank ? 1 : -1;
-    return x->node - y->node; /* of nodes as likely as each other the first: parents come before their children */
+    return x->node - y->node; /* of equally likely nodes the first: parents come before their children */
 }
 
-/* Adds a tree given as (tokens, parents, hopes, probes) to the `n` nodes so far, of which there is room for `most`;
-   returns how many there are then, -1 on an error. `at`: room for the place of every node of the tree. */
+/* Adds a tree given as (tokens, parents, confidences, probes) to the `n` nodes so far, of which there is room for `most`;
+   returns their new number, -1 on an error. `at`: room for the index of every node of the tree. */
 static int32_t added(Node *node, int32_t n, int32_t most, int32_t *at, PyObject *tree, int32_t k, double weight) {
-    PyObject *tokens, *parents, *hopes, *probes;
+    PyObject *tokens, *parents, *confidences, *probes;
     if (!PyTuple_Check(tree)) {
-        PyErr_SetString(PyExc_TypeError, "a tree is a tuple of tokens, parents, hopes and probes");
+        PyErr_SetString(PyExc_TypeError, "a tree is a tuple of tokens, parents, confidences and probes");
         return -1;
     }
-    if (!PyArg_ParseTuple(tree, "O!O!O!O", &PyTuple_Type, &tokens, &PyTuple_Type, &parents, &PyTuple_Type, &hopes, &probes))
+    if (!PyArg_ParseTuple(tree, "O!O!O!O", &PyTuple_Type, &tokens, &PyTuple_Type, &parents, &PyTuple_Type, &confidences, &probes))
         return -1;
     Py_ssize_t size = PyTuple_GET_SIZE(tokens);
     int any = PyObject_IsTrue(probes);
-    if (PyTuple_GET_SIZE(parents) != size || PyTuple_GET_SIZE(hopes) != size || n + size > most) {
-        PyErr_SetString(PyExc_ValueError, "trees need a parent and a hope for each token");
+    if (PyTuple_GET_SIZE(parents) != size || PyTuple_GET_SIZE(confidences) != size || n + size > most) {
+        PyErr_SetString(PyExc_ValueError, "trees need a parent and a confidence for each token");
         return -1;
     }
     at[0] = 0;
     for (Py_ssize_t i = 1; i < size; i++) {
         int32_t token = (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(tokens, i));
         long parent = PyLong_AsLong(PyTuple_GET_ITEM(parents, i));
-        double hope = PyFloat_AsDouble(PyTuple_GET_ITEM(hopes, i));
+        double confidence = PyFloat_AsDouble(PyTuple_GET_ITEM(confidences, i));
         int probe = 0;
         if (any) {
             PyObject *here = PyLong_FromSsize_t(i);
@@ -52,7 +52,7 @@ static int32_t added(Node *node, int32_t n, int32_t most, int32_t *at, PyObject 
             Py_XDECREF(here);
         }
         if (PyErr_Occurred() || probe < 0) return -1;
-        if (hope != hope) hope = 0; /* NaN has no order */
+        if (confidence != confidence) confidence = 0; /* NaN has no order */
         if (parent < 0 || parent >= i) {
             PyErr_SetString(PyExc_ValueError, "parents must point backwards");
             return -1;
@@ -63,10 +63,10 @@ static int32_t added(Node *node, int32_t n, int32_t most, int32_t *at, PyObject 
                 found = node[found].next;
         if (!found) {
             found = n++;
-            node[found] = (Node){token, up, 0, node[up].below, 0, -1, (int8_t)probe, hope, weight, 0};
+            node[found] = (Node){token, up, 0, node[up].below, 0, -1, (int8_t)probe, confidence, weight, 0};
             node[up].below = found;
         } else {
-            if (hope > node[found].hope) node[found].hope = hope;
+            if (confidence > node[found].confidence) node[found].confidence = confidence;
             if (weight > node[found].weight) node[found].weight = weight;
         }
         node[found].owner |= (int32_t)(1u << k);
@@ -75,14 +75,14 @@ static int32_t added(Node *node, int32_t n, int32_t most, int32_t *at, PyObject 
     return n;
 }
 
-/* One child of a node is right at most: what a tree hopes of one, the likelier ones of other trees leave less of. Trees
-   are taken to err independently of each other; what one hopes of its own nodes adds up already. `family`, `before`:
-   room for all nodes. */
-static void shared(Node *node, int32_t n, Ranked *family, double *before) {
+/* At most one child of a node is accepted: the confidence of a child is reduced by that of likelier siblings. Trees are
+   assumed to err independently; the confidence of siblings of one tree is consistent already. `family`, `before`: room
+   for all nodes. */
+static void limit_siblings(Node *node, int32_t n, Ranked *family, double *before) {
     for (int32_t up = 0; up < n; up++) {
         int32_t size = 0;
         for (int32_t i = node[up].below; i; i = node[i].next)
-            if (!node[i].probe) family[size++] = (Ranked){node[i].hope, i};
+            if (!node[i].probe) family[size++] = (Ranked){node[i].confidence, i};
         if (size < 2) continue;
         qsort(family, (size_t)size, sizeof(Ranked), likelier);
         double left = 1;
@@ -91,10 +91,10 @@ static void shared(Node *node, int32_t n, Ranked *family, double *before) {
             double own = 0;
             for (int32_t j = 0; j < k; j++)
                 if (node[family[j].node].owner & one->owner) own += before[j];
-            before[k] = one->hope;
-            double share = left > 0 ? one->hope * left / (1 - own > left ? 1 - own : left) : 0;
-            one->hope = share < left ? share : left;
-            left -= one->hope;
+            before[k] = one->confidence;
+            double share = left > 0 ? one->confidence * left / (1 - own > left ? 1 - own : left) : 0;
+            one->confidence = share < left ? share : left;
+            left -= one->confidence;
         }
     }
 }
@@ -129,9 +129,9 @@ static PyObject *union_of(PyObject *self, PyObject *args) {
     }
     PyObject *result = NULL;
     if (n < 0) goto end;
-    shared(node, n, order, room);
+    limit_siblings(node, n, order, room);
     for (int32_t i = 1; i < n; i++) {
-        node[i].value = node[node[i].parent].value * node[i].hope;
+        node[i].value = node[node[i].parent].value * node[i].confidence;
         if (!node[i].probe) order[kept++] = (Ranked){node[i].value * node[i].weight, i};
     }
     qsort(order, (size_t)kept, sizeof(Ranked), likelier);
@@ -140,29 +140,29 @@ static PyObject *union_of(PyObject *self, PyObject *args) {
     int32_t drafted = out;
     for (int32_t i = 1; i < n; i++)
         if (node[i].probe && node[node[i].parent].place >= 0) from[out] = i, node[i].place = out, out++;
-    PyObject *tokens = PyTuple_New(out), *parents = PyTuple_New(out), *hopes = PyTuple_New(out), *owners = PyList_New(out);
-    if (tokens && parents && hopes && owners) {
+    PyObject *tokens = PyTuple_New(out), *parents = PyTuple_New(out), *confidences = PyTuple_New(out), *owners = PyList_New(out);
+    if (tokens && parents && confidences && owners) {
         PyObject *first = PyTuple_GET_ITEM(PyList_GET_ITEM(trees, 0), 0);
         node[0].token = PyTuple_GET_SIZE(first) ? (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(first, 0)) : 0;
         for (int32_t i = 0; i < out; i++) {
             const Node *one = &node[from[i]];
             PyTuple_SET_ITEM(tokens, i, PyLong_FromLong(one->token));
             PyTuple_SET_ITEM(parents, i, PyLong_FromLong(i ? node[one->parent].place : -1));
-            PyTuple_SET_ITEM(hopes, i, PyFloat_FromDouble(one->hope));
+            PyTuple_SET_ITEM(confidences, i, PyFloat_FromDouble(one->confidence));
             PyList_SET_ITEM(owners, i, PyLong_FromLong(one->owner));
         }
-        if (!PyErr_Occurred()) result = Py_BuildValue("OOOOi", tokens, parents, hopes, owners, drafted);
+        if (!PyErr_Occurred()) result = Py_BuildValue("OOOOi", tokens, parents, confidences, owners, drafted);
     }
     Py_XDECREF(tokens);
     Py_XDECREF(parents);
-    Py_XDECREF(hopes);
+    Py_XDECREF(confidences);
     Py_XDECREF(owners);
 end:
     PyMem_Free(node);
     return result;
 }
 
-/* Observations by bin of the estimate, of all rows and of one: how many, and how many of these were right. */
+/* Counts by bin of the confidence, of all rows and of one: nodes verified, and nodes accepted. */
 typedef struct {
     Py_buffer edges, right, tried, mine_right, mine_tried;
 } Tallies;
@@ -184,12 +184,12 @@ static void released(Tallies *t) {
     PyBuffer_Release(&t->mine_tried);
 }
 
-static int bin_of(const Tallies *t, double hope) {
+static int bin_of(const Tallies *t, double confidence) {
     const double *edge = t->edges.buf;
     int low = 0, high = bins(t) - 1;
     while (low < high) {
         int middle = (low + high) / 2;
-        if (hope < edge[middle]) high = middle;
+        if (confidence < edge[middle]) high = middle;
         else low = middle + 1;
     }
     return low;
@@ -201,21 +201,21 @@ static void seen(Py_buffer *right, Py_buffer *tried, int at, int was_right, doub
     n[at] = n[at] * keeps + 1;
 }
 
-/* follow(tree, node, said, edges, right, tried, mine_right, mine_tried, long, short): the node reached from `node` by
-   what was said, -1 where the tree went wrong or is at its end; its nodes on the way are counted. */
+/* follow(tree, node, emitted, edges, right, tried, mine_right, mine_tried, long, short): the node reached from `node`
+   along the emitted tokens, -1 where the tree has no such path or ends; the nodes verified on the way are counted. */
 static PyObject *follow(PyObject *self, PyObject *args) {
-    PyObject *tokens, *parents, *hopes, *probes, *said;
+    PyObject *tokens, *parents, *confidences, *probes, *emitted;
     Tallies t;
     int node;
     double all, one;
     if (!PyArg_ParseTuple(args, "(O!O!O!O)iO!y*w*w*w*w*dd", &PyTuple_Type, &tokens, &PyTuple_Type, &parents,
-                          &PyTuple_Type, &hopes, &probes, &node, &PyList_Type, &said, &t.edges, &t.right, &t.tried,
+                          &PyTuple_Type, &confidences, &probes, &node, &PyList_Type, &emitted, &t.edges, &t.right, &t.tried,
                           &t.mine_right, &t.mine_tried, &all, &one))
         return NULL;
     Py_ssize_t n = PyTuple_GET_SIZE(tokens);
-    int any = PyObject_IsTrue(probes), ok = sound(&t) && PyTuple_GET_SIZE(parents) == n && PyTuple_GET_SIZE(hopes) == n;
-    for (Py_ssize_t k = 0; ok && node >= 0 && k < PyList_GET_SIZE(said); k++) {
-        long token = PyLong_AsLong(PyList_GET_ITEM(said, k));
+    int any = PyObject_IsTrue(probes), ok = sound(&t) && PyTuple_GET_SIZE(parents) == n && PyTuple_GET_SIZE(confidences) == n;
+    for (Py_ssize_t k = 0; ok && node >= 0 && k < PyList_GET_SIZE(emitted); k++) {
+        long token = PyLong_AsLong(PyList_GET_ITEM(emitted, k));
         int reached = -1;
         for (Py_ssize_t i = node + 1; i < n; i++) {
             if (PyLong_AsLong(PyTuple_GET_ITEM(parents, i)) != node) continue;
@@ -226,7 +226,7 @@ static PyObject *follow(PyObject *self, PyObject *args) {
                 if (probe) continue;
             }
             int right = reached < 0 && PyLong_AsLong(PyTuple_GET_ITEM(tokens, i)) == token;
-            int at = bin_of(&t, PyFloat_AsDouble(PyTuple_GET_ITEM(hopes, i)));
+            int at = bin_of(&t, PyFloat_AsDouble(PyTuple_GET_ITEM(confidences, i)));
             seen(&t.right, &t.tried, at, right, all);
             seen(&t.mine_right, &t.mine_tried, at, right, one);
             if (right) reached = (int)i;
@@ -234,7 +234,7 @@ static PyObject *follow(PyObject *self, PyObject *args) {
         node = reached;
     }
     released(&t);
-    if (!ok && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "trees need a parent and a hope for each token");
+    if (!ok && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "trees need a parent and a confidence for each token");
     if (PyErr_Occurred()) return NULL;
     int more = 0;
     for (Py_ssize_t i = node + 1; node >= 0 && i < n && !more; i++)
@@ -242,23 +242,24 @@ static PyObject *follow(PyObject *self, PyObject *args) {
     return PyLong_FromLong(more ? node : -1);
 }
 
-/* settled(hopes, edges, right, tried, mine_right, mine_tried, prior, others): the estimates set right, the root's 1. */
+/* settled(confidences, edges, right, tried, mine_right, mine_tried, prior, others): the calibrated confidences, 1 for
+   the root. */
 static PyObject *settled(PyObject *self, PyObject *args) {
-    PyObject *hopes;
+    PyObject *confidences;
     Tallies t;
     double prior, others;
-    if (!PyArg_ParseTuple(args, "O!y*y*y*y*y*dd", &PyTuple_Type, &hopes, &t.edges, &t.right, &t.tried, &t.mine_right,
+    if (!PyArg_ParseTuple(args, "O!y*y*y*y*y*dd", &PyTuple_Type, &confidences, &t.edges, &t.right, &t.tried, &t.mine_right,
                           &t.mine_tried, &prior, &others))
         return NULL;
-    Py_ssize_t n = PyTuple_GET_SIZE(hopes);
+    Py_ssize_t n = PyTuple_GET_SIZE(confidences);
     PyObject *found = sound(&t) ? PyTuple_New(n) : NULL;
     const double *right = t.right.buf, *tried = t.tried.buf, *mine_right = t.mine_right.buf, *mine_tried = t.mine_tried.buf;
     for (Py_ssize_t i = 0; found && i < n; i++) {
-        double raw = PyFloat_AsDouble(PyTuple_GET_ITEM(hopes, i));
+        double raw = PyFloat_AsDouble(PyTuple_GET_ITEM(confidences, i));
         int at = bin_of(&t, raw);
         double here = (right[at] + prior * raw) / (tried[at] + prior);
-        double hope = i ? (mine_right[at] + others * here) / (mine_tried[at] + others) : 1.0;
-        PyObject *made = PyFloat_FromDouble(hope);
+        double confidence = i ? (mine_right[at] + others * here) / (mine_tried[at] + others) : 1.0;
+        PyObject *made = PyFloat_FromDouble(confidence);
         if (!made || PyErr_Occurred()) {
             Py_XDECREF(made);
             Py_CLEAR(found);
@@ -270,22 +271,22 @@ static PyObject *settled(PyObject *self, PyObject *args) {
     return found;
 }
 
-/* grown(table, count, root, budget, parents, ranks, hopes): a tree after a template, from a table of successors; see
-   successors.py. Template: int32, int32 and double, as many of each. */
+/* grown(table, count, root, budget, parents, ranks, confidences): a tree from a template and a table of successors; see
+   successors.py. The template's arrays are of int32, int32 and double, of one length. */
 static PyObject *grown(PyObject *self, PyObject *args) {
-    Py_buffer table, parents, ranks, hopes;
+    Py_buffer table, parents, ranks, confidences;
     int count, root;
     Py_ssize_t budget;
-    if (!PyArg_ParseTuple(args, "y*iiny*y*y*", &table, &count, &root, &budget, &parents, &ranks, &hopes)) return NULL;
+    if (!PyArg_ParseTuple(args, "y*iiny*y*y*", &table, &count, &root, &budget, &parents, &ranks, &confidences)) return NULL;
     Py_ssize_t nodes = ranks.len / (Py_ssize_t)sizeof(int32_t), n = 1;
     const int32_t *line = table.buf, *parent = parents.buf, *rank = ranks.buf;
     int64_t known = count > 0 ? table.len / (int64_t)sizeof(int32_t) / count : 0;
     int32_t *room = nodes < INT32_MAX ? PyMem_Malloc((size_t)(4 * nodes + 4) * sizeof(int32_t)) : NULL;
     int32_t *token = room, *above = token + nodes + 1, *from = above + nodes + 1, *place = from + nodes + 1;
     PyObject *result = NULL;
-    int sound = parents.len == ranks.len && hopes.len == nodes * (Py_ssize_t)sizeof(double);
+    int sound = parents.len == ranks.len && confidences.len == nodes * (Py_ssize_t)sizeof(double);
     for (Py_ssize_t i = 0; i < nodes && sound; i++) sound = 0 <= parent[i] && parent[i] <= i && 0 <= rank[i];
-    if (!sound) PyErr_SetString(PyExc_ValueError, "a template needs parents that point backwards, ranks and hopes");
+    if (!sound) PyErr_SetString(PyExc_ValueError, "a template needs parents that point backwards, ranks and confidences");
     if (!room) PyErr_NoMemory();
     if (sound && room) {
         token[0] = root, above[0] = -1, place[0] = 0;
@@ -300,7 +301,7 @@ static PyObject *grown(PyObject *self, PyObject *args) {
         for (Py_ssize_t i = 0; i < n && tokens && ups && chances; i++) {
             PyTuple_SET_ITEM(tokens, i, PyLong_FromLong(token[i]));
             PyTuple_SET_ITEM(ups, i, PyLong_FromLong(above[i]));
-            PyTuple_SET_ITEM(chances, i, PyFloat_FromDouble(i ? ((const double *)hopes.buf)[from[i]] : 1.0));
+            PyTuple_SET_ITEM(chances, i, PyFloat_FromDouble(i ? ((const double *)confidences.buf)[from[i]] : 1.0));
         }
         if (!PyErr_Occurred()) result = PyTuple_Pack(3, tokens, ups, chances);
         Py_XDECREF(tokens);
@@ -311,12 +312,12 @@ static PyObject *grown(PyObject *self, PyObject *args) {
     PyBuffer_Release(&table);
     PyBuffer_Release(&parents);
     PyBuffer_Release(&ranks);
-    PyBuffer_Release(&hopes);
+    PyBuffer_Release(&confidences);
     return result;
 }
 
-/* counted(root, count, tokens, parents, counts, sure): a tree of what followed `count` occurrences, with hopes; see
-   drafters/_trees.py. */
+/* counted(root, count, tokens, parents, counts, sure): a tree of the continuations of `count` occurrences, with
+   confidences; see drafters/_trees.py. */
 static PyObject *counted(PyObject *self, PyObject *args) {
     PyObject *root, *tokens, *parents, *counts, *sure;
     double count;
@@ -325,18 +326,18 @@ static PyObject *counted(PyObject *self, PyObject *args) {
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(tokens), deepest = PyList_GET_SIZE(sure) - 1;
     if (PyList_GET_SIZE(parents) != n || PyList_GET_SIZE(counts) != n || deepest < 0) {
-        PyErr_SetString(PyExc_ValueError, "nodes need a parent and a count each, and levels how sure they are");
+        PyErr_SetString(PyExc_ValueError, "nodes need a parent and a count each, and levels a confidence factor");
         return NULL;
     }
     double *times = PyMem_Malloc((size_t)(n + 1) * (sizeof(double) + sizeof(Py_ssize_t)));
     if (!times) return PyErr_NoMemory();
     Py_ssize_t *level = (Py_ssize_t *)(times + n + 1);
-    PyObject *all = PyTuple_New(n + 1), *ups = PyTuple_New(n + 1), *hopes = PyTuple_New(n + 1), *result = NULL;
-    if (all && ups && hopes) {
+    PyObject *all = PyTuple_New(n + 1), *ups = PyTuple_New(n + 1), *confidences = PyTuple_New(n + 1), *result = NULL;
+    if (all && ups && confidences) {
         times[0] = count, level[0] = 0;
         PyTuple_SET_ITEM(all, 0, Py_NewRef(root));
         PyTuple_SET_ITEM(ups, 0, PyLong_FromLong(-1));
-        PyTuple_SET_ITEM(hopes, 0, PyFloat_FromDouble(1.0));
+        PyTuple_SET_ITEM(confidences, 0, PyFloat_FromDouble(1.0));
         for (Py_ssize_t i = 0; i < n; i++) {
             Py_ssize_t up = PyLong_AsSsize_t(PyList_GET_ITEM(parents, i)) + 1;
             if (up < 0 || up > i) {
@@ -348,24 +349,24 @@ static PyObject *counted(PyObject *self, PyObject *args) {
             times[i + 1] = here, level[i + 1] = level[up] + 1;
             PyTuple_SET_ITEM(all, i + 1, Py_NewRef(PyList_GET_ITEM(tokens, i)));
             PyTuple_SET_ITEM(ups, i + 1, PyLong_FromSsize_t(up));
-            PyTuple_SET_ITEM(hopes, i + 1, PyFloat_FromDouble(here >= of ? keeps : here / of * keeps));
+            PyTuple_SET_ITEM(confidences, i + 1, PyFloat_FromDouble(here >= of ? keeps : here / of * keeps));
         }
-        if (!PyErr_Occurred()) result = PyTuple_Pack(3, all, ups, hopes);
+        if (!PyErr_Occurred()) result = PyTuple_Pack(3, all, ups, confidences);
     }
     PyMem_Free(times);
     Py_XDECREF(all);
     Py_XDECREF(ups);
-    Py_XDECREF(hopes);
+    Py_XDECREF(confidences);
     return result;
 }
 
 static PyMethodDef methods[] = {
-    {"counted", counted, METH_VARARGS, "counted(root, count, tokens, parents, counts, sure) -> tokens, parents, hopes."},
-    {"grown", grown, METH_VARARGS, "grown(table, count, root, budget, template...) -> tokens, parents, hopes."},
+    {"counted", counted, METH_VARARGS, "counted(root, count, tokens, parents, counts, sure) -> tokens, parents, confidences."},
+    {"grown", grown, METH_VARARGS, "grown(table, count, root, budget, template...) -> tokens, parents, confidences."},
     {"union", union_of, METH_VARARGS,
-     "union(trees, budget, weights) -> tokens, parents, hopes, owners, and the first probe's place."},
-    {"follow", follow, METH_VARARGS, "follow(tree, node, said, tallies...) -> the node reached, or -1."},
-    {"settled", settled, METH_VARARGS, "settled(hopes, tallies..., prior, others) -> the hopes, set right."},
+     "union(trees, budget, weights) -> tokens, parents, confidences, owners, and the first probe's place."},
+    {"follow", follow, METH_VARARGS, "follow(tree, node, emitted, tallies...) -> the node reached, or -1."},
+    {"settled", settled, METH_VARARGS, "settled(confidences, tallies..., prior, others) -> the calibrated confidences."},
     {NULL, NULL, 0, NULL},
 };
 

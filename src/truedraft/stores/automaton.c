@@ -1,15 +1,14 @@
-/* A suffix automaton over token ids that counts, grows at its end and can be read where it lies.
+/* A suffix automaton over token ids: it counts occurrences, can be extended, and can be read from a mapped file.
 
-A state stands for all strings that end at the same places of the text. The text is read token by token (Blumer et al.
-1985, the online construction); besides, every state knows its first and its latest end and how often its strings
-occur, and a state with many continuations keeps the most frequent eight at hand. Counts, latest ends and those eight
-are kept for strings of up to `cap` tokens, so that a token costs no more than that.
+A state represents all strings that end at the same positions of the text. The text is read token by token (Blumer et al.
+1985, the online construction); besides, every state stores its first and its latest end and how often its strings
+occur, and a state with many continuations keeps a list of the most frequent eight. Counts, latest ends and those eight
+are updated for strings of up to `cap` tokens, which bounds the cost of a token.
 
 Memory belongs to this file while the text grows, and to the caller where it was mapped from a file (room 0).
 
-Numbers from outside are not trusted: every entry point brings cursor and counts into their ranges first. Walks end
-because links lead to shorter strings and lists of edges to earlier edges; of a mapped file `truedraft_sound` makes sure
-of that. */
+Arguments are not assumed valid: every entry point clamps cursor and counts to their ranges first. Walks end because
+links lead to shorter strings and lists of edges to earlier edges; `truedraft_sound` checks that in a mapped file. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -18,8 +17,8 @@ of that. */
 enum { TOP = 8, BLOCK = TOP + 1 };
 
 typedef struct {
-    int32_t link, len;       /* the longest suffix that stands elsewhere too; the longest string */
-    int32_t end, last;       /* place of the last token of the first and of the latest occurrence */
+    int32_t link, len;       /* the longest suffix with other occurrences; the longest string */
+    int32_t end, last;       /* index of the last token of the first and of the latest occurrence */
     int32_t count;           /* occurrences */
     int32_t token, target;   /* the first continuation; target 0 where there is none */
     int32_t more;            /* the others: 0 none, > 0 edge more - 1 and its list, < 0 block -more - 1 of `top` */
@@ -90,7 +89,7 @@ static int32_t head(const Automaton *a, int32_t s) {
     return more >= 0 ? more : a->top[(int64_t)(-more - 1) * BLOCK];
 }
 
-/* Where a continuation is kept: 0 the first, e + 1 edge e, -1 nowhere. */
+/* Where a continuation is stored: 0 the first, e + 1 edge e, -1 nowhere. */
 static int32_t place(const Automaton *a, int32_t s, int32_t token) {
     const State *state = &a->state[s];
     if (!state->target) return -1;
@@ -248,7 +247,7 @@ static int extend(Automaton *a, int32_t token) {
     return 1;
 }
 
-/* A cursor that some other automaton was read with, or none at all, stands at the beginning. */
+/* Resets a cursor that is invalid in this automaton to the beginning. */
 static void placed(const Automaton *a, Cursor *c) {
     if (c->state < 0 || c->state >= a->states) c->state = 0;
     if (!c->state || c->length < 0) c->length = 0;
@@ -281,8 +280,8 @@ int truedraft_extend(Automaton *a, const int32_t *tokens, int64_t count) {
     return 1;
 }
 
-/* The text's own cursor: each token is looked for first and learnt when the next one comes, so that the text never
-   finds itself. */
+/* The text's own cursor: each token is looked up first and added with the next one, so that the end of the text does
+   not match itself. */
 int truedraft_read(Automaton *a, Cursor *c, const int32_t *tokens, int64_t count) {
     if (!a->state_room) return 0;
     placed(a, c);
@@ -417,9 +416,9 @@ int64_t truedraft_suffixes(const Automaton *a, const Cursor *c, int64_t most, in
 
 static int within(int64_t low, int64_t x, int64_t high) { return low <= x && x <= high; }
 
-/* Whether an automaton from a file can be read without leaving its arrays and without end: every place is one of theirs,
-   links lead to shorter strings and lists of edges to earlier ones, continuations are tokens of the text, what stands
-   there was counted, and the table has free slots. */
+/* Whether an automaton from a file can be read within its arrays and without endless loops: every index is in range,
+   links lead to shorter strings and lists of edges to earlier ones, continuations are tokens of the text and have
+   counts, and the table has free slots. */
 int truedraft_sound(const Automaton *a) {
     int64_t states = a->states - 1, filled = 0;
     int32_t largest = 0;
@@ -446,7 +445,7 @@ int truedraft_sound(const Automaton *a) {
     return filled < a->slots || !a->slots;
 }
 
-enum { CALLS = 2 }; /* counts the changes of what the functions of this library take */
+enum { CALLS = 2 }; /* version of the signatures of this library's functions */
 
 int64_t truedraft_store_layout(void) {
     return ((int64_t)CALLS * 4096 + (int64_t)sizeof(Automaton)) * 4096 + (int64_t)sizeof(Cursor);

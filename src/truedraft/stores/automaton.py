@@ -1,7 +1,7 @@
-"""A counted suffix automaton: every string of a text, where it stood and what followed it how often.
+"""A counted suffix automaton: every string of a text, where it occurs, and how often each token followed it.
 
 Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985. Compiled (`automaton.c`) where a C
-compiler was at hand when truedraft was installed, else in Python (`_pure.py`), behind one face.
+compiler was available when truedraft was installed, else in Python (`_pure.py`), with one interface.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from truedraft.stores._cursor import CAP, MOST, Cursor, Grown
-from truedraft.stores._native import Layout, library
-from truedraft.stores._pure import Pure
+from truedraft.stores._native import AutomatonLayout, library
+from truedraft.stores._pure import PythonAutomaton
 
 
 class Automaton(Protocol):
-    """What both forms can do. Tokens are not negative, but for SEPARATOR."""
+    """The interface of both forms. Tokens are not negative, except SEPARATOR."""
 
     def __len__(self) -> int:
         """Tokens of the text."""
@@ -31,29 +31,29 @@ class Automaton(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes, about."""
+        """Memory used, approximately, in bytes."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
 
     def read(self, cursor: Cursor, tokens: Sequence[int]) -> None:
-        """The text goes on, followed by its own cursor: each token is looked for before it is learnt."""
+        """Append tokens, and move the text's own cursor: each token is looked up before it is added."""
 
     def follow(self, cursor: Cursor, tokens: Sequence[int]) -> None:
-        """A cursor goes on along tokens that the text need not hold."""
+        """Move a cursor along tokens, which need not occur in the text."""
 
     def shorten(self, cursor: Cursor, length: int) -> None:
-        """Keep of a cursor's string the last `length` tokens at most."""
+        """Shorten a cursor's string to its last `length` tokens at most."""
 
     def copy(self, cursor: Cursor, shortest: int, count: int, enough: int = 1, latest: bool = False) -> list[int]:
-        """What followed the longest suffix of the cursor's string that has `shortest` tokens and `enough` behind it.
+        """The tokens after the longest suffix of the cursor's string that has `shortest` tokens or more.
 
-        Of its occurrences, the first or the latest; up to `count` tokens, none beyond a separator. The cursor is left
-        at that suffix.
+        Those after its first or its latest occurrence: `enough` to `count` tokens, none beyond a separator; shorter
+        suffixes are tried where there are fewer. The cursor is left at the suffix found.
         """
 
     def first(self, cursor: Cursor) -> int:
-        """The place of the last token of the first occurrence of the cursor's string, which is not empty."""
+        """The index of the last token of the first occurrence of the cursor's string, which must not be empty."""
 
     def grow(self, cursor: Cursor, nodes: int, rarest: int = 1, wide: int = 8, deep: int = CAP) -> Grown:
         """The most frequent continuations of the cursor's string, best first.
@@ -62,10 +62,10 @@ class Automaton(Protocol):
         """
 
     def suffixes(self, cursor: Cursor) -> list[tuple[int, int]]:
-        """Length and count of the cursor's string and its suffixes, longest first, one of each that differs in use."""
+        """Length and count of the cursor's string and its suffixes, longest first, one for each state."""
 
     def arrays(self) -> dict[str, Any]:
-        """What a file keeps of it; see `loaded`."""
+        """The arrays that a file stores; see `loaded`."""
 
 
 ARRAYS = {
@@ -77,16 +77,16 @@ ARRAYS = {
 }
 
 
-class Native:
+class CompiledAutomaton:
     """The compiled automaton."""
 
     def __init__(self, lib: ctypes.PyDLL, cap: int = CAP):
-        self._lib, self._a = lib, Layout()
+        self._lib, self._a = lib, AutomatonLayout()
         if not lib.truedraft_begin(byref(self._a), cap):
             raise MemoryError("no memory for a suffix automaton")
 
     def __del__(self) -> None:
-        if "_a" in vars(self):  # else Ctrl-C came before it was begun
+        if "_a" in vars(self):  # else Ctrl-C interrupted its initialisation
             self._lib.truedraft_free(byref(self._a))
 
     def __len__(self) -> int:
@@ -153,15 +153,19 @@ class Native:
         return found
 
 
-class Mapped(Native):
-    """A compiled automaton that reads where its arrays lie, and cannot grow.
+class MappedAutomaton(CompiledAutomaton):
+    """A compiled automaton over mapped arrays, which are not copied; it cannot grow.
 
     Raises:
-        ValueError: the arrays do not make an automaton; whatever else they hold can be read without harm.
+        ValueError: the arrays are no automaton. Arrays that pass this check can be read safely, whatever they contain.
     """
 
     def __init__(self, lib: ctypes.PyDLL, arrays: Mapping[str, Any]):
-        self._lib, self._a, self._held = lib, Layout(), dict(arrays)  # room 0: the memory is not the library's
+        self._lib, self._a, self._arrays = (
+            lib,
+            AutomatonLayout(),
+            dict(arrays),
+        )  # room 0: the memory is not the library's
         for name, (count, width) in ARRAYS.items():
             if len(arrays[name]) % width or arrays[name].ctypes.data % arrays[name].itemsize:
                 raise ValueError(f"{name!r} begins or ends within an entry")
@@ -172,10 +176,10 @@ class Mapped(Native):
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self._held.values())
+        return sum(array.nbytes for array in self._arrays.values())
 
     def arrays(self) -> dict[str, Any]:
-        return self._held
+        return self._arrays
 
     def extend(self, tokens: Sequence[int]) -> None:
         raise TypeError("an automaton that was read from a file cannot grow")
@@ -191,17 +195,17 @@ def _ints(tokens: Sequence[int]) -> array[int]:
 def automaton(cap: int = CAP) -> Automaton:
     """An empty automaton.
 
-    cap: tokens of the longest string whose occurrences are counted; longer ones are found, and copied, as well.
+    cap: tokens of the longest string whose occurrences are counted; longer ones are found and copied too.
     """
     if (lib := library()) is not None:
-        return Native(lib, cap)
-    return Pure(cap)
+        return CompiledAutomaton(lib, cap)
+    return PythonAutomaton(cap)
 
 
 def loaded(arrays: Mapping[str, Any]) -> Automaton:
-    """An automaton from what `arrays` said of one; where it can be, in place: nothing is copied, and it cannot grow.
+    """An automaton from the result of `arrays`; where possible mapped: nothing is copied, and it cannot grow.
 
-    Where only its text can be used (another form made it, or reads it) it is built anew.
+    Where only its text can be used (one of the two forms is the Python one) it is built from that.
 
     Raises:
         KeyError, ValueError: the arrays do not make an automaton.
@@ -210,7 +214,7 @@ def loaded(arrays: Mapping[str, Any]) -> Automaton:
         raise ValueError("its arrays are of other kinds")
     lib = library()
     if lib is not None and "state" in arrays:
-        return Mapped(lib, arrays)
+        return MappedAutomaton(lib, arrays)
     made = automaton()
     made.extend(arrays["token"].tolist())
     return made

@@ -1,4 +1,4 @@
-"""A corpus from files: read, tokenised and learnt piece by piece, written whole or not at all."""
+"""Building a corpus from files: read, tokenised and indexed piece by piece, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PIECES = 256  # pieces tokenised together, at most
 class Built:
     """A corpus that was written.
 
-    bytes: of its file. characters: of the texts. seconds: that it took; tokenising: of them, in the tokenizer.
-    peak_memory: bytes that the process has held, at most.
+    bytes: size of its file. characters: of the texts. seconds: total time; tokenising: seconds of it in the tokenizer.
+    peak_memory: largest resident memory of the process, in bytes.
     skipped: files left out, by the reason.
     """
 
@@ -53,19 +53,19 @@ def build_corpus(
     force: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Built:
-    """Write a corpus of text or code files, for drafters that look things up (`draft="rest:corpus=FILE"`).
+    """Write a corpus of text or code files, for drafters that look up continuations (`draft="rest:corpus=FILE"`).
 
-    Folders are read with all that is below, but for hidden files and folders; what is no UTF-8 text is skipped and
+    Folders are read recursively, without hidden files and folders; files that are no UTF-8 text are skipped and
     counted. Memory holds the corpus and a few pieces of text, whatever the size of the files.
 
     Args:
         files: files and folders; each file is a document, as is each line of .jsonl; .gz is unpacked.
-        tokenizer: that of the model which will use the corpus.
+        tokenizer: of the model that will use the corpus.
         out: the file to write. It is written whole or not at all.
         name: of the tokenizer, for messages; by default its own.
-        field: of .jsonl, the one that holds the text; by default `text` or `content`.
+        field: of .jsonl, the field with the text; by default `text` or `content`.
         force: replace `out` where it exists.
-        progress: told how far it is.
+        progress: called with a line of text on the progress.
 
     Raises:
         Refused: no text is found, or `out` cannot be written.
@@ -76,7 +76,7 @@ def build_corpus(
     for ids, ends in _tokenised(texts, tokenizer, watch):
         made.extend([*ids, SEPARATOR] if ends else ids)
         documents += ends
-        watch.learnt(len(made) - documents)
+        watch.indexed(len(made) - documents)
     if len(made) == documents:
         left_out = ", ".join(f"{count} {why}" for why, count in texts.skipped.items()) or "they are empty"
         raise Refused(f"no text was found in {', '.join(map(str, files))}: {left_out}")
@@ -93,12 +93,12 @@ def build_corpus(
 
 
 class _Watch:
-    """How far it is, and where the time went."""
+    """Progress, and the time spent in the tokenizer."""
 
     def __init__(self, progress: Callable[[str], None]):
         self.progress, self.start, self.tokenising, self.characters = progress, time.perf_counter(), 0.0, 0
 
-    def learnt(self, tokens: int) -> None:
+    def indexed(self, tokens: int) -> None:
         rate = tokens / (time.perf_counter() - self.start)
         self.progress(f"{tokens:,} tokens, {rate:,.0f} a second, {self.characters / 1e6:,.1f} MB of text")
 
@@ -132,7 +132,7 @@ def _batches(texts: Iterable[Iterator[str]]) -> Iterator[list[tuple[str, bool]]]
 
 
 def check_writable(path: Path, force: bool) -> None:
-    """Raises Refused, before anything is read, where the file could not be written."""
+    """Raises Refused where the file cannot be written; called before anything is read."""
     if path.is_dir():
         raise Refused(f"corpus {str(path)!r} is a folder: name a file")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
@@ -142,7 +142,7 @@ def check_writable(path: Path, force: bool) -> None:
 
 
 def _peak_memory() -> int:
-    """Bytes that this process has held at most."""
+    """Largest resident memory of this process, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource

@@ -1,8 +1,8 @@
-"""A corpus on disk: the text of many files, tokenised, in an automaton that is read where it lies in the file.
+"""A corpus on disk: the text of many files, tokenised, in an automaton that is mapped from its file.
 
-The file is in the format of `safetensors`; its metadata says the version, how the text was made and a checksum of every
+The file is in the format of `safetensors`; its metadata contain the version, the tokenizer and a checksum of every
 array. Opening it maps it into memory: processes that use the same corpus share it. Where the compiled automaton is not
-at hand, a file holds the tokens alone, and of any file only these are read.
+available, the file written holds the tokens alone, and of any file only these are read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ KIND, VERSION = "corpus", 1
 
 @dataclass(frozen=True)
 class About:
-    """What a corpus is made of.
+    """The origin and size of a corpus.
 
     tokenizer: name and fingerprint (see `fingerprint`) of the tokenizer that read the texts.
-    tokens, documents: how many.
+    tokens, documents: their numbers.
     """
 
     tokenizer: str
@@ -42,10 +42,10 @@ class About:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> About:
-        """From what a file says.
+        """From the description in a file.
 
         Raises:
-            TypeError, ValueError: it says something else.
+            TypeError, ValueError: it is no such description.
         """
         made = cls(**given)
         if not all(isinstance(text, str) for text in (made.tokenizer, made.fingerprint)):
@@ -57,9 +57,9 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Texts that any row may be offered continuations from.
+    """Texts from which continuations are drafted for any row.
 
-    name: what it is called in messages.
+    name: its name in messages.
     """
 
     about: About
@@ -69,7 +69,7 @@ class Corpus:
 
     @property
     def automaton(self) -> Automaton:
-        """The text, to be looked up in at once.
+        """The index of the text, for immediate use.
 
         Raises:
             Refused: its file was changed in place since it was opened.
@@ -81,8 +81,8 @@ class Corpus:
     def built(cls, documents: Iterable[Sequence[int]], tokenizer: str = "", mark: str = "") -> Corpus:
         """A corpus of documents, taken one at a time.
 
-        documents: token ids. tokenizer, mark: name and fingerprint of what made them; without, any model that has
-            these ids may use the corpus.
+        documents: token ids. tokenizer, mark: name and fingerprint of the tokenizer; without them, any model whose
+            vocabulary contains these ids may use the corpus.
         """
         made, count = automaton(), 0
         for document in documents:
@@ -96,7 +96,7 @@ class Corpus:
         return int(np.max(self.automaton.arrays()["token"], initial=SEPARATOR))
 
     def check(self, tokenizer: Any) -> None:
-        """Raises Refused where a model's tokenizer, if it is known, is not the one that the corpus was built with."""
+        """Raises Refused where a model's tokenizer, if it is given, is not the one that the corpus was built with."""
         if self.about.fingerprint and tokenizer is not None and self.about.fingerprint != fingerprint(tokenizer):
             raise Refused(
                 f"corpus {self.name!r} was built with another tokenizer, {self.about.tokenizer!r}: "
@@ -104,7 +104,7 @@ class Corpus:
             )
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises Refused where it holds tokens that a model of so many does not have."""
+        """Raises Refused where it contains token ids outside a vocabulary of this size."""
         if self.largest >= size:
             raise Refused(f"corpus {self.name!r} holds token {self.largest}, and the model has {size}: build it anew")
 
@@ -112,7 +112,7 @@ class Corpus:
         """Write it whole or not at all.
 
         Raises:
-            OSError: it cannot be written; what stood there still does.
+            OSError: it cannot be written; an earlier file of that name is kept.
         """
         _file.write(path, KIND, VERSION, asdict(self.about), self.automaton.arrays())
 
@@ -151,9 +151,9 @@ _FINGERPRINTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Of a tokenizer's vocabulary: equal where the same ids mean the same tokens.
+    """The fingerprint of a tokenizer's vocabulary: equal where the same ids mean the same tokens.
 
-    Tokens that were added to it do not count: texts hardly hold them, and a model's padding token is often among them.
+    Added tokens do not count: texts rarely contain them, and a model's padding token is often one of them.
     """
     if tokenizer not in _FINGERPRINTS:
         own = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()

@@ -5,7 +5,7 @@
 
 enum { BLOCK = 64, MOST = 16, WIDE = 16384, FEW = 128, COLUMNS = 512 };
 
-/* Keeps the `count` largest that were offered, the largest first and of equal ones the first; returns how many. */
+/* Keeps the `count` largest of the values given, the largest first and of equal ones the first; returns how many. */
 static int32_t kept(float *best, int32_t *at, int32_t n, int32_t count, float x, int32_t i) {
     if (x != x || x == -INFINITY) return n;
     if (n == count && (x < best[n - 1] || (x == best[n - 1] && i > at[n - 1]))) return n;
@@ -16,8 +16,8 @@ static int32_t kept(float *best, int32_t *at, int32_t n, int32_t count, float x,
     return n;
 }
 
-/* score: rows of `width` floats, `stride` apart; out: `count` <= 16 places for each, the largest first, -1 where there is
-   none (neither NaN nor the impossible, -inf, is one). A row is read once, for the largest of each of its columns, as if
+/* score: rows of `width` floats, `stride` apart; out: `count` <= 16 indices for each, the largest first, -1 where there are
+   fewer (NaN and -inf are left out). A row is read once, for the largest of each of its columns, as if
    it were written in lines; only columns whose largest is among the `count` largest of these have to be searched. */
 void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, int32_t *out) {
     if (count < 1 || count > MOST || width > INT32_MAX) return;
@@ -41,7 +41,8 @@ void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_
 }
 
 /* Keeps the likeliest successors of tokens: those of `token[r]`, one more than each, in line `token[r]` of a table whose
-   lines have `count` places, 0 where there are fewer. A row of scores without a possible one changes nothing, nor does a token that has no line. */
+   lines have `count` places, 0 where there are fewer. A row of scores without a possible token changes nothing,
+   nor does a token without a line. */
 void truedraft_succeed(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, const int32_t *token,
                        int32_t *table, int64_t lines) {
     if (count < 1 || count > MOST || width > INT32_MAX) return;

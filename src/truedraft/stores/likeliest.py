@@ -9,11 +9,11 @@ from torch import Tensor
 
 from truedraft.stores._native import library
 
-MOST = 16  # that the compiled form keeps
+MOST = 16  # largest `count` of the compiled form
 
 
 def largest(scores: Tensor) -> list:
-    """The place of the first largest of the scores (..., width), -1 where any of them is NaN; nested as they are."""
+    """The index of the first largest of the scores (..., width), -1 where any of them is NaN; in nested lists."""
     lib = library()
     if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu" or scores.stride(-1) != 1:
         best, places = scores.max(-1)
@@ -29,9 +29,9 @@ def largest(scores: Tensor) -> list:
 
 
 def likeliest(scores: Tensor, count: int) -> list[list[int]]:
-    """The places of the `count` largest scores of each row of (rows, width), the largest first.
+    """The indices of the `count` largest scores of each row of (rows, width), the largest first.
 
-    Fewer where a row has fewer that are possible: neither -inf nor NaN is.
+    Fewer where a row has fewer possible tokens: scores of -inf and NaN are left out.
     """
     count = max(min(count, scores.shape[-1]), 0)
     lib = library()
@@ -49,7 +49,7 @@ def likeliest(scores: Tensor, count: int) -> list[list[int]]:
 
 
 def two_largest(scores: Tensor) -> Tensor:
-    """(rows, 2): the two largest scores of each row of (rows, width); a device is not waited for."""
+    """(rows, 2): the two largest scores of each row of (rows, width); on a GPU without synchronisation."""
     if scores.device.type == "cpu":
         places = likeliest(scores, 2)
         if all(len(row) == 2 for row in places):

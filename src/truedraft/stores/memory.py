@@ -1,4 +1,4 @@
-"""What earlier rows said, for later rows of the same namespace; bounded, the oldest forgotten first."""
+"""Texts of earlier rows, from which later rows of the same namespace draft; bounded, the oldest forgotten first."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from truedraft.stores.corpus import fingerprint
 
 T = TypeVar("T")
 KIND, VERSION = "memory", 1
-SHARES = 4  # parts that the bound is divided in; the oldest is forgotten as a whole
-LEAST = 64  # tokens that a part counts as, at least: it takes as much memory
-RECENT = 64  # tokens that a new cursor looks back
+SHARES = 4  # parts into which the limit is divided; the oldest is forgotten as a whole
+LEAST = 64  # tokens that a part counts as, at least: even an empty one needs that much memory
+RECENT = 64  # tokens of context that a new cursor reads
 
 
 class Memory:
-    """Texts by namespace, in automata that later rows of the namespace look things up in.
+    """Texts by namespace, in automata in which later rows of the namespace look up continuations.
 
-    When all texts together have more than `limit` tokens, the part begun first is forgotten: a part holds up to a
+    When all texts together have more than `limit` tokens, the part begun first is forgotten: a part has up to a
     quarter of the limit, of one namespace.
     """
 
@@ -67,10 +67,10 @@ class Memory:
     def save(self, path: str | PathLike[str], tokenizer: Any = None) -> None:
         """Write all texts with their namespaces, whole or not at all.
 
-        tokenizer: whose tokens they are, so that another's model does not take them for its own.
+        tokenizer: of these tokens; `load` refuses the file for a model with another one.
 
         Raises:
-            OSError: it cannot be written; what stood there still does.
+            OSError: it cannot be written; an earlier file of that name is kept.
         """
         texts = [np.array(part.text, np.int32) for _, part in self._parts]
         about = {
@@ -81,7 +81,7 @@ class Memory:
         _file.write(path, KIND, VERSION, about, {"token": np.concatenate([np.zeros(0, np.int32), *texts])})
 
     def load(self, path: str | PathLike[str], tokenizer: Any, vocabulary: int) -> None:
-        """Add the texts of a file to their namespaces, as if they had been said now.
+        """Add the texts of a file to their namespaces, as if they had just been emitted.
 
         Raises:
             Refused: there is none, or it is damaged, of another version or another tokenizer's; nothing was added.
@@ -97,16 +97,16 @@ class Memory:
         if len(tokens) and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
             raise Refused(f"memory {str(path)!r} holds token {tokens.max()}, and the model has {vocabulary}")
         for name, text in texts:
-            for said in np.split(text, np.flatnonzero(text == SEPARATOR) + 1):
-                if len(said) > 1:
-                    self.add(name, said[said != SEPARATOR].tolist())
+            for document in np.split(text, np.flatnonzero(text == SEPARATOR) + 1):
+                if len(document) > 1:
+                    self.add(name, document[document != SEPARATOR].tolist())
 
 
 def _texts(about: Mapping[str, Any], tokens: Any) -> list[tuple[str, Any]]:
     """Namespace and tokens of each text of a file.
 
     Raises:
-        KeyError, TypeError, ValueError: it does not say so.
+        KeyError, TypeError, ValueError: the description does not fit the tokens.
     """
     names, lengths, mark = about["namespaces"], about["lengths"], about["fingerprint"]
     if tokens.ndim != 1 or tokens.dtype != np.int32 or not all(isinstance(text, str) for text in (mark, *names)):
@@ -121,50 +121,50 @@ def _count(part: Automaton) -> int:
 
 
 class Tenants(Generic[T]):
-    """What is learnt by namespace, of the `limit` namespaces last used; the one longest unused is forgotten."""
+    """State of a drafter by namespace, for the `limit` namespaces last used; the least recently used is forgotten."""
 
     def __init__(self, limit: int, make: Callable[[], T]):
         self.limit, self._make = limit, make
-        self._known: OrderedDict[str, T] = OrderedDict()
+        self._by_namespace: OrderedDict[str, T] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_namespace)
 
     def of(self, namespace: str) -> T:
-        if namespace not in self._known:
-            self._known[namespace] = self._make()
-        self._known.move_to_end(namespace)
-        while len(self._known) > self.limit:
-            self._known.popitem(last=False)
-        return self._known[namespace]
+        if namespace not in self._by_namespace:
+            self._by_namespace[namespace] = self._make()
+        self._by_namespace.move_to_end(namespace)
+        while len(self._by_namespace) > self.limit:
+            self._by_namespace.popitem(last=False)
+        return self._by_namespace[namespace]
 
 
 class Places:
-    """Where a row's last tokens stand in texts of others: a cursor for each automaton that it may read."""
+    """The positions of a row's last tokens in other texts: a cursor for each automaton that the row may read."""
 
     def __init__(self) -> None:
         self._cursors: list[tuple[Automaton, Cursor]] = []
-        self._heard = 0
+        self._followed = 0
 
     def follow(self, automata: Sequence[Automaton], tokens: Sequence[int]) -> list[tuple[Automaton, Cursor]]:
-        """The row has said `tokens`, all of them; returns its cursors, one for each of `automata`."""
-        known, new = {id(a): c for a, c in self._cursors}, tokens[self._heard :]
+        """The cursors of a row whose tokens, from the first on, are `tokens`: one for each of `automata`."""
+        cursors, new = {id(a): c for a, c in self._cursors}, tokens[self._followed :]
         found = []
         for text in automata:
-            cursor = known.get(id(text))
+            cursor = cursors.get(id(text))
             if cursor is None:
                 cursor = Cursor()
                 text.follow(cursor, tokens[-RECENT:])
             elif new:
                 text.follow(cursor, new)
             found.append((text, cursor))
-        self._cursors, self._heard = found, len(tokens)
+        self._cursors, self._followed = found, len(tokens)
         return found
 
     def ahead(
         self, automata: Sequence[Automaton], tokens: Sequence[int], ahead: Sequence[int]
     ) -> list[tuple[Automaton, Cursor]]:
-        """As `follow`, and where `ahead` leads from there: cursors of the caller's own."""
+        """As `follow`, moved on along the drafted tokens `ahead`: copies of the cursors."""
         found = [(text, cursor.copy()) for text, cursor in self.follow(automata, tokens)]
         for text, cursor in found if ahead else ():
             text.follow(cursor, ahead)

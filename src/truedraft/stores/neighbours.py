@@ -1,11 +1,11 @@
-"""Where a model stood in given texts: its hidden state at every token, and the token that came next.
+"""A datastore of nearest neighbours: a model's hidden state at every token of given texts, and the token that follows.
 
-The nearest neighbours of states are found by one matrix product with all that are kept, which suits up to about a
-million tokens: that many states of 1024 numbers are 4 GB, read once a pass. Which texts are worth searching is for the
-caller to say: a first stage of retrieval, by words or by embeddings, has done its work before.
+The nearest neighbours of states are found by one matrix product with all keys, which suits up to about a million
+tokens: that many states of 1024 numbers are 4 GB, read once per pass. The caller chooses the texts: a first stage of
+retrieval, by terms or by embeddings, is expected before.
 
-States are brought to a mean square of 1. Layers norm what they read, so the length of a state says little of the next
-token; and distances of such states are of one scale in all models, as a softmax needs it.
+States are scaled to a mean square of 1. Layers normalise their input, so the norm of a state predicts little of the
+next token; and distances of such states have the same scale in all models, as a softmax needs it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from truedraft.stores import _file
 from truedraft.tree import Row
 
 KIND, VERSION, MAKER = "datastore", 1, "Neighbours.built(model, documents).save(path)"
-PART = 1024  # tokens read at a time; in longer documents each has at least half as many before it
+PART = 1024  # tokens of a pass; in longer documents each token has at least half as many before it
 
 
 @dataclass(eq=False)
 class Neighbours:
-    """States of a model in texts, and what came next.
+    """States of a model in texts, and the tokens that follow.
 
-    layer: whose output they are, as in `output_hidden_states`: 0 the embeddings, -1 the last, normed.
+    layer: index of the layer of these states, as in `output_hidden_states`: 0 the embeddings, -1 the last, normed.
     names: of the documents. starts: where each begins in `text`, and where the last one ends.
-    text: (n,) token ids of all documents. keys: (m, H) states at all tokens that another follows.
+    text: (n,) token ids of all documents. keys: (m, H) states at all tokens but the last of each document.
     unchanged: called before the states are used; raises Refused where their file was changed.
     """
 
@@ -59,9 +59,9 @@ class Neighbours:
             raise ValueError("its documents have no beginning or no name")
         first = torch.zeros(len(self.text) + 1, dtype=torch.bool)
         first[list(self.starts)] = True
-        self._said = (~first[:-1]).nonzero()[:, 0]  # place of the token that follows each key
-        if len(self._said) != len(self.keys):
-            raise ValueError(f"{len(self._said)} tokens follow others, and there are {len(self.keys)} states")
+        self._next = (~first[:-1]).nonzero()[:, 0]  # index in `text` of the token after each key
+        if len(self._next) != len(self.keys):
+            raise ValueError(f"{len(self._next)} tokens follow others, and there are {len(self.keys)} states")
 
     @classmethod
     def built(cls, model: Any, documents: Iterable[tuple[str, Sequence[int]]], layer: int = -2) -> Neighbours:
@@ -70,7 +70,7 @@ class Neighbours:
         model: of `transformers`. documents: name and token ids of each.
 
         Raises:
-            Refused: no such layer, a token outside the vocabulary, or no token that follows another.
+            Refused: no such layer, a token outside the vocabulary, or no document of two tokens.
         """
         config = _check_layer(model, layer)
         names: list[str] = []
@@ -91,7 +91,7 @@ class Neighbours:
         """Write them whole or not at all.
 
         Raises:
-            OSError: it cannot be written; what stood there still does.
+            OSError: it cannot be written; an earlier file of that name is kept.
         """
         about = {"layer": self.layer, "names": self.names, "starts": self.starts}
         arrays = {"text": self.text.numpy(), "keys": self.keys.cpu().numpy()}
@@ -123,30 +123,31 @@ class Neighbours:
         return (_scaled(states) @ self.keys.T).sub_(size).clamp_max_(0).mul_(2 / size**0.5)
 
     def nearest(self, close: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k nearest of a state, the nearest first: how close they are, and where in `text` what they say next is.
+        """The k nearest neighbours of a state, the nearest first: closeness, and index in `text` of the next token.
 
         close: (m,) of that state; see `compared`.
         """
         found = close.topk(min(k, len(close)))
-        return found.values, self._said[found.indices.cpu()]
+        return found.values, self._next[found.indices.cpu()]
 
     def behind(self, place: int, length: int) -> list[int]:
-        """At most so many tokens from a place on, to the end of its document."""
+        """At most `length` tokens from an index of `text` on, to the end of its document."""
         end = self.starts[bisect_right(self.starts, place)]
         return self.text[place : min(place + length, end)].tolist()
 
     def source(self, place: int) -> tuple[str, int]:
-        """Name of the document where a place is, and how many of its tokens stand before."""
+        """Name of the document of an index of `text`, and how many of its tokens come before."""
         which = bisect_right(self.starts, place) - 1
         return self.names[which], place - self.starts[which]
 
 
 @dataclass(frozen=True, eq=False)
 class Near:
-    """What the nearest neighbours of a state say next.
+    """The nearest neighbours of a state, and their next tokens.
 
-    doubt: the weight that is left to the model, the lambda of NEST, from the relative retrieval confidence.
-    close: (k,) minus the squared distances, scaled. places: (k,) of the tokens that they say, the nearest first.
+    doubt: the weight of the model, the lambda of NEST, from the relative retrieval confidence.
+    close: (k,) minus the squared distances, scaled. places: (k,) indices in the text of their next tokens, the nearest
+        neighbour first.
     """
 
     store: Neighbours
@@ -155,12 +156,12 @@ class Near:
     places: Tensor
 
     def law(self, size: int) -> Tensor:
-        """(size,) the next token's law as the neighbours have it."""
+        """(size,) the next-token distribution of the neighbours."""
         tokens = self.store.text[self.places].to(self.close.device)
         return torch.zeros(size, device=self.close.device).index_add_(0, tokens, self.close.softmax(0))
 
     def saying(self, tokens: Sequence[int]) -> int | None:
-        """Where the nearest neighbour stands that goes on with these tokens: the place of the first of them."""
+        """The nearest neighbour followed by these tokens: the index in the text of the first of them."""
         for place in self.places[self.store.text[self.places] == tokens[0]].tolist():
             if self.store.behind(place, len(tokens)) == list(tokens):
                 return place
@@ -168,15 +169,15 @@ class Near:
 
 
 class Search:
-    """How neighbours are looked for, and how far they are trusted: what drafter and rule share.
+    """The search for neighbours and their weight, shared by drafter and rule.
 
-    store: where; None for the references of each row, whose states are made when they are first asked for.
-    layer: whose states, where there is no store. k: how many are looked for.
+    store: the datastore; None for the references of each row, whose states are computed at the first search.
+    layer: of the states, where there is no store. k: neighbours of a search.
     alpha, tau: the model's weight is sigmoid((r - alpha) / tau), r the similarity of the nearest neighbour over that of
-        the farthest. A similarity is minus a squared distance: r is from 0 (one stands out) to 1 (all are alike).
+        the farthest. A similarity is minus a squared distance: r is 0 to 1, small where one is much nearer.
 
     Raises:
-        Refused: the store is none, or cannot be opened.
+        Refused: `store` is no datastore, or its file cannot be opened.
     """
 
     def __init__(self, store: Any, layer: int, k: int, alpha: float, tau: float):
@@ -189,7 +190,7 @@ class Search:
         self.k, self.alpha, self.tau = k, alpha, tau
 
     def fit(self, model: Any) -> None:
-        """Before the first search: whose states are looked for.
+        """Set the model whose states are searched for; called before the first search.
 
         Raises:
             Refused: the model has no such layer, or the store was made with another model.
@@ -203,11 +204,11 @@ class Search:
             raise Refused(f"the neighbours' texts hold tokens that a model of {vocabulary} has not: build them with it")
 
     def has(self, row: Row) -> bool:
-        """Whether there is any text to look in for a row."""
+        """Whether there is any text to search for a row."""
         return self.store is not None or any(len(document) > 1 for document in row.references)
 
     def at(self, row: Row, states: Tensor) -> Callable[[int], Near] | None:
-        """The neighbours of each of (n, H) states of a row, by its number; None where there is no text to look in."""
+        """The neighbours of each of (n, H) states of a row, by its index; None where there is no text to search."""
         if not self.has(row):
             return None
         store = self.store or _of_references(self._model, row, self.layer)
@@ -221,7 +222,7 @@ class Search:
         return Near(store, float(torch.tensor((ratio - self.alpha) / self.tau).sigmoid()), close, places)
 
 
-_MADE: WeakKeyDictionary[Row, dict[int, Neighbours]] = WeakKeyDictionary()  # by layer; rows of a call share theirs
+_MADE: WeakKeyDictionary[Row, dict[int, Neighbours]] = WeakKeyDictionary()  # by layer; shared by the rows of a call
 
 
 def _of_references(model: Any, row: Row, layer: int) -> Neighbours:

@@ -1,4 +1,4 @@
-"""Documents that an output may copy from, read bit by bit: a file of a megabyte takes longer than many an answer."""
+"""Documents that an output may copy from, tokenised in small steps: a megabyte takes longer than short calls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Text:
-    """A document that is tokenized as it is read.
+    """A document that is tokenised as it is read.
 
-    vocabulary: tokens that the model knows; others are never drafted.
+    vocabulary: size of the model's vocabulary; tokens beyond it are never drafted.
     """
 
     text: str
@@ -40,14 +40,14 @@ class Text:
 
 
 class References(Sequence[Tokens]):
-    """Documents, one for all rows that they are given for. As a sequence it is their tokens, whole.
+    """Documents, one object for all rows that share them. As a sequence it is the complete tokens of each.
 
     Args:
         documents: each text or token ids.
 
     Attributes:
-        tokens: those read so far, of all documents, each of which a SEPARATOR ends.
-        automaton: of these.
+        tokens: those read so far, of all documents, each followed by a SEPARATOR.
+        automaton: over these tokens.
     """
 
     def __init__(self, documents: Sequence[Text | Tokens]):
@@ -68,7 +68,7 @@ class References(Sequence[Tokens]):
             yield (SEPARATOR,)
 
     def read(self, seconds: float | None = None) -> None:
-        """Go on reading, for so many seconds more than were granted before, by and large; by default to the end."""
+        """Read on, with about this many seconds added to the time granted before; by default to the end."""
         if self._unread is None:
             return
         self._seconds += float("inf") if seconds is None else seconds

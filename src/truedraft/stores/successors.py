@@ -1,4 +1,4 @@
-"""What was last thought likely after each token, and trees of such successors: compiled, or here in Python."""
+"""The successors of each token that were last predicted, and trees grown from them: compiled, or here in Python."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from truedraft.stores._native import library
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.likeliest import MOST, likeliest
 
-Grown = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # tokens, parents, confidence
-Growing = Callable[..., Grown]
+TreeArrays = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # tokens, parents, confidence
+GrowTree = Callable[..., TreeArrays]
 
 
 class Template(NamedTuple):
-    """The nodes of a tree below its root, in the order in which they are taken.
+    """The nodes of a tree below its root, in the order in which they are added.
 
-    parents: of each, counted with the root as 0. ranks: which of its parent's successors it is. confidence: the chance
-        of each that it is right if its parent is.
+    parents: of each, the root being 0. ranks: of each among its parent's successors, 0 the likeliest. confidence: of
+        each, the probability that it is accepted if its parent is.
     """
 
     parents: Sequence[int]
@@ -31,12 +31,12 @@ class Template(NamedTuple):
 
 
 class Successors:
-    """The likeliest successors of every token that was seen.
+    """The likeliest successors of every token observed.
 
-    Memory is taken as tokens are seen: 4 bytes for each successor, in pages of the system's.
+    Memory grows with the tokens observed: 4 bytes per successor, in pages of the operating system.
 
     Args:
-        count: kept for each token.
+        count: successors kept for each token.
     """
 
     def __init__(self, count: int):
@@ -49,7 +49,7 @@ class Successors:
         return [int(one) - 1 for one in self._table[token] if one]
 
     def learn(self, tokens: Sequence[int], scores: Tensor) -> None:
-        """What followed each of `tokens` now.
+        """Replace the successors of each of `tokens` by those of new scores.
 
         scores: (len(tokens), V); a row without a possible token changes nothing.
 
@@ -59,8 +59,8 @@ class Successors:
         if len(tokens) != len(scores):
             raise ValueError(f"{len(tokens)} tokens, and scores of {len(scores)}")
         if (most := max(scores.shape[-1], max(tokens) + 1)) > len(self._table):
-            known, self._table = self._table, np.zeros((most, self.count), np.int32)
-            self._table[: len(known)] = known
+            smaller, self._table = self._table, np.zeros((most, self.count), np.int32)
+            self._table[: len(smaller)] = smaller
         lib = library()
         plain = scores.dtype == torch.float32 and scores.device.type == "cpu" and scores.stride(-1) == 1
         if lib is not None and plain and self.count <= min(MOST, scores.shape[-1]):
@@ -75,30 +75,30 @@ class Successors:
                 self._table[token] = 0
                 self._table[token, : len(best)] = np.array(best) + 1
 
-    def tree(self, root: int, budget: int, template: Template) -> Grown:
+    def tree(self, root: int, budget: int, template: Template) -> TreeArrays:
         """The first `budget` nodes of a template that there are successors for."""
         native = compiled()
-        grow: Growing = grown if native is None else native.grown
+        grow: GrowTree = grown if native is None else native.grown
         return grow(self._table, self.count, root, budget, *template)
 
 
 def grown(
     table: np.ndarray, count: int, root: int, budget: int,
     parents: Sequence[int], ranks: Sequence[int], confidence: Sequence[float],
-) -> Grown:  # fmt: skip
+) -> TreeArrays:  # fmt: skip
     """As in `_trees.c`."""
     tokens, above, chances = [root], [-1], [1.0]
-    places = [0]  # of the template's nodes in the tree, -1 where there is no such successor
-    for parent, rank, hope in zip(parents, ranks, confidence, strict=True):
+    places = [0]  # indices of the template's nodes in the tree, -1 where there is no such successor
+    for parent, rank, chance in zip(parents, ranks, confidence, strict=True):
         if len(tokens) > budget:
             break
         below = places[parent]
-        known = below >= 0 and tokens[below] < len(table) and rank < count and table[tokens[below]][rank]
-        if known:
+        entry = below >= 0 and tokens[below] < len(table) and rank < count and table[tokens[below]][rank]
+        if entry:
             places.append(len(tokens))
-            tokens.append(int(known) - 1)
+            tokens.append(int(entry) - 1)
             above.append(below)
-            chances.append(hope)
+            chances.append(chance)
         else:
             places.append(-1)
     return tuple(tokens), tuple(above), tuple(chances)

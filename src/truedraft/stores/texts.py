@@ -1,4 +1,4 @@
-"""Texts of files and folders, in pieces that fit in memory whatever the size of a file."""
+"""Texts of files and folders, read in pieces that fit in memory whatever the size of a file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import IO, Any
 from truedraft.errors import Refused
 
 PIECE = 1 << 18  # characters of a piece, about
-BLOCK = 1 << 20  # bytes looked at together
-FIELDS = ("text", "content")  # of a line of .jsonl, where none is named
+BLOCK = 1 << 20  # bytes checked at a time
+FIELDS = ("text", "content")  # of a line of .jsonl, where no field is named
 DAMAGED = (OSError, EOFError, zlib.error)
 
 
 class Texts:
-    """The texts of files, and of those in folders below which nothing is hidden; each is read once.
+    """The texts of files and of all files in folders that are not hidden; each is read once.
 
-    A file is a document; of .jsonl, each line is one. What ends in .gz is unpacked.
+    A file is a document; of .jsonl, each line is one. Files whose names end in .gz are unpacked.
 
     Args:
         paths: files and folders.
-        field: of a line of .jsonl, the one that holds its text; by default `text` or `content`.
+        field: of a line of .jsonl, the field with its text; by default `text` or `content`.
 
     Attributes:
         skipped: how many files (and lines of .jsonl) were left out, by the reason.
@@ -72,11 +72,11 @@ class Texts:
 
     def _text(self, line: str) -> str | None:
         try:
-            said: Any = json.loads(line)
+            record: Any = json.loads(line)
         except (ValueError, RecursionError):
             return None
         names = (self.field,) if self.field else FIELDS
-        found = next((said[name] for name in names if name in said), None) if isinstance(said, dict) else None
+        found = next((record[name] for name in names if name in record), None) if isinstance(record, dict) else None
         return found if isinstance(found, str) else None
 
 

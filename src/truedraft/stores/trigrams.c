@@ -1,7 +1,7 @@
 /* Trigram weights in a table of fixed size, and the tree search that drafts from them.
 
-A key is a pair of tokens; its row holds the twelve heaviest successors. Rows stand in sets of eight: where a set is
-full, a new key takes the place of the one that was longest left alone. */
+A key is a pair of tokens; its row holds the twelve successors of most weight. Rows are in sets of eight: where a set
+is full, a new key replaces the least recently used one. */
 
 #include <math.h>
 #include <stdint.h>
@@ -60,7 +60,7 @@ void truedraft_table_free(Table *t) {
     t->row = 0;
 }
 
-/* The time of a use; when 31 bits are full, all that was before counts as equally long ago. */
+/* The time of a use; when 31 bits are full, all earlier uses are set to one time. */
 static int32_t now(Table *t) {
     if (t->clock == INT32_MAX) {
         for (int64_t i = 0; i < t->sets * WAYS; i++) t->row[i].used = t->row[i].used != 0;
@@ -110,7 +110,7 @@ static double chance(uint64_t *state) {
 
 typedef struct {
     int32_t token, before, parent, depth, first, children, visits, place;
-    double value, weight, share; /* of the trigram: its weight, and its part of the row's */
+    double value, weight, share; /* of the trigram: its weight, and its fraction of the row's */
 } Node;
 
 static int expand(const Table *t, Node *node, int *nodes, int at) {
@@ -171,7 +171,7 @@ int64_t truedraft_search(const Table *t, int32_t before, int32_t last, int32_t s
     int64_t n = 0;
     node[0].place = -1;
     for (int i = 1; i < nodes; i++) node[i].place = -2;
-    while (n < most) { /* the most visited node whose parent is out already */
+    while (n < most) { /* the most visited node whose parent has been written */
         int best = 0;
         for (int i = 1; i < nodes; i++)
             if (node[i].place == -2 && node[node[i].parent].place != -2 && node[i].visits &&

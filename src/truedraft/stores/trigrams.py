@@ -10,15 +10,15 @@ from copy import deepcopy
 from ctypes import byref, c_double, c_int32
 from typing import NamedTuple, Protocol
 
-from truedraft.stores._native import Table, library
+from truedraft.stores._native import TrigramTable, library
 
 WAYS = 8  # rows of a set of the compiled table
-KEPT = 12  # successors of a row
-TREE = 4096  # nodes of a search
+KEPT = 12  # successors of a row, at most
+TREE = 4096  # nodes of a search, at most
 
 
 class Searched(NamedTuple):
-    """The most visited nodes: tokens, the parent of each (-1 the root), its trigram's part of the row's weight."""
+    """The most visited nodes: tokens, the parent of each (-1 the root), its trigram's fraction of the row's weight."""
 
     tokens: list[int]
     parents: list[int]
@@ -26,35 +26,35 @@ class Searched(NamedTuple):
 
 
 class Trigrams(Protocol):
-    """For every pair of tokens the twelve heaviest that followed; the pair longest left alone makes room for others."""
+    """For every pair of tokens the twelve successors of most weight; the least recently used pairs are replaced."""
 
     def weigh(self, tokens: Sequence[int], weight: float, most: float) -> None:
         """Add `weight` to every trigram of a run of tokens, up to `most`."""
 
     def copy(self) -> Trigrams:
-        """Another table that holds the same."""
+        """Another table with the same contents."""
 
     def search(self, before: int, last: int, simulations: int, depth: int, c1: float, c2: float, most: int) -> Searched:
         """The `most` most visited nodes of a Monte-Carlo tree search from two tokens on; see drafters/aded.py."""
 
 
-class Native:
+class CompiledTrigrams:
     """The compiled table."""
 
-    def __init__(self, rows: int, like: Native | None = None):
+    def __init__(self, rows: int, like: CompiledTrigrams | None = None):
         lib = library()
         assert lib is not None
-        self._lib, self._table, self._rows = lib, Table(), rows
+        self._lib, self._table, self._rows = lib, TrigramTable(), rows
         sets = 1 << max((rows // WAYS - 1).bit_length(), 0)
         here = byref(self._table)
         if not (lib.truedraft_table_copy(here, byref(like._table)) if like else lib.truedraft_table(here, sets)):
             raise MemoryError(f"no memory for {rows} rows of trigrams")
 
-    def copy(self) -> Native:
-        return Native(self._rows, self)
+    def copy(self) -> CompiledTrigrams:
+        return CompiledTrigrams(self._rows, self)
 
     def __del__(self) -> None:
-        if "_table" in vars(self):  # else Ctrl-C came before it was begun
+        if "_table" in vars(self):  # else Ctrl-C interrupted its initialisation
             self._lib.truedraft_table_free(byref(self._table))
 
     def weigh(self, tokens: Sequence[int], weight: float, most: float) -> None:
@@ -77,14 +77,14 @@ class _Node:
         self.visits, self.value, self.place = 0, 0.0, -2
 
 
-class Pure:
+class PythonTrigrams:
     """The table and the search in Python."""
 
     def __init__(self, rows: int):
         self._room = rows
         self._rows: OrderedDict[tuple[int, int], list[list[float]]] = OrderedDict()  # [token, weight], heaviest first
 
-    def copy(self) -> Pure:
+    def copy(self) -> PythonTrigrams:
         return deepcopy(self)
 
     def weigh(self, tokens: Sequence[int], weight: float, most: float) -> None:
@@ -155,7 +155,7 @@ class Pure:
 
 
 class _Random:
-    """The generator of trigrams.c."""
+    """The random generator of trigrams.c, xorshift."""
 
     def __init__(self, state: int):
         self.state = state & (1 << 64) - 1
@@ -188,4 +188,4 @@ def _single(x: float) -> float:
 
 def trigrams(rows: int) -> Trigrams:
     """An empty table of about `rows` rows."""
-    return Native(rows) if library() is not None else Pure(rows)
+    return CompiledTrigrams(rows) if library() is not None else PythonTrigrams(rows)

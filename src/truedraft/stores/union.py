@@ -1,4 +1,4 @@
-"""One draft tree of several: compiled (`_trees.c`), or here in Python."""
+"""Merging several draft trees into one: compiled (`_trees.c`), or here in Python."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from torch import Tensor
 from truedraft.stores._native import trees as compiled
 from truedraft.tree import DraftTree
 
-TREES = 31  # that the compiled form joins, at most
+TREES = 31  # trees that the compiled form merges, at most
 Tree = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]]  # tokens, parents, confidence, probes
-Joined = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], list[int], int]  # ..., owners, the first probe
+Joined = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], list[int], int]  # ..., owners, first probe
 Joining = Callable[[list[Tree], int, list[float]], Joined]
 
 
 class Union(NamedTuple):
     """Several trees as one.
 
-    owners: the trees that have each node, a bit for each.
+    owners: for each node a bit mask of the trees that contain it.
     """
 
     tree: DraftTree
     owners: list[int]
 
-    def alone(self, said: Sequence[int], verified: int) -> tuple[list[int], list[int]]:
-        """Of the first `verified` nodes, those that only the first, second, ... tree had: right ones, and all."""
+    def alone(self, emitted: Sequence[int], verified: int) -> tuple[list[int], list[int]]:
+        """For each tree, counts of its own nodes among the first `verified`: those emitted, and all."""
         trees = self.owners[0].bit_length()
         right, made = [0] * trees, [0] * trees
         for owner in self.owners[1 : 1 + verified]:
             if not owner & (owner - 1):
                 made[owner.bit_length() - 1] += 1
-        for node in followed(self.tree, said):
+        for node in followed(self.tree, emitted):
             owner = self.owners[node]
             if node <= verified and not owner & (owner - 1):
                 right[owner.bit_length() - 1] += 1
         return right, made
 
 
-def followed(tree: DraftTree, said: Sequence[int]) -> list[int]:
-    """The nodes of a tree that are reached by what was said, from the first below the root on."""
+def followed(tree: DraftTree, emitted: Sequence[int]) -> list[int]:
+    """The nodes of a tree along the emitted tokens, from the first below the root on."""
     reached: list[int] = []
     node = 0
-    for token in said:
+    for token in emitted:
         if (child := tree.child(node, token)) is None:
             break
         reached.append(child)
@@ -55,10 +55,10 @@ def followed(tree: DraftTree, said: Sequence[int]) -> list[int]:
 def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | None = None) -> Union:
     """One tree of several with the same root: its `budget` likeliest nodes, in that order, and all probes below them.
 
-    Hopes of nodes that exclude each other are made to agree.
+    Siblings exclude each other: their confidence is adjusted to sum to 1 at most.
 
     trees: with confidence.
-    weights: of each tree's nodes in that order; all the same by default.
+    weights: factors of each tree's nodes in that order; all the same by default.
     """
     embedded: list[tuple[int, Tensor]] = []
     given = [_given(tree, embedded) for tree in trees]
@@ -88,35 +88,35 @@ def _restored(tree: DraftTree, embedded: Sequence[tuple[int, Tensor]]) -> DraftT
 def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:
     tokens, parents, confidence = [trees[0][0][0]], [-1], [1.0]
     weight, owners = [1.0], [(1 << len(trees)) - 1]
-    read: set[int] = set()
-    known: dict[tuple[int, int], int] = {}
-    for k, ((token_of, parent_of, hope_of, probes), heavy) in enumerate(zip(trees, weights, strict=True)):
+    probed: set[int] = set()
+    nodes_by_token: dict[tuple[int, int], int] = {}
+    for k, ((token_of, parent_of, confidence_of, probes), factor) in enumerate(zip(trees, weights, strict=True)):
         at = [0]
         for i in range(1, len(token_of)):
             parent, token, new = at[parent_of[i]], token_of[i], len(tokens)
-            node = new if i in probes else known.setdefault((parent, token), new)
+            node = new if i in probes else nodes_by_token.setdefault((parent, token), new)
             if i in probes:
-                read.add(node)
+                probed.add(node)
             if node == new:
                 tokens.append(token)
                 parents.append(parent)
-                confidence.append(hope_of[i])
-                weight.append(heavy)
+                confidence.append(confidence_of[i])
+                weight.append(factor)
                 owners.append(0)
-            confidence[node] = max(confidence[node], hope_of[i])
-            weight[node] = max(weight[node], heavy)
+            confidence[node] = max(confidence[node], confidence_of[i])
+            weight[node] = max(weight[node], factor)
             owners[node] |= 1 << k
             at.append(node)
-    _shared(parents, confidence, owners, read)
+    _limit_siblings(parents, confidence, owners, probed)
     values = [1.0]
-    for parent, hope in zip(parents[1:], confidence[1:], strict=True):
-        values.append(values[parent] * hope)
-    ranks = [value * heavy for value, heavy in zip(values, weight, strict=True)]
-    kept = [i for i in range(1, len(tokens)) if i not in read]
+    for parent, own in zip(parents[1:], confidence[1:], strict=True):
+        values.append(values[parent] * own)
+    ranks = [value * factor for value, factor in zip(values, weight, strict=True)]
+    kept = [i for i in range(1, len(tokens)) if i not in probed]
     kept.sort(key=ranks.__getitem__, reverse=True)
     nodes = [0, *kept[:budget]]
     drafted, place = len(nodes), {node: i for i, node in enumerate(nodes)}
-    for probe in sorted(read):
+    for probe in sorted(probed):
         if parents[probe] in place:
             place[probe] = len(nodes)
             nodes.append(probe)
@@ -129,10 +129,12 @@ def _joined(trees: list[Tree], budget: int, weights: list[float]) -> Joined:
     )
 
 
-def _shared(parents: Sequence[int], confidence: list[float], owners: Sequence[int], probes: Collection[int]) -> None:
-    """One child of a node is right at most: likelier children of other trees leave less of the confidence in one.
+def _limit_siblings(
+    parents: Sequence[int], confidence: list[float], owners: Sequence[int], probes: Collection[int]
+) -> None:
+    """At most one child of a node is accepted: likelier siblings reduce the confidence of a child.
 
-    Trees are taken to err independently of each other; the confidence of one in its own nodes adds up already.
+    Trees are assumed to err independently; the confidence of siblings of one tree is consistent already.
     """
     children: dict[int, list[int]] = {}
     for i in range(1, len(parents)):

@@ -1,1 +1,1 @@
-"""Training: one loop that knows no method; each learned drafter's module, loss and data are in its own file."""
+"""Training: one loop independent of methods; each learned drafter's module, loss and data are in its own file."""

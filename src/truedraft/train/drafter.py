@@ -1,4 +1,4 @@
-"""Any learned drafter, trained for a target on what the target says."""
+"""Training a learned drafter for a target, on the target's own responses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import bucketed, shuffled
 from truedraft.train.said import longest, said
 
-HELD_OUT = 100  # one line in so many is held out,
-MOST = 200  # but no more than this
+HELD_OUT = 100  # one line in this many is held out for validation,
+MOST = 200  # at most this many lines
 
 
 def train_drafter(
@@ -33,22 +33,22 @@ def train_drafter(
     resume: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, float]:
-    """Train a drafter for a model; the best checkpoint, the log and what the model says are kept in a folder.
+    """Train a drafter for a model; the best checkpoint, the log and the model's responses are kept in a folder.
 
     Args:
-        learner: what is trained, and how.
+        learner: the drafter's module, its loss and its evaluation.
         model: the target, in eval mode; its weights are frozen.
-        sources: what it is asked.
-        out: the folder; a checkpoint that is there is gone on from with `resume`, and else refused.
-        answers: given ones, in the place of the target's own.
+        sources: its inputs, one text per line.
+        out: the folder; a checkpoint in it is continued with `resume`, and refused without.
+        answers: responses to use instead of the target's own.
         batch: tokens of a step, on the longer side, with padding.
-        say: takes what there is to report.
+        say: called with lines of text on the progress.
 
     Returns:
         The figure of the best validation, whose checkpoint is kept.
 
     Raises:
-        Refused: the drafter cannot serve this model, or the folder holds what does not fit; before any work.
+        Refused: the drafter does not support this model, or the contents of the folder do not fit; before any work.
     """
     with model.device:
         learner.begin(model)
@@ -67,9 +67,9 @@ def train_drafter(
         lines = _given(fast, tokenizer, sources, answers, say)
     step = max(HELD_OUT, len(lines) // MOST)
     held = lines[::step]
-    learnt = [line for i, line in enumerate(lines) if i % step] or held
+    trained = [line for i, line in enumerate(lines) if i % step] or held
     weights = sum(p.numel() for p in learner.module.parameters())
-    say(f"{weights:,} weights, {len(learnt):,} lines to learn from, {len(held):,} held out")
+    say(f"{weights:,} weights, {len(trained):,} lines to train on, {len(held):,} held out")
     figures: dict[str, float] = {}
     best = 0.0
 
@@ -83,18 +83,18 @@ def train_drafter(
             best = figures["tokens_per_pass"]
             save_learnt(out, learner.name, learner.module, model, learner.about())
 
-    groups = bucketed(shuffled(learnt, plan.seed), batch, plan.seed)
+    groups = bucketed(shuffled(trained, plan.seed), batch, plan.seed)
     told = partial(setattr, learner, "share")
     with model.device:
         if resume:
-            best = _now(learner, held)
+            best = _initial(learner, held)
         fit(learner.module, learner.loss, groups, plan, validate=validate, save=save, log=out / "log.jsonl", told=told)
     return {"tokens_per_pass": best}
 
 
 @torch.no_grad()
-def _now(learner: Learner, held: Sequence[Line]) -> float:
-    """Tokens per pass before anything more is learnt."""
+def _initial(learner: Learner, held: Sequence[Line]) -> float:
+    """Tokens per pass before training is continued."""
     learner.module.eval()
     return learner.judged(held)["tokens_per_pass"]
 
@@ -104,9 +104,9 @@ def _given(
     say: Callable[[str], None],
 ) -> list[Line]:  # fmt: skip
     start, most = fast.model.generation_config.decoder_start_token_id, longest(fast)
-    asked, told = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(answers))["input_ids"]
+    inputs, labels = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(answers))["input_ids"]
     lines = [
-        (a, [start, *b]) for a, b in zip(asked, told, strict=True)
+        (a, [start, *b]) for a, b in zip(inputs, labels, strict=True)
         if 1 < len(a) <= most and 1 < len(b) < most
     ]  # fmt: skip
     if not lines:

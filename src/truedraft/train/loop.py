@@ -1,4 +1,4 @@
-"""One training loop, by the clock, for every model and drafter that the project trains."""
+"""The training loop, limited by time, of every model and drafter that the project trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from truedraft.errors import Refused
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024), as strong as an AdamW step of the same learning rate.
+    """Orthogonalised momentum (Jordan et al. 2024), scaled to the size of an AdamW step of the same learning rate.
 
     Matrices of one shape are orthogonalised together. torch's own `Muon` always does it in bf16, which is slow on a
     CPU without units for it.
@@ -23,9 +23,9 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: matrices, (m, n) each.
         lr: step size.
-        momentum: share of the memory that is kept.
+        momentum: fraction of the running mean that is kept.
         weight_decay: decoupled, times the step size.
-        dtype: in which matrices are made orthogonal.
+        dtype: of the orthogonalisation.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Plan:
-    """How long and how fast to learn."""
+    """Duration and step sizes of a training run."""
 
-    minutes: float = 60.0  # of the clock; the learning rate follows it
-    steps: int = 0  # after which it ends too, and which the learning rate follows as well; 0 for the clock alone
+    minutes: float = 60.0  # of wall time; the learning rate schedule follows it
+    steps: int = 0  # limit that the schedule follows as well; 0 for time alone
     lr: float = 4e-3  # of matrices (Muon)
-    rest: float = 0.25  # of that, for embeddings, norms and biases (AdamW)
-    decay: float = 0.4  # share of the time in which the learning rate falls to zero
+    rest: float = 0.25  # factor of lr for embeddings, norms and biases (AdamW)
+    decay: float = 0.4  # fraction of the run in which the learning rate falls to zero
     warmup: int = 50  # steps in which it rises
     micro: int = 1  # batches whose gradients make one step
     every: float = 10.0  # minutes between validations and saves
     bf16: bool = False  # products in bf16, on machines with units for it
     seed: int = 0
 
-    def gone(self, minutes: float, steps: int) -> float:
-        """The share of it that is done."""
+    def fraction_done(self, minutes: float, steps: int) -> float:
+        """The fraction of the run that is done."""
         return max(minutes / self.minutes, steps / self.steps if self.steps else 0.0)
 
 
@@ -108,15 +108,15 @@ def fit(
     validated and saved and a line of JSON is added to `log`.
 
     Args:
-        model: what learns; parameters with `requires_grad` off stay.
+        model: the module; parameters without `requires_grad` are frozen.
         loss: a batch -> a scalar.
         batches: endless.
-        validate: figures of the model as it is, in evaluation mode.
+        validate: returns figures of the model, called in evaluation mode.
         save: writes the model.
-        told: before every step, the share of the plan that is done.
+        told: called before every step with the fraction of the plan that is done.
 
     Raises:
-        Refused: the loss is no longer a number.
+        Refused: the loss is NaN.
     """
     torch.manual_seed(plan.seed)
     learning, optimizers = _optimizers(model, plan)
@@ -136,13 +136,13 @@ def fit(
         print(row, flush=True)
         return row
 
-    while (gone := plan.gone(minutes := (time.monotonic() - start) / 60, step)) < 1:
-        pace = min(1.0, (step + 1) / plan.warmup, (1 - gone) / plan.decay)
+    while (done := plan.fraction_done(minutes := (time.monotonic() - start) / 60, step)) < 1:
+        pace = min(1.0, (step + 1) / plan.warmup, (1 - done) / plan.decay)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["most"] * pace
         if told is not None:
-            told(gone)
+            told(done)
         mean = 0.0
         for _ in range(plan.micro):
             with torch.autocast(device, torch.bfloat16, enabled=plan.bf16):
@@ -166,7 +166,7 @@ def fit(
 
 
 def _optimizers(model: torch.nn.Module, plan: Plan) -> tuple[list[torch.nn.Parameter], list[torch.optim.Optimizer]]:
-    """What learns, and what moves it, each group with its highest learning rate."""
+    """The trained parameters and their optimizers, each group with its highest learning rate."""
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
     matrices = [p for n, p in learning.items() if p.ndim == 2 and "embed" not in n and "shared" not in n]
     chosen = set(map(id, matrices))

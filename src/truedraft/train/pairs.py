@@ -1,4 +1,4 @@
-"""Pairs of source and target tokens in batches of like lengths."""
+"""Pairs of source and target tokens, in batches of similar lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pair = tuple[list[int], list[int]]
 def bucketed(
     pairs: Iterator[Pair], tokens: int, seed: int, longest: int = 120, pool: int = 2048
 ) -> Iterator[list[Pair]]:
-    """Groups of pairs of about one length, `tokens` positions each with their padding, in random order.
+    """Groups of pairs of similar lengths, `tokens` positions each with padding, in random order.
 
     Args:
         pairs: source and target ids, endless.
@@ -39,13 +39,13 @@ def bucketed(
 
 
 def pad_to(rows: list[list[Any]], value: float) -> torch.Tensor:
-    """(rows, longest row), filled up at the right."""
+    """(rows, longest row), padded at the right."""
     width = max(map(len, rows))
     return torch.tensor([row + [value] * (width - len(row)) for row in rows])
 
 
 def shuffled(items: list[Pair], seed: int) -> Iterator[Pair]:
-    """All items over and over, in another order each time."""
+    """All items, endlessly, in a new random order each time."""
     rng = random.Random(seed)
     while True:
         yield from rng.sample(items, len(items))

@@ -1,4 +1,4 @@
-"""What a target says to given sources: what drafters that learn from it are trained on, made once and kept."""
+"""A target's responses to given sources: the training data of its drafters, generated once and kept in a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from truedraft.stores import _file as file
 
 VERSION = 1
 KIND, NAME = "target's answers", "said.safetensors"
-LONGEST = 120  # tokens of a source, and of what is said to it, if the model reads as many
-ROWS = 128  # sources that are answered together, where drafts no longer pay
-SAYS = 20.0  # seconds between reports
+LONGEST = 120  # tokens of a source and of a response, at most
+ROWS = 128  # sources of a batch: wide enough that drafts do not pay
+REPORT_EVERY = 20.0  # seconds between reports
 
 
 def said(
@@ -31,12 +31,12 @@ def said(
     folder: Path,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """The target's greedy answers to sources, in their order, from the folder if they are there.
+    """The target's greedy responses to sources, in their order, read from the folder if they are there.
 
     Sources that are empty or too long are left out.
 
     Raises:
-        Refused: the folder holds another target's answers, or those to other sources.
+        Refused: the folder holds another target's responses, or those to other sources.
     """
     path, digest = folder / NAME, hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
     about = {"fingerprint": fingerprint(fast.model), "sources": digest}
@@ -54,7 +54,7 @@ def said(
     for at in range(0, len(order), ROWS):
         places = order[at : at + ROWS]
         answers.update(zip(places, _answered(fast, [lines[i] for i in places]), strict=True))
-        if time.monotonic() - reported > SAYS:
+        if time.monotonic() - reported > REPORT_EVERY:
             reported = time.monotonic()
             say(f"the target has answered {len(answers):,} of {len(lines):,} lines, {reported - began:.0f} s")
     found = [(line, answers[i]) for i, line in enumerate(lines)]
@@ -63,19 +63,19 @@ def said(
 
 
 def longest(fast: Accelerated) -> int:
-    """Tokens of a source that is learnt from, and of its answer with its start, at most."""
+    """Tokens of a source, and of its response with the start token, at most."""
     return min(LONGEST, fast.target.longest_source or LONGEST, fast.target.hard_limit or LONGEST)
 
 
 def _answered(fast: Accelerated, sources: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """What the target says to each, behind its decoder's prompt and with its end."""
+    """The target's response to each source, with the decoder's start token and its end token."""
     config = fast.model.generation_config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     pad, width = fast.model.config.pad_token_id or 0, max(map(len, sources))
     given = torch.tensor([[*line, *[pad] * (width - len(line))] for line in sources], device=fast.target.device)
-    heard = torch.tensor([[1] * len(line) + [0] * (width - len(line)) for line in sources], device=given.device)
+    mask = torch.tensor([[1] * len(line) + [0] * (width - len(line)) for line in sources], device=given.device)
     most = longest(fast) - 1
-    out = fast.generate(given, attention_mask=heard, do_sample=False, num_beams=1, max_new_tokens=most)
+    out = fast.generate(given, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=most)
     for row in out.tolist():
         yield row[: next((i for i, token in enumerate(row[1:], 2) if token in ends), len(row))]
 
@@ -90,9 +90,9 @@ def _flat(lines: Sequence[Line]) -> dict[str, Any]:
 
 def _read(path: Path, about: dict[str, Any]) -> list[Line]:
     found, arrays, _ = file.read(path, KIND, VERSION, "truedraft train")
-    for part, other in (("fingerprint", "another model said"), ("sources", "was said to other lines")):
+    for part, other in (("fingerprint", "another model's responses"), ("sources", "responses to other lines")):
         if found[part] != about[part]:
-            raise Refused(f"--out: {str(path)!r} holds what {other}: remove it, or give another folder")
+            raise Refused(f"--out: {str(path)!r} holds {other}: remove it, or give another folder")
     sides = [
         [line.tolist() for line in np.split(arrays[f"{name}_tokens"], arrays[f"{name}_lengths"].cumsum()[:-1])]
         for name in ("source", "answer")
