@@ -1,10 +1,10 @@
-"""Stochastic beam: a draft model's tree of the sequences that come first, drawn without replacement.
+"""Stochastic beam: a draft model's tree of sequences sampled without replacement.
 
 RSD-S of Jeon et al., "Recursive Speculative Decoding", 2024 (arXiv 2402.14160), section 3.2.2, by the stochastic beam
 search of Kool et al., ICML 2019. Each continuation arrives after a waiting time, exponential with its probability as
 rate; the first `beam` arrivals of a level are kept. (-log of such a time is the perturbed log-probability of those
-papers, and a node's first child arrives when the node did.) Whether one more sibling arrives in time is settled before
-it is known which, so that recursive rejection (`multi-round`) stays exact.
+papers, and a node's first child arrives when the node did.) Whether one more sibling arrives in time is decided before
+its token is drawn, so that recursive rejection (`multi-round`) stays exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from truedraft.tree import Draws
 class StochasticBeam(ModelDrafter):
     card = Card(
         paper="arXiv 2402.14160 (2024)",
-        idea="A smaller model keeps the few sequences that come first in a race by probability.",
+        idea="A smaller model samples a few sequences without replacement, by stochastic beam search.",
         family="draft model",
         needs=("draft model",),
         published="RSD-S, Llama 2 70B drafted by 115M: the highest block efficiency of the trees compared.",
