@@ -183,7 +183,7 @@ def test_class_wide_patches_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     own = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: -own(self, x))
     assert torch.equal(fast.generate(SINGLE, **GREEDY), model.generate(SINGLE, **GREEDY))
-    assert "forward is not known" in fast.target.runtime
+    assert "forward is not supported" in fast.target.runtime
     monkeypatch.undo()
     assert torch.equal(fast.generate(SINGLE, **GREEDY), model.generate(SINGLE, **GREEDY))
     assert fast.target.runtime == "compiled pass"

@@ -56,7 +56,7 @@ def text(tmp_path: Path) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """Models are loaded as one that corrects `go` and `is`."""
     fast = Scripted(lambda source: source.replace("go ", "goes ").replace("is", "are"))
-    monkeypatch.setattr(_lines.Engine, "load", lambda _: fast)
+    monkeypatch.setattr(_lines.ModelOptions, "load", lambda _: fast)
     return fast
 
 
@@ -164,14 +164,14 @@ def test_files_and_numbers_that_will_not_do(scripted: Scripted, text: Path, tmp_
         ([str(tmp_path)], "Is a directory"),
         ([name, "--out", name], "is the input: give --in-place"),
         ([name, "--out", str(tmp_path / ".." / tmp_path.name / "text.txt")], "is the input"),
-        ([name, "--out", str(tmp_path)], "is no file that can be replaced"),
-        ([name, "--out", os.devnull], "is no file that can be replaced"),
+        ([name, "--out", str(tmp_path)], "is not a regular file"),
+        ([name, "--out", os.devnull], "is not a regular file"),
         ([name, "--out", str(tmp_path / "no" / "b.txt")], "is no folder that can be written"),
         ([name, "--out", "b.txt", "--in-place"], "choose one"),
         (["-", "--in-place"], "standard input"),
         ([name, "--batch", "0"], "--batch 0 must be at least 1"),
         ([name, "--max-new-tokens", "0"], "--max-new-tokens 0"),
-        ([name, "--num-beams", "4"], "--num-beams 4: drafts verify greedy search"),
+        ([name, "--num-beams", "4"], "--num-beams 4: drafts are verified against greedy search"),
     ):
         assert message in refused(capsys, "correct", *args)
     assert scripted.batches == [] and text.read_bytes() == LINES
@@ -260,7 +260,7 @@ def test_a_difference_from_model_generate_is_exit_code_1(
     monkeypatch.setattr(accelerated.Accelerated, "generate", wrong)
     assert main(["correct", str(text), "--model", folder, "--check"]) == 1
     out, err = capsys.readouterr()
-    assert out.count("\n") == 3 and "identical: no; line 1 first: model.generate says '" in err
+    assert out.count("\n") == 3 and "identical: no; line 1 first: model.generate gives '" in err
 
 
 def test_nothing_is_half_written(
@@ -286,7 +286,7 @@ def test_nothing_is_half_written(
         code = main(["correct", str(text), "--out", str(out)])
         said = capsys.readouterr()
         assert code == (2 if isinstance(error, OSError) else 130) and said.out == ""
-        assert ("No space left" in said.err) if code == 2 else (f"{out} is as it was" in said.err)
+        assert ("No space left" in said.err) if code == 2 else (f"{out} is unchanged" in said.err)
         assert out.read_text() == "as it was" and sorted(p.name for p in tmp_path.iterdir()) == ["out.txt", "text.txt"]
 
 
@@ -317,7 +317,7 @@ def test_ctrl_c_keeps_whole_lines_and_files(whole: bool, folder: str, tmp_path: 
     assert b"Traceback" not in err
     assert out.read_text() == "as it was" and len(list(tmp_path.iterdir())) == 3
     if whole:
-        assert f"interrupted: {out} is as it was" in err.decode() and not printed.stat().st_size
+        assert f"interrupted: {out} is unchanged" in err.decode() and not printed.stat().st_size
     else:
         *lines, last = printed.read_bytes().split(b"\n")
         assert not last and f"interrupted: {len(lines)} lines" in err.decode()
@@ -342,9 +342,9 @@ def test_streams_and_files_that_will_not_do(folder: str, text: Path, tmp_path: P
         with monkeypatch.context() as m:
             m.setattr(sys, stream, None)
             with pytest.raises(Refused, match=message):
-                _lines.Place(args[0], None, False)
+                _lines.TextPaths(args[0], None, False)
     with pytest.raises(Refused, match="--out -: text goes to standard output"):
-        _lines.Place(str(text), Path("-"), False)
+        _lines.TextPaths(str(text), Path("-"), False)
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"a" * 999)[:12] + b"not deflated")
     with pytest.raises(Refused, match=r"bad.gz cannot be read"):
         files.read_lines(tmp_path / "bad.gz")
@@ -372,7 +372,7 @@ def test_the_embedded_model_leaves_alone_what_it_does_not_know(tmp_path: Path, c
 def test_beams_of_the_models_own_settings_are_told(scripted: Scripted, text: Path, capsys: Any) -> None:
     scripted.model.generation_config.num_beams = 4
     assert main(["correct", str(text)]) == 0
-    assert "search with 4 beams; lines are said greedily" in capsys.readouterr().err
+    assert "search with 4 beams; lines are decoded greedily" in capsys.readouterr().err
 
 
 def vocabulary(kind: type) -> Any:

@@ -46,10 +46,8 @@ class Aded(WithCorpora[Trigrams]):
     window: int = knob(16, 2, 1024)  # last tokens whose trigrams gain weight before each step; published 16
     gain: float = knob(0.04, 1e-6, 1e3)  # weight gained; published 0.04
     most: float = knob(3.0, 1e-6, 1e6)  # weight of a trigram; published 3.0
-    rows: int = knob(
-        262_144, 1, 4_194_304
-    )  # token pairs of a namespace, the least recently used evicted first; unpublished
-    namespaces: int = knob(16, 1, 65_536)  # kept, the least recently used evicted first; unpublished
+    rows: int = knob(262_144, 1, 4_194_304)  # token pairs of a namespace, least recently used evicted; unpublished
+    namespaces: int = knob(16, 1, 65_536)  # kept, least recently used evicted first; unpublished
     corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc); published: UltraChat, code
 
     def forget(self) -> None:

@@ -57,10 +57,8 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
     deep: int = knob(10, 1, 128)  # tokens of a continuation; unpublished
     context: int = knob(3, 1, 64)  # tokens that the cache is keyed by; unpublished
     kept: int = knob(4, 1, 16)  # alternatives for each key; unpublished
-    entries: int = knob(
-        200_000, 1, 10_000_000
-    )  # keys of a namespace, the least recently used evicted first; unpublished
-    namespaces: int = knob(64, 1, 65_536)  # kept, the least recently used evicted first; unpublished
+    entries: int = knob(200_000, 1, 10_000_000)  # keys of a namespace, least recently used evicted first; unpublished
+    namespaces: int = knob(64, 1, 65_536)  # kept, least recently used evicted first; unpublished
     corpus: Any = None  # a Corpus of code or its file, or several (a.tdc;b.tdc); published: public code
 
     def forget(self) -> None:

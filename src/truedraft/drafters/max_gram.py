@@ -39,9 +39,7 @@ class MaxGram(PerRow[tuple[RowText, Successors]]):
     )
     length: int = knob(10, 1, 1024)  # tokens drafted; published 10
     shortest: int = knob(1, 1, 1024)  # tokens that must match for a copy; published 1 (unverified)
-    namespaces: int = knob(
-        64, 1, 65_536
-    )  # kept, the least recently used evicted first; published: one table of Wikipedia
+    namespaces: int = knob(64, 1, 65_536)  # kept, least recently used evicted first; published: one table of Wikipedia
 
     takes_references: ClassVar[bool] = True
 

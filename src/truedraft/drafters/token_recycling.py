@@ -44,7 +44,7 @@ class TokenRecycling(PerRow[Successors]):
     nodes: int = knob(80, 1, 1024)  # of the tree; published 80
     depth: int = knob(6, 1, 64)  # of the tree; published 6
     successors: int = knob(8, 1, 16)  # kept for each token; published 8
-    namespaces: int = knob(64, 1, 65_536)  # kept, the least recently used evicted first; published: one for all
+    namespaces: int = knob(64, 1, 65_536)  # kept, least recently used evicted first; published: one for all
 
     def forget(self) -> None:
         super().forget()
