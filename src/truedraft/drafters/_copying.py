@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import copied
+from truedraft.drafters._trees import copied_chain
 from truedraft.stores.memory import Memory, Places
 from truedraft.tree import DraftTree, Row
 
 
-class InText(PerRow[RowText]):
+class CopiedChains(PerRow[RowText]):
     """Drafts chains of tokens copied from the references, the prompt and the output.
 
     Fields that every subclass has: length, tokens drafted.
@@ -30,7 +30,7 @@ class InText(PerRow[RowText]):
         return told(row, self.pass_cost)
 
 
-class Copying(InText):
+class SuffixLookup(CopiedChains):
     """Copies from a single match."""
 
     @property
@@ -43,10 +43,10 @@ class Copying(InText):
         shortest, longest = self.span
         automaton, cursor = state.place(ahead, longest)
         tokens = automaton.copy(cursor, shortest, min(self.length, budget))
-        return copied(root_of(row, ahead), tokens, cursor.length)
+        return copied_chain(root_of(row, ahead), tokens, cursor.length)
 
 
-class Remembering(PerRow[tuple[RowText, Places]]):
+class WithMemory(PerRow[tuple[RowText, Places]]):
     """Searches the row's own text and the outputs of earlier rows of its namespace.
 
     Fields that every subclass has: memory, tokens of earlier outputs that are kept.

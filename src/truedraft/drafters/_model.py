@@ -34,7 +34,7 @@ class GrowingTree:
     read: how many of the first nodes the draft model's cache holds.
     laws: node -> the distribution that its children were drawn from.
     worth: node -> the method's score of it.
-    when: node -> its arrival time, for stochastic beam search.
+    arrival: node -> its arrival time, for stochastic beam search.
     budget: most nodes of the finished draft.
     """
 
@@ -49,7 +49,7 @@ class GrowingTree:
     read: int = 0
     laws: dict[int, Tensor] = field(default_factory=dict)
     worth: dict[int, float] = field(default_factory=dict)
-    when: dict[int, float] = field(default_factory=dict)
+    arrival: dict[int, float] = field(default_factory=dict)
     budget: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class GrowingTree:
             self.laws[node] = law
         return list(range(first, len(self.tokens)))
 
-    def grown(self, added: Sequence[int]) -> None:
+    def end_level(self, added: Sequence[int]) -> None:
         """End a level: `added` becomes the frontier, without end tokens and nodes at the greatest depth."""
         growing = self.room > 0
         self.frontier = [
@@ -84,7 +84,7 @@ class GrowingTree:
             node = self.parent[node]
         return tokens[::-1]
 
-    def unread(self) -> DraftTree:
+    def next_input(self) -> DraftTree:
         """The tree that the next pass of the draft model reads."""
         parents = (-1, *(p - self.read for p in self.parent[self.read + 1 :]))
         return DraftTree(tuple(self.tokens[self.read :]), parents)
@@ -192,7 +192,7 @@ class ModelDrafter(Drafter):
     def _level(self, standing: Sequence[GrowingTree]) -> None:
         """One pass of the draft model, and the level grown from it; rows with complete drafts read a dummy node."""
         scores = self._reader.score(
-            [growing.unread() if growing.frontier else DraftTree.chain(0) for growing in standing]
+            [growing.next_input() if growing.frontier else DraftTree.chain(0) for growing in standing]
         )
         at = [(slot, node) for slot, growing in enumerate(standing) for node in growing.frontier]
         logits = scores[[slot for slot, _ in at], [node - standing[slot].read for slot, node in at]]

@@ -13,38 +13,40 @@ from truedraft.tree import DraftTree
 LATER = 0.85  # confidence of a deeper node where its drafter gives none
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 16, 23, 32, 45, 64)  # bins of match lengths
 # How often a match of n tokens continues, in recorded answers of Llama-3 70B: a prior, calibrated online by `Trust`.
-SURE = [max(n**1.5 / (n**1.5 + 4.5), 0.05) for n in LENGTHS]
-KEEPS = [SURE[bisect(LENGTHS, n) - 1] for n in range(64)] + SURE[-1:] * 1024
+CONTINUED = [max(n**1.5 / (n**1.5 + 4.5), 0.05) for n in LENGTHS]
+MATCH_CONFIDENCE = [CONTINUED[bisect(LENGTHS, n) - 1] for n in range(64)] + CONTINUED[-1:] * 1024
 
 
-def keeps(found: int, count: int) -> list[float]:
+def match_confidence(found: int, count: int) -> list[float]:
     """Confidences of `count` tokens copied after a match of `found` tokens; they rise as the match grows longer."""
     found = min(found, LENGTHS[-1])
-    return KEEPS[found : found + count]
+    return MATCH_CONFIDENCE[found : found + count]
 
 
-def copied(root: int, tokens: Sequence[int], found: int) -> DraftTree:
+def copied_chain(root: int, tokens: Sequence[int], found: int) -> DraftTree:
     """A chain copied after a match of the last `found` tokens."""
-    return DraftTree.chain(root, tokens, keeps(found, len(tokens)))
+    return DraftTree.chain(root, tokens, match_confidence(found, len(tokens)))
 
 
-def onward(root: int, source: Sequence[int], at: int, most: int, run: int, first: float | None = None) -> DraftTree:
+def copied_onward(
+    root: int, source: Sequence[int], at: int, most: int, run: int, first: float | None = None
+) -> DraftTree:
     """A chain copied from a source from index `at` on, up to a separator.
 
     run: length of the match before it. first: confidence of its first token, if not that of such a match.
     """
     tokens = source[at : at + most]
     tokens = tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
-    confidence = keeps(run, len(tokens))
+    confidence = match_confidence(run, len(tokens))
     if first is not None:
         confidence[:1] = [first]
     return DraftTree.chain(root, tokens, confidence[: len(tokens)])
 
 
-def counted(root: int, grown: Grown, count: int, found: int) -> DraftTree:
+def frequency_tree(root: int, grown: Grown, count: int, found: int) -> DraftTree:
     """A tree of the continuations of `count` matches of `found` tokens, with confidences by frequency."""
     tree = counted_in_python if (native := trees()) is None else native.counted
-    tokens, parents, confidence = tree(root, count, *grown, keeps(found, 1 + len(grown.tokens)))
+    tokens, parents, confidence = tree(root, count, *grown, match_confidence(found, 1 + len(grown.tokens)))
     return DraftTree(tokens, parents, confidence=confidence)
 
 

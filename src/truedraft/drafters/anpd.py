@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import InText
+from truedraft.drafters._copying import CopiedChains
 from truedraft.drafters._texts import RowText, root_of
-from truedraft.drafters._trees import KEEPS
+from truedraft.drafters._trees import MATCH_CONFIDENCE
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class Anpd(InText):
+class Anpd(CopiedChains):
     card = Card(
         paper="arXiv 2404.08698 (2024)",
         idea="Draft token by token what followed the latest occurrence of the last few tokens in the text.",
@@ -44,7 +44,7 @@ class Anpd(InText):
             if not (token := text.copy(found, 1, 1, latest=True)):
                 break
             tokens += token
-            confidence.append(KEEPS[found.length])
+            confidence.append(MATCH_CONFIDENCE[found.length])
             text.follow(key, token)
             text.shorten(key, self.n - 1)
         return DraftTree.chain(root_of(row, ahead), tokens, confidence)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import counted
+from truedraft.drafters._trees import frequency_tree
 from truedraft.stores.likeliest import likeliest
 from truedraft.stores.memory import Places, Tenants
 from truedraft.stores.union import union
@@ -94,7 +94,7 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
             for automaton, cursor, weight in sources:
                 for length, count in automaton.suffixes(cursor)[:1]:
                     found = automaton.grow(cursor, nodes, deep=self.deep)
-                    trees.append(counted(root_of(row, ahead), found, count, length))
+                    trees.append(frequency_tree(root_of(row, ahead), found, count, length))
                     weights.append(weight)
             if not any(cursor.length > 1 for _, cursor, _ in sources):
                 missing[last[-2:]] = None

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import Copying
+from truedraft.drafters._copying import SuffixLookup
 
 
 @dataclass
-class CopySpec(Copying):
+class CopySpec(SuffixLookup):
     card = Card(
         paper="arXiv 2502.08923 (2025)",
         idea="Copy what followed the first earlier occurrence of the last few tokens, a fixed number of them.",

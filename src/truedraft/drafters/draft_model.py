@@ -51,4 +51,4 @@ class DraftModel(ModelDrafter):
         tokens = self.chosen(growing, node, law)
         sure = all(law[token] >= self.confidence for token in tokens)
         added = growing.add(node, tokens, law)
-        growing.grown(added if sure else [])
+        growing.end_level(added if sure else [])

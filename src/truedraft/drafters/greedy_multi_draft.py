@@ -50,4 +50,4 @@ class GreedyMultiDraft(Branching):
                     added += growing.add(node, certain + drawn, rest / left)
                 else:
                     added += growing.add(node, certain)
-        growing.grown(added)
+        growing.end_level(added)

@@ -39,4 +39,4 @@ class GumbelTopK(Branching):
         for node, law in zip(nodes, laws, strict=True):
             count = self._factors[growing.depth[node]]
             added += growing.add(node, self.chosen(growing, node, law, count), law)
-        growing.grown(added)
+        growing.end_level(added)

@@ -17,7 +17,7 @@ from typing import ClassVar
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import root_of
-from truedraft.drafters._trees import onward
+from truedraft.drafters._trees import copied_onward
 from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row
@@ -101,7 +101,7 @@ class Iad(PerRow[SourceState]):
         root = root_of(row, ahead)
         most = min(self.length, budget)
         chains = [
-            onward(root, state.tokens, at + len(ahead), most, run, None if run else EDITED)
+            copied_onward(root, state.tokens, at + len(ahead), most, run, None if run else EDITED)
             for at, run in self._starts(row, state)
         ]
         if not chains:

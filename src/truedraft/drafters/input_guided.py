@@ -19,7 +19,7 @@ from typing import ClassVar
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import onward
+from truedraft.drafters._trees import copied_onward
 from truedraft.tree import DraftTree, Row
 
 AFAR = 5  # tokens of the shortest match anywhere in the input, while the old position is not given up
@@ -83,7 +83,7 @@ class InputGuided(PerRow[InputState]):
         if at is None:
             return DraftTree.chain(root, (), ())
         first = ASTRAY**state.wrong if state.wrong else None if state.run else OPENING
-        return onward(root, state.source, at + len(ahead), min(self.length, budget), state.run, first)
+        return copied_onward(root, state.source, at + len(ahead), min(self.length, budget), state.run, first)
 
     def _follow(self, row: Row, state: InputState) -> None:
         state.text.follow(row)

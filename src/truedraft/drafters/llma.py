@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import Copying
+from truedraft.drafters._copying import SuffixLookup
 
 
 @dataclass
-class Llma(Copying):
+class Llma(SuffixLookup):
     card = Card(
         paper="arXiv 2304.04487 (2023)",
         idea="Copy from documents given by the caller, after the passage that the output has just quoted.",

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import Remembering
+from truedraft.drafters._copying import WithMemory
 from truedraft.drafters._texts import RowText, root_of
-from truedraft.drafters._trees import counted
+from truedraft.drafters._trees import frequency_tree
 from truedraft.stores.memory import Places
 from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class LookaheadPia(Remembering):
+class LookaheadPia(WithMemory):
     card = Card(
         paper="arXiv 2312.12728 (2023)",
         idea="Draft all branches that followed the last tokens, here first, then in earlier outputs.",
@@ -67,7 +67,7 @@ class LookaheadPia(Remembering):
             for k, ((automaton, cursor), count) in enumerate(zip(sources, counts, strict=True)):
                 if count:
                     automaton.shorten(cursor, length)
-                    trees[k] = counted(root, automaton.grow(cursor, nodes, deep=self.branch), count, length)
+                    trees[k] = frequency_tree(root, automaton.grow(cursor, nodes, deep=self.branch), count, length)
             if last or sum(tree.drafted for tree in trees) > enough:
                 tree = union(trees, nodes, weights).tree
                 if last or tree.drafted >= enough:

@@ -20,7 +20,7 @@ from torch import Tensor
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import keeps
+from truedraft.drafters._trees import match_confidence
 from truedraft.stores.memory import Tenants
 from truedraft.stores.successors import Successors, Template
 from truedraft.tree import Accepted, DraftTree, Row
@@ -60,7 +60,9 @@ class MaxGram(PerRow[tuple[RowText, Successors]]):
         automaton, cursor = text.place(ahead)
         copy = automaton.copy(cursor, self.shortest, most)
         tokens, _, confidence = pairs.tree(copy[-1] if copy else root, most - len(copy), chain_of(self.length))
-        return DraftTree.chain(root, [*copy, *tokens[1:]], [*keeps(cursor.length, len(copy)), *confidence[1:]])
+        return DraftTree.chain(
+            root, [*copy, *tokens[1:]], [*match_confidence(cursor.length, len(copy)), *confidence[1:]]
+        )
 
     def learn(
         self, row: Row, state: tuple[RowText, Successors], tree: DraftTree, logits: Tensor, accepted: Accepted

@@ -49,7 +49,7 @@ class OptTree(ModelDrafter):
         before = sum(sorted(growing.worth.values(), reverse=True)[: self.nodes])
         added = self.likeliest(growing, nodes, laws, self.beam)
         after = sum(sorted(growing.worth.values(), reverse=True)[: self.nodes])
-        growing.grown(added if after - before >= self.gain else [])
+        growing.end_level(added if after - before >= self.gain else [])
 
     def finished(self, growing: GrowingTree) -> DraftTree:
         best = sorted(growing.worth, key=lambda node: (-growing.worth[node], node))

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import Copying
+from truedraft.drafters._copying import SuffixLookup
 
 
 @dataclass
-class PromptLookup(Copying):
+class PromptLookup(SuffixLookup):
     card = Card(
         paper="github.com/apoorvumang/prompt-lookup-decoding (2023)",
         idea="Copy what followed the first earlier occurrence of the last few tokens in the text.",

@@ -14,7 +14,7 @@ from typing import Any
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import root_of
-from truedraft.drafters._trees import counted
+from truedraft.drafters._trees import frequency_tree
 from truedraft.errors import Refused
 from truedraft.stores.memory import Places
 from truedraft.targets.decoder import DecoderTarget
@@ -57,5 +57,5 @@ class Rest(WithCorpora[Places]):
                 automaton.shorten(cursor, length)
                 grown = automaton.grow(cursor, min(self.nodes, budget), deep=self.deep)
                 if grown.tokens:
-                    best, longest = counted(best.tokens[0], grown, count, length), length
+                    best, longest = frequency_tree(best.tokens[0], grown, count, length), length
         return best

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import copied, counted
+from truedraft.drafters._trees import copied_chain, frequency_tree
 from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row
 
@@ -58,10 +58,10 @@ class Sam(WithCorpora[tuple[RowText, Places]]):
             if there.length - self.bias >= max(cursor.length + 1, self.threshold):
                 nodes = min(self.nodes, 1 + 4 * there.length, budget)
                 automaton.shorten(there, LONGEST)
-                return counted(root, automaton.grow(there, nodes), automaton.suffixes(there)[0][1], there.length)
+                return frequency_tree(root, automaton.grow(there, nodes), automaton.suffixes(there)[0][1], there.length)
         count = min(self.length, budget)
         tokens = here.copy(cursor.copy(), self.threshold, count, enough=count)
-        return copied(root, tokens or here.copy(cursor, self.threshold, count), cursor.length)
+        return copied_chain(root, tokens or here.copy(cursor, self.threshold, count), cursor.length)
 
 
 LONGEST = 64  # most tokens of a match whose continuations are counted

@@ -56,4 +56,4 @@ class SpecTr(ModelDrafter):
                 else:
                     first[token], growing.worth[child] = child, 1
             added += first.values()
-        growing.grown(added)
+        growing.end_level(added)

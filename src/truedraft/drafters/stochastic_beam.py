@@ -48,11 +48,11 @@ class StochasticBeam(ModelDrafter):
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self.preferred(growing.row) != "law":
-            return growing.grown(self.likeliest(growing, nodes, laws, self.beam))
+            return growing.end_level(self.likeliest(growing, nodes, laws, self.beam))
         chance = growing.row.request.chance
         rate = {node: growing.worth.get(node, 1.0) for node in nodes}  # probability of the path
         left = dict(zip(nodes, laws, strict=True))
-        arrivals = [(growing.when.get(node, 0.0), node) for node, law in left.items() if law.any()]
+        arrivals = [(growing.arrival.get(node, 0.0), node) for node, law in left.items() if law.any()]
         heapq.heapify(arrivals)
         added: list[int] = []
         while arrivals and len(added) < self.beam and growing.room > 0:
@@ -60,10 +60,10 @@ class StochasticBeam(ModelDrafter):
             law = laws[nodes.index(node)]
             (token,) = chance.draw(left[node], growing.row)
             (child,) = growing.add(node, [token], law)
-            growing.worth[child], growing.when[child] = rate[node] * float(law[token]), time
+            growing.worth[child], growing.arrival[child] = rate[node] * float(law[token]), time
             added.append(child)
             left[node] = left[node].clone()
             left[node][token] = 0.0
             if (rest := float(left[node].sum())) > 0:
                 heapq.heappush(arrivals, (time + chance.wait(growing.row) / (rate[node] * rest), node))
-        growing.grown(added)
+        growing.end_level(added)

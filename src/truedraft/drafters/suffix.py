@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import Remembering
+from truedraft.drafters._copying import WithMemory
 from truedraft.drafters._texts import RowText, root_of
-from truedraft.drafters._trees import counted
+from truedraft.drafters._trees import frequency_tree
 from truedraft.stores._cursor import Cursor, Grown
 from truedraft.stores.automaton import Automaton
 from truedraft.stores.memory import Places
@@ -25,7 +25,7 @@ from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class Suffix(Remembering):
+class Suffix(WithMemory):
     card = Card(
         paper="arXiv 2411.04975 (2024)",
         idea="Draft the most frequent continuations of the last tokens, as many as their match is long.",
@@ -63,7 +63,7 @@ class Suffix(Remembering):
                 automaton.shorten(cursor, length)
                 grown = self._grown(automaton, cursor, length, count, budget)
                 if (expected := sum(grown.counts) / count) > score:
-                    best, score = counted(best.tokens[0], grown, count, length), expected
+                    best, score = frequency_tree(best.tokens[0], grown, count, length), expected
         return best
 
     def _size(self, length: int) -> float:
