@@ -178,7 +178,7 @@ def _laws(tested: list[Law]) -> Table[Law]:
         Column("tokens", "sampled", lambda law: str(law.tokens)),
         Column(
             "a bias caught",
-            "the least misplaced probability mass that so many tokens detect",
+            "the least misplaced probability mass that this sample detects",
             lambda law: f"{law.bias:.2%}",
         ),
     ]

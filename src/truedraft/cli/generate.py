@@ -51,7 +51,7 @@ def generate(
     stop: Annotated[list[str] | None, Option(help="End after this string; repeatable.")] = None,
     eos: Annotated[list[int] | None, Option(help="End at this token id; repeatable.")] = None,
     num_return_sequences: Annotated[int, Option("--num-return-sequences", "-n", help="How many texts.")] = 1,
-    max_time: Annotated[float | None, Option(help="End after so many seconds.")] = None,
+    max_time: Annotated[float | None, Option(help="End after this many seconds.")] = None,
     seed: Annotated[int | None, Option(help="Seed for torch.manual_seed.")] = None,
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Another GenerationConfig field; repeatable.")

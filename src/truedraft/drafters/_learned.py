@@ -118,6 +118,6 @@ def with_weights(module: Callable[[], Module], weights: dict[str, Tensor], name:
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         reason = " ".join(why(e).split())
         raise Refused(
-            f"{name}: {str(folder)!r} does not hold the weights that it describes ({reason}): train anew"
+            f"{name}: {str(folder)!r} does not hold the weights that it describes ({reason}): train again"
         ) from e
     return built

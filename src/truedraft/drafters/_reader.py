@@ -18,7 +18,7 @@ from truedraft.targets.hosting import hosted
 from truedraft.targets.unwrapping import unwrapped
 from truedraft.tree import DraftTree, Row
 
-CHUNK = 64  # most tokens of a row in one pass, where the model is that many behind
+CHUNK = 64  # tokens of a row per pass, where at least as many are unread
 
 
 def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:

@@ -165,28 +165,28 @@ class Filling(Learner):
         self.module.load_state_dict(weights)
 
     def loss(self, lines: Sequence[Line]) -> Tensor:
-        ids, ends, heard = self._read(lines)
+        ids, ends, encoded = self._read(lines)
         starts = 1 + (torch.rand(len(lines), self.places) * (ends[:, None] - 1)).long()
         labels = _labels(ids, ends, starts, self.k)
         scored, shown = labels != IGNORED, None
         if self.glance > 0:
             with torch.no_grad():
-                wrong = self._filled(ids, starts, heard).argmax(-1) != labels
+                wrong = self._filled(ids, starts, encoded).argmax(-1) != labels
             share = self.glance + (self.glance_end - self.glance) * self.share
             count = (share * (wrong & scored).sum(-1, keepdim=True)).round()
             order = torch.rand(labels.shape).masked_fill(~scored, 2.0).argsort(-1).argsort(-1)
             shown = torch.where(order < count, labels, IGNORED)
             scored &= order >= count
-        logits = self._filled(ids, starts, heard, shown, scored)
+        logits = self._filled(ids, starts, encoded, shown, scored)
         return cross_entropy(logits, labels[scored])
 
     def judged(self, lines: Sequence[Line]) -> dict[str, float]:
         """`tokens_per_pass` of decoding each line with drafts verified in full."""
         tokens = passes = 0
         for part in self._parts(lines):
-            ids, ends, heard = self._read(part)
+            ids, ends, encoded = self._read(part)
             starts = torch.arange(1, ids.shape[1]).expand(len(part), -1)
-            predicted, labels = self._filled(ids, starts, heard).argmax(-1), _labels(ids, ends, starts, self.k)
+            predicted, labels = self._filled(ids, starts, encoded).argmax(-1), _labels(ids, ends, starts, self.k)
             right = (predicted == labels).long().cumprod(-1).sum(-1).tolist()
             for (_, line), reach in zip(part, right, strict=True):
                 at = 1
@@ -208,21 +208,21 @@ class Filling(Learner):
         ends = torch.tensor([len(line) for line in outputs])
         ids = pad_sequence([torch.tensor(line) for line in outputs], batch_first=True)
         given = pad_sequence([torch.tensor(line) for line in sources], batch_first=True)
-        heard = torch.arange(given.shape[1]) < torch.tensor([[len(line)] for line in sources])
+        mask = torch.arange(given.shape[1]) < torch.tensor([[len(line)] for line in sources])
         with torch.no_grad():
-            states = self.model.get_encoder()(input_ids=given, attention_mask=heard.long()).last_hidden_state
-        return ids, ends, (states.float(), heard)
+            states = self.model.get_encoder()(input_ids=given, attention_mask=mask.long()).last_hidden_state
+        return ids, ends, (states.float(), mask)
 
     def _filled(
-        self, ids: Tensor, starts: Tensor, heard: tuple[Tensor, Tensor], shown: Tensor | None = None,
+        self, ids: Tensor, starts: Tensor, encoded: tuple[Tensor, Tensor], shown: Tensor | None = None,
         scored: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """(rows, places, k, V) logits of masks that follow the prefixes ending before `starts`, (rows, places).
 
-        shown: (rows, places, k) tokens given instead of masks. scored: (rows, places, k) bool, positions whose logits
-        are returned, flattened; None for all.
+        encoded: encoder states and source mask. shown: (rows, places, k) tokens given instead of masks.
+        scored: (rows, places, k) bool, positions whose logits are returned, flattened; None for all.
         """
-        filler, (rows, length), (states, source_mask) = self.module, ids.shape, heard
+        filler, (rows, length), (states, source_mask) = self.module, ids.shape, encoded
         masks = filler.mask_embeddings.expand(*starts.shape, -1, -1)
         if shown is not None:
             masks = torch.where((shown != IGNORED)[..., None], filler.tokens(shown.clamp_min(0)), masks)

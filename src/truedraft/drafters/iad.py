@@ -126,6 +126,6 @@ class Iad(PerRow[SourceState]):
             else []
         )
         if self.edits:
-            known = {at for at, _ in starts}
-            starts += [(at, 0) for at in (state.left + 1, state.left, state.left + 2) if at not in known]
+            matched = {at for at, _ in starts}
+            starts += [(at, 0) for at in (state.left + 1, state.left, state.left + 2) if at not in matched]
         return starts

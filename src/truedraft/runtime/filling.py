@@ -51,7 +51,7 @@ class LeanFilling(Hearing):
         self.attach(self.pairs.rows)
 
     def fill(self, texts: Sequence[tuple[int, int]], x: Tensor, masks: int) -> Tensor:
-        """(rows, masks, V) logits of the masks behind each row's text.
+        """(rows, masks, V) logits of the masks after each row's text.
 
         texts: by slot, the number of tokens in the cache, and of all tokens.
         x: (nodes, size) embeddings of the new tokens of each row, followed by its masks.

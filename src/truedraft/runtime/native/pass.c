@@ -275,7 +275,7 @@ typedef struct {
   int32_t norm_once;                    /* PREPARE: the norms round once */
   int32_t form;                         /* LINEAR, GATED: of the weights */
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
-                                           ATTEND: where distance 0 stands in the biases */
+                                           ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
 } Op;
 
@@ -296,14 +296,14 @@ typedef struct {
   int64_t sources;                      /* CROSS: keys and values of a slot's source, at most */
   const int64_t *token;                 /* ids, or NULL where `embeds` is given */
   const float *embeds;                  /* (nodes, hidden) */
-  const int64_t *slot, *position;       /* of each node; nodes of a slot stand together */
+  const int64_t *slot, *position;       /* of each node; nodes of a slot are contiguous */
   const int64_t *place;                 /* where a node's keys and values are written */
   const int64_t *base;                  /* a node sees the places [0, base) ... */
   const int64_t *extra_from;            /* ... and the nodes extra[extra_from[i] .. extra_from[i + 1]) */
   const int64_t *extra;
   const int64_t *heard;                 /* CROSS: source positions that a node sees */
   const int64_t *gather;                /* the nodes of the tail */
-  int64_t groups;                       /* attention: nodes are taken in groups of one slot */
+  int64_t groups;                       /* attention: groups of nodes of one slot */
   const int64_t *group_from;            /* (groups + 1,) */
   int64_t longest;                      /* most positions that a node sees */
   int64_t slots;                        /* of the cache */
@@ -360,7 +360,7 @@ static inline int64_t claim(Counter *counters, int64_t total, int threads, int s
 
 #define ROW(i, node) (pass->buffer[i] + (node) * pass->stride[i])
 
-/* Eight numbers of a row of `width`, zeros behind its end. */
+/* Eight numbers of a row of `width`, zeros beyond its end. */
 AVX2 IN __m256 row8(const void *row, int64_t k, int64_t width, int narrow) {
   const size_t n = (size_t)(width - k < L ? width - k : L);
   if (narrow) {
@@ -589,7 +589,7 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
       if (n - j < L) v = _mm256_blendv_ps(low, v, keep8(_mm256_castsi256_ps(_mm256_set1_epi32(-1)), n - j));
     }
     _mm256_storeu_ps(s + j, v);
-    top = _mm256_max_ps(v, top); /* a NaN in v is lost here, and comes back with the sum */
+    top = _mm256_max_ps(v, top); /* a NaN in v is lost here, and reappears in the sum */
   }
   float lanes[L], best = -INFINITY;
   _mm256_storeu_ps(lanes, top);
@@ -680,7 +680,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 
 /* ---------------------------------------------------------------- mixtures of experts */
 
-/* The experts of a node and their weights, the likeliest first; of equals, the one that stands first. */
+/* The experts of a node and their weights, the likeliest first; of equals, the first one. */
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   float *p = ROW(op->src, node), *w = ROW(op->dst, node), total = 0.0f;
   int64_t *row = pass->plan->row + node * op->top;
@@ -994,7 +994,7 @@ int64_t truedraft_layout(void) {
          (int64_t)sizeof(Pass);
 }
 
-/* Which instruction set the linear layers use: 0 none, 2 AVX2, 5 AVX-512. `wanted` asks for at most that one. */
+/* Which instruction set the linear layers use: 0 none, 2 AVX2, 5 AVX-512. At most `wanted`. */
 int truedraft_choose(int wanted) {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || wanted < 2) return 0;
