@@ -167,7 +167,7 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
         "compared with its own `generate` on your machine before it is trusted, so one of another configuration may be",
         "hosted where this one is refused, and the other way round.",
     ]
-    for title, wanted in (
+    for title, expected in (
         ("By the compiled pass", "compiled"),
         ("By the model's own forward", "own forward"),
         ("Refused", "refused"),
@@ -175,7 +175,7 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
     ):
         reasons: dict[str, list[str]] = {}
         for (kind, name), (outcome, why) in found.items():
-            if outcome == wanted:
+            if outcome == expected:
                 reasons.setdefault(_general(why), []).append(f"{name} (`{kind}`)")
         lines += ["", f"## {title} ({sum(map(len, reasons.values()))})", ""]
         for why, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):

@@ -1,4 +1,4 @@
-"""Every model type of the installed `transformers` is hosted exactly or refused, as docs/models.md says."""
+"""Every model type of the installed `transformers` is hosted exactly or refused, as listed in docs/models.md."""
 
 from __future__ import annotations
 
