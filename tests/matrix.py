@@ -1,9 +1,9 @@
-"""Every method with every feature: what `docs/matrix.md` says, cell by cell, found by running it.
+"""Every method with every feature: the cells of `docs/matrix.md`, each found by running it.
 
 A drafter's cell is exact where text and random stream are those of `model.generate`, greedy and sampled. A rule's cell
-is exact likewise where the rule promises tokens; where it promises the law, the text must be one that the law allows,
-cut where plain decoding would cut it, with the scores of the model returned (the law itself: test_law.py, test_rules.py
-and `truedraft audit --laws`). What cannot be honoured is refused with a sentence, and that is the cell.
+is exact likewise where the rule guarantees tokens; where it guarantees the law, the text must be possible under it, end
+where plain decoding would end it, and return the scores of the model (the law itself: test_law.py, test_rules.py and
+`truedraft audit --laws`). An unsupported feature is refused with a sentence, which is then the cell.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MODEL = tiny("llama", torch.float32)  # passes by compiled code, as users have t
 SAMPLED = {"do_sample": True, "top_k": 0}
 
 
-class Kept(BaseStreamer):
-    """A streamer that keeps what it was given, without the prompt."""
+class RecordingStreamer(BaseStreamer):
+    """Records the tokens streamed, without the prompt."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -42,11 +42,11 @@ class Kept(BaseStreamer):
         self.steps.append(value.flatten().tolist())
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing to flush."""
 
 
-def _said(rule: dict[str, Any]) -> int:
-    """A token that is said in the middle of the text."""
+def _inside(rule: dict[str, Any]) -> int:
+    """A token in the middle of the text."""
     return eos_inside(MODEL, ragged(MODEL, 3), **rule)
 
 
@@ -60,21 +60,21 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "repetition penalty": lambda way: {"repetition_penalty": 1.4},
     "no repeated n-grams": lambda way: {"no_repeat_ngram_size": 3},
     "banned words": lambda way: {"bad_words_ids": [[7], [8, 9]]},
-    "fewest new tokens": lambda way: {"min_new_tokens": 20, "eos_token_id": _said(way), "pad_token_id": 0},
+    "fewest new tokens": lambda way: {"min_new_tokens": 20, "eos_token_id": _inside(way), "pad_token_id": 0},
     "constrained decoding": lambda way: {"prefix_allowed_tokens_fn": two_in_three},
     "a processor of one's own": lambda way: {"logits_processor": PROCESSORS["stranger"]["logits_processor"]},
     "a stopping criterion of one's own": lambda way: {"stopping_criteria": PROCESSORS["stranger"]["stopping_criteria"]},
     "stop strings": lambda way: {
-        "stop_strings": [LETTERS[_said(way)]], "eos_token_id": 1, "pad_token_id": 0, "tokenizer": SPELT,
+        "stop_strings": [LETTERS[_inside(way)]], "eos_token_id": 1, "pad_token_id": 0, "tokenizer": SPELT,
     },
-    "end of text inside a run": lambda way: {"eos_token_id": [_said(way), 1], "pad_token_id": 0},
+    "end of text inside a run": lambda way: {"eos_token_id": [_inside(way), 1], "pad_token_id": 0},
     "longest length inside a run": lambda way: {"max_new_tokens": 3},
     "n texts of a prompt": lambda way: {"rows": 1, "num_return_sequences": 3, "do_sample": True},
 }  # fmt: skip
 
 
 def _scores(check: Check) -> str:
-    """Scores and logits as `model.generate` returns them, on the text as it came out."""
+    """Scores and logits as `model.generate` returns them, on the generated text."""
     inputs = ragged(MODEL, 3)
     out = check.run(inputs, max_new_tokens=20, output_scores=True, output_logits=True, return_dict_in_generate=True)
     start = inputs["input_ids"].shape[1]
@@ -88,7 +88,7 @@ def _scores(check: Check) -> str:
 
 
 def _streamed(check: Check) -> str:
-    streamer, inputs = Kept(), ragged(MODEL, 1)
+    streamer, inputs = RecordingStreamer(), ragged(MODEL, 1)
     out = check.run(inputs, max_new_tokens=20, streamer=streamer)
     assert [t for step in streamer.steps for t in step] == out[0].tolist()
     return check.kind
@@ -138,9 +138,9 @@ PARTNERS = {"k-seq": "spectr", "greedy-multi-draft": "greedy-multi-draft", "mult
 
 
 class Check:
-    """A method at work: a drafter under the rules that say the model's tokens, or a rule over drafts that suit it.
+    """One method: a drafter under the rules with guarantee `tokens`, or a rule with drafts that suit it.
 
-    in_turn: features are tried greedily or sampled in turn, in the place of both, where a method goes with both.
+    in_turn: alternate features between greedy and sampled, instead of trying both, where a method supports both.
     """
 
     def __init__(self, kind: str, name: str, in_turn: bool = False):
@@ -148,27 +148,27 @@ class Check:
         self.drafts = kind == "drafters"
         self.name = name if self.drafts else PARTNERS.get(name, "draft-model")
         self.rule = None if self.drafts else registry.load("accept", name)
-        promise = "tokens" if self.rule is None else self.rule.guarantee
-        self.kind = EXACT if promise == "tokens" else LAW
+        guarantee = "tokens" if self.rule is None else self.rule.guarantee
+        self.kind = EXACT if guarantee == "tokens" else LAW
         self.fast = truedraft.accelerate(MODEL, draft=drafter(self.name, MODEL), rule=self.rule, control="fixed")
         self.ways = [{"do_sample": False}, SAMPLED]
         if self.rule is not None:
             self.ways = [SAMPLED if self.rule.samples else {"do_sample": False}]
 
     def run(self, inputs: dict[str, Any], sample: bool = False, **kwargs: Any) -> Any:
-        """One call, with the way of choosing tokens that the rule asks for."""
+        """One call, greedy or sampled as the rule requires."""
         way = self.ways[-1] if sample else self.ways[0]
         torch.manual_seed(SEED)
         return self.fast.generate(**inputs, **{**way, **kwargs})
 
     def cell(self, feature: str) -> str:
-        """What the matrix says; raises AssertionError where it is neither exact nor refused."""
+        """The cell of the matrix; raises AssertionError where the method is neither exact nor refused."""
         try:
             if feature in CHECKS:
                 return CHECKS[feature](self)
-            if not (asked := self._asked(feature)):
+            if not (cases := self._cases(feature)):
                 return "not for greedy decoding"
-            for settings in asked:
+            for settings in cases:
                 rows = settings.pop("rows", 3)
                 if self.kind == EXACT:
                     text_net(MODEL, self.name, ragged(MODEL, rows), **settings)
@@ -178,42 +178,42 @@ class Check:
         except truedraft.Refused as why:
             return f"refused: {why}"
 
-    def _asked(self, feature: str) -> list[dict[str, Any]]:
-        """What a feature is tried with: the settings of each way of choosing tokens that it goes with, or of one."""
+    def _cases(self, feature: str) -> list[dict[str, Any]]:
+        """Settings to try a feature with, greedy and sampled where it supports both, or one of them in turn."""
         found = [(way, {"max_new_tokens": 30, **way, **SETTINGS[feature](way)}) for way in self.ways]
-        asked = [settings for way, settings in found if settings["do_sample"] == way["do_sample"]]
-        if self.turn is not None and asked:
-            asked = [asked[(self.turn + FEATURES.index(feature)) % len(asked)]]
-        return asked
+        cases = [settings for way, settings in found if settings["do_sample"] == way["do_sample"]]
+        if self.turn is not None and cases:
+            cases = [cases[(self.turn + FEATURES.index(feature)) % len(cases)]]
+        return cases
 
     def _allowed(self, rows: int, settings: dict[str, Any]) -> None:
-        """The text is one that plain decoding could have said with the same settings, to the token where it ends.
+        """The text is one that plain decoding could have generated with the same settings, with the same end.
 
-        Plain `model.generate` is made to say it; where a token is impossible, or the text would have ended elsewhere,
-        it cannot.
+        Plain `model.generate` is forced to emit it, which fails where a token is impossible or the text would have
+        ended elsewhere.
         """
         inputs = ragged(MODEL, rows)
         torch.manual_seed(SEED)
-        said = self.fast.generate(**inputs, **made(settings))
-        given, force = made(settings), Forced(said, inputs["input_ids"].shape[1])
+        text = self.fast.generate(**inputs, **made(settings))
+        given, force = made(settings), Forced(text, inputs["input_ids"].shape[1])
         given["logits_processor"] = LogitsProcessorList([*given.get("logits_processor", []), force])
-        assert torch.equal(MODEL.generate(**inputs, **given), said) and not force.impossible
+        assert torch.equal(MODEL.generate(**inputs, **given), text) and not force.impossible
 
 
 class Forced:
-    """A processor, after all others, that leaves nothing but the token which was said, if the law allows it."""
+    """A processor, after all others, that allows only the token of a given text; counts the impossible ones."""
 
-    def __init__(self, said: torch.Tensor, start: int):
-        self.said, self.start, self.impossible = said, start, 0
+    def __init__(self, text: torch.Tensor, start: int):
+        self.text, self.start, self.impossible = text, start, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         at = input_ids.shape[1]
-        if at >= self.said.shape[1]:
+        if at >= self.text.shape[1]:
             return scores
-        told = self.said[:, at : at + 1]
-        ended = (self.said[:, self.start : at] != input_ids[:, self.start :]).any(-1)
-        self.impossible += int((scores.gather(1, told)[:, 0].isinf() & (told[:, 0] != 0) & ~ended).sum())
-        return torch.full_like(scores, -torch.inf).scatter(1, told, 0.0)
+        token = self.text[:, at : at + 1]
+        ended = (self.text[:, self.start : at] != input_ids[:, self.start :]).any(-1)
+        self.impossible += int((scores.gather(1, token)[:, 0].isinf() & (token[:, 0] != 0) & ~ended).sum())
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
 
 def methods() -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""Every model type of the installed `transformers` that continues text, built tiny, and what comes of it: hosted with
-the tokens of `model.generate`, greedy and sampled, in a batch of two lengths, or refused in a sentence.
+"""Every model type of the installed `transformers` that continues text, built tiny, and its outcome: hosted with the
+tokens of `model.generate`, greedy and sampled, in a batch of two lengths, or refused in one sentence.
 
-Configurations are shrunk by the names of their numbers, sub-configurations too.
+Configurations, and those inside them, are shrunk by the names of their fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from truedraft import Refused
 V = 97
 MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 
-# What a number of a configuration becomes, where it is larger, by the first pattern that its name matches.
+# Upper bounds of a configuration's numbers, by the first pattern that matches the name.
 SIZES = {
     r".*vocab(ulary)?(_size.*)?": V,
     r".*(key_value|kv)_heads|num_attention_groups|multi_query_group_num|.*n_head_kv|num_query_groups": 2,
@@ -40,8 +40,8 @@ SIZES = {
 }
 _HEADS = {"head_dim": 8}
 _MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
-# What some need besides.
-BESIDES: dict[str, dict[str, Any]] = {
+# Further settings that some model types need.
+FURTHER: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glmga", "glm_ocr", "paddleocr_vl"), _MROPE),
     "glm4v_moe": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 0]}}},
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), _HEADS),
@@ -61,7 +61,7 @@ BESIDES: dict[str, dict[str, Any]] = {
 
 
 def classes() -> list[tuple[str, str]]:
-    """(model type, name of the class) of all that a mapping of language models names."""
+    """(model type, class name) of every entry of the mappings of language models."""
     found: dict[tuple[str, str], None] = {}
     for mapping in MAPPINGS:
         for kind, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
@@ -71,12 +71,12 @@ def classes() -> list[tuple[str, str]]:
 
 
 def shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with small numbers; of what there is for each layer, that of two layers of different kinds."""
+    """A configuration with small numbers; of per-layer settings, those of two layers of different kinds."""
     count = next((given[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if given.get(n)), 0)
     kinds = given.get("layer_types") or given.get("layers_block_type") or [0] * count
     kept = [0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), count - 1)]
     small = {name: _small(name, value, count, kept) for name, value in given.items()}
-    if "kv_lora_rank" in small:  # every head has keys of its own, made from what is shared
+    if "kv_lora_rank" in small:  # keys are per head, expanded from the shared latent
         small["num_key_value_heads"] = small["num_attention_heads"]
     if "is_decoder" in small:
         small["is_decoder"] = True
@@ -105,16 +105,13 @@ def _merged(into: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def built(kind: str, name: str) -> PreTrainedModel:
-    """A tiny model of a class, with large random weights so that it does not babble one token."""
+    """A tiny model of a class, with large random weights so that it does not repeat one token."""
     torch.manual_seed(7)
-    made, config = getattr(transformers, name), CONFIG_MAPPING[kind]()
-    config = type(config).from_dict(_merged(shrunk(config.to_dict()), BESIDES.get(kind, {})))
-    if (
-        type(config) is not made.config_class
-        and type(text := config.get_text_config(decoder=True)) is made.config_class
-    ):
+    cls, config = getattr(transformers, name), CONFIG_MAPPING[kind]()
+    config = type(config).from_dict(_merged(shrunk(config.to_dict()), FURTHER.get(kind, {})))
+    if type(config) is not cls.config_class and type(text := config.get_text_config(decoder=True)) is cls.config_class:
         config = text
-    model = made(config).eval()
+    model = cls(config).eval()
     settings = getattr(model, "generation_config", None)
     for setting, token in (("bos_token_id", 1), ("pad_token_id", 0), ("decoder_start_token_id", 1)):
         if settings is not None and getattr(settings, setting) is None:
@@ -137,7 +134,7 @@ def _generated(model: Any, sample: bool) -> torch.Tensor:
 
 
 def outcome(kind: str, name: str) -> tuple[str, str]:
-    """What comes of a class: ("compiled", "") or ("own forward", ""), ("refused", why), or ("not built", why).
+    """The outcome of a class: ("compiled", "") or ("own forward", ""), ("refused", why), or ("not built", why).
 
     Raises:
         AssertionError: other tokens than those of the model's own `generate`.
@@ -154,7 +151,7 @@ def outcome(kind: str, name: str) -> tuple[str, str]:
         assert str(why) and "\n" not in str(why)
         return "refused", str(why)
     for sample, text in zip((False, True), found, strict=True):
-        assert torch.equal(text, _generated(model, sample)), f"{name} says other tokens (do_sample={sample})"
+        assert torch.equal(text, _generated(model, sample)), f"{name} gives other tokens (do_sample={sample})"
     return ("compiled" if fast.target.runtime == "compiled pass" else "own forward"), ""
 
 
@@ -170,7 +167,7 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
         "compared with its own `generate` on your machine before it is trusted, so one of another configuration may be",
         "hosted where this one is refused, and the other way round.",
     ]
-    for title, wanted in (
+    for title, expected in (
         ("By the compiled pass", "compiled"),
         ("By the model's own forward", "own forward"),
         ("Refused", "refused"),
@@ -178,7 +175,7 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
     ):
         reasons: dict[str, list[str]] = {}
         for (kind, name), (outcome, why) in found.items():
-            if outcome == wanted:
+            if outcome == expected:
                 reasons.setdefault(_general(why), []).append(f"{name} (`{kind}`)")
         lines += ["", f"## {title} ({sum(map(len, reasons.values()))})", ""]
         for why, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
@@ -187,7 +184,7 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
 
 
 def _general(why: str) -> str:
-    """A reason without the name of the class and the size of a difference, so that others have the same."""
+    """A reason without class name and size of a difference, so that equal reasons group."""
     why = re.sub(r"^\w+ (cannot be hosted exactly: )?", "", why)
     return re.sub(r"\d[\d.e-]* standard", "some standard", why)[:160].replace("<", "").replace("|", "")
 

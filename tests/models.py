@@ -1,4 +1,4 @@
-"""Tiny random models, sharpened so that their text is not one token babbled on."""
+"""Tiny random models, sharpened so that their text is not one repeated token."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "stablelm": _COMMON,
     "starcoder2": {**_COMMON, "sliding_window": None},
     "cohere": _COMMON,
-    "granite": {  # its factors are all 1 by default, where none of them could be missed
+    "granite": {  # factors default to 1, which would hide a missing one
         **_COMMON,
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.7,
@@ -67,7 +67,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Text models that exist inside a model that sees, only: the type of that model.
+# Text models that exist only inside a vision model: the type of that model.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 INSIDE = {
     "qwen2_vl_text": "qwen2_vl",
@@ -81,10 +81,10 @@ ARCHITECTURES |= {
     "qwen3_vl_text": {**_COMMON, "head_dim": 8, "rope_parameters": _MROPE},
     "qwen3_vl_moe_text": {**ARCHITECTURES["qwen3_moe"], "rope_parameters": _MROPE},
 }
-_EYES = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
+_VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
 
 # torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
-# left-padded window (Gemma 2) strays from what the model says to the same prompt alone
+# left-padded window (Gemma 2) deviates from its output for the same prompt alone
 NO_FP64 = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
 
 
@@ -103,7 +103,7 @@ def tiny(
     if layers is not None:
         text["n_layer" if "n_layer" in text else "num_hidden_layers"] = layers
     if (whole := INSIDE.get(architecture)) is not None:
-        config = CONFIG_MAPPING[whole](text_config=text, vision_config=_EYES, image_token_id=2, video_token_id=2)
+        config = CONFIG_MAPPING[whole](text_config=text, vision_config=_VISION, image_token_id=2, video_token_id=2)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
     else:
         config = CONFIG_MAPPING[architecture](**text)
@@ -116,7 +116,7 @@ def tiny(
 
 
 def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, left-padded, each with a phrase that comes back, so that lookup finds something."""
+    """Prompts of different lengths, left-padded, each with a repeated phrase, so that lookup drafters match."""
     g = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     phrases = torch.randint(3, vocabulary, (rows, 6), generator=g).tolist()
@@ -128,16 +128,18 @@ def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.
     }
 
 
-def sibling(model: PreTrainedModel, strays: float = 0.06) -> PreTrainedModel:
-    """A model that often says what another says: its weights, each strayed by a share of itself."""
+def sibling(model: PreTrainedModel, spread: float = 0.06) -> PreTrainedModel:
+    """A model that often agrees with another: its weights with relative noise of standard deviation `spread`."""
     if id(model) not in _SIBLINGS:
         other = copy.deepcopy(model)
         g = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for parameter in other.parameters():
-                parameter.mul_(1 + strays * torch.randn(parameter.shape, generator=g, dtype=torch.float32))
+                parameter.mul_(1 + spread * torch.randn(parameter.shape, generator=g, dtype=torch.float32))
         _SIBLINGS[id(model)] = (model, other)
     return _SIBLINGS[id(model)][1]
 
 
-_SIBLINGS: dict[int, tuple[PreTrainedModel, PreTrainedModel]] = {}  # the model too, so that its id stays its own
+_SIBLINGS: dict[
+    int, tuple[PreTrainedModel, PreTrainedModel]
+] = {}  # keeps the model alive, so that its id is not reused

@@ -1,4 +1,4 @@
-"""A tiny encoder-decoder with a tokenizer of its own, whose outputs end, and one that says what it is told."""
+"""A tiny encoder-decoder with its own tokenizer, whose outputs end, and a scripted one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = [
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, so that any text is read and written back; a source ends with the end."""
+    """Byte-level, so that any text can be encoded and decoded; a source ends with `</s>`."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def model() -> BartForConditionalGeneration:
-    """Large random weights, untied, so that it does not babble one token, and a bias to end: texts of all lengths."""
+    """Large untied random weights, so that no token repeats on and on, and a bias to the end: texts of all lengths."""
     torch.manual_seed(0)
     config = BartConfig(
         vocab_size=len(tokenizer()), d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -55,13 +55,13 @@ def model() -> BartForConditionalGeneration:
 
 
 class Scripted:
-    """What stands in for an accelerated encoder-decoder, and says `speak(source)` to each source.
+    """A fake accelerated encoder-decoder, which outputs `respond(source)` for each source.
 
-    batches: the lengths of the sources of every call, padding left out.
+    batches: the lengths of the sources of every call, without padding.
     """
 
-    def __init__(self, speak: Callable[[str], str], ends: bool = True):
-        self.tokenizer, self.speak, self.ends = tokenizer(), speak, ends
+    def __init__(self, respond: Callable[[str], str], ends: bool = True):
+        self.tokenizer, self.respond, self.ends = tokenizer(), respond, ends
         self.model = SimpleNamespace(
             config=SimpleNamespace(max_position_embeddings=None, pad_token_id=0),
             generation_config=SimpleNamespace(eos_token_id=1, forced_eos_token_id=None, num_beams=1, do_sample=False),
@@ -77,10 +77,10 @@ class Scripted:
             raise KeyboardInterrupt
         self.batches.append(attention_mask.sum(-1).tolist())
         sources = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
-        said = [self.tokenizer(self.speak(source))["input_ids"][: None if self.ends else -1] for source in sources]
-        said = [[1, *ids[:max_new_tokens]] for ids in said]
-        longest = max(map(len, said))
-        return torch.tensor([ids + [0] * (longest - len(ids)) for ids in said])
+        outputs = [self.tokenizer(self.respond(source))["input_ids"][: None if self.ends else -1] for source in sources]
+        outputs = [[1, *ids[:max_new_tokens]] for ids in outputs]
+        longest = max(map(len, outputs))
+        return torch.tensor([ids + [0] * (longest - len(ids)) for ids in outputs])
 
     def report(self) -> Report:
         report = Report("scripted", "greedy", "tokens", "cost", "nothing")

@@ -1,4 +1,4 @@
-"""The caches of rows of different lengths, against lists of what was written."""
+"""KV caches of rows of different lengths, against lists of the written entries."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LAYERS, HEADS, SIZE = 3, 2, 5
 
 
 def entries(rows: int, width: int, first: int) -> Tensor:
-    """(rows, heads, width, size) keys of which each position has a number of its own."""
+    """(rows, heads, width, size) keys with a different number at each position."""
     numbers = torch.arange(first, first + rows * width, dtype=torch.float32).view(rows, 1, width, 1)
     return numbers.expand(rows, HEADS, width, SIZE).clone()
 
 
-class Model:
-    """Rows as lists: what was committed of each, by layer the same but for the sign of values."""
+class ReferenceCache:
+    """The reference: rows as lists of committed numbers; layers differ by an offset, values by sign."""
 
     def __init__(self, cache: RowCache):
         self.cache, self.rows, self.count = cache, list[list[float]](), 1
 
     def write(self, first: int, last: int, width: int, skipped: frozenset[int] = frozenset()) -> Tensor:
-        """A pass: every layer but the skipped ones writes; the numbers that it wrote, (rows, width)."""
+        """A pass in which every layer but the skipped ones writes; returns the written numbers, (rows, width)."""
         self.cache.cursor.begin(first, last, width, CPU)
         keys = entries(last - first, width, self.count)
         self.count += (last - first) * width
@@ -52,12 +52,12 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_passes_commits_and_rows_that_leave(seed: int) -> None:
+def test_passes_commits_and_releases_match_lists(seed: int) -> None:
     rng = random.Random(seed)
     cache = RowCache(LAYERS, 5, 40)
-    model = Model(cache)
+    model = ReferenceCache(cache)
     for _ in range(12):
-        if len(model.rows) < 5 and rng.random() < 0.5:  # a new row, its prompt's last token left for the first pass
+        if len(model.rows) < 5 and rng.random() < 0.5:  # a new row, its prompt's last token uncommitted
             slot, width = len(model.rows), rng.randint(1, 5)
             cache.lengths.append(0)
             model.rows.append([])
@@ -80,7 +80,7 @@ def test_passes_commits_and_rows_that_leave(seed: int) -> None:
             model.check()
 
 
-def test_where_passes_read_and_write() -> None:
+def test_cursor_positions_of_passes() -> None:
     cursor = Cursor(4, 20)
     assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (0, 0, 0, 0, True)
     cursor.lengths += [3, 3, 5]
@@ -123,7 +123,7 @@ def test_a_commit_keeps_a_path(path: list[int]) -> None:
     before = cache.layers[0].keys.clone()
     cache.commit(1, path)
     assert cache.lengths == [2, 5 + len(path)]
-    assert torch.equal(cache.layers[0].keys[0], before[0]), "the other row's"
+    assert torch.equal(cache.layers[0].keys[0], before[0]), "the other row is unchanged"
     assert cache.layers[0].keys[1, 0, 5 : 5 + len(path), 0].tolist() == [5.0 + node for node in path]
     assert cache.layers[0].values[1, 1, 5 : 5 + len(path), 0].tolist() == [-5.0 - node for node in path]
 
@@ -173,8 +173,8 @@ def test_sources_stay_with_their_rows() -> None:
     assert cache.lengths == [2] and cache.counts == [3] and cache.states[0, 0, 0] == 50
 
 
-def test_indices_lie_where_the_caches_do() -> None:
-    """Whatever device torch makes tensors on unless it is told."""
+def test_indices_are_on_the_device_of_the_cache() -> None:
+    """Whatever torch's default device is."""
     nowhere = torch.device("meta")
     with nowhere:
         cache = RowCache(1, 2, 12)
@@ -194,7 +194,7 @@ def test_scratch_stands_behind_what_is_committed(seed: int) -> None:
     """Passes of a view of which layer 1 does not run; what it kept is read by its next pass, and then forgotten."""
     rng = random.Random(seed)
     cache, skipped = RowCache(LAYERS, 3, 60), frozenset({1})
-    model = Model(cache)
+    model = ReferenceCache(cache)
     for slot, length in enumerate((4, 1, 7)):
         cache.lengths.append(0)
         model.rows.append([])

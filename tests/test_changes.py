@@ -1,4 +1,4 @@
-"""A model that is changed between calls: what is said next is what the changed model says."""
+"""A model that is changed between calls: the next output is the changed model's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fresh(architecture: str = "llama", dtype: torch.dtype = torch.float32) -> An
 
 
 class _Norm(nn.Module):
-    """Has all that a norm of Llama has, and computes something else."""
+    """Has the attributes of a Llama norm, and computes something else."""
 
     def __init__(self, norm: Any):
         super().__init__()
@@ -160,7 +160,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("draft", [None, "auto"], ids=["plain", "auto"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_next_call_says_what_the_changed_model_says(change: str, draft: str | None) -> None:
+def test_the_next_call_follows_the_changed_model(change: str, draft: str | None) -> None:
     model = fresh()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.clone())
     fast = truedraft.accelerate(model, draft=draft)
@@ -172,10 +172,10 @@ def test_the_next_call_says_what_the_changed_model_says(change: str, draft: str 
         inputs = {name: t.clamp_max(V - 21) for name, t in inputs.items()}
         assert torch.equal(fast.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
     if change not in ("eps", "untied"):
-        assert not torch.equal(first, model.generate(SINGLE, **GREEDY)), "the change changes nothing"
+        assert not torch.equal(first, model.generate(SINGLE, **GREEDY)), "the change has no effect"
 
 
-def test_class_wide_patches_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patches_of_a_class_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     fast = truedraft.accelerate(model)
     fast.generate(SINGLE, **GREEDY)
@@ -183,7 +183,7 @@ def test_class_wide_patches_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     own = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: -own(self, x))
     assert torch.equal(fast.generate(SINGLE, **GREEDY), model.generate(SINGLE, **GREEDY))
-    assert "forward is not known" in fast.target.runtime
+    assert "forward is not supported" in fast.target.runtime
     monkeypatch.undo()
     assert torch.equal(fast.generate(SINGLE, **GREEDY), model.generate(SINGLE, **GREEDY))
     assert fast.target.runtime == "compiled pass"
@@ -216,7 +216,7 @@ def test_a_part_in_training_mode_is_refused() -> None:
     assert torch.equal(fast.generate(SINGLE, **GREEDY), model.generate(SINGLE, **GREEDY))
 
 
-def test_a_draft_model_that_is_changed() -> None:
+def test_a_changed_draft_model_stays_exact() -> None:
     model = fresh()
     small = copy.deepcopy(sibling(tiny("llama", torch.float32)))
     fast = truedraft.accelerate(model, draft=small, control="fixed")
@@ -244,7 +244,7 @@ def test_weights_changed_in_place_need_no_new_comparison(runtime: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "vocabulary"), [("draft-model", V), ("suffix", V - 20), ("token-recycling", V - 20)])
-def test_a_drafter_that_has_drafted_for_another_model_since(name: str, vocabulary: int) -> None:
+def test_a_drafter_shared_with_another_model_stays_exact(name: str, vocabulary: int) -> None:
     model, other = tiny("llama", torch.float32), tiny("qwen2", torch.float32, vocabulary=vocabulary)
     drafter = truedraft.registry.load("drafters", name, **({"model": sibling(model)} if name == "draft-model" else {}))
     fast, second = truedraft.accelerate(model, draft=drafter), truedraft.accelerate(other, draft=drafter)
@@ -254,7 +254,7 @@ def test_a_drafter_that_has_drafted_for_another_model_since(name: str, vocabular
         assert torch.equal(second.generate(given, **GREEDY), other.generate(given, **GREEDY))
 
 
-def test_scales_of_quantised_weights_are_read_anew() -> None:
+def test_scales_of_quantised_weights_are_reread() -> None:
     pytest.importorskip("torchao")
     for dtype, bits in ((torch.bfloat16, "int4"), (torch.float32, "int8")):
         model = _wide(dtype)
@@ -283,13 +283,13 @@ def _wide(dtype: torch.dtype) -> PreTrainedModel:
     return model.to(dtype)
 
 
-def test_memory_that_a_pass_reads_is_held() -> None:
-    """Another thread may give parameters other memory while a pass is under way."""
+def test_memory_that_a_pass_reads_is_kept_alive() -> None:
+    """Another thread may reassign parameters while a pass is running."""
     model = fresh()
     target = truedraft.accelerate(model, draft=None).target
-    held = {t.data_ptr() for t in target.runner.program.kept}
+    kept = {t.data_ptr() for t in target.runner.program.kept}
     pointers = {p.data_ptr() for p in model.parameters() if p.ndim == 2}
-    assert pointers <= held
+    assert pointers <= kept
     for parameter in model.parameters():
         parameter.data = torch.zeros(1)
     assert pointers <= {t.data_ptr() for t in target.runner.program.kept if t.untyped_storage().nbytes()}

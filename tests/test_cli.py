@@ -1,4 +1,4 @@
-"""The command line: what it writes, what it refuses, and that help is instant."""
+"""The command line: its output, its refusals, and help without loading torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def model(tokenizer):
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():
-        parameter.data *= 4  # a random model that small babbles one token
+        parameter.data *= 4  # otherwise so small a random model repeats one token
     return model
 
 
@@ -115,14 +115,14 @@ def test_greedy_text_is_that_of_model_generate(more, model, tokenizer, folder, c
     assert capsys.readouterr().out == text + "\n"
 
 
-def test_stops(model, tokenizer, folder, capsys):
+def test_generation_stops_at_eos_and_stop_strings(model, tokenizer, folder, capsys):
     (ids,), (text,) = plain(model, tokenizer, max_new_tokens=40, do_sample=False)
     assert main(["generate", folder, PROMPT, "--max-new-tokens", "40", "--eos", str(ids[4]), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == ids[: ids.index(ids[4]) + 1]
     word = next(word for i in ids if (word := tokenizer.decode([i])).isalpha() and word.isascii())
     assert main(["generate", folder, PROMPT, "--max-new-tokens", "40", "--stop", word]) == 0
-    said = capsys.readouterr().out.removesuffix("\n")
-    assert text.startswith(said) and said.count(word) == 1 and said.endswith(word)
+    printed = capsys.readouterr().out.removesuffix("\n")
+    assert text.startswith(printed) and printed.count(word) == 1 and printed.endswith(word)
 
 
 def test_sampled_texts_are_those_of_model_generate(model, tokenizer, folder, capsys):
@@ -132,18 +132,18 @@ def test_sampled_texts_are_those_of_model_generate(model, tokenizer, folder, cap
     )
     options = ["--sample", "--temperature", "0.7", "--top-k", "20", "-n", "3", "--seed", "5", "--max-new-tokens", "30"]
     assert main(["generate", folder, PROMPT, *options, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["text"] == texts
-    assert [ids + [0] * (len(row) - len(ids)) for ids, row in zip(said["token_ids"], rows, strict=True)] == rows
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["text"] == texts
+    assert [ids + [0] * (len(row) - len(ids)) for ids, row in zip(printed["token_ids"], rows, strict=True)] == rows
     assert main(["generate", folder, PROMPT, *options]) == 0
     assert capsys.readouterr().out == "".join(f"--- {i} of 3 ---\n{text}\n" for i, text in enumerate(texts, 1))
 
 
 def test_json_has_the_report(folder, capsys):
     assert main(["generate", folder, PROMPT, "--max-new-tokens", "9", "--min-new-tokens", "9", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert isinstance(said["text"], str) and len(said["token_ids"]) == said["tokens"] == 9
-    assert said["guarantee"] == "tokens" and said["passes"] <= 9 and "seconds" in said
+    printed = json.loads(capsys.readouterr().out)
+    assert isinstance(printed["text"], str) and len(printed["token_ids"]) == printed["tokens"] == 9
+    assert printed["guarantee"] == "tokens" and printed["passes"] <= 9 and "seconds" in printed
 
 
 def test_report_goes_to_stderr(folder, capsys):
@@ -151,7 +151,7 @@ def test_report_goes_to_stderr(folder, capsys):
     assert "mean acceptance length" in capsys.readouterr().err
 
 
-def test_settings_by_name(model, tokenizer, folder, capsys):
+def test_set_option_passes_generation_settings(model, tokenizer, folder, capsys):
     _, (text,) = plain(model, tokenizer, max_new_tokens=20, do_sample=False, bad_words_ids=[[70], [80]])
     assert main(["generate", folder, PROMPT, "--max-new-tokens", "20", "--set", "bad_words_ids=[[70], [80]]"]) == 0
     assert capsys.readouterr().out == text + "\n"
@@ -159,8 +159,8 @@ def test_settings_by_name(model, tokenizer, folder, capsys):
 
 def test_references_are_drafted_from(folder, tmp_path, capsys):
     assert main(["generate", folder, PROMPT, "--max-new-tokens", "20", "--min-new-tokens", "20"]) == 0
-    said = capsys.readouterr().out
-    (tmp_path / "before.txt").write_text(PROMPT + said)
+    printed = capsys.readouterr().out
+    (tmp_path / "before.txt").write_text(PROMPT + printed)
     options = [
         "--max-new-tokens",
         "20",
@@ -172,7 +172,7 @@ def test_references_are_drafted_from(folder, tmp_path, capsys):
     ]
     assert main(["generate", folder, PROMPT, *options, "--control", "fixed"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert "input-guided" in report["drafter"] and report["text"] + "\n" == said
+    assert "input-guided" in report["drafter"] and report["text"] + "\n" == printed
 
 
 @pytest.mark.parametrize("given", [["-"], []])
@@ -272,7 +272,7 @@ def refused(capsys, *args: str) -> str:
         (["a " * 300], "the prompt has"),
     ],
 )
-def test_bad_input_is_one_line_that_names_it(args, named, folder, capsys):
+def test_invalid_arguments_are_refused_in_one_line_that_names_them(args, named, folder, capsys):
     assert named in refused(capsys, "generate", folder, *args)
 
 
@@ -311,7 +311,7 @@ EARLY = {
 
 
 def test_arguments_are_checked_before_torch_is_loaded(tmp_path):
-    """In one process, as one that is refused loads nothing: names, numbers and files of every command."""
+    """Names, numbers and files of every command; in one process, as a refused command loads nothing."""
     code = (
         "import contextlib, io, json, sys\n"
         "from truedraft.cli import main\n"
@@ -333,7 +333,7 @@ def test_arguments_are_checked_before_torch_is_loaded(tmp_path):
 
 
 def commands():
-    """Every command, as it is called."""
+    """The arguments that call every command."""
     from typer.main import get_command
 
     for name, command in get_command(app).commands.items():
@@ -353,7 +353,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith(f"truedraft {truedraft.__version__} (Python 3.")
 
 
-def test_threads_are_those_of_torch(folder, capsys):
+def test_threads_option_sets_torch_threads(folder, capsys):
     before = torch.get_num_threads()
     try:
         assert main(["generate", folder, PROMPT, "--max-new-tokens", "2", "--threads", "1"]) == 0
@@ -366,7 +366,7 @@ PROMPTS = [PROMPT, "the dog", "she said, here is"]
 
 
 @pytest.mark.parametrize("lines", [True, False])
-def test_many_prompts_are_answered_in_their_order(lines, folder, tmp_path, capsys):
+def test_prompts_of_a_file_are_generated_in_order(lines, folder, tmp_path, capsys):
     options = ["--max-new-tokens", "8", "--sample", "--seed", "3"]
     alone = []
     for prompt in PROMPTS:
@@ -384,7 +384,7 @@ def test_many_prompts_are_answered_in_their_order(lines, folder, tmp_path, capsy
         assert capsys.readouterr().out == "".join(written)
 
 
-def test_prompts_that_will_not_do_are_refused_before_the_first_is_answered(folder, tmp_path, capsys):
+def test_invalid_prompts_are_refused_before_any_is_generated(folder, tmp_path, capsys):
     path = tmp_path / "many.txt"
     path.write_text("a cat\n\n" + "a " * 300)
     assert "prompt 2 of 2: the prompt has" in refused(capsys, "generate", folder, "--prompts", str(path))
@@ -405,7 +405,7 @@ def test_prompts_of_an_encoder_decoder_are_lines(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("draft", ["none", "auto", "none+suffix", "none|prompt-lookup", "none>suffix", "suffix?none"])
-def test_drafters_without_a_file_of_their_own_go_wherever_a_drafter_does(draft, model, tokenizer):
+def test_none_auto_and_compositions_are_accepted_as_drafters(draft, model, tokenizer):
     inputs = tokenizer(PROMPT, return_tensors="pt")
     settings = dict(max_new_tokens=30, do_sample=False, attention_mask=inputs["attention_mask"])
     fast = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
@@ -424,7 +424,7 @@ def test_none_in_lists_of_drafters(folder, tmp_path, capsys):
     assert main(["demo", "--model", folder, "--prompt", str(tmp_path / "p.txt"), "--draft", "none", *few]) == 0
 
 
-def test_bad_standard_input(folder, monkeypatch, capsys):
+def test_invalid_standard_input_is_refused(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert "PROMPT is empty" in refused(capsys, "generate", folder)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x80"), encoding="utf-8"))
@@ -435,7 +435,7 @@ def test_bad_standard_input(folder, monkeypatch, capsys):
     assert "PROMPT is missing" in refused(capsys, "generate", folder)
 
 
-def test_models_that_cannot_be_loaded(tmp_path, folder, capsys):
+def test_models_that_cannot_be_loaded_are_refused(tmp_path, folder, capsys):
     assert f"MODEL '{tmp_path / 'none'}' does not exist" in refused(capsys, "generate", str(tmp_path / "none"), "x")
     assert "no config.json" in refused(capsys, "generate", str(tmp_path), "x")
     BertModel(
@@ -476,11 +476,11 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def test_a_checkpoint_without_some_of_its_weights_is_refused(change, named, as_draft, folder, tmp_path, capsys):
     name = changed(folder, tmp_path / "changed", change)
     args = [folder, "x", "--draft", f"draft-model:model={name}"] if as_draft else [name, "x"]
-    said = refused(capsys, "generate", *args, "--max-new-tokens", "2")
-    assert named in said and f"{name!r}" in said and "config.json" in said
+    printed = refused(capsys, "generate", *args, "--max-new-tokens", "2")
+    assert named in printed and f"{name!r}" in printed and "config.json" in printed
 
 
-def test_experts_that_a_checkpoint_lacks_are_named(tokenizer, tmp_path, capsys):
+def test_missing_experts_of_a_checkpoint_are_named(tokenizer, tmp_path, capsys):
     config = MixtralConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=3,
@@ -492,7 +492,7 @@ def test_experts_that_a_checkpoint_lacks_are_named(tokenizer, tmp_path, capsys):
     assert "model.layers.0.mlp.experts.gate_up_proj" in refused(capsys, "generate", name, "x")
 
 
-def test_tensors_without_a_use_are_noted_and_tied_heads_are_not(folder, tmp_path, capsys):
+def test_unused_tensors_are_noted_and_tied_heads_are_not(folder, tmp_path, capsys):
     assert main(["generate", folder, PROMPT, "--max-new-tokens", "5"]) == 0
     expected, silent = capsys.readouterr()
     assert silent == ""
@@ -522,7 +522,7 @@ def test_embedded_models(folder, tmp_path, monkeypatch, capsys):
     assert tokenizer.padding_side == "left" and tokenizer.pad_token == tokenizer.eos_token
 
 
-def test_pieces_join_to_the_text_and_hold_back_unfinished_characters(tokenizer):
+def test_pieces_concatenate_to_the_text_and_hold_back_incomplete_characters(tokenizer):
     text = "a cat, één ‘naïve’ 🐈‍⬛ in 日本"
     pieces = Pieces(tokenizer)
     parts = [pieces.feed([i]) for i in tokenizer(text)["input_ids"]]
@@ -540,7 +540,7 @@ def test_demo_compares_both(folder, tmp_path, capsys):
     assert PROMPT in out and "speed-up" in out and "yes" in out and "\x1b" not in out
 
 
-def test_demo_tells_where_tokens_differ(folder, tmp_path, monkeypatch, capsys):
+def test_demo_prints_where_tokens_differ(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "prompt.txt").write_text(PROMPT)
     generate = accelerated.Accelerated.generate
 
@@ -555,11 +555,11 @@ def test_demo_tells_where_tokens_differ(folder, tmp_path, monkeypatch, capsys):
     assert "prompt.txt: differs from new token 0 on" in capsys.readouterr().out
 
 
-def test_audit_refuses_a_length_without_an_end(folder, capsys):
+def test_audit_refuses_a_length_beyond_the_context(folder, capsys):
     assert "leaves no room" in refused(capsys, "audit", folder, "--prompt", "x", "--max-new-tokens", str(10**30))
 
 
-def test_demo_refuses_what_it_cannot_show(folder, tmp_path, capsys):
+def test_demo_refuses_encoder_decoders_and_long_prompts(folder, tmp_path, capsys):
     assert "'nano-gec' is an encoder-decoder" in refused(capsys, "demo", "--model", "nano-gec")
     (tmp_path / "long.txt").write_text("a " * 300)
     args = ["demo", "--model", folder, "--prompt", str(tmp_path / "long.txt")]
@@ -584,7 +584,7 @@ def test_demo_prompts(tmp_path, capsys):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_ctrl_c_prints_what_there_is(folder):
+def test_ctrl_c_prints_the_text_so_far(folder):
     many = "20000"
     options = ["--stream", "--report", "--min-new-tokens", many, "--max-new-tokens", many]
     with subprocess.Popen(

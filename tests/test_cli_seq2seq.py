@@ -54,9 +54,9 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    """Models are loaded as one that corrects `go` and `is`."""
+    """Loads a scripted model instead, which corrects `go` and `is`."""
     fast = Scripted(lambda source: source.replace("go ", "goes ").replace("is", "are"))
-    monkeypatch.setattr(_lines.Engine, "load", lambda _: fast)
+    monkeypatch.setattr(_lines.ModelOptions, "load", lambda _: fast)
     return fast
 
 
@@ -90,8 +90,8 @@ def test_lines_are_those_of_model_generate(
 def fast_text(source: bytes) -> str:
     encoded = tokenizer()(source.decode(), return_tensors="pt", return_token_type_ids=False)
     most = 2 * encoded["input_ids"].shape[1] + 32
-    said = tokenizer().decode(model().generate(**encoded, max_new_tokens=most)[0], skip_special_tokens=True)
-    return " ".join(said.split("\n")).strip()
+    output = tokenizer().decode(model().generate(**encoded, max_new_tokens=most)[0], skip_special_tokens=True)
+    return " ".join(output.split("\n")).strip()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def fast_text(source: bytes) -> str:
         (b"  He go home.   It is.  \n\n\n\x1a", b"  He goes home.   It are.  \n\n\n\x1a"),
     ],
 )
-def test_bytes_in_bytes_out(
+def test_bytes_outside_of_corrections_are_preserved(
     data: bytes,
     expected: bytes,
     scripted: Scripted,
@@ -139,7 +139,7 @@ def test_bytes_in_bytes_out(
         (b"he go away\n" * 9 + b"\x7fELF\0\1", "NUL bytes"),
     ],
 )
-def test_what_is_no_text(
+def test_binary_files_are_refused(
     data: bytes,
     message: str,
     scripted: Scripted,
@@ -157,27 +157,27 @@ def test_what_is_no_text(
     assert scripted.batches == []
 
 
-def test_files_and_numbers_that_will_not_do(scripted: Scripted, text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_invalid_paths_and_numbers_are_refused(scripted: Scripted, text: Path, tmp_path: Path, capsys: Any) -> None:
     name = str(text)
     for args, message in (
         ([str(tmp_path / "none")], f"FILE {tmp_path / 'none'}: No such file"),
         ([str(tmp_path)], "Is a directory"),
         ([name, "--out", name], "is the input: give --in-place"),
         ([name, "--out", str(tmp_path / ".." / tmp_path.name / "text.txt")], "is the input"),
-        ([name, "--out", str(tmp_path)], "is no file that can be replaced"),
-        ([name, "--out", os.devnull], "is no file that can be replaced"),
+        ([name, "--out", str(tmp_path)], "is not a regular file"),
+        ([name, "--out", os.devnull], "is not a regular file"),
         ([name, "--out", str(tmp_path / "no" / "b.txt")], "is no folder that can be written"),
         ([name, "--out", "b.txt", "--in-place"], "choose one"),
         (["-", "--in-place"], "standard input"),
         ([name, "--batch", "0"], "--batch 0 must be at least 1"),
         ([name, "--max-new-tokens", "0"], "--max-new-tokens 0"),
-        ([name, "--num-beams", "4"], "--num-beams 4: drafts verify greedy search"),
+        ([name, "--num-beams", "4"], "--num-beams 4: drafts are verified against greedy search"),
     ):
         assert message in refused(capsys, "correct", *args)
     assert scripted.batches == [] and text.read_bytes() == LINES
 
 
-def test_models_that_will_not_do(folder: str, text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_unsuitable_models_are_refused(folder: str, text: Path, tmp_path: Path, capsys: Any) -> None:
     tiny: dict[str, Any] = dict(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     LlamaForCausalLM(LlamaConfig(**tiny, intermediate_size=8)).save_pretrained(tmp_path / "llama")
     BertForMaskedLM(BertConfig(**tiny, intermediate_size=8)).save_pretrained(tmp_path / "bert")
@@ -260,10 +260,10 @@ def test_a_difference_from_model_generate_is_exit_code_1(
     monkeypatch.setattr(accelerated.Accelerated, "generate", wrong)
     assert main(["correct", str(text), "--model", folder, "--check"]) == 1
     out, err = capsys.readouterr()
-    assert out.count("\n") == 3 and "identical: no; line 1 first: model.generate says '" in err
+    assert out.count("\n") == 3 and "identical: no; line 1 first: model.generate gives '" in err
 
 
-def test_nothing_is_half_written(
+def test_output_files_are_written_atomically(
     scripted: Scripted,
     text: Path,
     tmp_path: Path,
@@ -284,9 +284,9 @@ def test_nothing_is_half_written(
 
         monkeypatch.setattr(_lines, "_write", fails)
         code = main(["correct", str(text), "--out", str(out)])
-        said = capsys.readouterr()
-        assert code == (2 if isinstance(error, OSError) else 130) and said.out == ""
-        assert ("No space left" in said.err) if code == 2 else (f"{out} is as it was" in said.err)
+        output = capsys.readouterr()
+        assert code == (2 if isinstance(error, OSError) else 130) and output.out == ""
+        assert ("No space left" in output.err) if code == 2 else (f"{out} is unchanged" in output.err)
         assert out.read_text() == "as it was" and sorted(p.name for p in tmp_path.iterdir()) == ["out.txt", "text.txt"]
 
 
@@ -317,7 +317,7 @@ def test_ctrl_c_keeps_whole_lines_and_files(whole: bool, folder: str, tmp_path: 
     assert b"Traceback" not in err
     assert out.read_text() == "as it was" and len(list(tmp_path.iterdir())) == 3
     if whole:
-        assert f"interrupted: {out} is as it was" in err.decode() and not printed.stat().st_size
+        assert f"interrupted: {out} is unchanged" in err.decode() and not printed.stat().st_size
     else:
         *lines, last = printed.read_bytes().split(b"\n")
         assert not last and f"interrupted: {len(lines)} lines" in err.decode()
@@ -334,7 +334,9 @@ def test_a_file_that_is_replaced_stays_private(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_mode & 0o777 in modes and (tmp_path / name).read_text() == "text"
 
 
-def test_streams_and_files_that_will_not_do(folder: str, text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_closed_streams_and_damaged_files_are_refused(
+    folder: str, text: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     for stream, args, message in (
         ("stdin", ["-"], "standard input is closed"),
         ("stdout", [str(text)], "standard output is closed"),
@@ -342,9 +344,9 @@ def test_streams_and_files_that_will_not_do(folder: str, text: Path, tmp_path: P
         with monkeypatch.context() as m:
             m.setattr(sys, stream, None)
             with pytest.raises(Refused, match=message):
-                _lines.Place(args[0], None, False)
+                _lines.TextPaths(args[0], None, False)
     with pytest.raises(Refused, match="--out -: text goes to standard output"):
-        _lines.Place(str(text), Path("-"), False)
+        _lines.TextPaths(str(text), Path("-"), False)
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"a" * 999)[:12] + b"not deflated")
     with pytest.raises(Refused, match=r"bad.gz cannot be read"):
         files.read_lines(tmp_path / "bad.gz")
@@ -359,8 +361,8 @@ def test_a_terminal_without_colours_shows_marks(
     assert b"He [-go-]{+goes+} to school!" in capfdbinary.readouterr().out
 
 
-def test_the_embedded_model_leaves_alone_what_it_does_not_know(tmp_path: Path, capsys: Any) -> None:
-    """Signs, letters and marks that its text did not have; typographic marks are read as plain ones."""
+def test_the_embedded_model_keeps_text_outside_of_its_vocabulary(tmp_path: Path, capsys: Any) -> None:
+    """Characters that its training text did not have; typographic quotes are read as plain ones."""
     lines = ["It cost $5, or 10% more.", "| a | b |", "He go to the café.", "It’s a nice day.", "She has a cat.\x1a"]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     assert main(["correct", str(tmp_path / "a.txt")]) == 0
@@ -369,14 +371,14 @@ def test_the_embedded_model_leaves_alone_what_it_does_not_know(tmp_path: Path, c
     assert "note: 4 places, on lines 1, 2, 3, 5: left as it is: the tokenizer has no tokens" in err
 
 
-def test_beams_of_the_models_own_settings_are_told(scripted: Scripted, text: Path, capsys: Any) -> None:
+def test_beams_of_the_models_own_settings_are_noted(scripted: Scripted, text: Path, capsys: Any) -> None:
     scripted.model.generation_config.num_beams = 4
     assert main(["correct", str(text)]) == 0
-    assert "search with 4 beams; lines are said greedily" in capsys.readouterr().err
+    assert "search with 4 beams; lines are decoded greedily" in capsys.readouterr().err
 
 
 def vocabulary(kind: type) -> Any:
-    """A tokenizer of many languages whose words are letters."""
+    """A multilingual tokenizer of single letters."""
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *map(chr, range(97, 123))]
     if kind is NllbTokenizer:
         return kind(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
@@ -385,7 +387,7 @@ def vocabulary(kind: type) -> Any:
 
 @pytest.fixture(scope="module")
 def polyglot(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
-    """A folder with a model of many languages and its tokenizer, and both of them."""
+    """A folder with a multilingual model and its tokenizer, and both objects."""
     found = tmp_path_factory.mktemp("polyglot")
     reads = vocabulary(NllbTokenizer)
     torch.manual_seed(0)
@@ -401,11 +403,11 @@ def polyglot(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
     return str(found), model, reads
 
 
-def test_languages_are_told(polyglot: tuple[str, Any, Any], tmp_path: Path, capsys: Any) -> None:
+def test_languages_are_set(polyglot: tuple[str, Any, Any], tmp_path: Path, capsys: Any) -> None:
     name, model, reads = polyglot
     (tmp_path / "a.txt").write_text("one day\na cat\n")
     args = ["translate", str(tmp_path / "a.txt"), "--model", name]
-    said = []
+    output = []
     for source, target in (("eng_Latn", "deu_Latn"), ("eng_Latn", "fra_Latn"), ("deu_Latn", "fra_Latn")):
         assert main([*args, "--source-lang", source, "--target-lang", target, "--max-new-tokens", "20"]) == 0
         out = capsys.readouterr().out
@@ -414,15 +416,15 @@ def test_languages_are_told(polyglot: tuple[str, Any, Any], tmp_path: Path, caps
             encoded = reads(line, return_tensors="pt")
             ids = model.generate(**encoded, forced_bos_token_id=reads.convert_tokens_to_ids(target), max_new_tokens=20)
             assert text == reads.decode(ids[0], skip_special_tokens=True).strip()
-        said.append(out)
-    assert len(set(said)) == 3, "the languages change nothing"
+        output.append(out)
+    assert len(set(output)) == 3, "the languages make no difference"
     assert "give --source-lang and --target-lang" in refused(capsys, *args)
     assert "give --source-lang and --target-lang" in refused(capsys, *args, "--target-lang", "deu_Latn")
     assert "'deu_Latn'?" in refused(capsys, *args, "--source-lang", "eng_Latn", "--target-lang", "deu_latin")
     assert "names none" in refused(capsys, "correct", str(tmp_path / "a.txt"), "--model", name)
 
 
-def test_languages_are_not_told_to_a_model_that_has_none(folder: str, text: Path, capsys: Any) -> None:
+def test_languages_are_refused_for_a_model_without_language_codes(folder: str, text: Path, capsys: Any) -> None:
     error = refused(capsys, "translate", str(text), "--model", folder, "--target-lang", "de")
     assert "--target-lang de: this model's tokenizer has no language codes" in error
 
@@ -430,7 +432,7 @@ def test_languages_are_not_told_to_a_model_that_has_none(folder: str, text: Path
 @pytest.mark.parametrize(
     ("kind", "setting"), [(MBart50Tokenizer, "forced_bos_token_id"), (MBartTokenizer, "decoder_start_token_id")]
 )
-def test_how_a_language_is_told(kind: type, setting: str, polyglot: tuple[str, Any, Any]) -> None:
+def test_languages_become_generation_settings(kind: type, setting: str, polyglot: tuple[str, Any, Any]) -> None:
     reads, model = vocabulary(kind), polyglot[1]
     german = reads.convert_tokens_to_ids("de_DE")
     assert languages.languages(model, reads, "en_XX", "de_DE") == {setting: german}
@@ -446,48 +448,48 @@ SIZES = dict(
 
 
 @pytest.mark.parametrize("kind", ["marian", "m2m"])
-def test_tokenizers_of_sentencepiece(kind: str, text: Path, tmp_path: Path, capsys: Any) -> None:
-    """The output is that of `generate`, without the language that it was told."""
+def test_sentencepiece_tokenizers(kind: str, text: Path, tmp_path: Path, capsys: Any) -> None:
+    """The output is that of `generate`, without the language token."""
     pieces = pytest.importorskip("sentencepiece")
     pieces.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 20), model_prefix=str(tmp_path / "p"), vocab_size=40, minloglevel=2
     )
     read = pieces.SentencePieceProcessor(model_file=str(tmp_path / "p.model"))
-    known = {"</s>": 0, "<unk>": 1, "<pad>": 2, "<s>": 3}
+    vocab = {"</s>": 0, "<unk>": 1, "<pad>": 2, "<s>": 3}
     for i in range(read.get_piece_size()):
-        known.setdefault(read.id_to_piece(i), len(known))
-    (tmp_path / "vocab.json").write_text(json.dumps(known))
+        vocab.setdefault(read.id_to_piece(i), len(vocab))
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     files = [str(tmp_path / name) for name in ("vocab.json", "p.model")]
     torch.manual_seed(0)
     ends: dict[str, Any] = dict(pad_token_id=2, eos_token_id=0, bos_token_id=3, forced_eos_token_id=None)
     if kind == "marian":
         reads: Any = MarianTokenizer(source_spm=files[1], target_spm=files[1], vocab=files[0])
         translator: Any = MarianMTModel(
-            MarianConfig(vocab_size=len(known), decoder_start_token_id=2, scale_embedding=True, **ends, **SIZES)
+            MarianConfig(vocab_size=len(vocab), decoder_start_token_id=2, scale_embedding=True, **ends, **SIZES)
         )
-        languages_told, settings = [], {}
+        language_options, settings = [], {}
     else:
         reads = M2M100Tokenizer(vocab_file=files[0], spm_file=files[1])
         reads.src_lang, german = "en", reads.get_lang_id("de")
         translator = M2M100ForConditionalGeneration(
             M2M100Config(vocab_size=german + 100, decoder_start_token_id=0, **ends, **SIZES)
         )
-        languages_told, settings = ["--source-lang", "en", "--target-lang", "de"], {"forced_bos_token_id": german}
+        language_options, settings = ["--source-lang", "en", "--target-lang", "de"], {"forced_bos_token_id": german}
     translator.eval().save_pretrained(tmp_path / "model")
     reads.save_pretrained(tmp_path / "model")
-    args = ["translate", str(text), "--model", str(tmp_path / "model"), *languages_told, "--max-new-tokens", "12"]
+    args = ["translate", str(text), "--model", str(tmp_path / "model"), *language_options, "--max-new-tokens", "12"]
     assert main(args) == 0
-    said = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out.splitlines()
     if kind == "m2m":
         translator.generation_config.forced_bos_token_id = german
         translator.generation_config.save_pretrained(tmp_path / "model")
         assert main([*args[:6], "--max-new-tokens", "12"]) == 0
-        assert capsys.readouterr().out.splitlines() == said
+        assert capsys.readouterr().out.splitlines() == output
         data = ["--data", str(text), "--out", str(tmp_path / "out")]
         assert "names none" in refused(capsys, "train", "gad", "--target", str(tmp_path / "model"), *data)
     for at, line in ((0, "One day a cat.  He go to school!"), (3, "the red ball")):
         ids = translator.generate(**reads(line, return_tensors="pt"), max_new_tokens=12, num_beams=1, **settings)
-        assert said[at] == reads.decode(ids[0], skip_special_tokens=True).removeprefix("__de__").strip()
+        assert output[at] == reads.decode(ids[0], skip_special_tokens=True).removeprefix("__de__").strip()
 
 
 def test_a_tokenizer_without_its_library_is_refused(folder: str, text: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -510,11 +512,13 @@ def test_generate_reads_a_source(folder: str, capsys: Any) -> None:
         assert capsys.readouterr().out.strip() == fast_text(b"the red ball")
     options = ["--sample", "-n", "3", "--seed", "4", "--max-new-tokens", "20", "--json"]
     assert main(["generate", folder, "the red ball", *options]) == 0
-    said = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     encoded = tokenizer()("the red ball", return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(4)
     expected = model().generate(**encoded, do_sample=True, num_return_sequences=3, max_new_tokens=20)[:, 1:].tolist()
-    assert [ids + [0] * (len(row) - len(ids)) for ids, row in zip(said["token_ids"], expected, strict=True)] == expected
+    assert [
+        ids + [0] * (len(row) - len(ids)) for ids, row in zip(output["token_ids"], expected, strict=True)
+    ] == expected
     assert "--chat: this model is an encoder-decoder" in refused(capsys, "generate", folder, "x", "--chat")
     assert "num_beams=1 searches greedily" in refused(capsys, "generate", folder, "x", "--set", "num_beams=2")
 
@@ -523,15 +527,15 @@ def test_audit_of_an_encoder_decoder(folder: str, capsys: Any) -> None:
     options = ["--draft", "iad", "--draft", "suffix", "--max-new-tokens", "12", "--json"]
     prompts = [part for text in TEXTS for part in ("--prompt", text)]
     assert main(["audit", folder, *prompts, *options]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["exact"] and said["tokens"] > 300 and said["rows"] == said["tokens"] and said["worst_row"] > 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["exact"] and output["tokens"] > 300 and output["rows"] == output["tokens"] and output["worst_row"] > 0
     assert main(["audit", folder, "--draft", "iad", "--max-new-tokens", "8", "--batch", "2"]) == 0
     assert "exact" in capsys.readouterr().out
     assert "--laws tests decoder language models" in refused(capsys, "audit", folder, "--laws")
 
 
-def test_audit_finds_what_is_wrong(folder: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Sources of a batch heard by the wrong rows."""
+def test_audit_detects_swapped_sources(folder: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Rows attend to the sources of other rows."""
     from truedraft.caches.pairs import PairCache
 
     begin = PairCache.begin

@@ -1,4 +1,4 @@
-"""A second model that drafts: reached in every way, level with its rows, whatever it falls behind."""
+"""Drafters with a draft model: ways to give the model, and a cache that keeps up with the rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from truedraft import Drafter, registry
 from truedraft.drafters import _reader
 from truedraft.drafters._reader import Reader
 
-ASKING = [n for n in registry.names("drafters") if "draft model" in registry.method("drafters", n).card.needs]
+WITH_DRAFT_MODEL = [n for n in registry.names("drafters") if "draft model" in registry.method("drafters", n).card.needs]
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_an_assistant_is_taken_as_transformers_takes_it(sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_assistant_model_is_accepted_as_in_transformers(sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, small = tiny(), sibling(tiny())
     inputs = ragged(model, 3)
     torch.manual_seed(2)
@@ -34,10 +34,10 @@ def test_an_assistant_is_taken_as_transformers_takes_it(sample: bool, monkeypatc
         got = fast.generate(**inputs, max_new_tokens=30, do_sample=sample, assistant_model=small)
         assert torch.equal(got, expected)
         assert fast.report().drafter == "draft-model" and fast.report().mean_acceptance_length > 1.3
-    assert len(made) == 1, "it is made ready once"
+    assert len(made) == 1, "it is bound once"
 
 
-def test_of_assistants_the_last_is_kept_alone() -> None:
+def test_only_the_last_assistant_is_kept() -> None:
     model = tiny()
     prompt = ragged(model, 1)["input_ids"]
     fast = truedraft.accelerate(model, control="fixed")
@@ -48,21 +48,21 @@ def test_of_assistants_the_last_is_kept_alone() -> None:
             assistant.lm_head.weight.data.neg_()
         given.append(weakref.ref(assistant))
         fast.generate(prompt, max_new_tokens=33, do_sample=False, assistant_model=assistant)
-        assert (fast.report().acceptance_rate == 1.0) != seed % 2, "these are the drafts of this one"
+        assert (fast.report().acceptance_rate == 1.0) != seed % 2, "the drafts are those of this assistant"
         del assistant
         gc.collect()
         assert [ref() is None for ref in given] == [True] * seed + [False]
 
 
-def test_a_model_may_be_given_as_the_draft() -> None:
+def test_a_model_is_accepted_as_the_draft() -> None:
     model = tiny()
     fast = truedraft.accelerate(model, draft=model, control="fixed")
     fast.generate(ragged(model, 1)["input_ids"], max_new_tokens=33, do_sample=False)
-    assert fast.report().acceptance_rate == 1.0, "a model agrees with itself"
+    assert fast.report().acceptance_rate == 1.0, "its own drafts are all accepted"
     assert fast.report().mean_acceptance_length == pytest.approx(33 / (1 + 4))
 
 
-def test_the_targets_own_noise_makes_a_model_agree_with_itself_when_sampling() -> None:
+def test_sampled_drafts_of_the_target_itself_are_all_accepted() -> None:
     model = tiny()
     fast = truedraft.accelerate(model, draft=model, control="fixed")
     for seed in (None, 5):
@@ -71,20 +71,20 @@ def test_the_targets_own_noise_makes_a_model_agree_with_itself_when_sampling() -
         assert fast.report().acceptance_rate == 1.0
 
 
-def test_a_draft_ends_where_the_draft_model_is_unsure() -> None:
+def test_a_draft_ends_below_the_confidence() -> None:
     model = tiny()
-    sure = registry.load("drafters", "draft-model", model=sibling(model), confidence=0.999)
-    bold = registry.load("drafters", "draft-model", model=sibling(model))
+    strict = registry.load("drafters", "draft-model", model=sibling(model), confidence=0.999)
+    lax = registry.load("drafters", "draft-model", model=sibling(model))
     rates = []
-    for draft in (sure, bold):
+    for draft in (strict, lax):
         fast = truedraft.accelerate(model, draft=draft, control="fixed")
         fast.generate(ragged(model, 1)["input_ids"], max_new_tokens=40, do_sample=False)
         rates.append(fast.report().acceptance_rate)
     assert rates[0] > rates[1]
 
 
-def test_it_catches_up_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Budgets of 0 for a while: what the rows said meanwhile is read in parts, and drafts are as good as ever."""
+def test_the_draft_model_catches_up_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After budgets of 0 the emitted tokens are read in chunks, and all drafts are accepted again."""
     monkeypatch.setattr(_reader, "CHUNK", 4)
     model = tiny()
     draft = registry.load("drafters", "draft-model", model=model)
@@ -122,8 +122,8 @@ def readers_of(draft: Drafter) -> list[Reader]:
             if isinstance(part, Reader)]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ASKING)
-def test_the_cache_of_a_draft_model_is_let_go(name: str) -> None:
+@pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
+def test_the_cache_of_a_draft_model_is_released(name: str) -> None:
     model = tiny()
     fast = truedraft.accelerate(model, draft=registry.load("drafters", name, model=sibling(model)), control="fixed")
     fast.generate(**ragged(model, 3), max_new_tokens=9)

@@ -1,7 +1,7 @@
-"""Captured passes: the logits and the text of the model's own forward, from graphs that see static buffers alone.
+"""Captured passes: the logits and the text of the model's own forward, from graphs that read static buffers only.
 
-Without a GPU, graphs are stood in for by `make_fx`, which records operations on memory as a capture does (whatever
-Python decided is frozen, and asking for a tensor's value is an error), or where sizes matter more by running anew.
+Without a GPU, `make_fx` replaces graphs: it records operations on memory as a capture does (control flow in Python is
+frozen, and reading a tensor's value is an error). Where only sizes matter, passes run uncaptured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", GPU])
 
 
-def anew(run: Run) -> Run:
+def uncaptured(run: Run) -> Run:
     return run
 
 
@@ -47,7 +47,7 @@ def broken(run: Run) -> Run:
 
 @pytest.fixture
 def capture(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Run], Run]], None]:
-    """Passes by graphs on either device: call it with what stands in for a capture on the CPU."""
+    """Passes by graphs on either device: call it with the replacement of a capture on the CPU."""
 
     def choose(stand_in: Callable[[Run], Run]) -> None:
         def runner(target: DecoderTarget, _: str) -> Any:
@@ -67,7 +67,9 @@ def model_on(device: str, architecture: str = "llama") -> PreTrainedModel:
     return model if device == "cpu" else copy.deepcopy(model).to(device)
 
 
-def target_of(architecture: str, stand_in: Callable[[Run], Run] = anew, taps: Taps | None = None) -> DecoderTarget:
+def target_of(
+    architecture: str, stand_in: Callable[[Run], Run] = uncaptured, taps: Taps | None = None
+) -> DecoderTarget:
     target = DecoderTarget(tiny(architecture, torch.float32), "stock")
     target.runner = GraphPass(target._stock(), stand_in)
     target.taps = taps or Taps()
@@ -89,8 +91,8 @@ TRACED = {"llama", "gemma2"}
 @ON_BOTH
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, device: str, capture: Any) -> None:
-    """Trees of random shape, rows of different lengths that go on, leave and come, hidden states tapped."""
-    capture(traced if architecture in TRACED else anew)
+    """Random trees; rows of different lengths that continue, leave and join; hidden states tapped."""
+    capture(traced if architecture in TRACED else uncaptured)
     model, rng = model_on(device, architecture), random.Random(3)
     both = [DecoderTarget(model, "auto"), DecoderTarget(model, "stock")]
     both[1].runner, both[1].why_stock = both[1]._stock(), None
@@ -125,7 +127,7 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("architecture", "name"), [("llama", "oracle"), ("mistral", "noise"), ("gemma2", "taps")])
 def test_text_is_that_of_model_generate(architecture: str, name: str, sample: bool, device: str, capture: Any) -> None:
-    capture(anew)
+    capture(uncaptured)
     model = model_on(device, architecture)
     inputs = {k: v.to(device) for k, v in ragged(model, 3).items()}
     given = dict(**inputs, max_new_tokens=24, do_sample=sample, pad_token_id=0, eos_token_id=[11, 12])
@@ -156,7 +158,7 @@ def test_sizes_come_in_buckets() -> None:
     assert target.cache is not None and target.cache.cursor.capacity == 768
 
 
-def test_costs_are_measured_on_sizes_that_are_captured() -> None:
+def test_pass_costs_are_measured_on_captured_sizes() -> None:
     target = target_of("llama")
     measured = Calibration(target).go_on(100_000, None)
     assert measured is not None and measured.widths[-1] == 64
@@ -179,7 +181,7 @@ def test_a_full_row_is_scored_within_its_capacity() -> None:
 
 
 def test_a_replay_reads_static_buffers_alone() -> None:
-    """Two sizes in turn, each replayed with other inputs, and what an earlier pass returned stays as it was."""
+    """Two sizes in turn, each replayed with other inputs; the results of earlier passes are unchanged."""
     target = target_of("llama", traced)
     target.reserve(1, 64)
     target.prefill(prompts("cpu", 6))
@@ -198,7 +200,7 @@ def test_a_replay_reads_static_buffers_alone() -> None:
 def test_graphs_outlive_a_call_but_not_their_cache() -> None:
     model = tiny.__wrapped__("llama", torch.float32)
     target = DecoderTarget(model, "stock")
-    target.runner = runner = GraphPass(target._stock(), anew)
+    target.runner = runner = GraphPass(target._stock(), uncaptured)
 
     def call(rows: int, capacity: int) -> int:
         before = list(runner._captured.values())
@@ -218,7 +220,7 @@ def test_graphs_outlive_a_call_but_not_their_cache() -> None:
     assert target.changed
 
 
-def test_a_cache_that_is_used_again_is_clean_and_one_in_use_is_not_given_away() -> None:
+def test_a_reused_cache_is_clean_and_one_in_use_is_not_reused() -> None:
     target = target_of("llama")
     target.reserve(1, 64)
     target.prefill(prompts("cpu", 5))
@@ -246,8 +248,8 @@ def test_no_more_graphs_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -
     assert [width for _, width, *_ in target.runner._captured] == [1, 4]
 
 
-class _Wavering(torch.nn.SiLU):
-    """Decides by what it sees."""
+class _ValueDependent(torch.nn.SiLU):
+    """Branches on the value of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum() < 1e9 else x
@@ -255,16 +257,16 @@ class _Wavering(torch.nn.SiLU):
 
 @ON_BOTH
 @pytest.mark.parametrize("case", ["the capture fails", "the model looks at values", "a hook"])
-def test_what_cannot_be_captured_is_run_plainly_and_the_report_says_why(
+def test_passes_that_cannot_be_captured_use_the_forward_and_report_why(
     case: str, device: str, capture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture(traced if case == "the model looks at values" else anew)
+    capture(traced if case == "the model looks at values" else uncaptured)
     model = copy.deepcopy(tiny("llama", torch.float32)).to(device)
     if case == "the capture fails":
         monkeypatch.setattr(CudaGraphs, "__call__", lambda self, run: broken(run))
         capture(broken)
     if case == "the model looks at values":
-        model.model.layers[1].mlp.act_fn = _Wavering()
+        model.model.layers[1].mlp.act_fn = _ValueDependent()
     fast = truedraft.accelerate(model, control="fixed")
     if case == "a hook":
         model.model.layers[0].register_forward_hook(lambda module, given, result: result)
@@ -280,7 +282,7 @@ def test_what_cannot_be_captured_is_run_plainly_and_the_report_says_why(
     assert torch.equal(fast.generate(**given | {"do_sample": True}), plain)
 
 
-def test_a_capture_that_fails_late_is_said_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_late_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = truedraft.accelerate(tiny("llama", torch.float32), control="fixed")
     fast.target.runner = GraphPass(fast.target._stock(), broken)
     given = dict(**ragged(fast.model, 2), max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -288,8 +290,8 @@ def test_a_capture_that_fails_late_is_said_in_the_report(monkeypatch: pytest.Mon
     assert "could not be captured" in fast.report().runtime
 
 
-def test_graphs_that_go_wrong_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DecoderTarget, "_runner", lambda self, _: (GraphPass(self._stock(), anew), None))
+def test_wrong_graphs_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecoderTarget, "_runner", lambda self, _: (GraphPass(self._stock(), uncaptured), None))
     with monkeypatch.context() as patch:
         patch.setattr(Padded, "seen", lambda self, view: self.ancestors.new_ones(*self.ids.shape, view))
         with pytest.raises(Refused, match="differs from plain decoding"):

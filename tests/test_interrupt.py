@@ -78,11 +78,11 @@ def pressing(passes: int, error: BaseException | None = None) -> Callable[[Pass]
 
 
 def left(part: Any) -> list[Any]:
-    """State of rows that a drafter or a control still holds."""
-    held = [getattr(part, name, None) for name in ("_states", "_rows", "_shadows", "_emitted", "_kept", "_going")]
+    """What a drafter or a control still holds of rows."""
+    held = [getattr(part, name, None) for name in ("_states", "_rows", "_shadows", "_emitted", "_cache", "_running")]
     held += [trust._rows for trust in [getattr(part, "_trust", None), *getattr(part, "_trusts", {}).values()] if trust]
     for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
-        held += [] if reader is None else [reader.standing, reader.written, reader._sure, reader.target.cache]
+        held += [] if reader is None else [reader.standing, reader.written, reader._confirmed, reader.target.cache]
     for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
         held += left(inner)
     return [kept for kept in held if kept]
@@ -235,7 +235,7 @@ WATCHED: list[Callable[..., Any]] = [
     continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._moved,
     continuous.ContinuousEngine._finish, accelerated.Accelerated._decode, prepared.request_of,
     Verification.walked, Verification.emitted, Verification._alone,
-    _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._known,
+    _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._history,
     _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,
     _model.ModelDrafter.start, _model.ModelDrafter.end, _reader.Reader.start, _reader.Reader.end, _reader.Reader.admit,
     _reader.Reader._release, _reader.Reader.keep,

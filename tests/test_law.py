@@ -18,7 +18,7 @@ from truedraft import Drafter, registry
 from truedraft.chance import PositionNoise, StreamNoise, outcomes
 from truedraft.tree import Row
 
-SIZE, MOST, STEPS = 5, 3, 3  # tokens, those that top-k leaves, and how many are said
+SIZE, MOST, STEPS = 5, 3, 3  # vocabulary, k of top-k, and new tokens
 SAMPLING = [name for name in registry.names("accept") if registry.method("accept", name).samples]
 
 
@@ -29,16 +29,16 @@ def chain_rule(
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(STEPS):
         longer = {}
-        for said, p in law.items():
+        for emitted, p in law.items():
             with torch.no_grad():
-                logits = model(torch.tensor([prompt + list(said)]), use_cache=False).logits[:, -1].float()
-            next_law = processors(torch.tensor([prompt + list(said)]), logits).softmax(-1)[0].tolist()
-            longer |= {(*said, t): p * q for t, q in enumerate(next_law) if q > 0}
+                logits = model(torch.tensor([prompt + list(emitted)]), use_cache=False).logits[:, -1].float()
+            next_law = processors(torch.tensor([prompt + list(emitted)]), logits).softmax(-1)[0].tolist()
+            longer |= {(*emitted, t): p * q for t, q in enumerate(next_law) if q > 0}
         law = longer
     return law
 
 
-SMALL: dict[str, dict[str, object]] = {  # drafts that draw, small enough for every draw to be tried
+SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enumerate every draw
     "draft-model": {"length": 2},
     "gumbel-top-k": {"branches": "2x1"},
     "stochastic-beam": {"beam": 2, "length": 2},
@@ -52,46 +52,46 @@ PAIRS = [(name, rule) for name in (*SMALL, *TRIALS, "plain") for rule in SAMPLIN
 
 
 @pytest.mark.parametrize(("name", "rule"), PAIRS)
-def test_the_law_is_the_targets(name: str, rule: str) -> None:
+def test_the_law_of_the_output_is_the_targets(name: str, rule: str) -> None:
     model = tiny(dtype=torch.float32, vocabulary=SIZE, sharpen=1.5)
     prompt = [3, 1, 4, 3, 1]
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(MOST)])
     expected = chain_rule(model, prompt, processors)
-    # the oracle hides one sequence that the target may say
+    # the oracle hides one possible output of the target
     answer = torch.tensor([prompt + list(max(expected, key=expected.__getitem__))])
     make = partial(drafter, name, model, answer, [0], **SMALL.get(name, {}))
     draft = make()
     assert draft is None or draft.draws == "certain" or name in (*SMALL, *TRIALS), "give it small drafts"
     fast = truedraft.accelerate(model, draft=draft, control="fixed", rule=rule)
-    judge = registry.method("accept", rule)
+    method = registry.method("accept", rule)
     if (
         draft is not None
-        and judge.preferred_drafts == "law"
-        and judge.takes is not None
-        and draft.draws not in judge.takes
+        and method.preferred_drafts == "law"
+        and method.takes is not None
+        and draft.draws not in method.takes
     ):
         with pytest.raises(truedraft.Refused, match="cannot judge the drafts"):
             fast.generate(torch.tensor([prompt]), do_sample=True)
         return
     measured: dict[tuple[int, ...], float] = {}
-    for said, p in outcomes(
+    for emitted, p in outcomes(
         lambda chance: tuple(
-            forgetful(fast, make)
+            fresh(fast, make)
             .generate(
                 torch.tensor([prompt]), max_new_tokens=STEPS, do_sample=True, temperature=0.8, top_k=MOST, chance=chance
             )[0, len(prompt) :]
             .tolist()
         )
     ):
-        measured[said] = measured.get(said, 0.0) + p
+        measured[emitted] = measured.get(emitted, 0.0) + p
     assert set(measured) == set(expected)
     assert sum(measured.values()) == pytest.approx(1.0, abs=1e-6)
     worst = max(abs(measured[s] - expected[s]) for s in expected)
     assert worst < 1e-6, f"a sequence has a probability off by {worst:.2g}"
 
 
-def forgetful(fast: truedraft.Accelerated, make: Callable[[], Drafter | None]) -> truedraft.Accelerated:
-    """With a drafter that has learnt nothing yet: every outcome is to be drafted for alike."""
+def fresh(fast: truedraft.Accelerated, make: Callable[[], Drafter | None]) -> truedraft.Accelerated:
+    """With a new drafter: every outcome has to start from the same state."""
     if fast.drafter.vocab_size is None and (draft := make()) is not None:
         fast.drafter = draft
     return fast
@@ -107,7 +107,7 @@ def test_outcomes_walks_every_draw_once() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("vocabulary", [61, 32_000])
-def test_stream_noise_draws_what_multinomial_draws(batch: int, vocabulary: int) -> None:
+def test_stream_noise_draws_as_multinomial_does(batch: int, vocabulary: int) -> None:
     laws = [torch.randn(batch, vocabulary).mul(3).softmax(-1) for _ in range(6)]
     torch.manual_seed(9)
     expected = [torch.multinomial(law, 1).flatten().tolist() for law in laws]
@@ -131,7 +131,7 @@ def test_position_noise_never_divides_by_zero() -> None:
 
 
 def test_position_noise_follows_the_law() -> None:
-    """Chi-square over 20,000 draws; false-alarm rate 1e-6, and a bias of 0.02 on a token of 0.3 would show for sure."""
+    """Chi-square over 20,000 draws; false-alarm rate 1e-6, and a bias of 0.02 on a token of 0.3 would surely fail."""
     law = torch.tensor([[0.3, 0.05, 0.25, 0.4]])
     noise, row = PositionNoise([(4, 0)]), Row(0, [0], 1, 10**9)
     counts = [0] * 4

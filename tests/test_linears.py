@@ -1,4 +1,4 @@
-"""Compiled linear layers under models that have no program: same text, same bits at any width, put back afterwards."""
+"""Compiled linear layers in models without a program: same text, same bits at any width, removed afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from truedraft.targets.decoder import DecoderTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-OTHERS = ["gpt2", "phimoe", "olmo"]
+WITHOUT_PROGRAM = ["gpt2", "phimoe", "olmo"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def replaced(model: nn.Module) -> int:
     return sum("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize("architecture", WITHOUT_PROGRAM)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None:
     assert architecture not in PROGRAMS
@@ -65,26 +65,26 @@ def test_a_row_has_the_same_bits_at_any_width(dtype: torch.dtype, bias: bool) ->
     torch.testing.assert_close(whole, expected, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-5)
 
 
-def test_gradients_are_torch_s_own_and_new_weights_are_seen() -> None:
+def test_gradients_are_those_of_torch_and_new_weights_are_used() -> None:
     layer = nn.Linear(32, 16)
-    held, x = Linears(layer), torch.randn(3, 32)
-    with held.compiled():
+    layers, x = Linears(layer), torch.randn(3, 32)
+    with layers.compiled():
         layer(x).sum().backward()
     assert layer.weight.grad is not None
     layer.weight = nn.Parameter(torch.zeros(16, 32))
-    held.refresh()
-    with torch.no_grad(), held.compiled():
+    layers.refresh()
+    with torch.no_grad(), layers.compiled():
         assert torch.equal(layer(x), layer.bias.expand(3, 16))
         layer.weight += 1  # in place
         torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
         assert layer(torch.zeros(0, 32)).shape == (0, 16)
         layer.bias += 2  # a copy of it is read
-    held.refresh()
-    with torch.no_grad(), held.compiled():
+    layers.refresh()
+    with torch.no_grad(), layers.compiled():
         torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
 
 
-def test_layers_that_are_no_plain_ones_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(nn.Linear):
         pass
 
@@ -96,7 +96,7 @@ def test_layers_that_are_no_plain_ones_are_left_alone(monkeypatch: pytest.Monkey
     assert type(DecoderTarget(tiny("phimoe", torch.float32)).runner) is ForwardPass
 
 
-def test_stock_stays_stock() -> None:
+def test_the_stock_runtime_replaces_nothing() -> None:
     model = tiny("phimoe", torch.float32)
     fast = truedraft.accelerate(model, runtime="stock")
     seen: list[int] = []

@@ -1,4 +1,4 @@
-"""Every model type of the installed `transformers` is hosted exactly or refused, as docs/models.md says."""
+"""Every model type of the installed `transformers` is hosted exactly or refused, as listed in docs/models.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from model_types import classes, outcome, stated
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-EVERYDAY = {
+COMMON = {
     ("gemma3", "Gemma3ForConditionalGeneration"): "compiled",
     ("llava", "LlavaForConditionalGeneration"): "compiled",
     ("mistral3", "Mistral3ForConditionalGeneration"): "compiled",
@@ -17,21 +17,21 @@ EVERYDAY = {
     ("voxtral", "VoxtralForConditionalGeneration"): "compiled",
     ("aya_vision", "AyaVisionForConditionalGeneration"): "own forward",
     ("codegen", "CodeGenForCausalLM"): "own forward",
-    ("git", "GitForCausalLM"): "refused",  # padding changes what it says
-    ("idefics", "IdeficsForVisionText2Text"): "refused",  # says nothing without an image
-    ("paligemma", "PaliGemmaForConditionalGeneration"): "refused",  # sees what follows, unless there is padding
+    ("git", "GitForCausalLM"): "refused",  # padding changes its output
+    ("idefics", "IdeficsForVisionText2Text"): "refused",  # needs an image
+    ("paligemma", "PaliGemmaForConditionalGeneration"): "refused",  # attends to later tokens, unless there is padding
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), EVERYDAY)
-def test_models_that_see_or_hear_are_hosted_for_texts(kind: str, name: str) -> None:
-    assert outcome(kind, name)[0] == EVERYDAY[kind, name]
+@pytest.mark.parametrize(("kind", "name"), COMMON)
+def test_multimodal_models_are_hosted_for_text(kind: str, name: str) -> None:
+    assert outcome(kind, name)[0] == COMMON[kind, name]
 
 
 def test_the_page_has_every_class() -> None:
     found = stated(PAGE.read_text())
     assert set(found) == set(classes()), "run python tools/models.py"
-    assert all(found[key] == wanted for key, wanted in EVERYDAY.items())
+    assert all(found[key] == expected for key, expected in COMMON.items())
 
 
 @pytest.mark.slow(reason="builds all of some 330 model classes")

@@ -1,4 +1,4 @@
-"""The yardstick: the optimum of the transport problem, against a linear program and against the rules."""
+"""The optimal acceptance of the transport problem, against a linear program and the rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def law(seed: int, size: int = SIZE, sharp: float = 1.5) -> Tensor:
 
 
 def program(p: Tensor, drafts: dict[tuple[int, ...], float]) -> float:
-    """max P(token among the drafts) over all joint laws with these margins: the transport problem itself."""
+    """max P(token among the drafts) over all joint laws with these marginals: the transport problem itself."""
     sets = list(drafts)
     gain = [-1.0 if y in s else 0.0 for s in sets for y in range(len(p))]
     rows = np.zeros((len(sets) + len(p), len(gain)))
@@ -52,7 +52,7 @@ def drafted(qs: list[Tensor], distinct: bool) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("draws", ["independent", "distinct"])
 @pytest.mark.parametrize("seed", range(4))
-def test_it_is_what_a_linear_program_finds(seed: int, draws: str, n: int) -> None:
+def test_the_optimum_is_that_of_a_linear_program(seed: int, draws: str, n: int) -> None:
     p, q = law(seed), law(seed + 50)
     expected = program(p, drafted([q] * n, draws == "distinct"))
     assert optimal_acceptance(p, [q] * n, draws) == pytest.approx(expected, abs=1e-9)  # type: ignore[arg-type]
@@ -79,22 +79,24 @@ def test_certain_drafts_and_one_drawn(seed: int) -> None:
     certain = q.topk(2).indices
     rest = q.index_fill(0, certain, 0.0)
     rest = rest / rest.sum()
-    margins = {(*certain.tolist(), y): float(rest[y]) for y in range(SIZE) if rest[y] > 0}
-    assert optimal_acceptance(p, [q] * 3, "last") == pytest.approx(program(p, margins), abs=1e-6)
+    marginals = {(*certain.tolist(), y): float(rest[y]) for y in range(SIZE) if rest[y] > 0}
+    assert optimal_acceptance(p, [q] * 3, "last") == pytest.approx(program(p, marginals), abs=1e-6)
     assert optimal_acceptance(p, [q, law(9)], "certain") == pytest.approx(
         float(p[torch.stack([q.argmax(), law(9).argmax()]).unique()].sum())
     )
 
 
-def test_which_laws_count() -> None:
+def test_the_optimum_depends_on_the_laws_in_use() -> None:
     p, q = law(1), law(2)
     assert optimal_acceptance(p, [q, law(9)], "distinct") == optimal_acceptance(p, [q, q], "distinct")
     assert optimal_acceptance(p, [q, q]) == optimal_acceptance(p, [q, q], "one") < optimal_acceptance(p, [q] * 3)
-    sure = torch.eye(SIZE, dtype=torch.float64)[3]
-    assert optimal_acceptance(p, [sure, sure], "last") == pytest.approx(float(p[3])), "nothing is left to draw"
+    certain_law = torch.eye(SIZE, dtype=torch.float64)[3]
+    assert optimal_acceptance(p, [certain_law, certain_law], "last") == pytest.approx(float(p[3])), (
+        "nothing is left to draw"
+    )
 
 
-def test_one_draft_is_kept_as_often_as_the_laws_agree() -> None:
+def test_one_draft_is_accepted_with_the_overlap_of_the_laws() -> None:
     p, q = law(1, 8000), law(2, 8000)
     assert optimal_acceptance(p, [q]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-9)
 
@@ -109,7 +111,7 @@ def test_large_vocabularies() -> None:
     assert values["independent"][0] - 1e-9 <= others <= 1
 
 
-def test_bad_laws_are_refused() -> None:
+def test_invalid_laws_are_refused() -> None:
     with pytest.raises(ValueError, match="one length"):
         optimal_acceptance(law(1), [law(2, 7)])
     with pytest.raises(ValueError, match="one length"):

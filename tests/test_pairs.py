@@ -1,4 +1,4 @@
-"""The compiled pass of encoder-decoders: the model's forward but for rounding, and the same bits however it is used."""
+"""The compiled pass of encoder-decoders: the forward up to rounding, bit-identical at every width."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def target_of(kind: str, dtype: torch.dtype, runtime: str = "auto") -> Seq2SeqTa
 
 
 def prompts_of(rows: list[list[int]], dtype: torch.dtype) -> list[Prompt]:
-    """Behind sources of different lengths, the padding of one of them in front and of one in the middle."""
+    """Prompts with sources of different lengths, one padded in front and one in the middle."""
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(len(rows), SOURCE, WIDTH, generator=generator).to(dtype)
     heard = torch.ones(len(rows), SOURCE, dtype=torch.long)
@@ -43,22 +43,24 @@ def prompts_of(rows: list[list[int]], dtype: torch.dtype) -> list[Prompt]:
 
 
 def words(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1, V) for _ in range(count)]  # padding counts as no position in a plain forward of M2M100
+    return [rng.randrange(1, V) for _ in range(count)]  # padding has no position in a plain forward of M2M100
 
 
 @EVERY
 @BOTH
 def test_a_node_has_the_same_bits_however_it_is_scored(kind: str, dtype: torch.dtype) -> None:
-    """In a tree or as the end of a prompt, beside rows that are longer or shorter: no tolerance."""
+    """In a tree or at the end of a prompt, beside longer or shorter rows: no tolerance."""
     rng, target = random.Random(2), target_of(kind, dtype)
-    said = [words(rng, n) for n in LENGTHS]
-    trees = [random_tree(rng, ids[-1], n) for ids, n in zip(said, (12, 20, 1, 5), strict=True)]
+    prefixes = [words(rng, n) for n in LENGTHS]
+    trees = [random_tree(rng, ids[-1], n) for ids, n in zip(prefixes, (12, 20, 1, 5), strict=True)]
     target.reserve(4, 64)
-    target.prefill(prompts_of(said, dtype))
+    target.prefill(prompts_of(prefixes, dtype))
     together = target.score(trees).logits
     for leaf in range(20):
         paths = [tree.path(min(leaf, len(tree) - 1)) for tree in trees]
-        whole = [ids[:-1] + [tree.tokens[i] for i in path] for ids, tree, path in zip(said, trees, paths, strict=True)]
+        whole = [
+            ids[:-1] + [tree.tokens[i] for i in path] for ids, tree, path in zip(prefixes, trees, paths, strict=True)
+        ]
         target.reserve(4, 64)
         alone = target.prefill(prompts_of(whole, dtype)).logits[:, 0]
         for row, path in enumerate(paths):
@@ -67,12 +69,12 @@ def test_a_node_has_the_same_bits_however_it_is_scored(kind: str, dtype: torch.d
 
 @EVERY
 @BOTH
-def test_it_is_the_model_s_forward_but_for_rounding(kind: str, dtype: torch.dtype) -> None:
-    """Every node against a plain forward over its path; rows leave between passes, and another takes the slot."""
+def test_logits_are_those_of_the_forward_up_to_rounding(kind: str, dtype: torch.dtype) -> None:
+    """Every node against a plain forward over its path, after a row left and another moved to its slot."""
     rng, target = random.Random(3), target_of(kind, dtype)
     target.taps = Taps((0, 1, -1))
-    said = [words(rng, n) for n in LENGTHS]
-    prompts = prompts_of(said, dtype)
+    prefixes = [words(rng, n) for n in LENGTHS]
+    prompts = prompts_of(prefixes, dtype)
     target.reserve(4, 64)
     target.prefill(prompts)
     target.commit([[0]] * 4)
@@ -82,7 +84,7 @@ def test_it_is_the_model_s_forward_but_for_rounding(kind: str, dtype: torch.dtyp
     for slot, (row, tree) in enumerate(zip((3, 1, 2), trees, strict=True)):
         for node in range(len(tree)):
             path = tree.path(node)
-            ids = torch.tensor([said[row] + [tree.tokens[i] for i in path]])
+            ids = torch.tensor([prefixes[row] + [tree.tokens[i] for i in path]])
             plain = target.model(
                 encoder_outputs=BaseModelOutput(last_hidden_state=prompts[row].states[None]),
                 attention_mask=prompts[row].heard[None], decoder_input_ids=ids, output_hidden_states=True,
@@ -111,13 +113,13 @@ def test_padding_has_no_position_where_the_model_gives_it_none() -> None:
 
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     error = (found.float() - expected.float()).abs().max() / expected.float().std()
-    assert error < (1e-4 if dtype == torch.float32 else 0.25)  # as is asked of a model before it is hosted
+    assert error < (1e-4 if dtype == torch.float32 else 0.25)  # the tolerance of hosting a model
 
 
 @pytest.mark.parametrize("kind", sorted(set(PAIR_PROGRAMS) - {"longt5"}))
 @BOTH
-def test_the_encoder_says_what_the_model_s_does(kind: str, dtype: torch.dtype) -> None:
-    """Padding behind, in front, on both sides; and nothing is said for it."""
+def test_the_compiled_encoder_matches_the_models(kind: str, dtype: torch.dtype) -> None:
+    """Padding at the end, in front and on both sides; its states are zero."""
     model = target_of(kind, dtype).model
     ids = torch.randint(1, V, (4, 13), generator=torch.Generator().manual_seed(4))
     heard = torch.ones_like(ids)
@@ -130,7 +132,7 @@ def test_the_encoder_says_what_the_model_s_does(kind: str, dtype: torch.dtype) -
         close(found[row][heard[row] == 1], expected[row][heard[row] == 1], dtype)
 
 
-def test_what_the_compiled_encoder_leaves_to_the_model() -> None:
+def test_inputs_that_the_compiled_encoder_leaves_to_the_model() -> None:
     fast = truedraft.accelerate(tiny("t5"), control="fixed")
     target, given = fast.target, sources()
     assert "encoder_outputs" in target.encoded(None, given)
@@ -158,14 +160,14 @@ def test_a_source_beyond_the_encoder_s_positions_fails_as_it_does_alone(kind: st
 
 
 @pytest.mark.parametrize("kind", ["pegasus", "t5"])
-def test_strict_passes(kind: str) -> None:
+def test_strict_uses_the_compiled_pass(kind: str) -> None:
     fast = truedraft.accelerate(tiny(kind), strict=True, control="fixed")
     assert fast.target.runtime == "compiled pass"
     given = dict(**sources(), max_new_tokens=20, min_new_tokens=20)
     assert torch.equal(fast.generate(**given), tiny(kind).generate(**given))
 
 
-def test_weights_that_are_replaced_are_seen() -> None:
+def test_replaced_weights_are_used() -> None:
     target = target_of("bart", torch.float32)
     fast = truedraft.accelerate(target.model, control="fixed")
     given = dict(**sources(), max_new_tokens=20, min_new_tokens=20)
@@ -179,7 +181,7 @@ def test_weights_that_are_replaced_are_seen() -> None:
     assert not torch.equal(before, after) and torch.equal(after, target.model.generate(**given))
 
 
-def test_heads_of_another_size_are_left_to_the_model() -> None:
+def test_unsupported_head_sizes_use_the_models_forward() -> None:
     config = CONFIG_MAPPING["bart"](**{**ARCHITECTURES["bart"], "decoder_attention_heads": 8})
     fast = truedraft.accelerate(AutoModelForSeq2SeqLM.from_config(config).eval())
     assert "heads of 4 numbers" in fast.target.runtime
@@ -187,7 +189,7 @@ def test_heads_of_another_size_are_left_to_the_model() -> None:
         truedraft.accelerate(fast.model, strict=True)
 
 
-def test_a_token_that_there_is_not() -> None:
+def test_a_token_outside_the_vocabulary_raises() -> None:
     target = target_of("t5", torch.float32)
     target.reserve(4, 64)
     target.prefill(prompts_of([[1]] * 4, torch.float32))

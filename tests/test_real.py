@@ -1,7 +1,7 @@
 """Real checkpoints on real story openings: equal to `model.generate`, token for token, in fp32.
 
-The whole hundred with every drafter is slow; every run takes a sample of both. Divergences are listed with the gap
-between the two likeliest tokens at the first one, since a tie may fall otherwise at another width.
+All hundred prompts with every drafter are slow; every run has a sample of both. Divergences are listed with the gap
+between the two likeliest tokens at the first one, since ties may resolve differently at another width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def small_for(checkpoint: str, weights: Path) -> PreTrainedModel | None:
-    """The model that drafts: stories260K has the vocabulary of bitllama_3M; the others have one much like them."""
+    """The draft model: stories260K has the vocabulary of bitllama_3M; None gives the others a sibling."""
     return load(weights / "stories260K")[0] if checkpoint == "bitllama_3M" else None
 
 

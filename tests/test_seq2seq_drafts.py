@@ -1,4 +1,4 @@
-"""Smaller encoder-decoders that draft for larger ones: exact, level with their rows, refused where they do not fit."""
+"""Encoder-decoders as draft models: exact, in step with the target's rows, refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
 import models
 import truedraft
 from nets import PRESETS, drafter
-from test_draft_model import ASKING
+from test_draft_model import WITH_DRAFT_MODEL
 from test_seq2seq import ARCHITECTURES, both, sources, tiny
 from truedraft import Refused
 from truedraft.drafters._compose import compose
 
-ASKED = [*ASKING, *(preset for preset, (name, _) in PRESETS.items() if name in ASKING)]
+NAMES = [*WITH_DRAFT_MODEL, *(preset for preset, (name, _) in PRESETS.items() if name in WITH_DRAFT_MODEL)]
 SMALLER: dict[str, dict[str, Any]] = {
     "bart": dict(d_model=16, encoder_layers=1, decoder_layers=1),
     "t5": dict(d_model=16, num_layers=1, num_decoder_layers=1),
@@ -25,7 +25,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 
 def smaller(kind: str, **other: Any) -> PreTrainedModel:
-    """One of another size, with random weights of its own."""
+    """A smaller model with other random weights."""
     torch.manual_seed(1)
     config = CONFIG_MAPPING[kind](**{**ARCHITECTURES[kind], **SMALLER[kind], **other})
     return AutoModelForSeq2SeqLM.from_config(config).eval()
@@ -33,8 +33,8 @@ def smaller(kind: str, **other: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-@pytest.mark.parametrize("name", [*ASKED, "input-guided|draft-model", "draft-model>max-gram"])
-def test_every_drafter_that_asks_a_model(name: str, kind: str, sample: bool) -> None:
+@pytest.mark.parametrize("name", [*NAMES, "input-guided|draft-model", "draft-model>max-gram"])
+def test_every_drafter_with_a_draft_model_is_exact(name: str, kind: str, sample: bool) -> None:
     small = models.sibling(tiny(kind)) if sample else smaller(kind)
     draft = compose(name, lambda part: drafter(part, tiny(kind), small=small))  # type: ignore[arg-type,return-value]
     fast = truedraft.accelerate(tiny(kind), draft=draft, control="fixed")
@@ -45,8 +45,8 @@ def test_every_drafter_that_asks_a_model(name: str, kind: str, sample: bool) -> 
 @pytest.mark.parametrize("control", ["fixed", "cost"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_model_agrees_with_itself(kind: str, sample: bool, control: str) -> None:
-    """Whatever its row's source: the wrong one, or its padding heard, would show in what it drafts."""
+def test_drafts_of_the_target_itself_are_all_accepted(kind: str, sample: bool, control: str) -> None:
+    """A wrong source, or unmasked padding, would show in the drafts."""
     fast = truedraft.accelerate(tiny(kind), draft=tiny(kind), control=control)
     length = dict(
         max_new_tokens=30, min_new_tokens=30, encoder_no_repeat_ngram_size=0
@@ -59,15 +59,15 @@ def test_a_model_agrees_with_itself(kind: str, sample: bool, control: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_padding_that_nobody_masks_is_not_read(kind: str) -> None:
-    """Without a mask `generate` infers one from the padding; the draft model hears what the target hears."""
+def test_unmasked_padding_is_masked_for_the_draft_model_too(kind: str) -> None:
+    """Without a mask `generate` infers one from the padding; the draft model uses the same mask."""
     fast = truedraft.accelerate(tiny(kind), draft=tiny(kind), control="fixed")
     expected, found = both(fast, attention_mask=None, max_new_tokens=30, min_new_tokens=30)
     assert torch.equal(expected, found) and fast.report().acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_rows_that_leave_take_their_sources_along(kind: str) -> None:
+def test_slots_of_sources_move_with_their_rows(kind: str) -> None:
     """Rows of different lengths: the slots of a draft model move as those of the target do."""
     fast = truedraft.accelerate(tiny(kind), draft=tiny(kind), control="fixed")
     settings = dict(do_sample=True, temperature=3.0, eos_token_id=[5, 9, 11], pad_token_id=0, num_return_sequences=2)
@@ -76,11 +76,11 @@ def test_rows_that_leave_take_their_sources_along(kind: str) -> None:
     assert len(set((expected != 0).sum(-1).tolist())) >= 4, "rows end one by one"
     emitted = [e for p in fast.report().passes for e in p.emitted]
     wrong = sum(e.offered - e.drafted for e in emitted)
-    assert wrong <= len(expected), "none but the tokens that end a row, which stand behind its path"
+    assert wrong <= len(expected), "only tokens after the end of a row"
     assert fast.report().mean_acceptance_length > 3
 
 
-def test_a_source_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     small, read = smaller("t5"), 0
     encoder = small.get_encoder()
     forward = encoder.forward
@@ -98,7 +98,7 @@ def test_a_source_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_an_assistant_is_taken_as_transformers_takes_it(kind: str, sample: bool) -> None:
+def test_an_assistant_model_is_accepted_as_in_transformers(kind: str, sample: bool) -> None:
     model, small = tiny(kind), models.sibling(tiny(kind))
     fast = truedraft.accelerate(model, control="fixed")
     settings = dict(max_new_tokens=30, min_new_tokens=20, do_sample=sample)
@@ -107,23 +107,23 @@ def test_an_assistant_is_taken_as_transformers_takes_it(kind: str, sample: bool)
     torch.manual_seed(2)
     assert torch.equal(fast.generate(**sources(), **settings, assistant_model=small), expected)
     assert fast.report().drafter == "draft-model" and fast.report().mean_acceptance_length > 1.3
-    if not sample:  # transformers takes one source at a time
+    if not sample:  # transformers supports one source at a time
         source = sources()["input_ids"][:1]
         theirs = model.generate(source, **settings, assistant_model=small)
         assert torch.equal(fast.generate(source, **settings, assistant_model=small), theirs)
 
 
-def test_a_source_or_a_text_beyond_its_positions_is_decoded_without_it() -> None:
-    """Ten positions: one source is longer, and no text is drafted beyond."""
+def test_rows_beyond_the_draft_models_positions_are_decoded_without_drafts() -> None:
+    """Ten positions: one source is longer, and nothing is drafted beyond the tenth token."""
     small = smaller("bart", max_position_embeddings=10)
     fast = truedraft.accelerate(tiny("bart"), draft=small, control="fixed")
     expected, found = both(fast)
     assert torch.equal(expected, found)
-    offering = {e.row for p in fast.report().passes for e in p.emitted if e.offered}
-    assert offering == {1, 2, 3}
+    drafted = {e.row for p in fast.report().passes for e in p.emitted if e.offered}
+    assert drafted == {1, 2, 3}
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsuitable_draft_models_are_refused() -> None:
     decoder = models.tiny("llama", torch.float32)
     with pytest.raises(Refused, match="is a decoder, and the model that it would draft for is an encoder-decoder"):
         truedraft.accelerate(tiny("bart"), draft=decoder)

@@ -1,4 +1,4 @@
-"""Encoder-decoders with inputs and models out of the ordinary: as the model alone, or refused in one sentence."""
+"""Encoder-decoders with unusual inputs and models: as the model alone, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def marian(encoder: int, decoder: int, pad: int = 0) -> MarianMTModel:
 
 @pytest.mark.parametrize("made", [lambda mask: mask * 255, lambda mask: mask.float(), lambda mask: mask.bool()])
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_masks_of_other_kinds(kind: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_attention_masks_of_other_dtypes_and_values(kind: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
     given = sources()
     given["attention_mask"] = made(given["attention_mask"])
     expected, found = both(truedraft.accelerate(tiny(kind)), **given)
@@ -38,7 +38,7 @@ def test_masks_of_other_kinds(kind: str, made: Callable[[torch.Tensor], torch.Te
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_default_dtype_is_no_matter(dtype: torch.dtype) -> None:
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
     decoder = decoders.tiny("llama", torch.float32)
     prompt = torch.arange(5, 15)[None]
     expected = tiny("bart").generate(**sources(), **SHORT), decoder.generate(prompt, **SHORT)
@@ -54,8 +54,8 @@ def test_the_default_dtype_is_no_matter(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("encoder", "decoder"), [(200_000, 40), (61, 40), (61, 90)])
-def test_a_vocabulary_for_either_side(encoder: int, decoder: int) -> None:
-    """What is known of the source is in other tokens than the output."""
+def test_source_and_target_vocabularies_may_differ(encoder: int, decoder: int) -> None:
+    """The source has other token ids than the output."""
     model = marian(encoder, decoder)
     ids = torch.tensor([[encoder - 1, encoder // 2, 7, 8], [9, encoder - 3, 11, 12]])
     for runtime in ("auto", "stock"):
@@ -102,7 +102,7 @@ def another_weight(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "change"), [("bart", another_bias), ("t5", another_class), ("t5", another_weight)])
-def test_changes_between_calls_are_seen(kind: str, change: Callable[[Any], None]) -> None:
+def test_changes_between_calls_are_detected(kind: str, change: Callable[[Any], None]) -> None:
     model = copy.deepcopy(tiny(kind))
     fast = truedraft.accelerate(model)
     before = fast.generate(**sources(), **SHORT)
@@ -112,7 +112,7 @@ def test_changes_between_calls_are_seen(kind: str, change: Callable[[Any], None]
     assert torch.equal(fast.generate(**sources(), **SHORT), expected)
 
 
-def test_hooks_of_all_modules_are_seen() -> None:
+def test_global_module_hooks_are_called() -> None:
     fast, calls = truedraft.accelerate(tiny("bart")), []
     hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module).__name__))
     try:
@@ -123,7 +123,7 @@ def test_hooks_of_all_modules_are_seen() -> None:
 
 
 @pytest.mark.parametrize("start", [[2, 7, 0, 9], [0, 7, 8], [2, 0, 0, 0, 9]])
-def test_padding_in_what_the_decoder_begins_with(start: list[int]) -> None:
+def test_padding_in_decoder_prompts(start: list[int]) -> None:
     given = dict(decoder_input_ids=torch.tensor([start] * 4), do_sample=True)
     for kind in ("m2m_100", "t5"):
         expected, found = both(truedraft.accelerate(tiny(kind)), **given)
@@ -138,7 +138,7 @@ def test_every_position_can_be_used() -> None:
         fast.generate(**sources(), max_new_tokens=129)
 
 
-def test_states_that_are_given() -> None:
+def test_given_encoder_states() -> None:
     fast, given = truedraft.accelerate(tiny("bart")), sources()
     states = tiny("bart").get_encoder()(**given).last_hidden_state
     encoded = dict(encoder_outputs=BaseModelOutput(last_hidden_state=states), input_ids=None)
@@ -156,7 +156,7 @@ def test_a_source_that_is_masked_throughout_is_refused() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
-def test_a_model_made_of_two_is_refused(runtime: str) -> None:
+def test_composites_of_two_models_are_refused(runtime: str) -> None:
     half = BertConfig(
         vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
     )  # fmt: skip
@@ -169,7 +169,7 @@ def test_a_model_made_of_two_is_refused(runtime: str) -> None:
 
 @pytest.mark.parametrize("made", [tuple, list])
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_states_of_an_encoder_in_a_tuple(kind: str, made: Callable[[Any], Any]) -> None:
+def test_given_encoder_states_in_a_tuple(kind: str, made: Callable[[Any], Any]) -> None:
     model, given = tiny(kind), sources()
     states = model.get_encoder()(**given).last_hidden_state
     expected, found = both(truedraft.accelerate(model), **given, encoder_outputs=made((states,)))
@@ -177,7 +177,7 @@ def test_states_of_an_encoder_in_a_tuple(kind: str, made: Callable[[Any], Any]) 
 
 
 _BEGUN = torch.tensor([[2, 5, 6]] * 4)
-STRANGE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "nothing of an encoder": (lambda g: {**g, "encoder_outputs": ()}, "encoder_outputs begins with a NoneType"),
     "a dict": (lambda g: {**g, "encoder_outputs": {"last_hidden_state": g["input_ids"]}}, "encoder_outputs"),
     "states of two dimensions": (lambda g: {**g, "encoder_outputs": (torch.zeros(4, 32),)}, r"\(4, 32\)"),
@@ -199,10 +199,10 @@ STRANGE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", STRANGE)
+@pytest.mark.parametrize("case", INVALID)
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_sources_of_another_form_are_refused(kind: str, case: str) -> None:
-    change, words = STRANGE[case]
+def test_invalid_sources_are_refused(kind: str, case: str) -> None:
+    change, words = INVALID[case]
     with pytest.raises(Refused, match=words) as error:
         truedraft.accelerate(tiny(kind)).generate(**change(sources()), **SHORT)
     assert "\n" not in str(error.value)
@@ -212,6 +212,6 @@ def test_sources_of_another_form_are_refused(kind: str, case: str) -> None:
     ("kind", "name"),
     [("whisper", "WhisperForConditionalGeneration"), ("seamless_m4t", "SeamlessM4TForTextToText")],
 )
-def test_a_generate_of_its_own_is_not_replaced(kind: str, name: str) -> None:
+def test_models_with_a_generate_of_their_own_are_refused(kind: str, name: str) -> None:
     with pytest.raises(Refused, match=f"{name} cannot be hosted exactly: it has a generate of its own"):
         truedraft.accelerate(built(kind, name))

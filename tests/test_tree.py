@@ -1,4 +1,4 @@
-"""Draft trees and what goes with them, each operation against its definition on random trees."""
+"""Draft trees, taps, prompts, rows and scores: operations against their definitions on random trees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREES = 60
 
 
 def random_tree(seed: int, probes: bool = True) -> DraftTree:
-    """Up to twelve nodes, some of them probes with probes alone below, with laws and confidences of their own."""
+    """Up to twelve nodes, some of them probes with only probes below, with laws and confidences."""
     rng = random.Random(seed)
     n = rng.randint(1, 12)
     parent = [-1] + [rng.randrange(max(0, i - 5), i) for i in range(1, n)]
@@ -67,7 +67,7 @@ def test_every_field_is_carried() -> None:
 
 
 def same_nodes(kept: DraftTree, tree: DraftTree, nodes: list[int]) -> None:
-    """`kept` holds these nodes of `tree`, in their order, with all that belongs to each."""
+    """`kept` has these nodes of `tree`, in order, with all their fields."""
     assert len(kept) == len(nodes) and kept.draws == tree.draws
     assert kept.tokens == tuple(tree.tokens[i] for i in nodes)
     assert kept.parent == tuple(nodes.index(tree.parent[i]) if i else -1 for i in nodes)
@@ -127,7 +127,7 @@ def test_parts_of_a_tree(seed: int) -> None:
 
 
 def _below(tree: DraftTree, probe: int, chosen: set[int]) -> bool:
-    """Whether what a probe hangs on, the probes between left out, is among the chosen."""
+    """Whether the nearest verified ancestor of a probe is among the chosen."""
     return next(i for i in reversed(ancestors(tree, probe)) if i not in tree.probes) in chosen
 
 
@@ -170,12 +170,12 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BROKEN)
-def test_a_tree_that_breaks_its_contract(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_tree_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DraftTree(**fields).check()
 
 
-def test_trees_that_keep_their_contract() -> None:
+def test_valid_trees_pass_the_check() -> None:
     for tree in (
         DraftTree((1, 2, 3), (-1, 0, 1), probes=frozenset({2}), confidence=(1.0, 0.0, 1.0)),
         DraftTree((1, 2, 3), (-1, 0, 1), probes=frozenset({1, 2})),
@@ -184,7 +184,7 @@ def test_trees_that_keep_their_contract() -> None:
         tree.check()
 
 
-def test_what_goes_with_trees() -> None:
+def test_taps_prompts_and_rows() -> None:
     assert (Taps((3, -1)) | Taps((0, 3))).hidden == (-1, 0, 3)
     assert len(Prompt(ids=torch.tensor([1, 2, 3]))) == 3 and len(Prompt(embeds=torch.zeros(2, 5))) == 2
     row = Row(2, [5, 6, 7, 8], 3, 9)
@@ -205,7 +205,7 @@ def scores_of(rows: int, first: int) -> Scores:
     return Scores(torch.arange(first, first + rows).float()[:, None, None].expand(-1, 2, 5), hidden, [*range(rows)])
 
 
-def test_scores_of_parts_are_joined_and_taken_apart() -> None:
+def test_scores_of_parts_are_joined_and_split() -> None:
     parts = [scores_of(2, 0), scores_of(1, 10), scores_of(3, 20)]
     assert joined(parts[:1]) is parts[0]
     for count in (2, 3):

@@ -19,9 +19,9 @@ from truedraft.cli._text import notes_on_stderr
 from truedraft.errors import Refused, why
 
 
-def _print_version(wanted: bool) -> None:
-    """What a report of a fault should say first, on standard output; ends the command."""
-    if wanted:
+def _print_version(requested: bool) -> None:
+    """Print the versions that a bug report needs, and exit."""
+    if requested:
         packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
         print(f"truedraft {__version__} (Python {platform.python_version()}, {packages})")
         raise typer.Exit
@@ -57,14 +57,14 @@ def truedraft(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Generation with transformers, several tokens per pass, exactly what the model alone would have said."""
+    """Speculative decoding for transformers: several tokens per pass, exactly the output of the model alone."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, that of the process by default, and return its exit code.
 
     Expected errors (`Refused`, OSError, ValueError, a wrong option) become one line on stderr and code 2; Ctrl-C
-    is 130; 141 is that nobody reads standard output any more.
+    is 130; a closed reader of standard output (`| head`) is 141.
     """
     given = list(sys.argv[1:] if args is None else args)
     return guarded(lambda: _run(given))
@@ -73,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(args: list[str]) -> int:
     try:
         if sys.stdout is None and not {*WRITERS} & {*args[:1]}:
-            raise Refused("standard output is closed, where the result was to go: leave it open")
+            raise Refused("standard output is closed, and the result goes there: leave it open")
         with notes_on_stderr():
             code = app(args or ["--help"], prog_name="truedraft", standalone_mode=False, obj=args) or 0
         if sys.stdout is not None:

@@ -1,4 +1,4 @@
-"""What changed in a line, by words."""
+"""Differences within a line, by words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Parts = Sequence[tuple[str, str]]
 
 
 def changes(parts: Parts) -> Iterator[tuple[str, str]]:
-    """What a line consists of, (removed, inserted) each; the two are the same where nothing changed.
+    """Split a line into (removed, inserted) pairs by words; the two are equal where nothing changed.
 
     parts: (before, after) of each piece of the line.
     """
@@ -28,19 +28,19 @@ def changes(parts: Parts) -> Iterator[tuple[str, str]]:
         old, new = WORD.findall(before), WORD.findall(after)
         removed = inserted = ""
         for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-            gone, come = "".join(old[a:b]), "".join(new[c:d])
-            between = kind == "equal" and gone.isspace() and b < len(old) and d < len(new)
+            cut, added = "".join(old[a:b]), "".join(new[c:d])
+            between = kind == "equal" and cut.isspace() and b < len(old) and d < len(new)
             if kind != "equal" or (between and (removed or inserted)):
-                removed, inserted = removed + gone, inserted + come
+                removed, inserted = removed + cut, inserted + added
                 continue
             yield from _changed(removed, inserted)
-            yield gone, come
+            yield cut, added
             removed = inserted = ""
         yield from _changed(removed, inserted)
 
 
 def _changed(removed: str, inserted: str) -> Iterator[tuple[str, str]]:
-    """A change, the white space that both sides end with told apart."""
+    """A change; white space at the end of both sides is yielded separately, as unchanged."""
     kept = len(removed) - len(removed.rstrip()) if removed.strip() and inserted.strip() else 0
     tail = removed[len(removed) - kept :]
     if tail and inserted.endswith(tail):

@@ -28,12 +28,12 @@ STDIN = "-"
 CHUNK = 1 << 20
 
 File = Annotated[str, Argument(metavar="FILE", help="Text in UTF-8; - reads standard input.")]
-Out = Annotated[Path | None, Option(help="Write here, whole or not at all, not to standard output.")]
-InPlace = Annotated[bool, Option("--in-place", help="Replace FILE by the result, whole or not at all.")]
-Prefix = Annotated[str, Option(help="Put before every source, for models that want to be told their task.")]
-Batch = Annotated[int, Option(help="Sources of a batch.")]
+Out = Annotated[Path | None, Option(help="Write to this file atomically, not to standard output.")]
+InPlace = Annotated[bool, Option("--in-place", help="Replace FILE by the result, atomically.")]
+Prefix = Annotated[str, Option(help="Put before every source, for models that need a task prefix.")]
+Batch = Annotated[int, Option(help="Sources per batch.")]
 MaxNewTokens = Annotated[
-    int | None, Option(help="Most tokens per source; by default twice its own and 32, as far as the model goes.")
+    int | None, Option(help="Most tokens per source; by default twice its length plus 32, up to the model's limit.")
 ]
 NumBeams = Annotated[int | None, Option(hidden=True)]
 Check = Annotated[bool, Option("--check", help="Compare every source with model.generate; exit 1 if one differs.")]
@@ -41,8 +41,8 @@ Figures = Annotated[bool, Option("--report", help="Print the figures of the run 
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A model and how it drafts, by name; see `cli._models.accelerated`."""
+class ModelOptions:
+    """A model and its drafting, by name; see `cli._models.accelerated`."""
 
     model: str
     argument: str
@@ -64,10 +64,10 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where text comes from and where it goes.
+class TextPaths:
+    """Input and output of a text.
 
-    diff: show what changed, by words, in place of the text; None for where that can be read, on a terminal.
+    diff: show differences by words instead of the text; None does so on a terminal.
     """
 
     file: str
@@ -79,7 +79,7 @@ class Place:
         if self.in_place and self.out is not None:
             raise Refused("--in-place and --out were both given: choose one")
         if self.in_place and self.file == STDIN:
-            raise Refused("--in-place needs a FILE to replace, and standard input is none")
+            raise Refused("--in-place needs a FILE to replace, not standard input")
         if self.file == STDIN and sys.stdin is None:
             raise Refused("FILE -: standard input is closed; name a file")
         if sys.stdout is None and self.shown is not None:
@@ -89,23 +89,23 @@ class Place:
 
     @property
     def target(self) -> Path | None:
-        """The file to be written; None for standard output."""
+        """The file to write; None for standard output."""
         return Path(self.file) if self.in_place else self.out
 
     @property
     def shown(self) -> bool | None:
-        """Whether differences go to standard output (True), or the text (False); None for nothing."""
+        """What goes to standard output: differences (True), the text (False), or nothing (None)."""
         if self.target is not None:
             return True if self.diff else None
         return self.diff if self.diff is not None else sys.stdout is not None and sys.stdout.isatty()
 
     def _check(self, target: Path) -> None:
-        """Raises Refused, before anything is computed, for a file that could not be written, or is the input."""
+        """Raises Refused, before anything is computed, for a file that cannot be written, or is the input."""
         name = "--in-place" if self.in_place else f"--out {target}"
         if str(target) == STDIN:
             raise Refused("--out -: text goes to standard output where --out is left out")
         if target.exists() and not target.is_file():
-            raise Refused(f"{name} is no file that can be replaced: name another")
+            raise Refused(f"{name} is not a regular file: name another")
         if not self.in_place and target.exists() and Path(self.file).exists() and target.samefile(self.file):
             raise Refused(f"{name} is the input: give --in-place to replace it")
         folder = Path(os.path.realpath(target)).parent
@@ -113,18 +113,18 @@ class Place:
             raise Refused(f"{name}: {folder} is no folder that can be written")
 
     def written(self) -> Any:
-        """A context with the file to be written, or None."""
+        """A context with the open output file, or None."""
         return nullcontext() if self.target is None else whole(self.target)
 
 
 @dataclass
-class Source:
-    """Lines of a file or of standard input, with their ends; `total` is how many there are, where that is known.
+class LineReader:
+    """Lines of a file or of standard input, with their line ends; `total` is their number, None where unknown.
 
-    Bytes that are not UTF-8 come as lone surrogates.
+    Bytes that are not UTF-8 are decoded to lone surrogates.
 
     Raises:
-        Refused: it cannot be read, or is no text.
+        Refused: the input cannot be read, or is not text.
     """
 
     file: BinaryIO
@@ -149,72 +149,72 @@ class Source:
         if first and data[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise Refused(f"{self.name} is UTF-16: convert it, for instance with iconv -f UTF-16 -t UTF-8")
         if b"\0" in data:
-            raise Refused(f"{self.name} is no text in UTF-8: there are NUL bytes in it")
+            raise Refused(f"{self.name} is not text in UTF-8: it contains NUL bytes")
 
 
 def mode(file: BinaryIO) -> int:
     try:
         return os.fstat(file.fileno()).st_mode
-    except OSError:  # something in memory
+    except OSError:  # no file descriptor
         return 0
 
 
 @contextmanager
-def opened(name: str) -> Iterator[Source]:
+def opened(name: str) -> Iterator[LineReader]:
     """The lines of a file, or of standard input for `-`."""
     if name == STDIN:
-        yield Source(sys.stdin.buffer, "standard input")
+        yield LineReader(sys.stdin.buffer, "standard input")
         return
     with ExitStack() as stack:
         try:
             file = stack.enter_context(Path(name).open("rb"))
         except OSError as e:
             raise Refused(f"FILE {name}: {why(e)}") from e
-        yield Source(file, f"FILE {name}")
+        yield LineReader(file, f"FILE {name}")
 
 
 def check_counts(batch: int, max_new_tokens: int | None, num_beams: int | None) -> None:
-    """Raises Refused for a number that cannot be meant."""
+    """Raises Refused for a number out of range."""
     for name, value in (("--batch", batch), ("--max-new-tokens", max_new_tokens)):
         if value is not None and value < 1:
             raise Refused(f"{name} {value} must be at least 1")
     if num_beams not in (None, 1):
-        raise Refused(f"--num-beams {num_beams}: drafts verify greedy search; leave it out")
+        raise Refused(f"--num-beams {num_beams}: drafts are verified against greedy search; leave it out")
 
 
 def rewrite(
-    place: Place,
-    engine: Engine,
+    paths: TextPaths,
+    options: ModelOptions,
     fitted: Callable[[Accelerated], Mapping[str, Any]],
     report: bool,
     **knobs: Any,
 ) -> int:
-    """Rewrite a file; what the commands do once they have read their options.
+    """Rewrite a file, once the options are checked.
 
     Args:
-        fitted: looks at the model and returns settings of `generate` for it, or refuses it.
+        fitted: returns settings of `generate` for the model, or refuses the model.
         knobs: those of `lines.Rewriter`.
 
-    Returns the exit code: 0; 1 where a line differs from `model.generate`; 130 after Ctrl-C, when a file that was to be
-    written is as it was, and standard output has the lines that were done.
+    Returns the exit code: 0; 1 where a line differs from `model.generate`; 130 after Ctrl-C: an output file is then
+    left unchanged, and standard output has the lines that were finished.
     """
-    with opened(place.file) as source:
-        fast = engine.load()
+    with opened(paths.file) as source:
+        fast = options.load()
         from truedraft.lines import Rewriter
 
-        with _progress(source.total, place.shown is not None and sys.stdout.isatty()) as progress:
+        with _progress(source.total, paths.shown is not None and sys.stdout.isatty()) as progress:
             rewriter = Rewriter(fast, settings=fitted(fast), progress=progress, **knobs)
             try:
-                with place.written() as out:
+                with paths.written() as out:
                     for line in rewriter.run(source):
-                        _write(line, out, place.shown)
+                        _write(line, out, paths.shown)
             except KeyboardInterrupt:
-                return _interrupted(rewriter.tally, place.target)
+                return _interrupted(rewriter.tally, paths.target)
             except OSError as e:
-                if place.target is None:
+                if paths.target is None:
                     raise
-                raise Refused(f"{place.target} cannot be written: {why(e)}") from e
-    return _told(rewriter, report)
+                raise Refused(f"{paths.target} cannot be written: {why(e)}") from e
+    return _summarised(rewriter, report)
 
 
 def _write(line: RewrittenLine, out: BinaryIO | None, shown: bool | None) -> None:
@@ -228,7 +228,7 @@ def _write(line: RewrittenLine, out: BinaryIO | None, shown: bool | None) -> Non
 
 
 def _show(line: RewrittenLine) -> None:
-    """A line on standard output with what changed in it."""
+    """Write the differences of a line to standard output."""
     parts = [(printable(before), printable(after)) for before, after in line.parts]
     if sys.stdout.isatty():
         from rich.console import Console
@@ -242,13 +242,13 @@ def _show(line: RewrittenLine) -> None:
 
 
 def printable(text: str) -> str:
-    """Text without what cannot be printed: bytes that are not UTF-8 become question marks."""
+    """Printable text: bytes that are not UTF-8 become replacement characters."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 @contextmanager
 def _progress(total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal and lines are not seen there as they come."""
+    """A progress bar on stderr, if that is a terminal and lines are not streamed to it."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -264,31 +264,31 @@ def _progress(total: int | None, shown: bool) -> Iterator[Callable[[int], None]]
 
 
 def _interrupted(tally: Tally, target: Path | None) -> int:
-    left = f"{target} is as it was" if target is not None else f"{tally.lines} lines were written"
-    print(f"interrupted: {left}", file=sys.stderr)
+    state = f"{target} is unchanged" if target is not None else f"{tally.lines} lines were written"
+    print(f"interrupted: {state}", file=sys.stderr)
     return 130
 
 
-def _told(rewriter: Rewriter, report: bool) -> int:
+def _summarised(rewriter: Rewriter, report: bool) -> int:
     """Notes, figures and the comparison, on stderr; returns the exit code."""
-    tally, say = rewriter.tally, lambda text: print(text, file=sys.stderr)
+    tally, write = rewriter.tally, lambda text: print(text, file=sys.stderr)
     for reason, noted in tally.notes.items():
         lines = ", ".join(map(str, sorted(noted.lines)))
-        say(f"note: {noted.count:,} {'place' if noted.count == 1 else 'places'}, on lines {lines}: {reason}")
+        write(f"note: {noted.count:,} {'place' if noted.count == 1 else 'places'}, on lines {lines}: {reason}")
     own = rewriter.fast.model.generation_config
     if (own.num_beams or 1) > 1:
-        say(f"note: this model's own settings search with {own.num_beams} beams; lines are said greedily")
+        write(f"note: this model's own settings search with {own.num_beams} beams; lines are decoded greedily")
     elif own.do_sample:
-        say("note: this model's own settings sample; lines are said greedily")
+        write("note: this model's own settings sample; lines are decoded greedily")
     if report:
-        say(_figures(tally))
+        write(_figures(tally))
     if not rewriter.check:
         return 0
     if tally.differs is None:
-        say(f"identical: yes, {tally.pieces:,} of {tally.pieces:,} with model.generate")
+        write(f"identical: yes, {tally.pieces:,} of {tally.pieces:,} with model.generate")
         return 0
     d = tally.differs
-    say(f"identical: no; line {d.line} first: model.generate says {d.expected!r}, truedraft {d.got!r}")
+    write(f"identical: no; line {d.line} first: model.generate gives {d.expected!r}, truedraft {d.got!r}")
     return 1
 
 

@@ -1,4 +1,4 @@
-"""Models by name, accelerated with methods by theirs."""
+"""Load and accelerate a model by its name and the names of the methods."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from truedraft.accelerated import Accelerated
 
-for chatty in ("torchao", "torch.utils._pytree"):  # transformers loads torchao wherever it is installed
-    logging.getLogger(chatty).setLevel(logging.ERROR)
+for logger in ("torchao", "torch.utils._pytree"):  # transformers loads torchao wherever it is installed
+    logging.getLogger(logger).setLevel(logging.ERROR)
 
 
 def load(
@@ -25,19 +25,19 @@ def load(
     argument: str = "MODEL",
     reads_sources: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """As `loading.load`, without what the libraries print meanwhile."""
+    """As `loading.load`, without the log output of the libraries."""
     _hush()
     return loading.load(name, dtype, quantize, argument, reads_sources)
 
 
 def load_tokenizer(name: str, argument: str) -> PreTrainedTokenizerBase:
-    """As `loading.load_tokenizer`, without what the libraries print meanwhile."""
+    """As `loading.load_tokenizer`, without the log output of the libraries."""
     _hush()
     return loading.load_tokenizer(name, argument)
 
 
 def machine() -> str:
-    """What the figures of this process are figures of, in words."""
+    """The machine and the versions that this process runs on, in one line."""
     import platform
 
     import torch
@@ -70,9 +70,9 @@ def accelerated(
     threads: int | None = None,
     ties: str = "keep",
 ) -> Accelerated:
-    """A model by name with a drafter, a rule and a control by theirs, on so many threads.
+    """Load and accelerate a model, with drafter, rule and control by name.
 
-    The other arguments are those of `loading.load`.
+    threads: of torch; None leaves them as they are. The other arguments are those of `loading.load`.
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
@@ -83,8 +83,8 @@ def accelerated(
         from truedraft import accelerate, registry
 
         _hush()
-        drafter = registry.load("drafters", draft)  # a wrong knob does not wait for a model to load
+        drafter = registry.load("drafters", draft)  # first, so that a wrong knob fails before the model is loaded
         controller = registry.load("control", control)
-        judge = None if rule is None else registry.load("accept", rule)
+        accept = None if rule is None else registry.load("accept", rule)
         loaded = load(name, dtype, quantize, argument, reads_sources)
-        return accelerate(*loaded, draft=drafter, rule=judge, control=controller, ties=ties)
+        return accelerate(*loaded, draft=drafter, rule=accept, control=controller, ties=ties)

@@ -1,4 +1,4 @@
-"""Options that commands share, and what is checked of them before torch is loaded."""
+"""Options shared by commands, and the checks of them that need no torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from truedraft.errors import Refused
 
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 
-Control = Annotated[str, Option(help="How much to draft: cost (what pays here) or fixed (always all).")]
+Control = Annotated[str, Option(help="Draft size: cost (what pays here) or fixed (always full).")]
 Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
-Quantize = Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to that model.")]
-Threads = Annotated[int | None, Option(metavar="N", help="Cores to use; by default as torch chooses.")]
+Quantize = Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to the quantised model.")]
+Threads = Annotated[int | None, Option(metavar="N", help="Threads to use; by default torch's choice.")]
 AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output.")]
 
 
 class Command(TyperCommand):
-    """A command that refuses an option that is given twice and can be meant once."""
+    """A command that refuses an option given twice unless it is repeatable."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -42,7 +42,7 @@ def check_names(
     control: str = "cost",
     rule: str | None = None,
 ) -> None:
-    """Raises Refused for a model, dtype or kind of weights, or a method or knob, that there is not."""
+    """Raises Refused for an unknown model, dtype, quantisation, method or knob."""
     for draft in drafts:
         registry.check("drafters", draft)
     registry.check("control", control)
@@ -52,10 +52,10 @@ def check_names(
 
 
 def use_threads(threads: int | None) -> None:
-    """Have torch use so many cores.
+    """Set torch's number of threads.
 
     Raises:
-        Refused: there are not so many; before torch is loaded.
+        Refused: this machine has fewer cores; raised before torch is loaded.
     """
     if threads is None:
         return
@@ -68,7 +68,7 @@ def use_threads(threads: int | None) -> None:
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
-    """Raises Refused for a seed that torch does not take."""
+    """Raises Refused for a seed outside of torch's range."""
     for seed in seeds:
         if not 0 <= seed < 2**64:
             raise Refused(f"--seed {seed} must be at least 0 and below 2**64")

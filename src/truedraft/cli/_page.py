@@ -1,4 +1,4 @@
-"""Pages that a command writes: where they go, and where their figures come from."""
+"""HTML pages written by a command: checks of the path, and the origin of the figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from truedraft.files import write_whole
 
 
 def check_page(path: Path | None) -> None:
-    """Raises Refused, before anything is measured, for a page that is asked for and could not be written."""
+    """Raises Refused, before anything is measured, for a path that cannot be written."""
     if path is None:
         return
     if path.is_dir():
@@ -25,7 +25,7 @@ def check_page(path: Path | None) -> None:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page, whole or not at all; raises Refused where that fails."""
+    """Write a page atomically; raises Refused where that fails."""
     try:
         write_whole(path, text)
     except OSError as e:
@@ -33,7 +33,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def origin(command: Sequence[str]) -> dict[str, str]:
-    """What the figures of this process are figures of, by name: command, date, machine, versions."""
+    """The origin of the figures of this process, by name: command, date, machine, versions."""
     import torch
     import transformers
 
@@ -47,7 +47,7 @@ def origin(command: Sequence[str]) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The name of the processor, where the system tells it."""
+    """The name of the processor, or of its architecture where the system does not give it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""`truedraft bench --replay`: drafters against recorded outputs, in one table; and as a page."""
+"""`truedraft bench --replay`: drafters on recorded outputs, as one table or as a page."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from truedraft.bench.replay import Replayed
 
 NOTE = (
-    "Replay: no model was run. A recording does not tell logits, nor what the model would have said behind a rejected "
-    "node, so drafters that learn from those look worse than they are."
+    "Replay: no model was run. A recording has neither logits nor the model's predictions after a rejected node, so "
+    "drafters that learn from those look worse than they are."
 )
 
 
@@ -36,37 +36,37 @@ def replay_files(
     html: Path | None,
     command: Sequence[str],
 ) -> int:
-    """Run every drafter over every file and write what came of it.
+    """Run every drafter over every file and print the figures.
 
     Args:
-        tokenizer: its name, and what that is called in messages.
-        html: where to write the figures as a page.
+        tokenizer: its name, and the option that gave it, for messages.
+        html: path of a page with the figures.
         command: the arguments of the command line, for that page.
 
     Returns:
         The exit code.
 
     Raises:
-        Refused: a file, a drafter or the tokenizer will not do.
+        Refused: a file, a drafter or the tokenizer cannot be used.
     """
     for draft in drafts:
         registry.check("drafters", draft)
-    with waiting("reading the recordings") as say:
+    with waiting("reading the recordings") as show:
         use_threads(threads)
         from truedraft.bench.columns import replayed
         from truedraft.bench.recordings import conversations, tokenized
         from truedraft.bench.replay import check_replayable, replay
         from truedraft.parts import drafter_of
 
-        for draft in drafts:  # a wrong name does not wait for the others
+        for draft in drafts:  # all names first: a wrong one fails before any work
             check_replayable(draft, drafter_of(draft))
         found: list[Replayed] = []
-        read = [(file, conversations(file, questions)[:limit]) for file in files]
+        recorded = [(file, conversations(file, questions)[:limit]) for file in files]
         encode = load_tokenizer(*tokenizer)
-        for file, talks in read:
-            recordings = tokenized(file.name.split(".jsonl")[0], talks, encode)
+        for file, dialogues in recorded:
+            recordings = tokenized(file.name.split(".jsonl")[0], dialogues, encode)
             for draft in drafts:
-                found += replay(recordings, draft, budget or 0, progress=say)
+                found += replay(recordings, draft, budget or 0, progress=show)
     if html is not None:
         from truedraft.bench import page
 

@@ -1,4 +1,4 @@
-"""What `truedraft generate` was asked for: prompt and settings, checked before a model is loaded."""
+"""The request of `truedraft generate`: prompt and settings, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from truedraft.stats import Pass
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}  # fields that yield to others
-MOST_TEXTS = 10_000  # of one prompt: transformers copies it for each before anything of ours can count the memory
+LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}  # fields that others override
+MOST_TEXTS = 10_000  # per prompt: transformers copies the prompt for each before memory can be checked here
 SAMPLED = ("top_h",)  # as SAMPLING, without options of their own
 NUMBERS = ("top_h", "guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "length_penalty")
 LISTS = ("suppress_tokens", "begin_suppress_tokens")  # of token ids
 LISTED = ("forced_eos_token_id", "decoder_start_token_id")  # token ids, one or a list
-OPTIONS = {"eos_token_id": "--eos", "stop_strings": "--stop", "do_sample": "--sample"}  # the others follow their fields
+OPTIONS = {
+    "eos_token_id": "--eos",
+    "stop_strings": "--stop",
+    "do_sample": "--sample",
+}  # other options are named after their fields
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_new_tokens": (lambda v: v >= 1, "at least 1"),
@@ -53,10 +57,10 @@ class Request:
     """One call of generate.
 
     prompt: as text.
-    place: where it stands among others, as messages begin; "" where it is alone.
+    place: its number among several prompts, a prefix of messages; "" for a single prompt.
     settings: fields of GenerationConfig.
     references: documents that the output may copy from.
-    seed: for torch.manual_seed; None leaves torch's stream as it is.
+    seed: for torch.manual_seed; None leaves torch's generator alone.
     chat: whether the prompt is a message for the tokenizer's chat template.
     """
 
@@ -68,12 +72,12 @@ class Request:
     place: str = ""
 
     def check(self, fast: Accelerated) -> None:
-        """Raises Refused for what can be told of it before anything is generated, by this request or another."""
+        """Raises Refused for what can be checked before any request is run."""
         from truedraft.arguments import check_lengths
 
         vocabulary = fast.target.vocabulary
         for name, value in self.settings.items():
-            for token in _tokens(value) if _takes_tokens(name) else ():
+            for token in _tokens(value) if _has_tokens(name) else ():
                 if token >= vocabulary:
                     option = OPTIONS.get(name, f"--set {name}")
                     raise Refused(f"{option} {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
@@ -88,11 +92,11 @@ class Request:
             raise Refused(f"{self.place}{e}") from e
 
     def run(self, fast: Accelerated, on_pass: Callable[[Pass], None]) -> list[list[int]]:
-        """The new ids of every text; after Ctrl-C as far as they had come.
+        """The new ids of every text; after Ctrl-C those generated so far.
 
         Raises:
-            Refused: the prompt or a setting cannot be served.
-            ValueError: transformers does not take a setting.
+            Refused: the prompt or a setting is not supported.
+            ValueError: transformers rejects a setting.
         """
         import torch
 
@@ -132,10 +136,10 @@ class Request:
 
 
 def read_prompts(prompt: str | None, file: Path | None, many: Path | None) -> Callable[[bool], Sequence[Item]]:
-    """What gives the prompts, once it is known whether they are sources: the one of `read_prompt`, or those of a file.
+    """A function of whether prompts are sources, which returns the prompts: that of `read_prompt`, or those of a file.
 
     Raises:
-        Refused: the file cannot be read or has no prompts, or a prompt was given besides; or as `read_prompt`.
+        Refused: the file cannot be read or has no prompts, or a prompt was also given; or as `read_prompt`.
     """
     if many is None:
         one = [Item(read_prompt(prompt, file))]
@@ -171,7 +175,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def check_seed(seed: int | None, sample: bool) -> None:
-    """Raises Refused for a seed that nothing is drawn under, or that torch does not take."""
+    """Raises Refused for a seed without sampling, or outside of torch's range."""
     if seed is not None:
         check_seeds([seed])
         if not sample:
@@ -182,7 +186,7 @@ def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, A
     """Fields of GenerationConfig from the options that were given (not None) and from `more`, each `key=value`.
 
     Raises:
-        Refused: a value or a combination that cannot be meant, or an unknown field; the message names the option.
+        Refused: an invalid value or combination, or an unknown field; the message names the option.
     """
     _check(fields)
     least, most = fields["min_new_tokens"], fields["max_new_tokens"]
@@ -220,18 +224,18 @@ def _setting(text: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
     with waiting("loading transformers"):
         from transformers import GenerationConfig
 
-    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-    if key not in known:
-        near = difflib.get_close_matches(key, known, n=1)
+    names = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    if key not in names:
+        near = difflib.get_close_matches(key, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise Refused(f"--set {key}: GenerationConfig has no such field{hint}")
     try:
-        read = ast.literal_eval(value)
+        parsed = ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        read = value
-    if read is not None:
-        _check_setting(key, read, f"--set {key}={value}", fields["do_sample"])
-    return key, read
+        parsed = value
+    if parsed is not None:
+        _check_setting(key, parsed, f"--set {key}={value}", fields["do_sample"])
+    return key, parsed
 
 
 def _check_setting(key: str, value: Any, shown: str, sample: bool) -> None:
@@ -241,11 +245,11 @@ def _check_setting(key: str, value: Any, shown: str, sample: bool) -> None:
         raise Refused(f"--set {key} needs --sample")
     if key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise Refused(f"{shown}: give a number")
-    if _takes_tokens(key):
+    if _has_tokens(key):
         listed = isinstance(value, list | tuple)
         form = "a list of token ids" if key in LISTS else "a token id" + (" or a list of them" if key in LISTED else "")
-        known = all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in _tokens(value))
-        if not known or not (listed if key in LISTS else key in LISTED or not listed):
+        valid = all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in _tokens(value))
+        if not valid or not (listed if key in LISTS else key in LISTED or not listed):
             raise Refused(f"{shown}: give {form}")
     try:
         GenerationConfig(**{key: value, "do_sample": sample})
@@ -253,7 +257,7 @@ def _check_setting(key: str, value: Any, shown: str, sample: bool) -> None:
         raise Refused(f"{shown}: {why(e)}") from e
 
 
-def _takes_tokens(field: str) -> bool:
+def _has_tokens(field: str) -> bool:
     return field in LISTS or field.endswith("_token_id")
 
 

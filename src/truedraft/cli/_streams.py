@@ -1,4 +1,4 @@
-"""Standard streams as a command needs them: characters that they cannot encode, and a reader that has gone."""
+"""Standard streams of a command: characters that they cannot encode, and a closed reader."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ LOOKALIKES = str.maketrans({
     "‘": "'", "’": "'", "‚": ",", "“": '"', "”": '"', "„": '"', "–": "-", "—": "--", "−": "-", "×": "x", "μ": "u",
     "•": "*", "─": "-", "━": "-", "│": "|", "⁄": "/",
 })  # fmt: skip
-READER_GONE = 128 + 13  # as a shell reports a command that SIGPIPE ended
+READER_GONE = 128 + 13  # the exit code of a command ended by SIGPIPE
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """The exit code of a command; `READER_GONE` where nobody reads its output any more (`| head`)."""
+    """Run a command; returns its exit code, `READER_GONE` where the reader of its output has closed it (`| head`)."""
     try:
         with _substituting():
             return command()
-    except (BrokenPipeError, SystemExit) as end:  # typer and rich turn the one into the other
+    except (BrokenPipeError, SystemExit) as end:  # typer and rich convert the one to the other
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
         return READER_GONE
@@ -32,7 +32,7 @@ def guarded(command: Callable[[], int]) -> int:
 
 @contextmanager
 def _substituting() -> Iterator[None]:
-    """What the standard streams cannot encode is written as `_substitute` has it."""
+    """Within the block, `_substitute` replaces characters that the standard streams cannot encode."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
     errors = [stream.errors for stream in streams]
     for stream in streams:
@@ -45,7 +45,7 @@ def _substituting() -> Iterator[None]:
 
 
 def _substitute(error: UnicodeError) -> tuple[str, int]:
-    """Characters that look alike in ASCII, and escapes such as `\\u65e5` for those that have none."""
+    """ASCII characters that look alike, or escapes such as `\\u65e5` where there is none."""
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end]
     return "".join(map(_ascii, text)), error.end
@@ -60,7 +60,7 @@ codecs.register_error(_substitute.__name__, _substitute)
 
 
 def _settle() -> None:
-    """What cannot be written any more is dropped, so that Python does not complain about it when it exits."""
+    """Drop output that can no longer be written, so that Python reports no error at exit."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None and not stream.closed:
             try:

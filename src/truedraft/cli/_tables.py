@@ -10,12 +10,12 @@ from truedraft.layout import Table, fold, labelled
 if TYPE_CHECKING:
     from rich.console import Console
 
-NAMES = 20  # columns of the terminal that the names of entries get at least, if they need them
+NAMES = 20  # least width of the column of names, if they are that long
 GAP = 2  # between columns
 
 
 def print_table(out: Console, table: Table[Any]) -> None:
-    """A table, and below it what its columns mean; columns without room stand in a further table, names repeated."""
+    """Print a table and its legend; columns that do not fit go to a further table, with the names repeated."""
     from rich.cells import cell_len
 
     heads = [column.head for column in table.filled]
@@ -42,12 +42,12 @@ def print_table(out: Console, table: Table[Any]) -> None:
 
 
 def print_folded(out: Console, text: str, style: str | None = None) -> None:
-    """A line of text, folded."""
+    """Print a line of text, folded to the width of the terminal."""
     out.print("\n".join(fold(text, out.width)), style=style)
 
 
 def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
-    """The columns behind the names, by number, in as many parts as the room for them makes needed."""
+    """The numbers of the columns after the names, split into parts that fit in `room`."""
     parts: list[list[int]] = [[]]
     taken = 0
     for number, width in enumerate(widths, 1):
@@ -60,7 +60,7 @@ def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _draw(out: Console, rows: Sequence[Sequence[str]], widths: Sequence[int], heads: Sequence[str] = ()) -> None:
-    """Rows in columns of these widths, the first for names; below headings, if there are any."""
+    """Print rows in columns of these widths, the first for names, under headings if given."""
     from rich.box import SIMPLE_HEAD, Box
     from rich.table import Table as Drawn
 

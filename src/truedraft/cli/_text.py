@@ -1,4 +1,4 @@
-"""Text in and out: files, ids that become text as they come, a spinner."""
+"""Text input and output: files, incremental detokenisation, a spinner, notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def read(path: Path, option: str) -> str:
-    """The text of a file that was given as `option`.
+    """The text of a file given as `option`.
 
     Raises:
         Refused: it cannot be read, or is not UTF-8.
@@ -32,16 +32,16 @@ def read(path: Path, option: str) -> str:
 
 
 class Pieces:
-    """Token ids to text, piece by piece: the pieces join to the text of all ids.
+    """Incremental detokenisation: the pieces concatenate to the text of all ids.
 
     A token may be part of a character or of a word, so ids are decoded together with those before them, and an
-    unfinished character waits for its rest.
+    incomplete character is held back.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.start = self.sent = 0  # ids[start:sent] is text that was given out, kept as context
+        self.start = self.sent = 0  # ids[start:sent] are already returned as text, and kept as context
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete."""
@@ -49,7 +49,7 @@ class Pieces:
         return self._piece(final=False)
 
     def end(self) -> str:
-        """What is left, an unfinished character included."""
+        """The remaining text, an incomplete character included."""
         return self._piece(final=True)
 
     def _piece(self, final: bool) -> str:
@@ -65,7 +65,7 @@ class Pieces:
 
 
 def console() -> Console:
-    """Standard output, its text as it is given; as wide as the terminal or COLUMNS, and 120 where there is neither."""
+    """Standard output without markup; as wide as the terminal or COLUMNS, and 120 where there is neither."""
     from rich.console import Console
 
     width = shutil.get_terminal_size((120, 24)).columns
@@ -74,7 +74,7 @@ def console() -> Console:
 
 @contextmanager
 def waiting(text: str) -> Iterator[Callable[[str | None], None]]:
-    """A spinner on stderr, if that is a terminal; gives a function that changes its text, or ends it for None."""
+    """A spinner on stderr, if that is a terminal; yields a function that changes its text, or stops it for None."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -95,7 +95,7 @@ def waiting(text: str) -> Iterator[Callable[[str | None], None]]:
 
 @contextmanager
 def notes_on_stderr() -> Iterator[None]:
-    """Every `Note` is a line on stderr; other warnings are shown as they were."""
+    """Within the block, every `Note` is a line on stderr; other warnings are shown as before."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", Note)
         others = warnings.showwarning

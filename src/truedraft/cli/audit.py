@@ -1,4 +1,4 @@
-"""`truedraft audit`: is what is said here what the model alone would have said?"""
+"""`truedraft audit`: compares accelerated with plain decoding, and explains every difference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT, INEXACT, INTERRUPTED = 0, 1, 130
 
 def audit(
     model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
-    draft: Annotated[list[str] | None, Option(help="A drafter; repeatable. By default all that can be had.")] = None,
+    draft: Annotated[list[str] | None, Option(help="A drafter; repeatable. By default all available ones.")] = None,
     prompt: Annotated[
         list[str] | None, Option(help="A prompt, or source; repeatable. By default the embedded ones.")
     ] = None,
@@ -35,10 +35,10 @@ def audit(
     max_new_tokens: Annotated[int, Option(help="New tokens per prompt.")] = 64,
     batch: Annotated[list[int] | None, Option(help="Batch size; repeatable. By default 1 and 4.")] = None,
     seed: Annotated[list[int] | None, Option(help="Seed to sample under; repeatable. By default 0.")] = None,
-    temperature: Annotated[float, Option(help="Of the sampled runs.")] = 1.0,
-    control: Annotated[str, Option(help="fixed drafts all it can, so that more is put to the test.")] = "fixed",
+    temperature: Annotated[float, Option(help="Temperature of the sampled runs.")] = 1.0,
+    control: Annotated[str, Option(help="Draft size; fixed drafts in full, which tests more.")] = "fixed",
     ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
-    laws: Annotated[bool, Option("--laws", help="Also a test of the law, for rules that promise no more.")] = False,
+    laws: Annotated[bool, Option("--laws", help="Also test the law, for rules that guarantee only that.")] = False,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
     threads: Threads = None,
@@ -47,7 +47,7 @@ def audit(
     """Compare drafted with plain decoding on this machine, token by token, and explain every difference.
 
     \f
-    Returns the exit code: 0 where all differences are explained by numbers, else 1; 130 after Ctrl-C. Raises Refused
+    Returns the exit code: 0 where all differences are explained by rounding, else 1; 130 after Ctrl-C. Raises Refused
     for a bad argument.
     """
     batches, seeds = batch or [1, 4], [0] if seed is None else seed
@@ -89,7 +89,9 @@ def audit(
             found = compare(target, tokenizer, sides, chosen, model, max_new_tokens, batches, modes, show)
             tested = law_audit(target, tokenizer, parts, chosen, progress=show) if laws else []
         except KeyboardInterrupt as stop:
-            found = getattr(stop, "finished", None) or replace(found, interrupted=True)  # of the tokens, or the laws
+            found = getattr(stop, "finished", None) or replace(
+                found, interrupted=True
+            )  # interrupted in the comparison, or in the law tests
     if as_json:
         print(json.dumps({**found.as_dict(), **({"laws": [law.as_dict() for law in tested]} if laws else {})}))
     else:
@@ -100,7 +102,7 @@ def audit(
 
 
 def _all(model: str) -> list[str]:
-    """Every drafter that can be had: those that need nothing, and with a model to draft for this one, those too."""
+    """Every available drafter: those that need nothing, and those with a draft model if there is one for `model`."""
     from truedraft import assets, registry
 
     small = assets.DRAFTS.get(model)
@@ -112,7 +114,7 @@ def _all(model: str) -> list[str]:
 
 
 def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
-    """The embedded stories and edits that fit into the model's context; for an encoder-decoder the mistakes."""
+    """The embedded stories and edits that fit into the context; for an encoder-decoder the sentences to correct."""
     from truedraft.bench.workloads import embedded
 
     room = getattr(model.config, "max_position_embeddings", None) or 10**9
@@ -133,8 +135,8 @@ def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
         ("batches", ", ".join(map(str, found.batches))),
         ("compared", f"{found.tokens:,} tokens with model.generate, from {found.prompts} prompts"),
         ("differences", f"{counts['tie']} ties, {counts['numerics']} by numerics, {counts['bug']} bugs"),
-        ("noise", f"logits of the model itself are off by up to {found.noise:.2g} ({found.precise}); "
-         f"those of the engine by up to {found.worst_row:.2g} times that"),
+        ("noise", f"the model's own logits have errors up to {found.noise:.2g} ({found.precise}); "
+         f"the engine's up to {found.worst_row:.2g} times that"),
     ]  # fmt: skip
     out.print(labelled(lines, out.width))
     out.print()
@@ -145,7 +147,7 @@ def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
         print_folded(out, tested[0].caption)
     exact = found.exact and all(law.holds for law in tested)
     if found.interrupted:
-        print_folded(out, "interrupted: this is what was compared until then")
+        print_folded(out, "interrupted: these are the results until then")
     out.print("exact" if exact else "NOT exact: see the bugs above")
 
 
@@ -156,15 +158,15 @@ def _differences(found: list[Divergence], tokenizer: Any) -> Table[Divergence]:
     columns: list[Column[Divergence]] = [
         Column("prompt", "", lambda d: f"prompt {d.prompt}"),
         Column("kind", "tie: rounding decides; numerics: within noise; bug: neither", lambda d: d.kind),
-        Column("new token", "its place among the new ones, from 0", lambda d: str(d.position)),
-        Column("expected", "what model.generate has there", lambda d: word(d.expected)),
+        Column("new token", "its index among the new ones, from 0", lambda d: str(d.position)),
+        Column("expected", "the token of model.generate", lambda d: word(d.expected)),
         Column("got", "", lambda d: word(d.got)),
         Column(
             "gap",
-            "between the scores of the two, in higher precision",
+            "difference of their scores, in higher precision",
             lambda d: "" if d.gap is None else f"{d.gap:.2g}",
         ),
-        Column("noise", "what such scores of the model itself are off by", lambda d: f"{d.noise:.2g}"),
+        Column("noise", "error of such scores in the model itself", lambda d: f"{d.noise:.2g}"),
     ]
     return Table("First differences", columns, grouped(found, lambda d: f"{d.drafter}, {d.mode}, batch {d.batch}"))
 
@@ -174,9 +176,11 @@ def _laws(tested: list[Law]) -> Table[Law]:
         Column("rule", "", lambda law: law.rule),
         Column("verdict", "", lambda law: "holds" if law.holds else "BROKEN"),
         Column("p-value", "probability of such a sample if the law holds", lambda law: f"{law.p_value:.2g}"),
-        Column("tokens", "that were drawn", lambda law: str(law.tokens)),
+        Column("tokens", "sampled", lambda law: str(law.tokens)),
         Column(
-            "a bias caught", "the least mass in the wrong place that so many tokens show", lambda law: f"{law.bias:.2%}"
+            "a bias caught",
+            "the least misplaced probability mass that this sample detects",
+            lambda law: f"{law.bias:.2%}",
         ),
     ]
     return Table("Laws", columns, grouped(tested, lambda law: f"{law.drafter}, {law.settings}"))

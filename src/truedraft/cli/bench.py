@@ -1,4 +1,4 @@
-"""`truedraft bench`: ways of generating side by side, equality before speed; and what the machine allows."""
+"""`truedraft bench`: compares decoding methods, equality before speed; and measures the machine's limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DRAFTS = ["auto", "prompt-lookup-long"]
 LIMIT = 8
-# what the measurements that are no comparison do not use
+# options that the measurements other than the comparison do not use
 UNUSED = {
     "oracle": ("draft", "limit", "batch", "temperature", "seed", "control", "ties", "baselines", "assistant"),
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
@@ -41,7 +41,7 @@ UNUSED = {
     "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties", "baselines",
                "assistant", "dtype", "quantize", "oracle", "roofline"),
 }  # fmt: skip
-REPLAYED = ("tokenizer", "questions", "budget")  # what only recorded outputs use
+REPLAYED = ("tokenizer", "questions", "budget")  # options for recorded outputs only
 
 
 def bench(
@@ -49,33 +49,33 @@ def bench(
     model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
     draft: Annotated[list[str] | None, Option(help="A drafter, or `name:knob=value`; may be repeated.")] = None,
     prompts: Annotated[
-        list[Path] | None, Option(help="Prompts from a file (JSON lines or text), in place of the small embedded set.")
+        list[Path] | None, Option(help="Prompts from a file (JSON lines or text), instead of the small embedded set.")
     ] = None,
     limit: Annotated[int | None, Option(help="Prompts of each kind, at most: 8; recorded conversations: all.")] = None,
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt.")] = None,
     batch: Annotated[list[int] | None, Option(help="Batch size; may be repeated.")] = None,
     temperature: Annotated[list[float] | None, Option(help="0 is greedy; may be repeated.")] = None,
-    rounds: Annotated[int, Option(help="Turns that every way takes.")] = 3,
-    seed: Annotated[int, Option(help="Of torch, where temperature is not 0.")] = 0,
-    control: Annotated[str, Option(help="How much is drafted (see `truedraft methods`).")] = "cost",
+    rounds: Annotated[int, Option(help="Rounds of every method.")] = 3,
+    seed: Annotated[int, Option(help="Seed of torch, where temperature is not 0.")] = 0,
+    control: Annotated[str, Option(help="Draft size (see `truedraft methods`).")] = "cost",
     ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     baselines: Annotated[bool, Option(help="Also transformers' own prompt lookup and assisted decoding.")] = True,
     assistant: Annotated[
-        str | None, Option(help="The model that drafts for transformers' assisted decoding; for nano, nano-draft.")
+        str | None, Option(help="The draft model of transformers' assisted decoding; for nano, nano-draft.")
     ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
     threads: Threads = None,
-    oracle: Annotated[bool, Option(help="Known answers drafted at set rates: attained against theory.")] = False,
-    roofline: Annotated[bool, Option(help="Only passes by width, against bandwidth and multiply rate.")] = False,
+    oracle: Annotated[bool, Option(help="Known outputs drafted at set acceptance rates, against theory.")] = False,
+    roofline: Annotated[bool, Option(help="Only pass times by width, against bandwidth and multiply rate.")] = False,
     replay: Annotated[list[Path] | None, Option(help="Recorded outputs, replayed without a model.")] = None,
-    tokenizer: Annotated[str | None, Option(help="Of recorded outputs, where MODEL does not name it.")] = None,
+    tokenizer: Annotated[str | None, Option(help="Tokenizer of recorded outputs, if not that of MODEL.")] = None,
     questions: Annotated[Path | None, Option(help="MT-Bench's questions, if not beside its answers.")] = None,
     budget: Annotated[int | None, Option(help="Nodes per pass, replaying; by default each drafter's own.")] = None,
     as_json: AsJson = False,
     html: Annotated[Path | None, Option(help="Write one self-contained page with plots.")] = None,
 ) -> int:
-    """Compare truedraft with transformers, in turns within one process; a way that is not identical has no speed-up.
+    """Compare truedraft with transformers, interleaved in one process; without identical output there is no speed-up.
 
     \f
     Returns the exit code: 1 where a token of truedraft differs, 130 after Ctrl-C. Raises Refused for a bad argument.
@@ -83,13 +83,13 @@ def bench(
     counts = {"--limit": limit, "--rounds": rounds, "--budget": budget, "--max-new-tokens": max_new_tokens}
     _check_numbers(counts, batch or [], temperature or [], seed if _given(context, "seed") else None)
     check_page(html)
-    modes = [mode for mode, wanted in (("oracle", oracle), ("roofline", roofline)) if wanted]
+    modes = [mode for mode, given in (("oracle", oracle), ("roofline", roofline)) if given]
     _refuse_unused(context, ["replay"] if replay else modes)
     if replay:
         reads, page = _tokenizer(context, model, tokenizer), (html, context.obj)
         return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
     _check_names(model, dtype, quantize, draft or (), control, assistant, prompts)
-    with waiting("loading the model") as say:
+    with waiting("loading the model") as show:
         use_threads(threads)
         loaded, reader = load(model, dtype, quantize)
         sources = _check_sources(loaded, modes)
@@ -101,12 +101,12 @@ def bench(
         if oracle:
             from truedraft.bench.oracle import attain
 
-            attained = attain(loaded, reader, todo, say, rounds)
+            attained = attain(loaded, reader, todo, show, rounds)
         elif not roofline:
             theirs = _baselines(model, assistant, loaded, dtype) if baselines else []
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
             sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
-            interrupted = _compare(figures, sides, theirs, todo, loaded, reader, *settings, say)
+            interrupted = _compare(figures, sides, theirs, todo, loaded, reader, *settings, show)
     if html is not None:
         weights = quantize or str(loaded.dtype).removeprefix("torch.")
         facts = {"model": model, "weights": weights, **origin(context.obj)}
@@ -132,19 +132,19 @@ def _compare(
     rounds: int,
     seed: int,
     settings: Iterable[tuple[float, int]],
-    say: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> bool:
-    """Add the figures of every workload as it is finished, for each temperature and batch size; whether Ctrl-C came."""
+    """Append the figures of each finished workload, by temperature and batch size; returns whether interrupted."""
     from truedraft.bench.compare import compare
 
     try:
         for temperature, size in settings:
-            alone = size == 1 and temperature == 0  # the only place where transformers promises the same tokens
-            ways = sides(baselines if alone else [])
+            alone = size == 1 and temperature == 0  # only here does transformers guarantee the same tokens
+            methods = sides(baselines if alone else [])
             for workload in workloads:
                 room = _room(model, workload)
                 figures += compare(
-                    ways, workload, tokenizer, model.device, size, rounds, temperature, seed, room, say
+                    methods, workload, tokenizer, model.device, size, rounds, temperature, seed, room, show
                 )  # fmt: skip
     except KeyboardInterrupt:
         return True
@@ -152,7 +152,7 @@ def _compare(
 
 
 def _write_page(path: Path, facts: Mapping[str, str], *results: Any) -> None:
-    """The page of these results, as `bench.page.measured` takes them."""
+    """Write the page of these results; see `bench.page.measured`."""
     from truedraft.bench.page import measured
 
     write_page(path, measured(f"truedraft bench: {facts['model']}", facts, *results))
@@ -168,7 +168,7 @@ def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequ
 
 
 def _check_sources(model: Any, modes: Sequence[str]) -> bool:
-    """Whether prompts are sources; raises Refused for what is measured of decoder language models only."""
+    """Whether prompts are sources; raises Refused for a measurement of decoder language models only."""
     sources = reads_sources(model.config)
     if sources and modes:
         raise Refused(f"--{modes[0]} measures decoder language models, and this is an encoder-decoder: drop it")
@@ -183,10 +183,10 @@ def _workloads(prompts: Sequence[Path] | None, limit: int, tokens: int | None, s
 
 
 def _room(model: Any, workload: Workload) -> int | None:
-    """Tokens that a prompt may have, so that the model can read it and what it writes; or a source, to be read alone.
+    """Most tokens of a prompt, so that prompt and output fit the context; for an encoder-decoder, of a source.
 
     Raises:
-        Refused: there is no room for a prompt.
+        Refused: the context leaves no room for a prompt.
     """
     context = getattr(model.config, "max_position_embeddings", None)
     if context is None:
@@ -200,7 +200,7 @@ def _room(model: Any, workload: Workload) -> int | None:
 
 
 def _refuse_unused(context: Context, modes: Sequence[str]) -> None:
-    """Raises Refused for an option that none of the measurements asked for uses."""
+    """Raises Refused for an option that none of the requested measurements uses."""
     unused = set.intersection(*(set(UNUSED[mode]) for mode in modes)) if modes else set()
     for name in sorted(unused):
         if _given(context, name):
@@ -217,14 +217,14 @@ def _given(context: Context, name: str) -> bool:
 
 
 def _tokenizer(context: Context, model: str, tokenizer: str | None) -> tuple[str, str]:
-    """The name of the tokenizer that recorded outputs are read with, and the argument that gave it."""
+    """The name of the tokenizer for recorded outputs, and the argument that gave it."""
     if _given(context, "model") == (tokenizer is not None):
         raise Refused("--replay needs one tokenizer: give --tokenizer NAME, or MODEL for that of a model")
     return (model, "MODEL") if tokenizer is None else (tokenizer, "--tokenizer")
 
 
 def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list[Side]:
-    """transformers' own ways of speculating."""
+    """transformers' own speculative decoding."""
     from truedraft.bench.compare import transformers_side
 
     found = [transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10)]
@@ -243,7 +243,7 @@ def _sides(
     sides = [transformers_side("transformers", model), *baselines]
     sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None, ties=ties)))
     for draft in drafts:
-        if draft == registry.NONE:  # which is there already
+        if draft == registry.NONE:  # already in the list
             continue
         fast = accelerate(model, tokenizer, draft=draft, control=control, ties=ties)
         sides.append(truedraft_side(draft, fast))
@@ -267,7 +267,7 @@ def _check_names(
     model: str, dtype: str, quantize: str | None, drafts: Sequence[str], control: str, assistant: str | None,
     prompts: Sequence[Path] | None,
 ) -> None:  # fmt: skip
-    """Raises Refused, before a model is loaded, for what there is not, or a file that will not do."""
+    """Raises Refused, before a model is loaded, for an unknown name or an unusable file."""
     check_names(model, dtype, quantize, drafts=drafts, control=control)
     if assistant is not None:
         check_names(assistant, argument="--assistant")
@@ -277,9 +277,9 @@ def _check_names(
 def _check_numbers(
     counts: Mapping[str, int | None], batches: Sequence[int], temperatures: Sequence[float], seed: int | None
 ) -> None:
-    """Raises Refused for a count below one, a temperature below zero, or a seed that nothing is drawn under.
+    """Raises Refused for a count below one, a temperature below zero, or a seed without sampling.
 
-    seed: where one was given.
+    seed: None where none was given.
     """
     for name, value in [*counts.items(), *(("--batch", size) for size in batches)]:
         if value is not None and value < 1:

@@ -1,4 +1,4 @@
-"""`truedraft corpus`: corpora for drafters that look things up, built from files; and what is in one."""
+"""`truedraft corpus`: builds corpora for lookup drafters from files, and checks them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from truedraft.errors import Refused
 from truedraft.loading import source_of
 
 app = Typer(
-    help="Build a corpus that drafters look things up in, or check one.", no_args_is_help=True,
+    help="Build a corpus for lookup drafters, or check one.", no_args_is_help=True,
     epilog="Example: truedraft corpus info project.tdc",
 )  # fmt: skip
 
@@ -25,28 +25,28 @@ app = Typer(
 )
 def build(
     files: Annotated[list[Path], Argument(metavar="FILES...", help="Text or code: files, .jsonl, .gz, folders.")],
-    tokenizer: Annotated[str, Option(help="Of the model that will use it: nano, a folder, or a name on the hub.")],
+    tokenizer: Annotated[str, Option(help="Tokenizer of the target: nano, a folder, or a name on the hub.")],
     out: Annotated[Path, Option(help="The file to write.")],
-    field: Annotated[str | None, Option(help="Of .jsonl, what holds the text; by default text or content.")] = None,
+    field: Annotated[str | None, Option(help="Field of .jsonl with the text; by default text or content.")] = None,
     force: Annotated[bool, Option("--force", help="Replace the file if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a corpus of texts, for drafters like `rest:corpus=FILE`. Each file is a document, each line of .jsonl too.
+    """Build a corpus for drafters like `rest:corpus=FILE`. A document is a file, or a line of .jsonl.
 
     \f
-    Raises Refused: no text is found, the tokenizer cannot be loaded, or the file cannot be written.
+    Raises Refused: there is no text, the tokenizer cannot be loaded, or the file cannot be written.
     """
     for file in files:
         if not file.exists():
             raise Refused(f"'{file}' is no file or folder")
     source_of(tokenizer, "--tokenizer", whole=False)
-    with waiting("loading the tokenizer") as say:
+    with waiting("loading the tokenizer") as show:
         from truedraft.cli._models import load_tokenizer
         from truedraft.stores.building import build_corpus, check_writable
 
         check_writable(out, force)
         encode = load_tokenizer(tokenizer, "--tokenizer")
-        built = build_corpus(files, encode, out, name=tokenizer, field=field, force=force, progress=say)
+        built = build_corpus(files, encode, out, name=tokenizer, field=field, force=force, progress=show)
     if as_json:
         print(json.dumps(asdict(built), indent=2))
         return
@@ -63,19 +63,19 @@ def build(
 
 @app.command(cls=Command, epilog="Example: truedraft corpus info project.tdc")
 def info(file: Annotated[Path, Argument(metavar="FILE", help="A corpus.")], as_json: AsJson = False) -> None:
-    """Read a corpus, check that it is whole, and say what is in it.
+    """Read a corpus, check that it is complete, and print its contents.
 
     \f
-    Raises Refused: there is none, or it is damaged, or of another version.
+    Raises Refused: the file is missing, damaged, or of another version.
     """
     with waiting("reading the corpus"):
         from truedraft.stores.corpus import Corpus
 
         corpus = Corpus.open(file)
-    said = {"path": str(file), **asdict(corpus.about), "bytes": file.stat().st_size, "whole": True}
+    facts = {"path": str(file), **asdict(corpus.about), "bytes": file.stat().st_size, "whole": True}
     if as_json:
-        print(json.dumps(said, indent=2))
+        print(json.dumps(facts, indent=2))
         return
-    print(f"{file}: whole; {said['tokens']:,} tokens of {said['documents']:,} documents")
-    print(f"tokenizer {said['tokenizer'] or 'unknown'} (fingerprint {said['fingerprint'] or 'none'})")
-    print(f"{said['bytes'] / 1e6:,.1f} MB, {said['bytes'] / max(said['tokens'], 1):.1f} bytes a token")
+    print(f"{file}: whole; {facts['tokens']:,} tokens of {facts['documents']:,} documents")
+    print(f"tokenizer {facts['tokenizer'] or 'unknown'} (fingerprint {facts['fingerprint'] or 'none'})")
+    print(f"{facts['bytes'] / 1e6:,.1f} MB, {facts['bytes'] / max(facts['tokens'], 1):.1f} bytes a token")

@@ -1,4 +1,4 @@
-"""`truedraft correct`: English corrected, sentence by sentence, in a few passes each."""
+"""`truedraft correct`: corrects English text sentence by sentence, in a few passes each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 def correct(
     file: _lines.File,
-    model: Annotated[str, Option(help="An encoder-decoder that corrects: embedded, a folder, or a name.")] = "nano-gec",
+    model: Annotated[str, Option(help="An encoder-decoder for correction: embedded, a folder, a name.")] = "nano-gec",
     out: _lines.Out = None,
     in_place: _lines.InPlace = False,
     diff: Annotated[
-        bool | None, Option("--diff/--plain", help="Show what changed, by words; by default on a terminal.")
+        bool | None, Option("--diff/--plain", help="Show differences by words; by default on a terminal.")
     ] = None,
     split: Annotated[bool, Option("--split/--whole", help="Correct sentence by sentence, or lines as a whole.")] = True,
     prefix: _lines.Prefix = "",
@@ -43,10 +43,10 @@ def correct(
     Returns the exit code: 1 where --check finds a difference, 130 after Ctrl-C. Raises Refused for a bad argument.
     """
     _lines.check_counts(batch, max_new_tokens, num_beams)
-    place = _lines.Place(file, out, in_place, diff)
-    engine = _lines.Engine(model, "--model", "correct", dtype, quantize, draft, control, threads)
+    paths = _lines.TextPaths(file, out, in_place, diff)
+    options = _lines.ModelOptions(model, "--model", "correct", dtype, quantize, draft, control, threads)
     return _lines.rewrite(
-        place, engine, _fitted, report,
+        paths, options, _fitted, report,
         batch=batch, split=split, careful=True, prefix=prefix, max_new_tokens=max_new_tokens, check=check,
     )  # fmt: skip
 

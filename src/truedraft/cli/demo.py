@@ -32,7 +32,7 @@ DRAFTED = "bold green"
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and how many tokens to write at most."""
+    """A prompt, and the most tokens to generate."""
 
     name: str
     text: str
@@ -43,7 +43,7 @@ class Case:
 class Outcome:
     """Both ways of decoding one case: new ids and report of the last round, seconds of every round.
 
-    differs: the first place where the ids of a round differed; None where all were identical.
+    differs: the first index at which the ids of a round differed; None where all were identical.
     """
 
     case: Case
@@ -56,8 +56,8 @@ class Outcome:
 
 
 def demo(
-    prompt: Annotated[Path | None, Option(help="A file with a prompt, in place of the two that ship.")] = None,
-    instruction: Annotated[str | None, Option(help="Edit the file of --prompt as this says (for nano).")] = None,
+    prompt: Annotated[Path | None, Option(help="A file with a prompt, instead of the two embedded ones.")] = None,
+    instruction: Annotated[str | None, Option(help="An instruction to edit the file of --prompt (for nano).")] = None,
     model: Annotated[str, Option(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
     draft: Annotated[str, Option(help="A drafter or `name:knob=value` (see `truedraft methods`).")] = "auto",
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt; 200 for prose, 400 for edits.")] = None,
@@ -76,14 +76,14 @@ def demo(
     out = console()
     fast = accelerated(model, dtype, draft, quantize=quantize, argument="--model", threads=threads)
     _check(fast, model, todo)
-    with waiting("warming up, and measuring what a pass costs here"):
+    with waiting("warming up, and measuring the cost of a pass"):
         for case in todo:
             outcome = Outcome(Case(case.name, case.text, WARM_UP))
             _run_plain(fast, outcome)
             _run_fast(fast, outcome, None)
     print_folded(out, f"{model}, greedy.")
     out.print("Green: drafted and accepted.", style=DRAFTED, end=" ")
-    out.print("Plain: the model's own word.")
+    out.print("Plain: the model's own token.")
     outcomes = [run(fast, case, out) for case in todo]
     print_table(out, _table(outcomes))
     for outcome in outcomes:
@@ -93,7 +93,7 @@ def demo(
 
 
 def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
-    """Raises Refused, before anything is shown, for a model or a prompt that a case does not suit."""
+    """Raises Refused, before any output, for an encoder-decoder or a prompt that is too long."""
     from truedraft.arguments import check_lengths
 
     if fast.target.reads_sources:
@@ -104,7 +104,7 @@ def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
 
 
 def cases(prompt: Path | None, instruction: str | None, tokens: int | None) -> list[Case]:
-    """The prompts to run: those that ship, or a file, with an instruction to edit it or as it is.
+    """The prompts to run: the embedded ones, or a file, with or without an instruction to edit it.
 
     Raises:
         Refused: an instruction without a file, or a file that cannot be read or is empty.
@@ -123,7 +123,7 @@ def cases(prompt: Path | None, instruction: str | None, tokens: int | None) -> l
 
 
 def run(fast: Accelerated, case: Case, out: Console) -> Outcome:
-    """Plain and accelerated in turns, the first accelerated round written to `out` as it comes.
+    """Plain and accelerated rounds in turn; the first accelerated one is streamed to `out`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
@@ -157,7 +157,7 @@ def _run_plain(fast: Accelerated, outcome: Outcome) -> None:
 
 
 def _run_fast(fast: Accelerated, outcome: Outcome, show: Callable[[Pass], None] | None) -> None:
-    """The accelerated half of a round, compared with the plain one; nothing is kept of the round before."""
+    """The accelerated half of a round, compared with the plain one; the drafter starts empty."""
     fast.forget()
     outcome.fast, seconds = _timed(fast.generate, fast, outcome.case, on_pass=show)
     outcome.fast_seconds.append(seconds)
@@ -167,9 +167,9 @@ def _run_fast(fast: Accelerated, outcome: Outcome, show: Callable[[Pass], None] 
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first place where two sequences differ, the end of the shorter one included; None where they are equal."""
-    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return None if place == len(a) == len(b) else place
+    """The first index at which two sequences differ, the end of the shorter one included; None where they are equal."""
+    index = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if index == len(a) == len(b) else index
 
 
 def _timed(generate: Callable[..., Any], fast: Accelerated, case: Case, **settings: Any) -> tuple[list[int], float]:
@@ -189,7 +189,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table[Outcome]:
         Column("speed-up", "time of transformers' generate over that of truedraft", _speed_up),
         Column("plain tokens/s", "transformers' generate", lambda o: _rate(o.plain, o.plain_seconds)),
         Column("drafted tokens/s", "truedraft", lambda o: _rate(o.fast, o.fast_seconds)),
-        Column("tokens", "that were written", lambda o: str(len(o.fast))),
+        Column("tokens", "generated", lambda o: str(len(o.fast))),
         Column("passes", "forward passes of the model for them", lambda o: str(len(_report(o).passes))),
         Column("tokens/pass", "mean acceptance length", lambda o: f"{_report(o).mean_acceptance_length:.2f}"),
     ]

@@ -1,4 +1,4 @@
-"""`truedraft generate`: text from a model, as `model.generate` would write it, in fewer passes."""
+"""`truedraft generate`: the output of `model.generate`, in fewer passes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def generate(
     prompt: Annotated[str | None, Argument(metavar="PROMPT", help="- or nothing reads standard input.")] = None,
     file: Annotated[Path | None, Option(help="Read the prompt from a file; one final newline is dropped.")] = None,
     prompts: Annotated[
-        Path | None, Option(help="Many prompts from a file, JSON lines or text as `bench` reads; written in its order.")
+        Path | None, Option(help="Many prompts from a file, JSON lines or text as `bench` reads; output in its order.")
     ] = None,
     draft: Annotated[
         str, Option(help="A drafter, `name:knob=value`, auto, or none (see `truedraft methods`).")
     ] = "auto",
-    rule: Annotated[str | None, Option(help="An acceptance rule; by default the text is the model's own.")] = None,
+    rule: Annotated[str | None, Option(help="An acceptance rule; by default the output is the model's.")] = None,
     control: Control = "cost",
     ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     reference: Annotated[list[Path] | None, Option(help="A text that the output may copy from; repeatable.")] = None,
-    max_new_tokens: Annotated[int, Option(help="Most tokens to write.")] = 128,
-    min_new_tokens: Annotated[int | None, Option(help="Fewest tokens to write.")] = None,
-    sample: Annotated[bool, Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
-    temperature: Annotated[float | None, Option(help="Above 1 flattens the law, below 1 sharpens it.")] = None,
+    max_new_tokens: Annotated[int, Option(help="Most new tokens.")] = 128,
+    min_new_tokens: Annotated[int | None, Option(help="Fewest new tokens.")] = None,
+    sample: Annotated[bool, Option("--sample/--greedy", help="Sample, or choose the likeliest token.")] = False,
+    temperature: Annotated[float | None, Option(help="Above 1 flattens the distribution, below 1 sharpens it.")] = None,
     top_k: Annotated[int | None, Option(help="Sample among the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, Option(help="Sample among the likeliest tokens that hold this mass.")] = None,
+    top_p: Annotated[float | None, Option(help="Sample among the likeliest tokens of this total mass.")] = None,
     min_p: Annotated[float | None, Option(help="Drop tokens below this share of the likeliest one.")] = None,
     typical_p: Annotated[float | None, Option(help="Locally typical sampling with this mass.")] = None,
     epsilon_cutoff: Annotated[float | None, Option(help="Drop tokens below this probability.")] = None,
@@ -51,7 +51,7 @@ def generate(
     stop: Annotated[list[str] | None, Option(help="End after this string; repeatable.")] = None,
     eos: Annotated[list[int] | None, Option(help="End at this token id; repeatable.")] = None,
     num_return_sequences: Annotated[int, Option("--num-return-sequences", "-n", help="How many texts.")] = 1,
-    max_time: Annotated[float | None, Option(help="End after so many seconds.")] = None,
+    max_time: Annotated[float | None, Option(help="End after this many seconds.")] = None,
     seed: Annotated[int | None, Option(help="Seed for torch.manual_seed.")] = None,
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Another GenerationConfig field; repeatable.")
@@ -60,7 +60,7 @@ def generate(
     quantize: Quantize = None,
     threads: Threads = None,
     chat: Annotated[bool, Option("--chat", help="Put the prompt into the model's chat template.")] = False,
-    stream: Annotated[bool | None, Option(help="Show text as it comes; by default on a terminal.")] = None,
+    stream: Annotated[bool | None, Option(help="Stream the text; by default on a terminal.")] = None,
     report: Annotated[bool, Option("--report", help="Print the figures of the run on stderr.")] = False,
     as_json: Annotated[
         bool, Option("--json", help="One JSON object for each prompt: text, token_ids, figures.")
@@ -85,12 +85,12 @@ def generate(
     check_seed(seed, sample)
     read_items = read_prompts(prompt, file, prompts)
     check_names(model, dtype, quantize, drafts=[draft], control=control, rule=rule)
-    asked = read_settings(fields, settings or ())
+    config = read_settings(fields, settings or ())
     fast = accelerated(model, dtype, draft, control, quantize, rule, threads=threads, ties=ties)
     items = read_items(fast.target.reads_sources)
     places = [f"prompt {i} of {len(items)}" for i in range(1, len(items) + 1)] if prompts is not None else [""]
     requests = [
-        Request(item.text, asked, [*documents, *item.references], seed, chat, place and f"{place}: ")
+        Request(item.text, config, [*documents, *item.references], seed, chat, place and f"{place}: ")
         for place, item in zip(places, items, strict=True)
     ]
     for request in requests:
@@ -110,17 +110,17 @@ def _output(stream: bool | None, as_json: bool, report: bool, texts: int) -> Out
 
 @dataclass(frozen=True)
 class Output:
-    """Where the text goes, and when."""
+    """The form of the output."""
 
     stream: bool
     as_json: bool
     report: bool
 
     def write_all(self, fast: Accelerated, requests: Sequence[Request]) -> int:
-        """Write what is generated for each request, in their order; returns the exit code.
+        """Run the requests in order and write their texts; returns the exit code.
 
         Raises:
-            Refused: a request cannot be served.
+            Refused: a request is not supported.
         """
         for request in requests:
             if request.place and not self.as_json:
@@ -130,7 +130,7 @@ class Output:
         return 0
 
     def run(self, fast: Accelerated, request: Request) -> list[list[int]]:
-        """The new ids of every text; streamed text is written as it comes."""
+        """The new ids of every text; streams the text if requested."""
         pieces, tokens = Pieces(fast.tokenizer), 0  # type: ignore[arg-type]
         with waiting("reading the prompt") as show:
 
@@ -150,13 +150,13 @@ class Output:
         return rows
 
     def write(self, fast: Accelerated, rows: Sequence[list[int]]) -> int:
-        """Print what was not streamed, and the figures; returns the exit code."""
+        """Print the texts, unless streamed, and the figures; returns the exit code."""
         report = fast.report()
         texts = [fast.tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]  # type: ignore[union-attr]
         if self.as_json:
             one = len(rows) == 1
-            said = {"text": texts[0] if one else texts, "token_ids": rows[0] if one else rows}
-            print(json.dumps(said | report.as_dict()), flush=True)
+            result = {"text": texts[0] if one else texts, "token_ids": rows[0] if one else rows}
+            print(json.dumps(result | report.as_dict()), flush=True)
         elif len(texts) > 1:
             for i, text in enumerate(texts, 1):
                 print(f"--- {i} of {len(texts)} ---\n{text}")

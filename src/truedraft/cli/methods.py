@@ -1,4 +1,4 @@
-"""`truedraft methods`: every drafter, rule and control, from their cards."""
+"""`truedraft methods`: lists every drafter, rule and control, from their cards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from truedraft.cli._options import AsJson
 from truedraft.cli._text import console, waiting
 from truedraft.layout import labelled
 
-WIDTH = 100  # columns of a text that reads well, at most
+WIDTH = 100  # most columns of running text
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -26,7 +26,7 @@ def methods(as_json: AsJson = False) -> None:
 
 
 def listing() -> dict[str, list[dict[str, Any]]]:
-    """Kind of method -> what each card says, in the order of the names."""
+    """Kind of method -> the fields of each card, in the order of the names."""
     from truedraft import registry
 
     return {
@@ -57,8 +57,8 @@ def _print(found: dict[str, list[dict[str, Any]]]) -> None:
     out = console()
     width = min(out.width, WIDTH)
     for kind, entries in found.items():
-        of = KINDS[kind]
-        out.print(f"{of.title} (--{of.argument} {of.spelling})", style="bold underline")
+        named = KINDS[kind]
+        out.print(f"{named.title} (--{named.argument} {named.spelling})", style="bold underline")
         out.print()
         for entry in entries:
             out.print(entry["name"], style="bold")
@@ -67,7 +67,7 @@ def _print(found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _described(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the listing says of a method, by heading."""
+    """The lines of a method in the listing: heading and text."""
     yield "idea", entry["idea"]
     yield "knobs", _knobs(entry["knobs"], entry["takes"])
     for preset, values in entry["presets"].items():
@@ -78,6 +78,6 @@ def _described(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _knobs(values: dict[str, Any], takes: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Knobs with their values and, in brackets, those that they take."""
+    """Knobs with their values and, in brackets, their ranges."""
     shown = (f"{knob}={value}" + (f" ({takes[knob]})" if knob in takes else "") for knob, value in values.items())
     return ", ".join(shown)

@@ -1,4 +1,4 @@
-"""`truedraft train`: a drafter that has to learn, trained for a model."""
+"""`truedraft train`: trains a learned drafter for a model."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from truedraft.errors import Refused
 
 
 def train(
-    drafter: Annotated[str, Argument(metavar="DRAFTER", help="gad, or with knobs of its training: gad:k=8,layers=2.")],
+    drafter: Annotated[str, Argument(metavar="DRAFTER", help="gad, or with training knobs: gad:k=8,layers=2.")],
     target: Annotated[str, Option(help="The model that it will draft for: a local folder, or a name on the hub.")],
-    data: Annotated[Path, Option(help="Lines that the model is asked, plain or .gz; what follows a tab is ignored.")],
-    out: Annotated[Path, Option(help="Folder of the checkpoint, and of what the model says to the lines.")],
+    data: Annotated[Path, Option(help="Lines, the model's inputs, plain or .gz; text after a tab is ignored.")],
+    out: Annotated[Path, Option(help="Folder of the checkpoint, and of the model's outputs for the lines.")],
     labels: Annotated[
-        str, Option(help="target: learn what the model says to each line; given: what follows the tab.")
+        str, Option(help="target: train on the model's output for each line; given: on the text after the tab.")
     ] = "target",
-    minutes: Annotated[float, Option(help="How long to train, once the model has said its lines.")] = 30.0,
+    minutes: Annotated[float, Option(help="Minutes of training, after the model's outputs are generated.")] = 30.0,
     every: Annotated[float, Option(help="Minutes between validations; each saves the checkpoint.")] = 5.0,
-    lr: Annotated[float, Option(help="Learning rate at its highest.")] = 3e-3,
-    batch: Annotated[int, Option(help="Tokens of a step, on the longer side of the lines, with padding.")] = 2048,
+    lr: Annotated[float, Option(help="Peak learning rate.")] = 3e-3,
+    batch: Annotated[int, Option(help="Tokens per step, of the longer side of the lines, with padding.")] = 2048,
     threads: Threads = None,
-    bf16: Annotated[bool, Option("--bf16", help="Products in bf16, on machines with units for it.")] = False,
-    seed: Annotated[int, Option(help="Of the order of the lines, and of the fresh weights.")] = 0,
-    resume: Annotated[bool, Option("--resume", help="Go on from the checkpoint in the folder.")] = False,
+    bf16: Annotated[bool, Option("--bf16", help="Matrix products in bf16, on machines that support it.")] = False,
+    seed: Annotated[int, Option(help="Seed of the order of the lines and of the initial weights.")] = 0,
+    resume: Annotated[bool, Option("--resume", help="Continue from the checkpoint in the folder.")] = False,
 ) -> None:
-    """Train a drafter for a model on what the model says; use it as `--draft gad:model=FOLDER`.
+    """Train a drafter for a model on the model's outputs; use it as `--draft gad:model=FOLDER`.
 
     \f
-    Raises Refused: a file, folder, model or drafter does not do; before any work.
+    Raises Refused, before any work: a file, folder, model or drafter cannot be used.
     """
     if labels not in ("target", "given"):
         raise Refused(f"--labels {labels}: choose target or given")
@@ -41,7 +41,7 @@ def train(
             raise Refused(f"{option} {value}: give a number above 0")
     check_seeds([seed])
     if out.exists() and not out.is_dir():
-        raise Refused(f"--out {out} is no folder: name another")
+        raise Refused(f"--out {out} is not a folder: name another")
     registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")
     sources, answers = _lines(data, labels == "given")
@@ -63,17 +63,17 @@ def train(
 
 
 def _learner(spec: str) -> Any:
-    """The training of a drafter, from its name and its knobs."""
+    """The learner of a drafter, from its name and training knobs."""
     name, knobs = registry.parsed(spec)
     learner = registry.method("drafters", name).learner
     if learner is None:
-        learning = [n for n in registry.names("drafters") if registry.method("drafters", n).learner is not None]
-        raise Refused(f"{name} has nothing to learn: train one of {', '.join(learning)}")
+        trainable = [n for n in registry.names("drafters") if registry.method("drafters", n).learner is not None]
+        raise Refused(f"{name} has nothing to learn: train one of {', '.join(trainable)}")
     return registry.built(learner, f"the training of {name}", spec, knobs)
 
 
 def _lines(path: Path, given: bool) -> tuple[list[str], list[str] | None]:
-    """Sources and, if wanted, their answers."""
+    """Sources and, if `given`, their answers."""
     from truedraft.files import read_lines
 
     lines = [(i, line.split("\t", 1)) for i, line in enumerate(read_lines(path), 1) if line.strip()]
@@ -83,5 +83,5 @@ def _lines(path: Path, given: bool) -> tuple[list[str], list[str] | None]:
         return [sides[0] for _, sides in lines], None
     for i, sides in lines:
         if len(sides) < 2:
-            raise Refused(f"--data {path}: line {i} has no tab with an answer behind it, which --labels given needs")
+            raise Refused(f"--data {path}: line {i} has no tab followed by an answer, which --labels given needs")
     return [sides[0] for _, sides in lines], [sides[1] for _, sides in lines]

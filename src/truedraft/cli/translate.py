@@ -1,4 +1,4 @@
-"""`truedraft translate`: a file translated line by line, in batches."""
+"""`truedraft translate`: translates a file line by line, in batches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from truedraft.cli._options import Control, Dtype, Quantize, Threads
 
 def translate(
     file: _lines.File,
-    model: Annotated[str, Option(help="An encoder-decoder that translates: a folder, or a name on the hub.")],
+    model: Annotated[str, Option(help="A translation model (encoder-decoder): a folder, or a name on the hub.")],
     out: _lines.Out = None,
     in_place: _lines.InPlace = False,
-    source_lang: Annotated[str | None, Option(help="For models of many languages, as they write it: eng_Latn.")] = None,
-    target_lang: Annotated[str | None, Option(help="For models of many languages, as they write it: deu_Latn.")] = None,
+    source_lang: Annotated[str | None, Option(help="For multilingual models, the model's code: eng_Latn.")] = None,
+    target_lang: Annotated[str | None, Option(help="For multilingual models, the model's code: deu_Latn.")] = None,
     split: Annotated[bool, Option("--split/--whole", help="Translate sentence by sentence, or whole lines.")] = False,
     prefix: _lines.Prefix = "",
     draft: Annotated[
@@ -40,9 +40,9 @@ def translate(
     from truedraft.languages import languages
 
     _lines.check_counts(batch, max_new_tokens, num_beams)
-    place = _lines.Place(file, out, in_place)
-    engine = _lines.Engine(model, "--model", "translate", dtype, quantize, draft, control, threads)
+    paths = _lines.TextPaths(file, out, in_place)
+    options = _lines.ModelOptions(model, "--model", "translate", dtype, quantize, draft, control, threads)
     return _lines.rewrite(
-        place, engine, lambda fast: languages(fast.model, fast.tokenizer, source_lang, target_lang), report,
+        paths, options, lambda fast: languages(fast.model, fast.tokenizer, source_lang, target_lang), report,
         batch=batch, split=split, prefix=prefix, max_new_tokens=max_new_tokens, check=check,
     )  # fmt: skip

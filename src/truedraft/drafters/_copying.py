@@ -1,4 +1,4 @@
-"""Furniture of drafters that copy: from where the last tokens stood before, and from what earlier rows said."""
+"""Base classes of drafters that copy: from earlier occurrences of the last tokens, and from outputs of earlier rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import copied
+from truedraft.drafters._trees import copied_chain
 from truedraft.stores.memory import Memory, Places
 from truedraft.tree import DraftTree, Row
 
 
-class InText(PerRow[RowText]):
-    """Drafts chains by what stands in references, prompt and output.
+class CopiedChains(PerRow[RowText]):
+    """Drafts chains of tokens copied from the references, the prompt and the output.
 
     Fields that every subclass has: length, tokens drafted.
     """
@@ -29,24 +29,24 @@ class InText(PerRow[RowText]):
         return told(row, self.pass_cost)
 
 
-class Copying(InText):
-    """Copies from one place of the text."""
+class SuffixLookup(CopiedChains):
+    """Copies from a single match."""
 
     @property
     @abstractmethod
     def span(self) -> tuple[int, int]:
-        """Tokens of the shortest and the longest suffix that is looked for; what first followed it is copied."""
+        """Lengths of the shortest and the longest suffix to match; what followed its first occurrence is copied."""
 
     def draft(self, row: Row, state: RowText, ahead: Sequence[int], budget: int) -> DraftTree:
         state.follow(row)
         shortest, longest = self.span
-        text, place = state.place(ahead, longest)
-        tokens = text.copy(place, shortest, min(self.length, budget))
-        return copied(root_of(row, ahead), tokens, place.length)
+        automaton, cursor = state.place(ahead, longest)
+        tokens = automaton.copy(cursor, shortest, min(self.length, budget))
+        return copied_chain(root_of(row, ahead), tokens, cursor.length)
 
 
-class Remembering(PerRow[tuple[RowText, Places]]):
-    """Looks in the row's own text and in what earlier rows of its namespace said.
+class WithMemory(PerRow[tuple[RowText, Places]]):
+    """Searches the row's own text and the outputs of earlier rows of its namespace.
 
     Fields that every subclass has: memory, tokens of earlier outputs that are kept.
     """

@@ -1,4 +1,4 @@
-"""Drafters that look things up in corpora: opened, and held to the model that they draft for, in one place."""
+"""Base class of drafters that search corpora: opens them, and checks that they fit the target and its tokenizer."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class WithCorpora(PerRow[State]):
             corpus.check(tokenizer)
 
     def found(self, places: Places, row: Row, ahead: Sequence[int]) -> list[tuple[Automaton, Cursor]]:
-        """Where the row's last tokens, and then `ahead`, stand in each corpus: cursors of the caller's own."""
+        """The match of the row's last tokens, followed by `ahead`, in each corpus; the cursors are copies."""
         return places.ahead([corpus.automaton for corpus in self.corpora], row.tokens, ahead)

@@ -1,4 +1,4 @@
-"""What a drafter that fills masks keeps of the rows that it follows, and its passes over them."""
+"""The KV cache of a drafter that fills masks, and its passes over the rows in it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from truedraft.drafters._nn import masking
+from truedraft.drafters._nn import attention_bias
 from truedraft.runtime.filling import LeanFilling
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import Row
 
 
-class Kept(ABC):
-    """By slot: keys and values of the tokens that were read, and of the sources.
+class FillerCache(ABC):
+    """Keys and values by slot: of the tokens read so far, and of the encoder's output.
 
-    rows: in the order of the slots. read: how many tokens of each.
-    states, heard: of their sources; see `Prompt`.
-    places: of all positions that there may be.
+    rows: in the order of the slots. read: tokens of each row in the cache.
+    states, heard: encoder states and source mask of the rows, padded; see `Prompt`.
+    places: encodings of all positions up to `capacity`.
     """
 
     def __init__(self, filler: Any, rows: Sequence[Row], masks: int):
@@ -35,7 +35,7 @@ class Kept(ABC):
         self.places = filler.places(torch.arange(self.capacity, device=self.states.device))
 
     def keep(self, rows: Sequence[Row]) -> None:
-        """Free the slots of all but these rows; the last one in use takes a freed slot's place."""
+        """Free the slots of all other rows; the last slot in use is moved into each freed one."""
         for slot in reversed([slot for slot, row in enumerate(self.rows) if row not in rows]):
             last = len(self.rows) - 1
             self.release(slot, last)
@@ -48,14 +48,14 @@ class Kept(ABC):
 
     @abstractmethod
     def filled(self) -> Tensor:
-        """Read what rows said since, and fill the masks behind it: (rows, masks, V) logits."""
+        """Read the tokens emitted since the last call and fill the masks after them: (rows, masks, V) logits."""
 
 
-class KeptCompiled(Kept):
-    """By the compiled pass.
+class CompiledFillerCache(FillerCache):
+    """Runs the compiled pass.
 
     Raises:
-        NotCompilable: there is none for this filler.
+        NotCompilable: there is no compiled pass for this filler.
     """
 
     def __init__(self, filler: Any, rows: Sequence[Row], masks: int):
@@ -74,67 +74,68 @@ class KeptCompiled(Kept):
     def filled(self) -> Tensor:
         texts = [(read, len(row.tokens)) for row, read in zip(self.rows, self.read, strict=True)]
         tokens = [token for row, (read, _) in zip(self.rows, texts, strict=True) for token in row.tokens[read:]]
-        spots = [place for read, end in texts for place in range(read, end + self.masks)]
+        positions = [position for read, end in texts for position in range(read, end + self.masks)]
         parts: list[Tensor] = []
-        made = self.filler.tokens(torch.tensor(tokens)).split([end - read for read, end in texts])
-        for part in made:
+        embedded = self.filler.tokens(torch.tensor(tokens)).split([end - read for read, end in texts])
+        for part in embedded:
             parts += [part, self.filler.mask_embeddings[: self.masks]]
         self.read = [end for _, end in texts]
-        return self._pass.fill(texts, torch.cat(parts) + self.places.wave[spots], self.masks)
+        return self._pass.fill(texts, torch.cat(parts) + self.places.sinusoid[positions], self.masks)
 
 
-class KeptTensors(Kept):
-    """By torch, rows padded to the widest."""
+class TensorFillerCache(FillerCache):
+    """Runs in torch, rows padded to the longest."""
 
     def __init__(self, filler: Any, rows: Sequence[Row], masks: int):
         super().__init__(filler, rows, masks)
         self.sources = filler.heard(self.states)
-        self.hears = masking(self.heard.bool(), filler.dtype)[:, None, None]
+        self.source_bias = attention_bias(self.heard.bool(), filler.dtype)[:, None, None]
         heads, size = filler.shape.heads, filler.shape.size
         shape = len(filler.layers), 2, len(rows), self.capacity, heads, size // heads
         self.cache = torch.zeros(shape, dtype=filler.dtype, device=self.states.device)
 
     def release(self, slot: int, last: int) -> None:
         self.cache[:, :, slot] = self.cache[:, :, last]
-        for kept in (self.hears, *(part for source in self.sources for part in source)):
-            kept[slot] = kept[last]
+        for tensor in (self.source_bias, *(part for source in self.sources for part in source)):
+            tensor[slot] = tensor[last]
 
     def filled(self) -> Tensor:
-        count, device = len(self.rows), self.hears.device
+        count, device = len(self.rows), self.source_bias.device
         new = [row.tokens[read:] for row, read in zip(self.rows, self.read, strict=True)]
         widest = max(map(len, new))
         ids = torch.tensor([tokens + [0] * (widest - len(tokens)) for tokens in new], device=device)
-        spots, limits = [], []
+        positions, limits = [], []
         for row, read, tokens in zip(self.rows, self.read, new, strict=True):
             end, idle = len(row.tokens), widest - len(tokens)
-            spots.append([*range(read, end), *[self.capacity - 1] * idle, *range(end, end + self.masks)])
+            positions.append([*range(read, end), *[self.capacity - 1] * idle, *range(end, end + self.masks)])
             limits.append([*range(read, end), *[0] * idle, *[end + self.masks - 1] * self.masks])
         view = max(map(max, limits)) + 1
-        place = torch.tensor(spots, device=device)
+        index = torch.tensor(positions, device=device)
         limit = torch.tensor(limits, device=device)[:, None, :, None]
-        mask = masking(torch.arange(view, device=device) <= limit, self.filler.dtype)
+        mask = attention_bias(torch.arange(view, device=device) <= limit, self.filler.dtype)
         masks = self.filler.mask_embeddings[: self.masks].expand(count, -1, -1)
-        places = self.places.at(place)
-        x = torch.cat([self.filler.tokens(ids), masks], 1) + places.wave
+        places = self.places.at(index)
+        x = torch.cat([self.filler.tokens(ids), masks], 1) + places.sinusoid
         slots = torch.arange(count, device=device)[:, None]
-        keeps = [partial(_kept, cache, slots, place, view) for cache in self.cache]
+        updates = [partial(_update, cache, slots, index, view) for cache in self.cache]
         sources = [(keys[:count], values[:count]) for keys, values in self.sources]
         self.read = [len(row.tokens) for row in self.rows]
-        return self.filler.logits(self.filler(x, places, keeps, mask, sources, self.hears[:count], widest))
+        return self.filler.logits(self.filler(x, places, updates, mask, sources, self.source_bias[:count], widest))
 
 
-def _kept(
-    cache: Tensor, slots: Tensor, place: Tensor, view: int, keys: Tensor, values: Tensor
+def _update(
+    cache: Tensor, slots: Tensor, index: Tensor, view: int, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    for kept, new in zip(cache, (keys, values), strict=True):
-        kept[slots, place] = new.transpose(1, 2)
-    seen = cache[:, : len(slots), :view].transpose(2, 3)
-    return seen[0], seen[1]
+    """Write new keys and values at positions `index`; return those of the first `view` positions."""
+    for stored, new in zip(cache, (keys, values), strict=True):
+        stored[slots, index] = new.transpose(1, 2)
+    visible = cache[:, : len(slots), :view].transpose(2, 3)
+    return visible[0], visible[1]
 
 
-def kept(filler: Any, rows: Sequence[Row], masks: int) -> Kept:
-    """Compiled where it can be."""
+def filler_cache(filler: Any, rows: Sequence[Row], masks: int) -> FillerCache:
+    """A cache for the compiled pass where the filler can be compiled, else for torch."""
     try:
-        return KeptCompiled(filler, rows, masks)
+        return CompiledFillerCache(filler, rows, masks)
     except NotCompilable:
-        return KeptTensors(filler, rows, masks)
+        return TensorFillerCache(filler, rows, masks)

@@ -1,4 +1,4 @@
-"""Drafters that have to learn: whose target it is that they learnt from, and what their training has to say."""
+"""Trainable drafters: the contract of their training, and checkpoints bound to the target of their training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from truedraft.errors import Refused, why
 from truedraft.stores import _file as file
 
 Module = TypeVar("Module", bound=nn.Module)
-Line = tuple[list[int], list[int]]  # tokens of a source, and what the target said to it, behind its decoder's prompt
+Line = tuple[list[int], list[int]]  # tokens of a source; the decoder's prompt followed by the target's output for it
 
 VERSION = 1
-WEIGHTS = "drafter.safetensors"  # the file of a checkpoint's folder
-SAMPLED = 64  # rows of the embeddings that a fingerprint looks at
+WEIGHTS = "drafter.safetensors"  # file name in a checkpoint's folder
+SAMPLED = 64  # rows of the embedding table that go into a fingerprint
 
 
 class Learner(ABC):
-    """A learned drafter in training. Subclasses are dataclasses whose fields are the training's knobs.
+    """A drafter in training. Subclasses are dataclasses whose fields are the training's knobs.
 
     name: of the drafter.
-    module: what learns; the target's own weights are no part of it.
-    share: of the training's time that has passed, kept current.
+    module: the trained module; the target's own weights are not part of it.
+    share: progress of the training, 0 to 1, kept current by the trainer.
     """
 
     name: ClassVar[str]
@@ -37,49 +37,49 @@ class Learner(ABC):
 
     @abstractmethod
     def begin(self, model: PreTrainedModel) -> None:
-        """Make a fresh module for a target.
+        """Initialise the module for a target.
 
         Raises:
-            Refused: it cannot draft for this target, or a knob makes no sense.
+            Refused: the method cannot draft for this target, or a knob is invalid.
         """
 
     @abstractmethod
     def loss(self, lines: Sequence[Line]) -> Tensor:
-        """What is to become less, a scalar."""
+        """The scalar to minimise."""
 
     @abstractmethod
     def judged(self, lines: Sequence[Line]) -> dict[str, float]:
-        """Figures over lines that were held out; `tokens_per_pass`, among them, says which checkpoint is the best."""
+        """Metrics on held-out lines; the checkpoint with the highest `tokens_per_pass` among them is kept."""
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """What has to be known to make the module again."""
+        """The configuration from which the module can be rebuilt."""
 
     @abstractmethod
     def resume(self, about: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Go on with what was learnt before.
+        """Continue from a checkpoint.
 
         Raises:
-            Refused: it was learnt with other knobs.
+            Refused: it was trained with other knobs.
         """
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Of a model's kind, shape and weights: of those that quantising leaves alone, as they are in bf16."""
+    """A hash of a model's class, sizes and those weights that quantising leaves alone, rounded to bf16."""
     config = model.config.get_text_config(decoder=True)
     table: Any = model.get_input_embeddings().weight
-    kept = [*(p for p in model.parameters() if p.ndim == 1), table[:: max(len(table) // SAMPLED, 1)]]
-    made = hashlib.sha256(f"{type(model).__name__} {config.vocab_size} {config.hidden_size}".encode())
-    for weight in kept:
-        made.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
-    return made.hexdigest()[:16]
+    sampled = [*(p for p in model.parameters() if p.ndim == 1), table[:: max(len(table) // SAMPLED, 1)]]
+    digest = hashlib.sha256(f"{type(model).__name__} {config.vocab_size} {config.hidden_size}".encode())
+    for weight in sampled:
+        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def save_learnt(folder: Path, name: str, module: nn.Module, model: PreTrainedModel, about: dict[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all.
+    """Write a checkpoint atomically.
 
     Raises:
-        OSError: it cannot be written; what stood there still does.
+        OSError: it cannot be written; an earlier checkpoint is left as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {n: w.detach().float().cpu().numpy() for n, w in module.state_dict().items()}
@@ -88,36 +88,36 @@ def save_learnt(folder: Path, name: str, module: nn.Module, model: PreTrainedMod
 
 
 def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a checkpoint is about, and its weights.
+    """The configuration and the weights of a checkpoint.
 
     Raises:
-        Refused: there is none, it is damaged, or it was trained for another target.
+        Refused: there is no checkpoint, it is damaged, or it was trained for another target.
     """
-    maker = f"truedraft train {name} --target MODEL --data FILE --out {folder}"
+    command = f"truedraft train {name} --target MODEL --data FILE --out {folder}"
     if not folder.is_dir():
-        raise Refused(f"{name}: there is no folder {str(folder)!r} (`{maker}` makes one)")
-    about, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, maker)
-    theirs, mine = about.get("fingerprint"), fingerprint(model)
-    if theirs != mine:
+        raise Refused(f"{name}: there is no folder {str(folder)!r} (`{command}` makes one)")
+    about, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, command)
+    stored, given = about.get("fingerprint"), fingerprint(model)
+    if stored != given:
         raise Refused(
-            f"{name}: {str(folder)!r} was trained for another model (a {about.get('target')}, fingerprint {theirs}; "
-            f"this is a {type(model).__name__}, {mine}): train one for this model"
+            f"{name}: {str(folder)!r} was trained for another model (a {about.get('target')}, fingerprint {stored}; "
+            f"this is a {type(model).__name__}, {given}): train one for this model"
         )
     return about, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
 
 
 def with_weights(module: Callable[[], Module], weights: dict[str, Tensor], name: str, folder: str | Path) -> Module:
-    """The module that a checkpoint describes, with its weights, all of them.
+    """Build the module of a checkpoint and load all of its weights.
 
     Raises:
-        Refused: the checkpoint describes no module, or one of other weights.
+        Refused: the configuration gives no module, or one with other weights.
     """
     try:
-        made = module()
-        made.load_state_dict(weights)
+        built = module()
+        built.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         reason = " ".join(why(e).split())
         raise Refused(
-            f"{name}: {str(folder)!r} does not hold the weights that it describes ({reason}): train anew"
+            f"{name}: {str(folder)!r} does not hold the weights that it describes ({reason}): train again"
         ) from e
-    return made
+    return built

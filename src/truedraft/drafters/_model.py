@@ -1,4 +1,4 @@
-"""A second model drafts: how drafts grow from what it says, level by level."""
+"""Base classes of drafters with a draft model: its next-token distributions grow a tree, level by level."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Draws, Row
 
-NODES = 1024  # of a draft that is written out level by level, at most
+NODES = 1024  # most nodes of a tree given by its branching factors
 BRANCHES = f"how many children a node has, level by level, as in '4x2x1', {NODES:,} nodes in all at most"
 
 
 @dataclass(eq=False)
 class GrowingTree:
-    """One row's draft while it grows: a tree whose root is the pending token, below those that were not read yet.
+    """One row's draft while it grows: first the row's tokens that the draft model has not read, then the tree.
 
-    tokens, parent: of every node; the first ones are tokens of the row that the draft model has still to read.
-    root: the pending token's place.
+    tokens, parent: of every node; those before `root` are tokens of the row that the draft model has still to read.
+    root: index of the pending token.
     room: nodes that may still be added.
     deepest: levels that may be added below the root.
-    frontier: nodes added at the last level, to be read next.
+    frontier: nodes added at the last level, which the next pass of the draft model reads.
     read: how many of the first nodes the draft model's cache holds.
-    laws: node -> the law that its children were drawn from.
-    worth: node -> whatever the method values it by.
-    when: node -> its time of arrival, for methods that race.
-    budget: nodes that may be offered.
+    laws: node -> the distribution that its children were drawn from.
+    worth: node -> the method's score of it.
+    arrival: node -> its arrival time, for stochastic beam search.
+    budget: most nodes of the finished draft.
     """
 
     row: Row
@@ -49,7 +49,7 @@ class GrowingTree:
     read: int = 0
     laws: dict[int, Tensor] = field(default_factory=dict)
     worth: dict[int, float] = field(default_factory=dict)
-    when: dict[int, float] = field(default_factory=dict)
+    arrival: dict[int, float] = field(default_factory=dict)
     budget: int = 0
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class GrowingTree:
         self.frontier = [self.root] if self.room > 0 and self.deepest > 0 else []
 
     def add(self, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
-        """Children of a node, as many as there is room for; returns their places."""
+        """Add children of a node, as far as `room` allows; returns their indices."""
         tokens = tokens[: self.room]
         first = len(self.tokens)
         self.tokens += tokens
@@ -69,14 +69,14 @@ class GrowingTree:
             self.laws[node] = law
         return list(range(first, len(self.tokens)))
 
-    def grown(self, added: Sequence[int]) -> None:
-        """A level is complete; its nodes are read next, but for those that end the text or are deep enough."""
-        alive = self.room > 0
+    def end_level(self, added: Sequence[int]) -> None:
+        """End a level: `added` becomes the frontier, without end tokens and nodes at the greatest depth."""
+        growing = self.room > 0
         self.frontier = [
-            n for n in added if alive and self.depth[n] < self.deepest and self.tokens[n] not in self.row.ends
+            n for n in added if growing and self.depth[n] < self.deepest and self.tokens[n] not in self.row.ends
         ]
 
-    def said(self, node: int) -> list[int]:
+    def path(self, node: int) -> list[int]:
         """The tokens from below the root to a node."""
         tokens: list[int] = []
         while node > self.root:
@@ -84,13 +84,14 @@ class GrowingTree:
             node = self.parent[node]
         return tokens[::-1]
 
-    def unread(self) -> DraftTree:
-        """What the next pass of the draft model reads."""
+    def next_input(self) -> DraftTree:
+        """The tree that the next pass of the draft model reads."""
         parents = (-1, *(p - self.read for p in self.parent[self.read + 1 :]))
         return DraftTree(tuple(self.tokens[self.read :]), parents)
 
     def linear_prefix(self, reached: int) -> int:
-        """How many nodes more, before `reached`, all that follows stands on: the cache may keep them."""
+        """Move `read` past the nodes before `reached` that all later ones descend from; returns their number, which the
+        cache keeps."""
         node = self.read
         while node < reached and self.parent.count(node) == 1:
             node += 1
@@ -99,7 +100,7 @@ class GrowingTree:
         return kept
 
     def tree(self, draws: Draws, chosen: Sequence[int] | None = None) -> DraftTree:
-        """The draft; of its nodes, those `chosen` (parents before children), or all."""
+        """The draft, of the nodes `chosen` (parents before children) or of all nodes."""
         nodes = [self.root, *(range(self.root + 1, len(self.tokens)) if chosen is None else chosen)]
         new = {node: i for i, node in enumerate(nodes)}
         drawn = draws != "certain"
@@ -112,14 +113,14 @@ class GrowingTree:
 
 
 class ModelDrafter(Drafter):
-    """A drafter that asks a smaller model with the target's tokenizer.
+    """A drafter with a smaller model that shares the target's tokenizer.
 
-    A subclass says how drafts grow from the laws of that model. Each level of a draft is one pass of the draft model
-    over all rows; it reads what the rows emitted since, and the nodes of the level before. What its cache holds of
-    the last draft and is not part of the row is forgotten.
+    A subclass defines how drafts grow from that model's distributions. Each level of a draft is one pass of the draft
+    model over all rows; it reads the tokens emitted since the last pass and the nodes of the previous level. Rejected
+    tokens of the last draft are cropped from its cache.
 
-    Fields that every subclass has: model (a model of transformers, or the name of one: a folder, an embedded model,
-    one on the hub).
+    Fields of every subclass: model (a model of transformers, or the name of one: a folder, an embedded model, one on
+    the hub).
     """
 
     hope = 0.7
@@ -133,11 +134,11 @@ class ModelDrafter(Drafter):
     @property
     @abstractmethod
     def levels(self) -> int:
-        """How deep a draft goes."""
+        """Depth of a full draft."""
 
     @abstractmethod
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        """Add the next level: children of `nodes`, by the (k, V) laws that the draft model has for them."""
+        """Add the next level: children of the k `nodes`, by the draft model's (k, V) distributions there."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -167,15 +168,15 @@ class ModelDrafter(Drafter):
         return [self.finished(growing_trees[id(row)]) for row in rows]
 
     def room(self, budget: int) -> int:
-        """Nodes that may grow where `budget` may be offered."""
+        """Nodes that may be grown for a draft of at most `budget` nodes."""
         return budget
 
     def finished(self, growing: GrowingTree) -> DraftTree:
-        """The draft as it is offered."""
+        """The draft to verify, from all that was grown."""
         return growing.tree(self.draws if self.preferred(growing.row) == "law" else "certain")
 
     def _growing(self, row: Row, budget: int) -> GrowingTree:
-        """A draft at its beginning."""
+        """A row's draft before its first level."""
         reader = self._reader
         deepest = min(self.levels, row.room - row.step - 1)
         common = len(row.tokens) - 1
@@ -189,14 +190,14 @@ class ModelDrafter(Drafter):
         )
 
     def _level(self, standing: Sequence[GrowingTree]) -> None:
-        """One pass of the draft model, and the level that grows from it; rows whose drafts are complete idle along."""
+        """One pass of the draft model, and the level grown from it; rows with complete drafts read a dummy node."""
         scores = self._reader.score(
-            [growing.unread() if growing.frontier else DraftTree.chain(0) for growing in standing]
+            [growing.next_input() if growing.frontier else DraftTree.chain(0) for growing in standing]
         )
-        at = [(slot, tip) for slot, growing in enumerate(standing) for tip in growing.frontier]
-        logits = scores[[slot for slot, _ in at], [tip - standing[slot].read for slot, tip in at]]
-        rows, said = [standing[slot].row for slot, _ in at], [standing[slot].said(tip) for slot, tip in at]
-        laws = laws_of(rows, said, logits)
+        at = [(slot, node) for slot, growing in enumerate(standing) for node in growing.frontier]
+        logits = scores[[slot for slot, _ in at], [node - standing[slot].read for slot, node in at]]
+        rows, paths = [standing[slot].row for slot, _ in at], [standing[slot].path(node) for slot, node in at]
+        laws = laws_of(rows, paths, logits)
         first = 0
         kept: list[list[int]] = []
         for growing in standing:
@@ -210,7 +211,8 @@ class ModelDrafter(Drafter):
         self._reader.keep(kept)
 
     def likeliest(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
-        """Add the `count` most probable continuations of all paths, and keep their probabilities; returns places."""
+        """Add the `count` most probable continuations of all paths, with path probabilities as scores; returns their
+        indices."""
         paths = laws * laws.new_tensor([growing.worth.get(node, 1.0) for node in nodes])[:, None]
         worth, at = paths.flatten().topk(min(count, paths.numel(), growing.room))
         added = []
@@ -222,7 +224,7 @@ class ModelDrafter(Drafter):
         return added
 
     def chosen(self, growing: GrowingTree, node: int, law: Tensor, count: int = 1) -> list[int]:
-        """Tokens to draft below a node, in order: drawn freely, by the target's own noise, or the likeliest."""
+        """Tokens to draft below a node, in order: sampled, chosen with the target's own noise, or the likeliest."""
         if not law.any():
             return []  # nothing is allowed here, or the draft model's logits are NaN
         row, request = growing.row, growing.row.request
@@ -234,9 +236,9 @@ class ModelDrafter(Drafter):
 
 
 class Branching(ModelDrafter):
-    """A draft model's trees with a set number of children a node, level by level.
+    """A draft model's trees with a fixed number of children per node at each level.
 
-    Fields that every subclass has besides: branches, as in "4x2x1".
+    Further fields of every subclass: branches, as in "4x2x1".
     """
 
     branches: str
@@ -255,9 +257,9 @@ class Branching(ModelDrafter):
 
 
 def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """(k, V) probabilities of a drafter's next tokens behind each draft, through the processors of each row's request.
+    """(k, V) draft probabilities after each of k drafted paths, through the processors of each row's request.
 
-    logits: (k, V) raw.
+    logits: (k, V), raw.
     """
     scores = []
     for request, group in groupby(range(len(rows)), lambda i: rows[i].request):
@@ -271,7 +273,7 @@ def branched(text: str) -> tuple[int, ...]:
     """Branching factors of the levels from the root on: "4x2x1" has four children below the root, two below each.
 
     Raises:
-        ValueError: not such a text, or a tree of more than `NODES`.
+        ValueError: another format, or a tree of more than `NODES` nodes.
     """
     factors = tuple(map(int, text.split("x")))
     if len(factors) > NODES or not all(1 <= factor <= NODES for factor in factors) or nodes_of(factors) > NODES:
@@ -289,6 +291,6 @@ def nodes_of(factors: Sequence[int]) -> int:
 
 
 def unnamed(drafter: Drafter) -> Refused:
-    """What is said where a drafter was given no draft model."""
+    """The refusal of a drafter that was given no draft model."""
     name = type(drafter).__module__.rpartition(".")[2].replace("_", "-")
     return Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or accelerate(draft=MODEL)")

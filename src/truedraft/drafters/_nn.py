@@ -1,4 +1,4 @@
-"""Blocks that learned drafters are built of."""
+"""Building blocks of learned drafters: position encodings, attention, a decoder layer with cross-attention."""
 
 from __future__ import annotations
 
@@ -9,59 +9,62 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-Keeping = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of a pass -> all that are looked at
+CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of a pass -> all that it attends to
 
 
-class Places(NamedTuple):
-    """What positions are made into: (..., size) to be added, (..., 1, half a head) each by which queries are turned."""
+class PositionEncoding(NamedTuple):
+    """Encodings of positions.
 
-    wave: Tensor
+    sinusoid: (..., size), added to embeddings. cos, sin: (..., 1, head size / 2), of the rotary angles.
+    """
+
+    sinusoid: Tensor
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, size: int, heads: int, dtype: torch.dtype) -> Places:
-        """Of (...) positions: sines and cosines of them at `size / 2` rates, the turns at those of one head."""
+    def of(cls, positions: Tensor, size: int, heads: int, dtype: torch.dtype) -> PositionEncoding:
+        """Encode (...) positions: sines and cosines at `size / 2` rates; rotary angles at every `heads`-th of them."""
         half = size // 2
         rates = 1e4 ** -torch.linspace(0, 1, half, device=positions.device)
         angles = positions[..., None] * rates
-        turns = angles[..., None, ::heads]
-        made = torch.cat([angles.sin(), angles.cos()], -1), turns.cos(), turns.sin()
-        return cls(*(part.to(dtype) for part in made))
+        rotary = angles[..., None, ::heads]
+        parts = torch.cat([angles.sin(), angles.cos()], -1), rotary.cos(), rotary.sin()
+        return cls(*(part.to(dtype) for part in parts))
 
-    def at(self, index: Tensor) -> Places:
-        return Places(self.wave[index], self.cos[index], self.sin[index])
+    def at(self, index: Tensor) -> PositionEncoding:
+        return PositionEncoding(self.sinusoid[index], self.cos[index], self.sin[index])
 
 
-def turned(x: Tensor, places: Places) -> Tensor:
-    """Rotary positions (Su et al., arXiv 2104.09864); x is (rows, width, heads, head size)."""
+def apply_rotary(x: Tensor, places: PositionEncoding) -> Tensor:
+    """Rotary position embedding (Su et al., arXiv 2104.09864); x is (rows, width, heads, head size)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * places.cos - b * places.sin, b * places.cos + a * places.sin], -1)
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention by its parts: for a few queries they take less time than torch's own, and backwards too, on a CPU.
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention written out: for a few queries on a CPU it is faster than torch's own, forward and backward.
 
-    mask: what is added to the scores, see `masking`.
+    mask: added to the scores, see `attention_bias`.
     """
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
     return scores.add(mask).softmax(-1).to(value.dtype) @ value
 
 
-def masking(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where something is seen and minus infinity elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+def attention_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `visible`, minus infinity elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 class CrossAttentionLayer(nn.Module):
-    """A layer that looks at its own tokens, then at a source, then thinks; norms stand in front.
+    """A pre-norm decoder layer: self-attention, cross-attention to an encoder's output, feed-forward.
 
     Args:
-        size: of the states, a multiple of twice the heads.
+        size: hidden size, a multiple of twice the heads.
         heads: of both attentions.
-        inner: of the feed-forward part.
-        heard: size of the source's states.
-        dropout: of what each part adds, while it learns.
+        inner: hidden size of the feed-forward.
+        heard: hidden size of the encoder.
+        dropout: of what each part adds, in training.
     """
 
     def __init__(self, size: int, heads: int, inner: int, heard: int, dropout: float = 0.0):
@@ -77,34 +80,34 @@ class CrossAttentionLayer(nn.Module):
         self.up, self.down = nn.Linear(size, inner), nn.Linear(inner, size)
 
     def heard(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (rows, heads, length, head size) of sources, (rows, length, heard)."""
+        """Keys and values, (rows, heads, length, head size) each, of encoder states, (rows, length, heard)."""
         keys, values = self._split(self.source(states)).chunk(2, 1)
         return keys, values
 
     def forward(
         self,
         x: Tensor,
-        places: Places,
-        keep: Keeping,
+        places: PositionEncoding,
+        update: CacheUpdate,
         mask: Tensor,
         source: tuple[Tensor, Tensor],
-        hears: Tensor,
+        source_bias: Tensor,
         first: int = 0,
     ) -> Tensor:
         """(rows, width, size) to (rows, width - first, size).
 
-        keep: takes the keys and values of x, (rows, heads, width, head size).
-        mask: (rows, 1, width, keys), see `masking`: where x looks at them.
-        source, hears: see `heard`; (rows, 1, 1, length), the same for the source and its padding.
-        first: so many at the front are looked at and go no further.
+        update: stores the keys and values of x, (rows, heads, width, head size), and returns all to attend to.
+        mask: (rows, 1, width, keys), see `attention_bias`.
+        source, source_bias: keys and values of the source, see `heard`; (rows, 1, 1, length), masks its padding.
+        first: leading positions that serve as keys and values only, without an output.
         """
         query, key, value = self.own(self.norm_own(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        query, key = turned(query, places).transpose(1, 2), turned(key, places).transpose(1, 2)
-        kept = keep(key, value.transpose(1, 2))
-        seen = attended(query[:, :, first:], *kept, mask[:, :, first:])
-        x = x[:, first:] + self.drop(self.own_out(_joined(seen)))
-        found = attended(self._split(self.asked(self.norm_source(x))), *source, hears)
-        x = x + self.drop(self.source_out(_joined(found)))
+        query, key = apply_rotary(query, places).transpose(1, 2), apply_rotary(key, places).transpose(1, 2)
+        cached = update(key, value.transpose(1, 2))
+        own = attention(query[:, :, first:], *cached, mask[:, :, first:])
+        x = x[:, first:] + self.drop(self.own_out(_joined(own)))
+        crossed = attention(self._split(self.asked(self.norm_source(x))), *source, source_bias)
+        x = x + self.drop(self.source_out(_joined(crossed)))
         return x + self.drop(self.down(gelu(self.up(self.norm_inner(x)))))
 
     def _split(self, x: Tensor) -> Tensor:

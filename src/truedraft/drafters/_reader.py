@@ -1,4 +1,4 @@
-"""A model beside the target that follows its rows: what its cache holds of each, and what it reads in a pass."""
+"""A draft model run beside the target: its KV cache, kept in step with the target's rows, and its passes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from truedraft.targets.unwrapping import unwrapped
 from truedraft.tree import DraftTree, Row
 
 NAMED = {"decoder": "a decoder", "encoder-decoder": "an encoder-decoder"}
-CHUNK = 64  # tokens that are read in one pass, where the model has fallen behind
+CHUNK = 64  # tokens of a row per pass, where at least as many are unread
 
 
 def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """A draft model from itself or its name; with its tokenizer where it was named.
+    """A draft model, given as a model or by name; with its tokenizer where it was loaded by name.
 
     Raises:
-        Refused: it is neither, or cannot be loaded.
+        Refused: neither a model nor a name, or it cannot be loaded.
     """
     if isinstance(model, str | PathLike):
         return load(str(model), argument="the draft model")
@@ -38,20 +38,20 @@ def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
 
 
 class Reader:
-    """A draft model with its cache; slot by slot as in the target, though rows may join later.
+    """A draft model with a KV cache of its own, a slot per row; a row may be admitted to it later than to the target.
 
-    An encoder-decoder reads the sources of the rows by an encoder of its own, each once, and begins as the target's
-    decoder begins.
+    An encoder-decoder encodes the sources of the rows with its own encoder, once each, and starts from the same
+    decoder prompt as the target.
 
-    standing: row by slot. written: what the cache holds of each.
+    standing: row of each slot. written: tokens of each slot in the cache.
     """
 
     def __init__(self, model: Any):
         self.model = model
         self.standing: list[Row] = []
         self.written: list[list[int]] = []
-        self._sure: list[int] = []  # tokens of `written` that the row said
-        self._going: set[Row] = set()  # rows that were not ended
+        self._confirmed: list[int] = []  # leading tokens of `written` that the row emitted
+        self._running: set[Row] = set()
         self._hosted: Target | None = None
 
     @property
@@ -61,12 +61,13 @@ class Reader:
 
     @property
     def target(self) -> Target:
-        """The draft model, made ready for trees."""
+        """The draft model as a target, which scores trees."""
         assert self._hosted is not None
         return self._hosted
 
     def fit(self, target: Target) -> None:
-        """Once it is known what is drafted for.
+        """Host the draft model, for a target.
+
 
         Raises:
             Refused: one of the two has an encoder and the other has none, they are on different devices, or the
@@ -91,10 +92,10 @@ class Reader:
             self._hosted = hosted(self.model)
 
     def start(self, rows: Sequence[Row], more: int) -> None:
-        """New rows; `more` tokens may be drafted beyond what a row may still say.
+        """Reserve cache for new rows, with `more` tokens for drafts beyond the end of a row.
 
         Raises:
-            Refused: a row has no source in token ids, and the draft model has an encoder.
+            Refused: the draft model has an encoder, and a row's source is not given as token ids.
         """
         self._host()
         if self.target.reads_sources:
@@ -104,31 +105,31 @@ class Reader:
                         f"the draft model reads the sources itself, and row {row.index} has none in token ids: give "
                         "generate() input_ids, each row with a token or more, or another drafter"
                     )
-        self._going |= set(rows)
-        self._width = max((len(row.source) for row in self._going if self.fits(row, 0)), default=0)
-        (slots, room), count = self.target.reserved, len(self._going)
-        capacity = max(row.prompt + row.room for row in self._going) + more + CHUNK
+        self._running |= set(rows)
+        self._width = max((len(row.source) for row in self._running if self.fits(row, 0)), default=0)
+        (slots, room), count = self.target.reserved, len(self._running)
+        capacity = max(row.prompt + row.room for row in self._running) + more + CHUNK
         if slots < count or room < capacity:
-            self.standing, self.written, self._sure = [], [], []  # what was read is read again
+            self.standing, self.written, self._confirmed = [], [], []  # what was read is read again
             self.target.reserve(max(count, 2 * slots), capacity)
 
     def end(self, row: Row) -> None:
-        """The row is finished; its slot is free when others are admitted, or with the last row."""
-        self._going.discard(row)
-        if not self._going:
-            self.standing, self.written, self._sure = [], [], []
+        """The row is finished; its slot is freed by the next `admit`, or when the last row ends."""
+        self._running.discard(row)
+        if not self._running:
+            self.standing, self.written, self._confirmed = [], [], []
             self.target.free()
 
     def fits(self, row: Row, ahead: int) -> bool:
-        """Whether the model was made for as long a text as the row and so many tokens more."""
+        """Whether the row and `ahead` tokens more fit in the model's context, and the source in its encoder."""
         context, sources = self.target.context, self.target.longest_source
         return (context is None or len(row.tokens) + ahead <= context) and (
             sources is None or len(row.source) <= sources
         )
 
     def admit(self, rows: Sequence[Row]) -> None:
-        """Free the slots of all but these rows, and read what those begin with that are new and fit, but for the
-        pending token."""
+        """Free the slots of all other rows, and prefill those of these that are new and fit, without the pending
+        token."""
         for slot in reversed([slot for slot, row in enumerate(self.standing) if row not in rows]):
             self._release(slot)
         new = [row for row in rows if row not in self.standing and self.fits(row, 0)]
@@ -136,24 +137,24 @@ class Reader:
             self.target.prefill(self.target.prompts(new, self._width))
             self.standing += new
             self.written += [row.tokens[:-1] for row in new]
-            self._sure += [len(row.tokens) - 1 for row in new]
+            self._confirmed += [len(row.tokens) - 1 for row in new]
 
     def _release(self, slot: int) -> None:
-        """Free a slot; the last one in use takes its place."""
+        """Free a slot; the last slot in use is moved into it."""
         self.target.release(slot)
-        slots: tuple[list[Any], ...] = (self.standing, self.written, self._sure)
+        slots: tuple[list[Any], ...] = (self.standing, self.written, self._confirmed)
         for kept in slots:
             kept[slot] = kept[-1]
             kept.pop()
 
     def catch_up(self, texts: Sequence[Sequence[int] | None]) -> None:
-        """Forget what is not part of each slot's text; read of it all but the last few tokens.
+        """Crop each slot to its common prefix with its text, and read the text up to its last `CHUNK` tokens or fewer.
 
-        texts: the row's tokens and what was drafted behind them; None for a row that waits.
+        texts: by slot, the row's tokens followed by drafted ones; None for a row that is not to be read.
         """
         for slot, text in enumerate(texts):
             if text is not None:
-                self._forget(slot, text)
+                self._crop(slot, text)
         while True:
             parts = [
                 () if text is None else text[len(written) : -1]
@@ -164,33 +165,33 @@ class Reader:
             self.read([part[:CHUNK] for part in parts])
             self.keep([part[:CHUNK] for part in parts])
 
-    def _forget(self, slot: int, text: Sequence[int]) -> None:
+    def _crop(self, slot: int, text: Sequence[int]) -> None:
         written = self.written[slot]
         most = min(len(written), len(text) - 1)
-        common = min(self._sure[slot], most)
+        common = min(self._confirmed[slot], most)
         while common < most and written[common] == text[common]:
             common += 1
-        self._sure[slot] = min(common, len(self.standing[slot].tokens))
+        self._confirmed[slot] = min(common, len(self.standing[slot].tokens))
         del written[common:]
         self.target.crop(slot, common)
 
     def read(self, chains: Sequence[Sequence[int]]) -> Tensor:
-        """One pass over a chain behind what is written of each slot; an empty one reads along. See `score`."""
+        """One pass over a chain for each slot; an empty one reads a dummy node. See `score`."""
         return self.score([DraftTree.chain(chain[0], chain[1:]) if chain else DraftTree.chain(0) for chain in chains])
 
     def score(self, trees: Sequence[DraftTree]) -> Tensor:
-        """One pass over a tree for each slot; (slots, nodes, V) raw logits, for the target's vocabulary."""
+        """One pass over a tree for each slot; (slots, nodes, V) raw logits, V as in the target."""
         return _sized(self.target.score(trees).logits, self._vocabulary)
 
     def keep(self, tokens: Sequence[Sequence[int]]) -> None:
-        """How the first nodes of each slot's pass, a chain, go on with what is written."""
+        """Commit the first nodes of each slot's last pass, a chain of these tokens."""
         self.target.commit([range(len(kept)) for kept in tokens])
         for written, kept in zip(self.written, tokens, strict=True):
             written += kept
 
 
 def _sized(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits for the target's vocabulary: the padding at its end differs between models with one tokenizer."""
+    """Logits cut or padded to the target's vocabulary: models with one tokenizer pad it differently."""
     if logits.shape[-1] >= vocabulary:
         return logits[..., :vocabulary]
     return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=-torch.inf)

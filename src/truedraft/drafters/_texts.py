@@ -1,4 +1,4 @@
-"""What a row may copy from: its own text, and the references."""
+"""The texts that a row may copy from: its own and the references, indexed by suffix automata."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from truedraft.stores.memory import Places
 from truedraft.stores.references import References
 from truedraft.tree import Row
 
-READING = 0.05  # of plain decoding's time, for reading references: as much at once, and again as passes go by
+READING = 0.05  # share of plain decoding's time spent on indexing references: at the start, and in each later pass
 
 
 class RowText:
-    """Prompt and output of one row in an automaton, and the row's references; where its last tokens stood before.
+    """Prompt and output of one row in an automaton, the row's references, and the current match in both.
 
-    pass_cost: what passes take; None where reading need not pay.
+    pass_cost: cost of the target's passes; None where the time of indexing is not bounded.
     given: the references, None where there are none.
     """
 
     def __init__(self, row: Row, pass_cost: PassCost | None):
-        self.automaton, self.cursor, self.heard = automaton(), Cursor(), 0
+        self.automaton, self.cursor, self.followed = automaton(), Cursor(), 0
         self._pace = None if pass_cost is None else READING * pass_cost.plain
         self.given: References | None = None
         if row.references:
@@ -32,21 +32,21 @@ class RowText:
             self._places = Places()
 
     def follow(self, row: Row) -> None:
-        if self.heard == len(row.tokens):
+        if self.followed == len(row.tokens):
             return
-        self.automaton.read(self.cursor, row.tokens[self.heard :] if self.heard else row.tokens)
+        self.automaton.read(self.cursor, row.tokens[self.followed :] if self.followed else row.tokens)
         if self.given is not None:
-            if self.heard:
+            if self.followed:
                 self.given.read(self._pace)
             ((_, self._there),) = self._places.follow([self.given.automaton], row.tokens)
-        self.heard = len(row.tokens)
+        self.followed = len(row.tokens)
 
     def places(self, ahead: Sequence[int] = (), longest: int | None = None) -> list[tuple[Automaton, Cursor]]:
-        """Where the last tokens, and then `ahead`, stood in the references, if there are any, and in the own text.
+        """The match of the last tokens, followed by `ahead`, in the references, if there are any, and in the own text.
 
-        Cursors of the caller's own.
+        The cursors are copies.
 
-        longest: tokens looked for, at most.
+        longest: most tokens of a match.
         """
         found = [(self.automaton, self.cursor.copy())]
         if self.given is not None:
@@ -59,7 +59,7 @@ class RowText:
         return found
 
     def place(self, ahead: Sequence[int] = (), longest: int | None = None) -> tuple[Automaton, Cursor]:
-        """The longer of `places`; of equal ones that in the references."""
+        """The longer match of `places`; of equal ones that in the references."""
         return max(self.places(ahead, longest), key=lambda place: place[1].length)
 
 
@@ -67,7 +67,7 @@ _TOLD: WeakKeyDictionary[Row, RowText] = WeakKeyDictionary()
 
 
 def told(row: Row, pass_cost: PassCost | None) -> RowText:
-    """What the row may copy from as far as it goes; one, whoever drafts from it."""
+    """The row's `RowText`, up to its last token; one per row, shared by all drafters."""
     text = _TOLD.get(row)
     if text is None:
         text = _TOLD[row] = RowText(row, pass_cost)

@@ -1,4 +1,4 @@
-"""What a drafter's own estimates are worth: how often nodes of which it hoped as much were right."""
+"""Online calibration of a drafter's confidences, by how often earlier nodes of like confidence were right."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from truedraft.stores._native import trees
 from truedraft.tree import DraftTree, Row
 
 Floats = array  # of doubles
-STEP = 0.5  # of the log-odds, between one bin of estimates and the next
+STEP = 0.5  # width of a bin of confidences, in log-odds
 EDGES = array("d", [1 / (1 + math.exp(-STEP * k)) for k in range(-10, 11)])
-PRIOR = 4.0  # observations that an estimate itself counts for
-OTHERS = 3.0  # observations that what is known of other rows counts for
-LONG, SHORT = 0.995, 0.9  # weight that an observation keeps at each later one: over all rows, and within one
-FOLLOWED = 3  # drafts of a row that are compared with what is said, at a time
+PRIOR = 4.0  # weight of the raw confidence, in observations
+OTHERS = 3.0  # weight of the rate over all rows in that of one row, in observations
+LONG, SHORT = 0.995, 0.9  # decay of earlier observations at each new one: over all rows, and within one
+FOLLOWED = 3  # most drafts of a row that are compared with its output at a time
 
 
 class Tally:
-    """Observations by bin of the estimate: how many, and of these how often it was right."""
+    """Decayed counts by bin of confidence: nodes observed, and those of them that were right."""
 
     def __init__(self) -> None:
         self.right = array("d", [0.0] * (len(EDGES) + 1))
@@ -30,9 +30,9 @@ class Tally:
 
 @dataclass(slots=True)
 class Followed:
-    """A draft, with its estimates as they came, that is still compared with what is said.
+    """A draft with its raw confidences, while it is compared with the output.
 
-    ahead: what has to be said before its first nodes. node: reached.
+    ahead: tokens that have to be emitted before its first nodes. node: the deepest one reached.
     """
 
     tree: DraftTree
@@ -41,65 +41,65 @@ class Followed:
 
 
 @dataclass(slots=True)
-class _Known:
-    """Of one row: its tally, the drafts still compared with what is said, and how much of it was."""
+class _RowHistory:
+    """Of one row: tokens observed, its tally, and the drafts still compared with the output."""
 
-    heard: int
+    observed: int
     tally: Tally = field(default_factory=Tally)
     drafts: list[Followed] = field(default_factory=list)
 
 
 class Trust:
-    """Sets estimates right. A node's estimate is the chance that it is right if its parent is."""
+    """Calibrates confidences. A node's confidence is the probability that it is right if its parent is."""
 
     def __init__(self) -> None:
         self._all = Tally()
-        self._rows: dict[int, _Known] = {}
+        self._rows: dict[int, _RowHistory] = {}
 
     def proposed(self, row: Row, tree: DraftTree, ahead: Sequence[int] = ()) -> DraftTree:
-        """A draft with its estimates set right; it is compared with what the row will say.
+        """A draft with calibrated confidences; it is then compared with the row's output.
 
-        ahead: what it stands behind.
+        ahead: tokens drafted before it.
         """
         if tree.confidence is None or len(tree) == 1:
             return tree
-        known = self._known(row)
-        if len(known.drafts) < FOLLOWED:
-            known.drafts.append(Followed(tree, ahead))
-        ours, mine, native = self._all, known.tally, trees()
+        history = self._history(row)
+        if len(history.drafts) < FOLLOWED:
+            history.drafts.append(Followed(tree, ahead))
+        ours, mine, native = self._all, history.tally, trees()
         settle = settled if native is None else native.settled
         confidence = settle(tree.confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
         return replace(tree, confidence=confidence)
 
     def heard(self, row: Row) -> None:
-        """The row went on."""
-        known = self._known(row)
-        if known.drafts:
-            said = row.tokens[known.heard :]
-            known.drafts = [draft for draft in known.drafts if self._goes_on(known.tally, draft, said)]
-        known.heard = len(row.tokens)
+        """Compare the row's drafts with the tokens emitted since the last call."""
+        history = self._history(row)
+        if history.drafts:
+            emitted = row.tokens[history.observed :]
+            history.drafts = [draft for draft in history.drafts if self._advance(history.tally, draft, emitted)]
+        history.observed = len(row.tokens)
 
-    def _goes_on(self, mine: Tally, draft: Followed, said: Sequence[int]) -> bool:
-        """Follow what was said; false where the draft has gone wrong or is at its end."""
+    def _advance(self, mine: Tally, draft: Followed, emitted: Sequence[int]) -> bool:
+        """Follow the emitted tokens down a draft; false where it is wrong or at its end."""
         if draft.ahead:
-            waits = len(draft.ahead)
-            if any(a != b for a, b in zip(draft.ahead, said, strict=False)):
+            pending = len(draft.ahead)
+            if any(a != b for a, b in zip(draft.ahead, emitted, strict=False)):
                 return False
-            draft.ahead, said = draft.ahead[len(said) :], said[waits:]
+            draft.ahead, emitted = draft.ahead[len(emitted) :], emitted[pending:]
         ours, tree, native = self._all, draft.tree, trees()
         assert tree.confidence is not None
-        go = follow if native is None else native.follow
-        draft.node = go(
-            (tree.tokens, tree.parent, tree.confidence, tree.probes), draft.node, list(said),
+        walk = follow if native is None else native.follow
+        draft.node = walk(
+            (tree.tokens, tree.parent, tree.confidence, tree.probes), draft.node, list(emitted),
             EDGES, ours.right, ours.tried, mine.right, mine.tried, LONG, SHORT,
         )  # fmt: skip
         return draft.node >= 0
 
-    def _known(self, row: Row) -> _Known:
-        known = self._rows.get(id(row))
-        if known is None:
-            known = self._rows[id(row)] = _Known(len(row.tokens))
-        return known
+    def _history(self, row: Row) -> _RowHistory:
+        history = self._rows.get(id(row))
+        if history is None:
+            history = self._rows[id(row)] = _RowHistory(len(row.tokens))
+        return history
 
     def end(self, row: Row) -> None:
         self._rows.pop(id(row), None)
@@ -109,7 +109,7 @@ def settled(
     confidence: tuple[float, ...], edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats,
     prior: float, others: float,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Estimates set right by what became of such ones, of all rows and of one; the root's is 1. As in `_trees.c`."""
+    """Confidences calibrated by the counts over all rows and of one row; the root's is 1. As in `_trees.c`."""
     found: dict[float, float] = {}
     for raw in set(confidence):
         at = bisect(edges, raw)
@@ -119,23 +119,23 @@ def settled(
 
 
 def follow(
-    tree: tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]], node: int, said: list[int],
+    tree: tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]], node: int, emitted: list[int],
     edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats, long: float, short: float,
 ) -> int:  # fmt: skip
-    """The node reached by what was said, -1 where the tree went wrong or ends; nodes are counted. As in `_trees.c`."""
+    """The node reached by the emitted tokens, -1 where the tree is wrong or ends; updates counts. As in `_trees.c`."""
     tokens, parent, confidence, probes = tree
-    for token in said:
+    for token in emitted:
         child, reached = node, -1
         for _ in range(parent.count(node)):
             child = parent.index(node, child + 1)
             if child in probes:
                 continue
-            good = tokens[child] == token and reached < 0
+            correct = tokens[child] == token and reached < 0
             at = bisect(edges, confidence[child])
-            for kept, was, of in ((long, right, tried), (short, mine_right, mine_tried)):
-                was[at] = was[at] * kept + good
-                of[at] = of[at] * kept + 1
-            if good:
+            for decay, hits, total in ((long, right, tried), (short, mine_right, mine_tried)):
+                hits[at] = hits[at] * decay + correct
+                total[at] = total[at] * decay + 1
+            if correct:
                 reached = child
         if reached < 0:
             return -1

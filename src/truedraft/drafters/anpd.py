@@ -1,9 +1,9 @@
-"""ANPD: an n-gram table of the running text, from the longest n-gram down; the latest use of an n-gram counts.
+"""ANPD: draft token by token with an n-gram table of the text so far, the longest n-gram first.
 
 Ou et al., "Lossless Acceleration of Large Language Model via Adaptive N-gram Parallel Decoding", 2024 (arXiv
-2404.08698). Token by token: what followed the last N - 1 tokens the last time, or the last N - 2, ...; then the same
-with that token drafted. Adapts at once to what the text does now; other copying drafters go on with the place that they
-have found.
+2404.08698). Each token is what followed the latest occurrence of the last N - 1 tokens, or of the last N - 2, ...; the
+next one is looked up with that token appended. It adapts at once to the latest text; other copying drafters continue
+from the match that they found first.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import InText
+from truedraft.drafters._copying import CopiedChains
 from truedraft.drafters._texts import RowText, root_of
-from truedraft.drafters._trees import KEEPS
+from truedraft.drafters._trees import MATCH_CONFIDENCE
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class Anpd(InText):
+class Anpd(CopiedChains):
     card = Card(
         paper="arXiv 2404.08698 (2024)",
-        idea="Draft token by token what followed the last few tokens the last time they stood in the text.",
+        idea="Draft token by token what followed the latest occurrence of the last few tokens in the text.",
         family="retrieval",
         published="Up to 3.67x (LLaMA family, code); most on code and summaries.",
     )
@@ -33,13 +33,13 @@ class Anpd(InText):
         state.follow(row)
         tokens: list[int] = []
         confidence: list[float] = []
-        text, key = max(reversed(state.places(ahead, self.n - 1)), key=lambda place: place[1].length)
+        text, key = max(reversed(state.places(ahead, self.n - 1)), key=lambda match: match[1].length)
         for _ in range(min(self.length, budget)):
             found = key.copy()
             if not (token := text.copy(found, 1, 1, latest=True)):
                 break
             tokens += token
-            confidence.append(KEEPS[found.length])
+            confidence.append(MATCH_CONFIDENCE[found.length])
             text.follow(key, token)
             text.shorten(key, self.n - 1)
         return DraftTree.chain(root_of(row, ahead), tokens, confidence)

@@ -1,9 +1,9 @@
-"""CodeSwift: for code: the target's own habits first, then the project at hand, then a corpus of code.
+"""CodeSwift: for code, draft the target's earlier top candidates, then matches in the project, then in a corpus.
 
 Zhang et al., "CodeSwift: Accelerating LLM Inference for Efficient Code Generation", 2025 (arXiv 2502.17139). A cache
-holds, for the last few tokens, what the target thought likely there before, rejected alternatives included. The project
-(the references and the text so far) and a general corpus are searched for the longest suffix of the text; the project's
-continuations come first. Nothing is searched for behind white space, nor for a suffix that lately was found nowhere.
+holds, for the last few tokens, the tokens that the target found likeliest there before, rejected ones included. The
+project (the references and the text so far) and a general corpus are searched for the longest suffix of the text; the
+project's continuations come first. There is no search after white space, nor for a suffix recently found nowhere.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import counted
+from truedraft.drafters._trees import frequency_tree
 from truedraft.stores.likeliest import likeliest
 from truedraft.stores.memory import Places, Tenants
 from truedraft.stores.union import union
 from truedraft.tree import Accepted, DraftTree, Row
 
 Key = tuple[int, ...]
-RANKS = (0.5, 0.15, 0.08, 0.05)  # how often a cached alternative is the right one: a first guess
-GENERAL = 0.1  # weight of the general corpus against the project
+RANKS = (0.5, 0.15, 0.08, 0.05)  # probability that a cached alternative is right, by rank: a prior
+GENERAL = 0.1  # weight of the general corpus, relative to the project
 
 
 @dataclass
 class Habits:
-    """Of a namespace: what the target thought likely behind its last few tokens; and suffixes found nowhere."""
+    """Of a namespace: the target's likeliest tokens by the last few tokens, and suffixes that were found nowhere."""
 
     likely: OrderedDict[Key, list[int]] = field(default_factory=OrderedDict)
     missing: OrderedDict[Key, None] = field(default_factory=OrderedDict)
@@ -42,18 +42,18 @@ class Habits:
 class CodeSwift(WithCorpora[tuple[RowText, Places]]):
     card = Card(
         paper="arXiv 2502.17139 (2025)",
-        idea="Draft what the target thought likely here before, then what the project and a corpus say.",
+        idea="Draft the target's earlier top candidates here, then continuations from the project and a corpus.",
         family="retrieval",
         published="Up to 2.53x in repositories, 2.54x standalone, over plain decoding.",
     )
     takes_references = True
     nodes: int = knob(64, 1, 1024)  # of the tree; published 64
-    longest: int = knob(16, 1, 1024)  # tokens of the longest suffix looked for; published about 16
+    longest: int = knob(16, 1, 1024)  # tokens of the longest suffix searched; published about 16
     deep: int = knob(10, 1, 128)  # tokens of a continuation; unpublished
     context: int = knob(3, 1, 64)  # tokens that the cache is keyed by; unpublished
     kept: int = knob(4, 1, 16)  # alternatives for each key; unpublished
-    entries: int = knob(200_000, 1, 10_000_000)  # keys of a namespace, the longest unused forgotten; unpublished
-    namespaces: int = knob(64, 1, 65_536)  # that are kept, the longest unused forgotten; unpublished
+    entries: int = knob(200_000, 1, 10_000_000)  # keys of a namespace, least recently used evicted first; unpublished
+    namespaces: int = knob(64, 1, 65_536)  # kept, least recently used evicted first; unpublished
     corpus: Any = None  # a Corpus of code or its file, or several (a.tdc;b.tdc); published: public code
 
     def forget(self) -> None:
@@ -89,21 +89,21 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
             for automaton, cursor, weight in sources:
                 for length, count in automaton.suffixes(cursor)[:1]:
                     found = automaton.grow(cursor, nodes, deep=self.deep)
-                    trees.append(counted(root_of(row, ahead), found, count, length))
+                    trees.append(frequency_tree(root_of(row, ahead), found, count, length))
                     weights.append(weight)
             if not any(cursor.length > 1 for _, cursor, _ in sources):
                 missing[last[-2:]] = None
         return union(trees, nodes, weights).tree
 
     def _cached(self, namespace: str, last: Sequence[int], nodes: int) -> DraftTree:
-        """The alternatives behind the last tokens, and behind each of these in turn."""
+        """A tree of the cached alternatives after the last tokens, and after each of these in turn."""
         likely = self._habits.of(namespace).likely
         tokens, parents, confidence = [last[-1]], [-1], [1.0]
         keys = [tuple(last[-self.context :])]
         at = 0
         while at < len(tokens) and len(tokens) <= nodes:
-            known = likely.get(keys[at], ())
-            for rank, token in enumerate(known if at == 0 else known[:1]):
+            cached = likely.get(keys[at], ())
+            for rank, token in enumerate(cached if at == 0 else cached[:1]):
                 tokens.append(token)
                 parents.append(at)
                 confidence.append(RANKS[min(rank, len(RANKS) - 1)])

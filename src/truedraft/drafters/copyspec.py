@@ -1,9 +1,9 @@
-"""CopySpec: copy what followed the first place where the last gamma tokens stood.
+"""CopySpec: copy what followed the first occurrence of the last gamma tokens.
 
 Dumitru et al., "CopySpec: Accelerating LLMs with Speculative Copy-and-Paste Without Compromising Quality", 2025 (arXiv
-2502.08923). One length of match only: a larger gamma copies less often and is more often right. Strong where answers
-repeat the conversation (a second answer that changes the first); idle elsewhere. Its switching rule, copying where
-there is a match and another drafter where not, is `copyspec?OTHER`.
+2502.08923). Matches have a fixed length: a larger gamma copies less often and is right more often. Strong where answers
+repeat the conversation (a second answer that changes the first); drafts nothing elsewhere. Its switching rule, copying
+where there is a match and another drafter where not, is `copyspec?OTHER`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import Copying
+from truedraft.drafters._copying import SuffixLookup
 
 
 @dataclass
-class CopySpec(Copying):
+class CopySpec(SuffixLookup):
     card = Card(
         paper="arXiv 2502.08923 (2025)",
-        idea="Copy what followed the first earlier place of the last few tokens, a set number of them.",
+        idea="Copy what followed the first earlier occurrence of the last few tokens, a fixed number of them.",
         family="retrieval",
         presets={"copyspec-5": {"gamma": 5}},
         published="Up to 2.35x on CNN/DM, 3.08x on second turns of chosen MT-Redundant categories.",

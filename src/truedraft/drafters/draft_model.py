@@ -1,9 +1,9 @@
-"""Draft model: a smaller model of the same family says the next few tokens; the classic way.
+"""Draft model: a smaller model of the same family drafts a chain of tokens; the original speculative decoding.
 
-Leviathan, Kalman and Matias, ICML 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). Strong wherever a
-model with the same tokenizer exists that is many times smaller and has read the same things; each drafted token costs
-a pass of it, so the cost control weighs the depth. Greedy drafts under `greedy`, drafts by the target's own noise under
-`seeded`, honest draws under the rejection rules.
+Leviathan, Kalman and Matias, ICML 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). Strong where a
+model with the same tokenizer exists that is many times smaller and was trained on similar data; each drafted token
+costs a pass of it, so the cost control limits the depth. Drafts are greedy under `greedy`, drawn with the target's own
+noise under `seeded`, and sampled under the rejection rules.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from truedraft.tree import Draws
 class DraftModel(ModelDrafter):
     card = Card(
         paper="arXiv 2211.17192, 2302.01318 (2023)",
-        idea="A smaller model with the same tokenizer says the next few tokens.",
+        idea="A smaller model with the same tokenizer drafts the next few tokens.",
         family="draft model",
         needs=("draft model",),
         published="T5-XXL drafted by T5-small: 2.6x to 3.4x; Chinchilla 70B by a 4B: 1.9x to 2.5x.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(7, 1, 256)  # tokens drafted at most; published 3 to 10, with the best at 7 for T5-small
-    confidence: float = knob(0.0, 0, 1)  # end a draft behind a token with less than this chance; transformers has 0.4
+    confidence: float = knob(0.0, 0, 1)  # end a draft after a token of lower probability; transformers has 0.4
 
     @property
     def width(self) -> int:
@@ -49,4 +49,4 @@ class DraftModel(ModelDrafter):
         tokens = self.chosen(growing, node, law)
         sure = all(law[token] >= self.confidence for token in tokens)
         added = growing.add(node, tokens, law)
-        growing.grown(added if sure else [])
+        growing.end_level(added if sure else [])

@@ -1,13 +1,13 @@
-"""Generalised Aggressive Decoding: a small decoder fills in the next k tokens at once, looking at the source.
+"""Generalised Aggressive Decoding: a small decoder predicts the next k tokens at once, attending to the source.
 
 Xia et al., "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding", 2022 (arXiv 2205.10350), section
-3.2. Behind what was said so far stand k masks; one pass of a decoder that is not autoregressive says all of them. It
-wins where the output follows from the source but does not repeat it, as in translation, and has to be trained for its
-target (`truedraft train gad`); where the source is copied, `iad` does as well without.
+3.2. k mask tokens follow the prefix; one pass of a non-autoregressive decoder predicts all of them. It wins where the
+output follows from the source without repeating it, as in translation, and has to be trained for its target
+(`truedraft train gad`); where the source is copied, `iad` does as well without training.
 
 The published drafter is a whole encoder-decoder. Here it is a few layers: the encoder, the embeddings and the output
-head are the target's own, and the encoder is not run again. What was said is read from left to right, so that it is
-read once and kept; the masks see all of it and each other. Drafts are the likeliest tokens, whatever the rule.
+head are the target's own, and the encoder is not run again. The prefix is read causally, so its keys and values are
+cached; the masks attend to all of it and to each other. Drafts are the likeliest tokens, whatever the rule.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
-from truedraft.drafters._filling import Kept, kept
+from truedraft.drafters._filling import FillerCache, filler_cache
 from truedraft.drafters._learned import Learner, Line, read_learnt, with_weights
-from truedraft.drafters._nn import CrossAttentionLayer, Keeping, Places, masking
+from truedraft.drafters._nn import CacheUpdate, CrossAttentionLayer, PositionEncoding, attention_bias
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
@@ -39,14 +39,14 @@ from truedraft.targets._base import Target
 from truedraft.targets.kinds import family_of
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
-NOTHING = -100  # a label that asks for nothing
-CANDIDATES = 4  # tokens of a place that a tree is made of
-PART = 4_000_000  # pairs of positions that are looked at together when a drafter is judged
+IGNORED = -100  # the label of a position without a loss
+CANDIDATES = 4  # tokens per position from which a tree is built
+PART = 4_000_000  # entries of the attention mask of one batch of an evaluation
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a filler: its layers, the masks that it is trained with, the sizes of its states and of the source's."""
+class FillerShape:
+    """Sizes of a filler: layers, masks it is trained with, hidden size, heads, hidden size of the encoder."""
 
     layers: int
     masks: int
@@ -56,13 +56,13 @@ class Shape:
 
 
 class MaskFiller(nn.Module):
-    """Fills masks behind a prefix, for a target whose embeddings and output head it uses as they are."""
+    """Predicts the tokens of masks that follow a prefix, with the target's own embeddings and output head."""
 
-    def __init__(self, shape: Shape, model: PreTrainedModel, dropout: float = 0.0):
+    def __init__(self, shape: FillerShape, model: PreTrainedModel, dropout: float = 0.0):
         super().__init__()
         self.shape = shape
-        self.compiled: Any = None  # its pass, once it was wanted
-        self._shared = (model.get_decoder().get_input_embeddings(), model.get_output_embeddings())  # no part of it
+        self.compiled: Any = None  # its compiled pass, once one was made
+        self._shared = (model.get_decoder().get_input_embeddings(), model.get_output_embeddings())  # not submodules
         self.norm_in, self.norm_out = nn.LayerNorm(shape.size), nn.LayerNorm(shape.size)
         self.norm_heard = nn.LayerNorm(shape.heard)
         self.mask_embeddings = nn.Parameter(torch.randn(shape.masks, shape.size) * 0.1)
@@ -76,10 +76,10 @@ class MaskFiller(nn.Module):
 
     @classmethod
     def fresh(cls, model: PreTrainedModel, layers: int, masks: int, dropout: float = 0.0) -> MaskFiller:
-        """As wide as a target, with nothing learnt."""
+        """An untrained filler with the hidden size of a target."""
         size = model.get_decoder().get_input_embeddings().embedding_dim
         heads = gcd(size // 2, model.config.get_text_config(decoder=True).num_attention_heads)
-        return cls(Shape(layers, masks, size, heads, model.config.hidden_size), model, dropout)
+        return cls(FillerShape(layers, masks, size, heads, model.config.hidden_size), model, dropout)
 
     @cached_property
     def config(self) -> SimpleNamespace:
@@ -92,7 +92,7 @@ class MaskFiller(nn.Module):
         return self._shared[1]
 
     def turns(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the turns at (rows, width) positions, (rows, width, head size) each."""
+        """Cosines and sines of the rotary angles at (rows, width) positions, (rows, width, head size) each."""
         places = self.places(positions)
         return places.cos[..., 0, :].repeat(1, 1, 2).to(like), places.sin[..., 0, :].repeat(1, 1, 2).to(like)
 
@@ -100,33 +100,34 @@ class MaskFiller(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.mask_embeddings.dtype
 
-    def places(self, positions: Tensor) -> Places:
-        return Places.of(positions, self.shape.size, self.shape.heads, self.dtype)
+    def places(self, positions: Tensor) -> PositionEncoding:
+        return PositionEncoding.of(positions, self.shape.size, self.shape.heads, self.dtype)
 
     def tokens(self, ids: Tensor) -> Tensor:
         """(...) ids to (..., size)."""
         return self.norm_in(self._shared[0](ids).to(self.dtype))
 
     def placed(self, states: Tensor) -> Tensor:
-        """Sources, (rows, length, heard), as the layers look at them."""
-        places = torch.arange(states.shape[1], device=states.device)
-        return self.norm_heard(states.to(self.dtype)) + Places.of(places, self.shape.heard, 1, self.dtype).wave
+        """Encoder states, (rows, length, heard), normalised and with positions added."""
+        positions = torch.arange(states.shape[1], device=states.device)
+        places = PositionEncoding.of(positions, self.shape.heard, 1, self.dtype)
+        return self.norm_heard(states.to(self.dtype)) + places.sinusoid
 
     def heard(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What each layer makes of sources, (rows, length, heard)."""
+        """Each layer's cross-attention keys and values of encoder states, (rows, length, heard)."""
         x = self.placed(states)
         return [layer.heard(x) for layer in self.layers]  # type: ignore[operator]
 
     def forward(
-        self, x: Tensor, places: Places, keeps: Sequence[Keeping], mask: Tensor,
-        sources: Sequence[tuple[Tensor, Tensor]], hears: Tensor, first: int,
+        self, x: Tensor, places: PositionEncoding, updates: Sequence[CacheUpdate], mask: Tensor,
+        sources: Sequence[tuple[Tensor, Tensor]], source_bias: Tensor, first: int,
     ) -> Tensor:  # fmt: skip
-        """What becomes of masks in all layers; they stand behind `first` tokens. See `CrossAttentionLayer`."""
-        *inner, last = zip(self.layers, keeps, sources, strict=True)
-        for layer, keep, source in inner:
-            x = layer(x, places, keep, mask, source, hears)
-        layer, keep, source = last
-        return layer(x, places, keep, mask, source, hears, first)
+        """The last layer's states of the masks, which follow `first` tokens. See `CrossAttentionLayer`."""
+        *inner, last = zip(self.layers, updates, sources, strict=True)
+        for layer, update, source in inner:
+            x = layer(x, places, update, mask, source, source_bias)
+        layer, update, source = last
+        return layer(x, places, update, mask, source, source_bias, first)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., size) to (..., V)."""
@@ -136,19 +137,19 @@ class MaskFiller(nn.Module):
 
 @dataclass
 class Filling(Learner):
-    """Learning to fill masks from what the target said: any place of a line may be the one where the masks begin.
+    """Training of a `MaskFiller` on the target's outputs; masks may begin at any position of a line.
 
-    Glancing (Qian et al., arXiv 2008.07905): of the tokens that the filler gets wrong a share is shown to it, and it
-    learns the rest.
+    Glancing (Qian et al., arXiv 2008.07905): a share of the tokens that the filler predicts wrongly is given to it as
+    input, and the loss is taken on the rest.
     """
 
     name: ClassVar[str] = "gad"
     k: int = knob(8, 1, 64)  # masks; published 25, 5 in the authors' script
     layers: int = knob(2, 1, 64)  # published: as many as the target
-    places: int = knob(4, 1, 1024)  # of a line where masks begin, in one step
+    places: int = knob(4, 1, 1024)  # positions of a line at which masks begin, in one step
     dropout: float = knob(0.1, 0, 0.9)  # published 0.1
-    glance: float = knob(0.0, 0, 1)  # share of wrong tokens shown at first; GLAT 0.5, which learnt more slowly here
-    glance_end: float = knob(0.3, 0, 1)  # and at the end, if any are; GLAT 0.3
+    glance: float = knob(0.0, 0, 1)  # share of wrong tokens shown at first; GLAT 0.5, which trained more slowly here
+    glance_end: float = knob(0.3, 0, 1)  # and at the end, where `glance` is not 0; GLAT 0.3
 
     def begin(self, model: PreTrainedModel) -> None:
         if why := CANNOT.get(family_of(model.config)):
@@ -161,33 +162,33 @@ class Filling(Learner):
 
     def resume(self, about: dict[str, Any], weights: dict[str, Tensor]) -> None:
         if about["shape"] != asdict(self.module.shape):
-            raise Refused(f"--resume: what was learnt has the shape {about['shape']}, not {self.about()['shape']}")
+            raise Refused(f"--resume: the checkpoint has the shape {about['shape']}, not {self.about()['shape']}")
         self.module.load_state_dict(weights)
 
     def loss(self, lines: Sequence[Line]) -> Tensor:
-        ids, ends, heard = self._read(lines)
+        ids, ends, encoded = self._read(lines)
         starts = 1 + (torch.rand(len(lines), self.places) * (ends[:, None] - 1)).long()
         labels = _labels(ids, ends, starts, self.k)
-        asked, shown = labels != NOTHING, None
+        scored, shown = labels != IGNORED, None
         if self.glance > 0:
             with torch.no_grad():
-                wrong = self._filled(ids, starts, heard).argmax(-1) != labels
+                wrong = self._filled(ids, starts, encoded).argmax(-1) != labels
             share = self.glance + (self.glance_end - self.glance) * self.share
-            count = (share * (wrong & asked).sum(-1, keepdim=True)).round()
-            order = torch.rand(labels.shape).masked_fill(~asked, 2.0).argsort(-1).argsort(-1)
-            shown = torch.where(order < count, labels, NOTHING)
-            asked &= order >= count
-        logits = self._filled(ids, starts, heard, shown, asked)
-        return cross_entropy(logits, labels[asked])
+            count = (share * (wrong & scored).sum(-1, keepdim=True)).round()
+            order = torch.rand(labels.shape).masked_fill(~scored, 2.0).argsort(-1).argsort(-1)
+            shown = torch.where(order < count, labels, IGNORED)
+            scored &= order >= count
+        logits = self._filled(ids, starts, encoded, shown, scored)
+        return cross_entropy(logits, labels[scored])
 
     def judged(self, lines: Sequence[Line]) -> dict[str, float]:
-        """Tokens a pass, drafts taken in full, by following each line as decoding would, and the hits by place."""
+        """`tokens_per_pass` of decoding each line with drafts verified in full."""
         tokens = passes = 0
         for part in self._parts(lines):
-            ids, ends, heard = self._read(part)
+            ids, ends, encoded = self._read(part)
             starts = torch.arange(1, ids.shape[1]).expand(len(part), -1)
-            said, labels = self._filled(ids, starts, heard).argmax(-1), _labels(ids, ends, starts, self.k)
-            right = (said == labels).long().cumprod(-1).sum(-1).tolist()
+            predicted, labels = self._filled(ids, starts, encoded).argmax(-1), _labels(ids, ends, starts, self.k)
+            right = (predicted == labels).long().cumprod(-1).sum(-1).tolist()
             for (_, line), reach in zip(part, right, strict=True):
                 at = 1
                 while at < len(line):
@@ -203,52 +204,54 @@ class Filling(Learner):
             del left[-count:]
 
     def _read(self, lines: Sequence[Line]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Padded ids of what was said and their numbers, and what the target's encoder makes of the sources."""
-        sources, said = zip(*lines, strict=True)
-        ends = torch.tensor([len(line) for line in said])
-        ids = pad_sequence([torch.tensor(line) for line in said], batch_first=True)
+        """Padded ids of the outputs, their lengths, and the encoder states and mask of the sources."""
+        sources, outputs = zip(*lines, strict=True)
+        ends = torch.tensor([len(line) for line in outputs])
+        ids = pad_sequence([torch.tensor(line) for line in outputs], batch_first=True)
         given = pad_sequence([torch.tensor(line) for line in sources], batch_first=True)
-        heard = torch.arange(given.shape[1]) < torch.tensor([[len(line)] for line in sources])
+        mask = torch.arange(given.shape[1]) < torch.tensor([[len(line)] for line in sources])
         with torch.no_grad():
-            states = self.model.get_encoder()(input_ids=given, attention_mask=heard.long()).last_hidden_state
-        return ids, ends, (states.float(), heard)
+            states = self.model.get_encoder()(input_ids=given, attention_mask=mask.long()).last_hidden_state
+        return ids, ends, (states.float(), mask)
 
     def _filled(
-        self, ids: Tensor, starts: Tensor, heard: tuple[Tensor, Tensor], shown: Tensor | None = None,
-        asked: Tensor | None = None,
+        self, ids: Tensor, starts: Tensor, encoded: tuple[Tensor, Tensor], shown: Tensor | None = None,
+        scored: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """(rows, places, k, V) logits of masks behind the prefixes that end before `starts`, (rows, places).
+        """(rows, places, k, V) logits of masks that follow the prefixes ending before `starts`, (rows, places).
 
-        shown: (rows, places, k) tokens in the place of masks. asked: as many, where logits are wanted.
+        encoded: encoder states and source mask. shown: (rows, places, k) tokens given instead of masks.
+        scored: (rows, places, k) bool, positions whose logits are returned, flattened; None for all.
         """
-        filler, (rows, length), (states, hears) = self.module, ids.shape, heard
+        filler, (rows, length), (states, source_mask) = self.module, ids.shape, encoded
         masks = filler.mask_embeddings.expand(*starts.shape, -1, -1)
         if shown is not None:
-            masks = torch.where((shown != NOTHING)[..., None], filler.tokens(shown.clamp_min(0)), masks)
+            masks = torch.where((shown != IGNORED)[..., None], filler.tokens(shown.clamp_min(0)), masks)
         before, blocks = torch.arange(length), starts.shape[1] * self.k
         at = (starts[..., None] + torch.arange(self.k)).flatten(1)
         places = filler.places(torch.cat([before.expand(rows, -1), at], 1))
-        seen = torch.zeros(rows, length + blocks, length + blocks, dtype=torch.bool)
-        seen[:, :length, :length] = before <= before[:, None]
-        seen[:, length:, :length] = before < starts.repeat_interleave(self.k, 1)[..., None]
+        visible = torch.zeros(rows, length + blocks, length + blocks, dtype=torch.bool)
+        visible[:, :length, :length] = before <= before[:, None]
+        visible[:, length:, :length] = before < starts.repeat_interleave(self.k, 1)[..., None]
         block = torch.arange(blocks) // self.k
-        seen[:, length:, length:] = block == block[:, None]
-        mask, hears = masking(seen, states.dtype)[:, None], masking(hears, states.dtype)[:, None, None]
-        x = torch.cat([filler.tokens(ids), masks.flatten(1, 2)], 1) + places.wave
-        keeps = [lambda *given: given] * len(filler.layers)
-        x = filler(x, places, keeps, mask, filler.heard(states), hears, length)
+        visible[:, length:, length:] = block == block[:, None]
+        mask = attention_bias(visible, states.dtype)[:, None]
+        source_bias = attention_bias(source_mask, states.dtype)[:, None, None]
+        x = torch.cat([filler.tokens(ids), masks.flatten(1, 2)], 1) + places.sinusoid
+        updates = [lambda *new: new] * len(filler.layers)
+        x = filler(x, places, updates, mask, filler.heard(states), source_bias, length)
         x = x.unflatten(1, (-1, self.k))
-        return filler.logits(x if asked is None else x[asked])
+        return filler.logits(x if scored is None else x[scored])
 
 
 def _labels(ids: Tensor, ends: Tensor, starts: Tensor, k: int) -> Tensor:
-    """(rows, places, k) what masks that begin at `starts` stand for."""
+    """(rows, places, k) labels of masks that begin at `starts`; `IGNORED` beyond a line's end."""
     at = starts[..., None] + torch.arange(k)
     found = ids[torch.arange(len(ids))[:, None, None], at.clamp_max(ids.shape[1] - 1)]
-    return found.masked_fill(at >= ends[:, None, None], NOTHING)
+    return found.masked_fill(at >= ends[:, None, None], IGNORED)
 
 
-CANNOT = {"decoder": "the drafter looks at what an encoder made of a source, and this model has no encoder"}
+CANNOT = {"decoder": "the drafter attends to an encoder's output, and this model has no encoder"}
 
 
 @dataclass
@@ -271,8 +274,8 @@ class Gad(Drafter):
         if not isinstance(self.model, str | PathLike | MaskFiller | None):
             raise Refused(f"gad:model={shown(self.model)}: give the folder of a checkpoint, or a MaskFiller")
         self._filler: MaskFiller | None = self.model if isinstance(self.model, MaskFiller) else None
-        self._kept: Kept | None = None
-        self._going: set[Row] = set()
+        self._cache: FillerCache | None = None
+        self._running: set[Row] = set()
         self.forget()
 
     def forget(self) -> None:
@@ -286,11 +289,11 @@ class Gad(Drafter):
         if not isinstance(self.model, MaskFiller):
             about, weights = read_learnt(Path(self.model).expanduser(), "gad", target.model)
             self._filler = with_weights(
-                lambda: MaskFiller(Shape(**about["shape"]), target.model), weights, "gad", self.model
+                lambda: MaskFiller(FillerShape(**about["shape"]), target.model), weights, "gad", self.model
             )
         assert self._filler is not None
         if self.length > self._filler.shape.masks:
-            raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give less")
+            raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give fewer")
         self._filler.to(target.device, target.dtype).eval()
 
     @property
@@ -302,22 +305,22 @@ class Gad(Drafter):
         return self.nodes or self.masks
 
     def start(self, rows: Sequence[Row]) -> None:
-        self._kept = None  # until a draft is wanted
-        self._going |= set(rows)  # those that were not ended
+        self._cache = None  # until a draft is requested
+        self._running |= set(rows)
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
-        if self._kept is None:
-            self._kept = kept(self._filler, rows, self.masks)
-        self._kept.keep(rows)
-        logits = self._kept.filled()
+        if self._cache is None:
+            self._cache = filler_cache(self._filler, rows, self.masks)
+        self._cache.keep(rows)
+        logits = self._cache.filled()
         best, tokens = logits.topk(CANDIDATES if self.nodes else 1)
         chances = (best - logits.logsumexp(-1, keepdim=True)).exp_().nan_to_num_(0.0).clamp_(max=1.0)
         drafts = {
-            id(row): likeliest_paths(row.tokens[-1], said, confidence, self.width, row.ends)
-            for row, said, confidence in zip(self._kept.rows, tokens.tolist(), chances.tolist(), strict=True)
+            id(row): likeliest_paths(row.tokens[-1], candidates, confidence, self.width, row.ends)
+            for row, candidates, confidence in zip(self._cache.rows, tokens.tolist(), chances.tolist(), strict=True)
         }
         return [
             self._trust.proposed(row, drafts[id(row)].cut(1 + most)) for row, most in zip(rows, budget, strict=True)
@@ -331,6 +334,6 @@ class Gad(Drafter):
 
     def end(self, row: Row) -> None:
         self._trust.end(row)
-        self._going.discard(row)
-        if not self._going:
-            self._kept = None
+        self._running.discard(row)
+        if not self._running:
+            self._cache = None

@@ -1,7 +1,7 @@
-"""Greedy multi-draft: a draft model's likeliest tokens as they are, and one more drawn from what they leave.
+"""Greedy multi-draft: a draft model's likeliest tokens, and one more sampled from the remaining distribution.
 
 Hu et al., "Towards Optimal Multi-Draft Speculative Decoding", ICLR 2025 (arXiv 2502.18779), section 4. The rule of the
-same name reaches the best acceptance that drafts of this kind allow; `multi-round` judges them too, and keeps fewer.
+same name reaches the best acceptance that such drafts allow; `multi-round` verifies them too, and accepts fewer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from truedraft.tree import Draws
 class GreedyMultiDraft(Branching):
     card = Card(
         paper="arXiv 2502.18779 (2025)",
-        idea="A smaller model offers its likeliest next tokens, and one more drawn from the rest.",
+        idea="A smaller model drafts its likeliest next tokens, and one more sampled from the rest.",
         family="draft model",
         needs=("draft model",),
         published="Acceptance above recursive rejection and K-SEQ at equal numbers of drafts.",
@@ -50,4 +50,4 @@ class GreedyMultiDraft(Branching):
                     added += growing.add(node, certain + drawn, rest / left)
                 else:
                     added += growing.add(node, certain)
-        growing.grown(added)
+        growing.end_level(added)

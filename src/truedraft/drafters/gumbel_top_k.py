@@ -1,8 +1,8 @@
-"""Gumbel-top-k: a draft model's tree whose siblings are drawn without replacement, with a fixed number of them a level.
+"""Gumbel-top-k: a draft model's tree with siblings sampled without replacement, a fixed number of them per level.
 
 RSD-C of Jeon et al., "Recursive Speculative Decoding", 2024 (arXiv 2402.14160), section 3.2.1: the largest k of log q
-plus Gumbel noise are an ordered draw without replacement. `multi-round` judges it exactly. Under `greedy` the siblings
-are the likeliest tokens, under `seeded` those that the target's own noise ranks first.
+plus Gumbel noise are an ordered sample without replacement. `multi-round` verifies it exactly. Under `greedy` the
+siblings are the likeliest tokens, under `seeded` those that the target's own noise ranks first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from truedraft.tree import Draws
 class GumbelTopK(Branching):
     card = Card(
         paper="arXiv 2402.14160 (2024)",
-        idea="A smaller model offers several different next tokens at each level, drawn without replacement.",
+        idea="A smaller model drafts several different next tokens at each level, sampled without replacement.",
         family="draft model",
         needs=("draft model",),
         published="RSD-C, Llama 2 70B drafted by 115M, trees of 30 tokens: block efficiency above chain and SpecTr.",
@@ -39,4 +39,4 @@ class GumbelTopK(Branching):
         for node, law in zip(nodes, laws, strict=True):
             count = self._factors[growing.depth[node]]
             added += growing.add(node, self.chosen(growing, node, law, count), law)
-        growing.grown(added)
+        growing.end_level(added)

@@ -1,10 +1,10 @@
-"""Lookahead decoding: the pass that verifies also runs a window of Jacobi iterations, whose n-grams are drafted later.
+"""Lookahead decoding: each pass also runs a window of Jacobi iterations, and their n-grams are drafted later.
 
 Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", 2024 (arXiv 2402.02057). A
 window of guesses for the next positions, several iterations deep, hangs below the pending token as probes; every pass
-turns each column of it into an n-gram of what the target would say there, and n-grams that begin with the pending token
-are drafted. It needs no text to copy from, but (N - 1)(W + G) more nodes a pass: almost free on a GPU that waits for
-its memory, dear on a few cores, where the cost control leaves the window out and only the pool is left.
+turns each column of it into an n-gram of the target's predictions, and n-grams that begin with the pending token are
+drafted. It needs no text to copy from, but (N - 1)(W + G) more nodes per pass: almost free on a memory-bound GPU,
+expensive on a few cores, where the cost control leaves the window out and only the pool remains.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from truedraft.drafters._texts import root_of
 from truedraft.stores.union import union
 from truedraft.tree import Accepted, DraftTree, Row
 
-FIRST, LATER = 0.2, 0.6  # how often an n-gram's first and later tokens are right: first guesses, set right by `Trust`
+FIRST, LATER = 0.2, 0.6  # probability that an n-gram's first and later tokens are right: priors, calibrated by `Trust`
 
 
 @dataclass
-class Window:
-    """Of one row: N - 1 iterations, the oldest first, of guesses for the next W positions; and the n-grams found.
+class JacobiWindow:
+    """Of one row: guesses for the next W positions in N - 1 iterations, the oldest first, and the pool of n-grams.
 
-    pool: first token -> what followed it, the latest last.
+    pool: first token -> the N - 1 tokens that followed it, the latest last.
     """
 
     rows: list[list[int]]
@@ -37,18 +37,18 @@ class Window:
     pool: dict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=lambda: defaultdict(OrderedDict))
 
     def keep(self, ngram: Sequence[int], most: int) -> None:
-        found = self.pool[ngram[0]]
-        found[tuple(ngram[1:])] = None
-        found.move_to_end(tuple(ngram[1:]))
-        if len(found) > most:
-            found.popitem(last=False)
+        stored = self.pool[ngram[0]]
+        stored[tuple(ngram[1:])] = None
+        stored.move_to_end(tuple(ngram[1:]))
+        if len(stored) > most:
+            stored.popitem(last=False)
 
 
 @dataclass
-class Lookahead(PerRow[Window]):
+class Lookahead(PerRow[JacobiWindow]):
     card = Card(
         paper="arXiv 2402.02057 (2024)",
-        idea="Guess many positions ahead in every pass, and draft the n-grams that come of it.",
+        idea="Guess many positions ahead in every pass, and draft the n-grams that result.",
         family="jacobi",
         presets={"lookahead-7": {"window": 7, "guesses": 7}},
         published="Up to 1.8x on MT-Bench, 1.5x to 2.3x on one GPU.",
@@ -62,20 +62,20 @@ class Lookahead(PerRow[Window]):
     def width(self) -> int:
         return (self.n - 1) * (self.window + self.guesses)
 
-    def begin(self, row: Row) -> Window:
+    def begin(self, row: Row) -> JacobiWindow:
         pick = random.Random(len(row.tokens))
-        known = row.tokens or [0]
-        made = Window([[pick.choice(known) for _ in range(self.window)] for _ in range(self.n - 1)], pick)
+        text = row.tokens or [0]
+        window = JacobiWindow([[pick.choice(text) for _ in range(self.window)] for _ in range(self.n - 1)], pick)
         if self.prompted:
             for at in range(len(row.tokens) - self.n + 1):
-                made.keep(row.tokens[at : at + self.n], self.guesses)
-        return made
+                window.keep(row.tokens[at : at + self.n], self.guesses)
+        return window
 
-    def draft(self, row: Row, state: Window, ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: JacobiWindow, ahead: Sequence[int], budget: int) -> DraftTree:
         root, nodes = root_of(row, ahead), min(self.guesses * (self.n - 1), budget)
         confidence = [FIRST, *[LATER] * (self.n - 2)]
-        known = [DraftTree.chain(root, ngram, confidence) for ngram in reversed(state.pool.get(root, ()))]
-        drafts = union(known, nodes).tree if known else DraftTree.chain(root, (), ())
+        chains = [DraftTree.chain(root, ngram, confidence) for ngram in reversed(state.pool.get(root, ()))]
+        drafts = union(chains, nodes).tree if chains else DraftTree.chain(root, (), ())
         if ahead or budget < len(drafts) - 1 + self.window * (self.n - 1):
             return drafts
         tokens: list[int] = []
@@ -89,22 +89,21 @@ class Lookahead(PerRow[Window]):
                 tokens.append(token)
         return drafts.with_probes(tokens, parents)
 
-    def learn(self, row: Row, state: Window, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        columns, emitted = self._found(state, tree), len(accepted.path)
+    def learn(self, row: Row, state: JacobiWindow, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
+        columns, emitted = self._newest(state, tree), len(accepted.path)
         if columns:
             new = logits[columns].argmax(-1).tolist()
             for column, token in enumerate(new):
                 state.keep([*(guesses[column] for guesses in state.rows), token], self.guesses)
             state.rows = [*state.rows[1:], new]
             emitted -= 1
-        known = row.tokens
         state.rows = [
-            [*guesses[emitted:], *(state.random.choice(known) for _ in range(min(emitted, self.window)))]
+            [*guesses[emitted:], *(state.random.choice(row.tokens) for _ in range(min(emitted, self.window)))]
             for guesses in state.rows
         ]
 
-    def _found(self, state: Window, tree: DraftTree) -> list[int]:
-        """The newest guess of each column among the nodes that were read; none where the window was left out."""
+    def _newest(self, state: JacobiWindow, tree: DraftTree) -> list[int]:
+        """Nodes of the newest guesses, one per column; empty where the window was left out of the pass."""
 
         def probe(parent: int, token: int) -> int:
             children = tree.shape.children[parent]

@@ -1,10 +1,10 @@
-"""Lookahead (Alipay): tries of what was prompted and said, a draft of many branches that share their beginnings.
+"""Lookahead (Alipay): draft a tree of many continuations of the last tokens in the prompt and in earlier outputs.
 
 Zhao et al., "Lookahead: An Inference Acceleration Framework for Large Language Model with Lossless Generation
 Accuracy", 2023 (arXiv 2312.12728). Branches are what followed the last tokens in the row's own text and in the outputs
 of earlier rows (of the same namespace), most frequent first, the own text before all others. It gains with requests
-that resemble each other: templates, retrieval over the same pages. Branches are kept in suffix automata, which hold the
-windows that the paper inserts into tries, and are forgotten by age instead of being thinned out.
+that resemble each other: templates, retrieval over the same pages. Branches are held in suffix automata, which contain
+the windows that the paper inserts into tries, and are evicted by age instead of being pruned.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._copying import Remembering
+from truedraft.drafters._copying import WithMemory
 from truedraft.drafters._texts import RowText, root_of
-from truedraft.drafters._trees import counted
+from truedraft.drafters._trees import frequency_tree
 from truedraft.stores.memory import Places
 from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class LookaheadPia(Remembering):
+class LookaheadPia(WithMemory):
     card = Card(
         paper="arXiv 2312.12728 (2023)",
         idea="Draft all branches that followed the last tokens, here first, then in earlier outputs.",
@@ -32,7 +32,7 @@ class LookaheadPia(Remembering):
     )
     branch: int = knob(8, 1, 128)  # tokens of a branch; published 8 in the code, 12 to 32 in runs
     nodes: int = knob(64, 1, 1024)  # of the tree, the paper's decoding length; published 64
-    outputs: float = knob(1e-4, 0, 1)  # weight of what earlier rows said, against the row's own text; published 1e-4
+    outputs: float = knob(1e-4, 0, 1)  # weight of earlier outputs, relative to the row's own text; published 1e-4
     memory: int = knob(4_000_000, 1, 1_000_000_000)  # tokens of earlier outputs kept; published 65,536 nodes a trie
 
     @property
@@ -50,11 +50,11 @@ class LookaheadPia(Remembering):
             weights.append(self.outputs)
         nodes = min(self.nodes, budget)
         enough = min(self.branch, nodes)
-        known = [automaton.suffixes(cursor) for automaton, cursor in sources]
+        matches = [automaton.suffixes(cursor) for automaton, cursor in sources]
         root = root_of(row, ahead)
-        lengths = sorted({length for suffixes in known for length, _ in suffixes}, reverse=True)
+        lengths = sorted({length for suffixes in matches for length, _ in suffixes}, reverse=True)
         for length in lengths:
-            counts = [_times(suffixes, length) for suffixes in known]
+            counts = [_times(suffixes, length) for suffixes in matches]
             last = length == lengths[-1]
             if not last and sum(counts) * self.branch <= enough:
                 continue
@@ -62,7 +62,7 @@ class LookaheadPia(Remembering):
             for k, ((automaton, cursor), count) in enumerate(zip(sources, counts, strict=True)):
                 if count:
                     automaton.shorten(cursor, length)
-                    trees[k] = counted(root, automaton.grow(cursor, nodes, deep=self.branch), count, length)
+                    trees[k] = frequency_tree(root, automaton.grow(cursor, nodes, deep=self.branch), count, length)
             if last or sum(tree.drafted for tree in trees) > enough:
                 tree = union(trees, nodes, weights).tree
                 if last or tree.drafted >= enough:
@@ -71,5 +71,5 @@ class LookaheadPia(Remembering):
 
 
 def _times(suffixes: Sequence[tuple[int, int]], length: int) -> int:
-    """How often the last `length` tokens stood in a text, of which the suffixes' lengths and counts are known."""
+    """Occurrences of the last `length` tokens in a text, from the lengths and counts of the matched suffixes."""
     return next((count for found, count in reversed(suffixes) if found >= length), 0)

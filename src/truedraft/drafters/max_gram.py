@@ -1,10 +1,10 @@
-"""Max-Gram: copy what followed the longest suffix that stood before; where none did, go on by pairs of tokens.
+"""Max-Gram: copy what followed the longest repeated suffix; without one, continue with a bigram table.
 
 The statistical bottom of Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference", NeurIPS 2024 (arXiv
-2312.11462), section 3.3: it drafts for the smallest of several draft models, so that none speaks token by token. The
-paper's table of pairs is counted in Wikipedia; here it is what the target last thought likeliest after each token, in
-this row and in earlier ones of its namespace, so nothing need be given. Alone it is a `prompt-lookup` that takes the
-longest match of any length, and does not keep silent where nothing matches.
+2312.11462), section 3.3: it drafts for the smallest of several draft models, so that none decodes token by token. The
+paper counts its bigrams in Wikipedia; here the table holds the target's last likeliest token after each token, in this
+row and in earlier ones of its namespace, so no data is needed. Alone it is a `prompt-lookup` that uses the longest
+match of any length, and drafts where nothing matches too.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch import Tensor
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import keeps
+from truedraft.drafters._trees import match_confidence
 from truedraft.stores.memory import Tenants
 from truedraft.stores.successors import Successors, Template
 from truedraft.tree import Accepted, DraftTree, Row
 
-PAIR = 0.45  # how often the likeliest successor is the right one: a first guess, set right by what comes of it
+PAIR = 0.45  # probability that the likeliest successor is right: a prior, calibrated by `Trust`
 
 
 @dataclass
 class MaxGram(PerRow[tuple[RowText, Successors]]):
     card = Card(
         paper="arXiv 2312.11462 (2023), section 3.3",
-        idea="Copy what followed the longest suffix that stood before, or else the likeliest token after each token.",
+        idea="Copy what followed the longest repeated suffix, or else the likeliest token after each token.",
         family="retrieval",
         published="Given only inside the cascade: see cs-drafting.",
     )
     length: int = knob(10, 1, 1024)  # tokens drafted; published 10
     shortest: int = knob(1, 1, 1024)  # tokens that must match for a copy; published 1 (unverified)
-    namespaces: int = knob(64, 1, 65_536)  # kept, the longest unused forgotten; published: one table of Wikipedia
+    namespaces: int = knob(64, 1, 65_536)  # kept, least recently used evicted first; published: one table of Wikipedia
 
     takes_references = True
 
@@ -55,10 +55,12 @@ class MaxGram(PerRow[tuple[RowText, Successors]]):
     def draft(self, row: Row, state: tuple[RowText, Successors], ahead: Sequence[int], budget: int) -> DraftTree:
         (text, pairs), root, most = state, root_of(row, ahead), min(self.length, budget)
         text.follow(row)
-        automaton, place = text.place(ahead)
-        copy = automaton.copy(place, self.shortest, most)
+        automaton, cursor = text.place(ahead)
+        copy = automaton.copy(cursor, self.shortest, most)
         tokens, _, confidence = pairs.tree(copy[-1] if copy else root, most - len(copy), chain_of(self.length))
-        return DraftTree.chain(root, [*copy, *tokens[1:]], [*keeps(place.length, len(copy)), *confidence[1:]])
+        return DraftTree.chain(
+            root, [*copy, *tokens[1:]], [*match_confidence(cursor.length, len(copy)), *confidence[1:]]
+        )
 
     def learn(
         self, row: Row, state: tuple[RowText, Successors], tree: DraftTree, logits: Tensor, accepted: Accepted
@@ -68,5 +70,5 @@ class MaxGram(PerRow[tuple[RowText, Successors]]):
 
 @lru_cache(maxsize=8)
 def chain_of(length: int) -> Template:
-    """The likeliest successor of the likeliest successor, and so on."""
+    """A chain of likeliest successors."""
     return Template(array("i", range(length)), array("i", [0] * length), array("d", [PAIR] * length))

@@ -1,10 +1,10 @@
-"""NEST: draft what followed where the model's hidden state was nearest to the present one in given texts.
+"""NEST: copy from given texts, at the position whose hidden state is nearest to the current one.
 
 Li et al., "Nearest Neighbor Speculative Decoding for LLM Generation and Attribution", 2024 (arXiv 2405.19325): its
-dynamic span. Of the neighbours of the state behind the text, the nearest that says the pending token is gone on with,
-where retrieval is sure of itself. It finds what was meant alike, where lookup finds what was worded alike. Under an
-exact rule the text is the model's, and this is one more drafter that copies; the method as published, which says what
-the texts say even where the model would not, is this under `lossy/nest`.
+dynamic span. Among the nearest neighbours of the state after the text, the nearest whose next token is the pending one
+is copied from, where retrieval is confident. It finds text of similar meaning, where lookup finds text of equal
+wording. Under an exact rule the output is the model's, and this is one more drafter that copies; the method as
+published, which emits the texts' tokens even where the model would not, is this under `lossy/nest`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 
 @dataclass
-class Standing:
-    """Where a row stands.
+class QueryState:
+    """The query of a row.
 
-    state: (H,) that its pending token was said from. near: the neighbours of that, once they were looked for.
+    state: (H,), the hidden state that predicted the pending token. near: its neighbours, once they were searched.
     """
 
     state: Tensor | None = None
@@ -36,10 +36,10 @@ class Standing:
 
 
 @dataclass
-class Nest(PerRow[Standing]):
+class Nest(PerRow[QueryState]):
     card = Card(
         paper="arXiv 2405.19325 (2024)",
-        idea="Copy from the place in given texts where the model's hidden state was most like the present one.",
+        idea="Copy from given texts, where the model's hidden state is most similar to the current one.",
         family="retrieval",
         needs=("references",),
         cannot={"encoder-decoder": "states of given texts are read by a model whose prompt is such a text"},
@@ -48,10 +48,10 @@ class Nest(PerRow[Standing]):
     takes_references = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
     layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
-    k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024
-    alpha: float = knob(0.3, -1e6, 1e6)  # nearest over farthest at which they count half; authors' demo, unverified
-    tau: float = knob(0.1, 0, 1e6, open=True)  # how fast that changes; authors' demo, unverified
-    delta: float = knob(0.5, 0, 1)  # say of the model from which on nothing is drafted; authors' code, unverified
+    k: int = knob(1024, 1, 1_000_000)  # neighbours searched; authors' code, published a few hundred to 1024
+    alpha: float = knob(0.3, -1e6, 1e6)  # similarity ratio at which the model weighs half; authors' demo, unverified
+    tau: float = knob(0.1, 0, 1e6, open=True)  # how fast that weight changes; authors' demo, unverified
+    delta: float = knob(0.5, 0, 1)  # weight of the model above which nothing is drafted; authors' code, unverified
     length: int = knob(64, 1, 1024)  # tokens copied; published up to 64
 
     def __post_init__(self) -> None:
@@ -68,8 +68,8 @@ class Nest(PerRow[Standing]):
     def width(self) -> int:
         return self.length
 
-    def begin(self, row: Row) -> Standing:
-        return Standing()
+    def begin(self, row: Row) -> QueryState:
+        return QueryState()
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
@@ -77,20 +77,20 @@ class Nest(PerRow[Standing]):
         super().observe(rows, trees, scores, accepted)
         for b, (row, a) in enumerate(zip(rows, accepted, strict=True)):
             hidden = scores.hidden[self._search.layer][b]
-            self._states[id(row)] = Standing(hidden[scores.context[b] + a.path[-1]])
+            self._states[id(row)] = QueryState(hidden[scores.context[b] + a.path[-1]])
 
-    def draft(self, row: Row, state: Standing, ahead: Sequence[int], budget: int) -> DraftTree:
+    def draft(self, row: Row, state: QueryState, ahead: Sequence[int], budget: int) -> DraftTree:
         root, near = root_of(row, ahead), self._near(row, state)
         if near is None or near.doubt > self.delta:
             return DraftTree.chain(root)
-        said = (row.tokens[-1], *ahead)
-        if (place := near.saying(said)) is None:
+        drafted = (row.tokens[-1], *ahead)
+        if (place := near.saying(drafted)) is None:
             return DraftTree.chain(root)
-        span = near.store.behind(place, len(said) + min(self.length, budget))[len(said) :]
+        span = near.store.behind(place, len(drafted) + min(self.length, budget))[len(drafted) :]
         return DraftTree.chain(root, span, [1 - near.doubt] * len(span))
 
-    def _near(self, row: Row, standing: Standing) -> Near | None:
-        if standing.near is None and standing.state is not None:
-            near = self._search.at(row, standing.state[None])
-            standing.near = None if near is None else near(0)
-        return standing.near
+    def _near(self, row: Row, query: QueryState) -> Near | None:
+        if query.near is None and query.state is not None:
+            near = self._search.at(row, query.state[None])
+            query.near = None if near is None else near(0)
+        return query.near

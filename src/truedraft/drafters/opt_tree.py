@@ -1,9 +1,9 @@
-"""OPT-Tree: the tree of a draft model's tokens that is expected to be accepted furthest, for a number of nodes.
+"""OPT-Tree: the tree of a draft model's tokens with the greatest expected acceptance length for a number of nodes.
 
 Wang et al., "OPT-Tree: Speculative Decoding with Adaptive Draft Tree Structure", 2024 (arXiv 2406.17276); the shape
-that EAGLE-2 (arXiv 2406.16858) builds too. A node is worth the product of the draft model's probabilities on its path;
-the best `beam` of each level are continued, and the best `nodes` of all are offered, best first. The tokens are
-certain: nothing is drawn.
+that EAGLE-2 (arXiv 2406.16858) builds too. A node's score is the product of the draft model's probabilities on its
+path; the best `beam` of each level are expanded, and the best `nodes` of all are drafted, best first. Nothing is
+sampled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class OptTree(ModelDrafter):
         published="Up to 3.2x; over ten tokens a pass for Llama 2 70B drafted by 7B with large trees.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    nodes: int = knob(24, 1, 1024)  # offered; published 60
-    beam: int = knob(8, 1, 256)  # continued at each level; published `nodes`, EAGLE-2 has 10
+    nodes: int = knob(24, 1, 1024)  # of the draft; published 60
+    beam: int = knob(8, 1, 256)  # nodes expanded at each level; published `nodes`, EAGLE-2 has 10
     length: int = knob(6, 1, 64)  # levels; published 10 at most
     gain: float = knob(0.5, 0, 1e3)  # stop where a level adds less than this to the expected acceptance; published 0.5
 
@@ -49,7 +49,7 @@ class OptTree(ModelDrafter):
         before = sum(sorted(growing.worth.values(), reverse=True)[: self.nodes])
         added = self.likeliest(growing, nodes, laws, self.beam)
         after = sum(sorted(growing.worth.values(), reverse=True)[: self.nodes])
-        growing.grown(added if after - before >= self.gain else [])
+        growing.end_level(added if after - before >= self.gain else [])
 
     def finished(self, growing: GrowingTree) -> DraftTree:
         best = sorted(growing.worth, key=lambda node: (-growing.worth[node], node))

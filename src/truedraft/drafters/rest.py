@@ -1,8 +1,8 @@
 """REST: retrieve what followed the last tokens in a corpus, as a tree of the most frequent continuations.
 
 He et al., "REST: Retrieval-Based Speculative Decoding", 2023 (arXiv 2311.08252). The longest suffix of the text that
-the corpus holds is looked for, up to `longest` tokens; all that followed it there, weighted by how often, is one tree.
-It is as good as the corpus is close to what is written: code beside a repository, answers beside earlier answers.
+the corpus contains is searched, up to `longest` tokens; its continuations there, weighted by frequency, form the tree.
+It gains where the corpus is close to the output: a repository for its code, earlier answers for answers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import root_of
-from truedraft.drafters._trees import counted
+from truedraft.drafters._trees import frequency_tree
 from truedraft.errors import Refused
 from truedraft.stores.memory import Places
 from truedraft.targets._base import Target
@@ -31,7 +31,7 @@ class Rest(WithCorpora[Places]):
         published="1.62x to 2.36x on text and code (7B and 13B models, one GPU).",
     )
     corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc; `truedraft corpus build`)
-    longest: int = knob(16, 1, 1024)  # tokens of the longest suffix looked for; published 16
+    longest: int = knob(16, 1, 1024)  # tokens of the longest suffix searched; published 16
     nodes: int = knob(64, 1, 1024)  # of the tree; published 64
     deep: int = knob(10, 1, 128)  # tokens of a continuation; published 10
 
@@ -49,13 +49,13 @@ class Rest(WithCorpora[Places]):
 
     def draft(self, row: Row, state: Places, ahead: Sequence[int], budget: int) -> DraftTree:
         best, longest = DraftTree.chain(root_of(row, ahead)), 0
-        for automaton, place in self.found(state, row, ahead):
-            automaton.shorten(place, self.longest)
-            for length, count in automaton.suffixes(place):
+        for automaton, cursor in self.found(state, row, ahead):
+            automaton.shorten(cursor, self.longest)
+            for length, count in automaton.suffixes(cursor):
                 if length <= longest:
                     break
-                automaton.shorten(place, length)
-                grown = automaton.grow(place, min(self.nodes, budget), deep=self.deep)
+                automaton.shorten(cursor, length)
+                grown = automaton.grow(cursor, min(self.nodes, budget), deep=self.deep)
                 if grown.tokens:
-                    best, longest = counted(best.tokens[0], grown, count, length), length
+                    best, longest = frequency_tree(best.tokens[0], grown, count, length), length
         return best

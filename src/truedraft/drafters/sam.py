@@ -15,7 +15,7 @@ from typing import Any
 from truedraft.card import Card, knob
 from truedraft.drafters._corpora import WithCorpora
 from truedraft.drafters._texts import RowText, root_of, told
-from truedraft.drafters._trees import copied, counted
+from truedraft.drafters._trees import copied_chain, frequency_tree
 from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row
 
@@ -30,8 +30,8 @@ class Sam(WithCorpora[tuple[RowText, Places]]):
         published="Spec-Bench, Vicuna 7B, A6000, greedy: 1.84x alone, 2.27x with Token Recycling.",
     )
     takes_references = True
-    threshold: int = knob(5, 1, 1024)  # shortest match that is copied from; published 5
-    bias: int = knob(5, 0, 1024)  # by how much a match in the corpus must be longer; published 5
+    threshold: int = knob(5, 1, 1024)  # tokens of the shortest match; published 5
+    bias: int = knob(5, 0, 1024)  # tokens by which a match in the corpus must be longer; published 5
     length: int = knob(40, 1, 1024)  # tokens of a chain; published 40
     nodes: int = knob(60, 1, 1024)  # nodes of a tree at most, 4 for each matched token; published 60
     corpus: Any = None  # a Corpus or its file, or several (a.tdc;b.tdc); published: texts of the same kind as the task
@@ -46,17 +46,17 @@ class Sam(WithCorpora[tuple[RowText, Places]]):
     def draft(self, row: Row, state: tuple[RowText, Places], ahead: Sequence[int], budget: int) -> DraftTree:
         text, places = state
         text.follow(row)
-        here, place = text.place(ahead)
+        here, cursor = text.place(ahead)
         root = root_of(row, ahead)
         if found := self.found(places, row, ahead):
-            automaton, there = max(found, key=lambda at: at[1].length)
-            if there.length - self.bias >= max(place.length + 1, self.threshold):
+            automaton, there = max(found, key=lambda match: match[1].length)
+            if there.length - self.bias >= max(cursor.length + 1, self.threshold):
                 nodes = min(self.nodes, 1 + 4 * there.length, budget)
                 automaton.shorten(there, LONGEST)
-                return counted(root, automaton.grow(there, nodes), automaton.suffixes(there)[0][1], there.length)
+                return frequency_tree(root, automaton.grow(there, nodes), automaton.suffixes(there)[0][1], there.length)
         count = min(self.length, budget)
-        tokens = here.copy(place.copy(), self.threshold, count, enough=count)
-        return copied(root, tokens or here.copy(place, self.threshold, count), place.length)
+        tokens = here.copy(cursor.copy(), self.threshold, count, enough=count)
+        return copied_chain(root, tokens or here.copy(cursor, self.threshold, count), cursor.length)
 
 
-LONGEST = 64  # tokens of a match whose continuations are counted
+LONGEST = 64  # most tokens of a match whose continuations are counted

@@ -1,7 +1,7 @@
-"""SpecTr: a draft model says several continuations, each independently of the others.
+"""SpecTr: a draft model samples several continuations, independently of each other.
 
 Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023 (arXiv 2310.15141). For the rule
-`k-seq`, which was made for it, and `multi-round`. Continuations that begin alike share their nodes. Under `greedy` and
+`k-seq` of the same paper, and `multi-round`. Continuations share the nodes of a common prefix. Under `greedy` and
 `seeded` they are the likeliest ones, and differ in their first token.
 """
 
@@ -22,7 +22,7 @@ from truedraft.tree import Draws
 class SpecTr(ModelDrafter):
     card = Card(
         paper="arXiv 2310.15141 (2023)",
-        idea="A smaller model says several continuations, each drawn by itself.",
+        idea="A smaller model samples several continuations, independently of each other.",
         family="draft model",
         needs=("draft model",),
         published="PaLM 2 Bison drafted by Gecko on LM1B, 8 continuations of 8: 2.13x (single draft 1.55x).",
@@ -44,7 +44,7 @@ class SpecTr(ModelDrafter):
         return "independent"
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        """A node is continued by as many draws as there are continuations that begin with it."""
+        """Sample as many children of a node as continuations pass through it; equal ones share a node."""
         added: list[int] = []
         for node, law in zip(nodes, laws, strict=True):
             count = int(growing.worth.get(node, self.paths))
@@ -56,4 +56,4 @@ class SpecTr(ModelDrafter):
                 else:
                     first[token], growing.worth[child] = child, 1
             added += first.values()
-        growing.grown(added)
+        growing.end_level(added)

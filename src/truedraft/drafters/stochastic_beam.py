@@ -1,10 +1,10 @@
-"""Stochastic beam: a draft model's tree of the sequences that come first, drawn without replacement.
+"""Stochastic beam: a draft model's tree of sequences sampled without replacement.
 
 RSD-S of Jeon et al., "Recursive Speculative Decoding", 2024 (arXiv 2402.14160), section 3.2.2, by the stochastic beam
 search of Kool et al., ICML 2019. Each continuation arrives after a waiting time, exponential with its probability as
 rate; the first `beam` arrivals of a level are kept. (-log of such a time is the perturbed log-probability of those
-papers, and a node's first child arrives when the node did.) Whether one more sibling arrives in time is settled before
-it is known which, so that recursive rejection (`multi-round`) stays exact.
+papers, and a node's first child arrives when the node did.) Whether one more sibling arrives in time is decided before
+its token is drawn, so that recursive rejection (`multi-round`) stays exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from truedraft.tree import Draws
 class StochasticBeam(ModelDrafter):
     card = Card(
         paper="arXiv 2402.14160 (2024)",
-        idea="A smaller model keeps the few sequences that come first in a race by probability.",
+        idea="A smaller model samples a few sequences without replacement, by stochastic beam search.",
         family="draft model",
         needs=("draft model",),
         published="RSD-S, Llama 2 70B drafted by 115M: the highest block efficiency of the trees compared.",
@@ -48,11 +48,11 @@ class StochasticBeam(ModelDrafter):
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self.preferred(growing.row) != "law":
-            return growing.grown(self.likeliest(growing, nodes, laws, self.beam))
+            return growing.end_level(self.likeliest(growing, nodes, laws, self.beam))
         chance = growing.row.request.chance
         rate = {node: growing.worth.get(node, 1.0) for node in nodes}  # probability of the path
         left = dict(zip(nodes, laws, strict=True))
-        arrivals = [(growing.when.get(node, 0.0), node) for node, law in left.items() if law.any()]
+        arrivals = [(growing.arrival.get(node, 0.0), node) for node, law in left.items() if law.any()]
         heapq.heapify(arrivals)
         added: list[int] = []
         while arrivals and len(added) < self.beam and growing.room > 0:
@@ -60,10 +60,10 @@ class StochasticBeam(ModelDrafter):
             law = laws[nodes.index(node)]
             (token,) = chance.draw(left[node], growing.row)
             (child,) = growing.add(node, [token], law)
-            growing.worth[child], growing.when[child] = rate[node] * float(law[token]), time
+            growing.worth[child], growing.arrival[child] = rate[node] * float(law[token]), time
             added.append(child)
             left[node] = left[node].clone()
             left[node][token] = 0.0
             if (rest := float(left[node].sum())) > 0:
                 heapq.heappush(arrivals, (time + chance.wait(growing.row) / (rate[node] * rest), node))
-        growing.grown(added)
+        growing.end_level(added)

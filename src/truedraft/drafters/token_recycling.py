@@ -1,9 +1,9 @@
-"""Token Recycling: what the target last thought likely after each token, chained into a tree.
+"""Token Recycling: draft a tree from the target's last top candidates after each token.
 
 Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling", 2024
-(arXiv 2408.08696). For every token the eight likeliest successors that the target gave when it last passed over it, at
-rejected nodes too, are kept across requests of a namespace. It knows one token of context, so it works on any text, a
-little everywhere; where text repeats, copying goes further.
+(arXiv 2408.08696). For every token the eight likeliest successors in the target's last pass over it, at rejected nodes
+too, are kept across requests of a namespace. With one token of context it drafts a little on any text; where text
+repeats, copying drafts more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from truedraft.stores.memory import Tenants
 from truedraft.stores.successors import Successors, Template
 from truedraft.tree import Accepted, DraftTree, Row
 
-# how often the first, second, ... successor is the right one: a first guess, by which the tree is shaped
+# probability that the first, second, ... successor is right: a prior, which also shapes the tree
 RANKS = (0.45, 0.14, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)
 
 
@@ -31,14 +31,14 @@ RANKS = (0.45, 0.14, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)
 class TokenRecycling(PerRow[Successors]):
     card = Card(
         paper="arXiv 2408.08696 (2024)",
-        idea="Draft a tree from the successors that the target itself last thought likely after each token.",
+        idea="Draft a tree from the successors that the target itself last found likeliest after each token.",
         family="recycling",
         published="Spec-Bench, Vicuna 7B-33B: about 2x (7B 2.09x; EAGLE-2 2.28x).",
     )
     nodes: int = knob(80, 1, 1024)  # of the tree; published 80
     depth: int = knob(6, 1, 64)  # of the tree; published 6
     successors: int = knob(8, 1, 16)  # kept for each token; published 8
-    namespaces: int = knob(64, 1, 65_536)  # that are kept, the longest unused forgotten; published: one for all
+    namespaces: int = knob(64, 1, 65_536)  # kept, least recently used evicted first; published: one for all
 
     def forget(self) -> None:
         super().forget()

@@ -1,4 +1,4 @@
-"""What a pass costs by width: an estimate that follows the passes at hand and cannot leave what they took."""
+"""Pass cost by width: an online estimate that stays within the observed times."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from operator import le
 from typing import NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-MEASURED = 8.0  # passes that a measured time counts for
-HICCUP = 4.0  # times what was expected of a pass, of which no more is held against it: other work only adds time
-FASTEST = 0.25  # of the way that one pass may move what few passes have shown
-FAINT = 1e-6  # passes that a time counts for which was last seen long ago
-TYPICAL = (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0)  # seconds at WIDTHS, in plain passes, before any was measured
+MEASURED = 8.0  # weight of a measured time, in passes
+HICCUP = 4.0  # observed times are capped at this multiple of the expected: other work only adds time
+FASTEST = 0.25  # largest step rate of a mean with few observations
+FAINT = 1e-6  # least weight of a time, in passes
+TYPICAL = (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0)  # times at WIDTHS, in plain passes, before any was measured
 
 
 class Knot(NamedTuple):
-    """The mean time of passes at one width, the latest counting most.
+    """The decayed mean time of passes at one width.
 
-    passes: how many passes it stands for, older ones by what is left of their weight.
+    seconds: the mean. passes: its weight, the decayed number of observations.
     """
 
     width: int
@@ -30,10 +30,10 @@ class Knot(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a pass at a few widths; straight lines between them.
+    """Seconds of a pass by width, interpolated linearly between a few widths.
 
-    Every knot keeps a mean of observed times, which lies among these whatever their order; what the curve says are
-    the means made non-decreasing (isotonic regression, weighted by passes), so nothing adds up from pass to pass.
+    Every knot holds a mean of observed times, which stays within their range in any order; the curve is the means made
+    non-decreasing (isotonic regression, weighted by passes), so errors do not accumulate from pass to pass.
 
     widths: tokens in a pass, all rows together, ascending. seconds: positive, finite and non-decreasing.
     """
@@ -54,7 +54,7 @@ class Curve:
 
     @classmethod
     def typical(cls, tokens: int, seconds: float) -> Curve:
-        """What to expect where one pass over `tokens` tokens is all that is known; any other outweighs it."""
+        """A prior from one pass over `tokens` tokens; any observation outweighs it."""
         scale = seconds / cls(WIDTHS, TYPICAL)(tokens)
         knots = [Knot(width, share * scale, FAINT) for width, share in zip(WIDTHS, TYPICAL, strict=True)]
         return cls.of(knots, (knots[0].seconds, knots[-1].seconds))
@@ -71,11 +71,11 @@ class Curve:
     def learned(self, tokens: int, seconds: float, rate: float, plain: int) -> Curve:
         """The curve after a pass over `tokens` tokens took `seconds`.
 
-        Passes without drafts move the knots up to `plain`, the others those beyond it: what drafts cost in excess of
-        plain passes shows only where neither is taken for the other.
+        Passes without drafts move the knots up to `plain`, the others those beyond it, so that the cost of drafts is
+        not mixed with that of plain passes.
 
-        seconds: what is no time that a pass can take (0, less, infinite, not a number) teaches nothing.
-        rate: share, from 0 to 1, of the weight of earlier passes of its kind that this one takes.
+        seconds: ignored where it is not a possible time (0, negative, infinite, NaN).
+        rate: 0 to 1, the weight of this pass against earlier ones of its kind.
         plain: tokens of a pass without drafts.
         """
         if not (math.isfinite(seconds) and seconds > 0 and rate > 0):
@@ -90,14 +90,14 @@ class Curve:
         for i, (width, mean, passes) in enumerate(knots):
             near = nearness.get(i, 0.0)
             passes = passes * kept + near
-            if near:  # what the pass says of this width, by the curve's own slope
-                shown = min(max(seconds * (curve.seconds[i] / expected), least), most)
-                mean = min(max(mean + (shown - mean) * min(near / passes, fastest), least), most)
+            if near:  # the time at this width, scaled by the curve
+                implied = min(max(seconds * (curve.seconds[i] / expected), least), most)
+                mean = min(max(mean + (implied - mean) * min(near / passes, fastest), least), most)
             knots[i] = Knot(width, mean, passes if passes > FAINT else FAINT)
         return Curve.of(knots, (least, most))
 
     def _with_knots(self, tokens: int, seconds: float, plain: int) -> Curve:
-        """With a knot where passes without drafts are, and one no narrower than the pass."""
+        """The curve with a knot at the width of plain passes, and one at least as wide as the pass."""
         missing = {}
         if plain not in self.widths:
             missing[plain] = min(self(plain), max(self.seconds[-1], seconds))
@@ -106,12 +106,12 @@ class Curve:
         if not missing:
             return self
         knots = list(self.knots)
-        for width, shown in missing.items():
-            insort(knots, Knot(width, shown, FAINT), key=lambda knot: knot.width)
+        for width, time in missing.items():
+            insort(knots, Knot(width, time, FAINT), key=lambda knot: knot.width)
         return Curve.of(knots, (min(self.bounds[0], *missing.values()), max(self.bounds[1], *missing.values())))
 
     def _nearness(self, tokens: int, plain: int) -> dict[int, float]:
-        """How much a pass says of the knots beside it, by index; those of its own kind alone."""
+        """Interpolation weights of the knots beside a pass, by index; only those of its own kind."""
         i = min(bisect_left(self.widths, tokens), len(self.widths) - 1)
         if i == 0 or self.widths[i] == tokens:
             return {i: 1.0}

@@ -1,4 +1,4 @@
-"""The compiled pass of a drafter that fills masks (`drafters/gad.py`): new tokens and masks of all rows together."""
+"""The compiled pass of a drafter that fills masks (`drafters/gad.py`), over new tokens and masks of all rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from truedraft.runtime.weights import NotCompilable
 
 
 class LeanFilling(Hearing):
-    """Fills masks behind the tokens of rows; what it has read of them is kept.
+    """Fills masks after the tokens of rows, whose keys and values it caches.
 
-    filler: layers that look at their own tokens with turned queries and keys, at a source, and think
+    filler: layers with rotary self-attention, cross-attention to a source and a feed-forward
         (`_nn.CrossAttentionLayer`), between `norm_in` and `norm_out`; with `config`, `turns`, embeddings and head as a
         model has them.
 
     Raises:
-        NotCompilable: the compiled pass is not there, or does not know the filler's sizes or dtype.
+        NotCompilable: there is no compiled pass here, or it does not support the filler's sizes or dtype.
     """
 
     def _compiled(self) -> Program:
@@ -44,17 +44,17 @@ class LeanFilling(Hearing):
         return [fingerprint(part) for part in (model, model.get_input_embeddings(), model.get_output_embeddings())]
 
     def begin(self, rows: int, capacity: int) -> None:
-        """Room for so many rows of so many positions each, of which `hear` tells the sources."""
+        """Reserve a cache for `rows` rows of `capacity` positions each; `hear` then sets their sources."""
         if self._fingerprint() != self._made_of:
             self._compile()
         self.pairs = PairCache(len(self.program.layer_types), rows, capacity)
         self.attach(self.pairs.rows)
 
     def fill(self, texts: Sequence[tuple[int, int]], x: Tensor, masks: int) -> Tensor:
-        """(rows, masks, V) logits of the masks behind each row's text.
+        """(rows, masks, V) logits of the masks after each row's text.
 
-        texts: by slot, how many tokens were read before, and how many there are.
-        x: (nodes, size) what the new tokens of each row and then its masks are made into.
+        texts: by slot, the number of tokens in the cache, and of all tokens.
+        x: (nodes, size) embeddings of the new tokens of each row, followed by its masks.
         """
         nodes, gather = Nodes(), list[int]()
         for slot, (read, end) in enumerate(texts):
@@ -90,5 +90,5 @@ def compile_filler(p: Program, filler: Any) -> None:
 
 
 def _part(layer: Any, k: int, size: int, x: Tensor) -> Tensor:
-    """Of a layer that makes several things at once, the k-th."""
+    """The k-th output of a fused linear layer, `size` wide."""
     return linear(x, layer.weight[k * size : (k + 1) * size], layer.bias[k * size : (k + 1) * size])

@@ -1,7 +1,7 @@
-"""What a model is made of, as far as anything outside its weights' values can change what it computes.
+"""Fingerprints of models: everything but the values of weights that can change what a model computes.
 
-A pass that stands in for a model's forward is made from the model's modules as they are at one moment. Two equal
-fingerprints mean that it still stands in; another one means that it has to be made and compared anew.
+A compiled pass is built from the modules of a model at one moment. While the fingerprint is equal, the pass still
+replaces the model's forward; when it differs, the pass has to be built and compared again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from truedraft.runtime.overrides import Dispatcher
 
-SMALL = 4096  # numbers of a buffer that are compared one by one: programs read scales and frequencies once
-# what torch itself keeps in every module, and what transformers notes with the hooks by which it records outputs
+SMALL = 4096  # largest buffer compared by value: programs read scales and frequencies once
+# torch's own attributes of every module, and what transformers notes with the hooks by which it records outputs
 _OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_output_capturing_hooks_installed"}
 _VALUES = frozenset({bool, int, float, str, type(None)})
 
 
 class Same:
-    """Equal to what holds the very same object, which is kept, lest another takes its address."""
+    """Compares by identity; holds the object, so that its address is not reused."""
 
     def __init__(self, value: object):
         self.value = value
@@ -34,10 +34,10 @@ class Same:
 
 
 def fingerprint(model: nn.Module) -> list[object]:
-    """Everything that a pass is made from but the values of weights, which are read where they lie.
+    """Everything that a pass is built from but the values of weights, which are read in place.
 
-    Of every module its class, the forward of that class, what hooks and replaced methods do besides, its place, and
-    its plain attributes (an eps, a scaling, an activation); of every weight and buffer where it lies and how (address,
+    Of every module its class, the forward of that class, whether hooks or replaced methods do more, its children's
+    names, and its plain attributes (an eps, a scaling, an activation); of every weight and buffer its layout (address,
     shape, strides, dtype); the values of small buffers; and the configurations.
     """
     found: list[object] = [*_global_forward_pre_hooks, *_global_forward_hooks]
@@ -46,7 +46,7 @@ def fingerprint(model: nn.Module) -> list[object]:
     while waiting:
         module = waiting.pop()
         kind = type(module)
-        attributes = vars(module).copy()  # at one moment: other threads may be in a pass
+        attributes = vars(module).copy()  # atomically: other threads may be in a pass
         found += (kind, kind.forward, does_more(module), *module._modules)
         plain: dict[str, object] = {}
         for name in attributes.keys() - _OWN:
@@ -66,7 +66,7 @@ def fingerprint(model: nn.Module) -> list[object]:
 
 
 def layout(tensor: Any) -> object:
-    """Where a tensor lies and how; of a quantised one, where its integers and scales do."""
+    """Address, shape, strides, dtype and device of a tensor; of a quantised one, those of its integers and scales."""
     if tensor is None:
         return None
     if hasattr(tensor, "qdata"):
@@ -77,7 +77,8 @@ def layout(tensor: Any) -> object:
 def _attribute(value: Any) -> object:
     """A value that compares as the attribute does, also after the attribute was changed in place.
 
-    Tensors that are neither weights nor buffers are what a forward notes for its next call (the positions of images).
+    Tensors that are neither weights nor buffers are ignored: a forward caches them for its next call (the positions of
+    images).
     """
     if isinstance(value, Tensor):
         return None
@@ -95,7 +96,7 @@ def _values(buffer: Tensor | None) -> bytes | None:
 def does_more(module: Any) -> bool:
     """Whether calling a module does more than the forward of its class.
 
-    Hooks by which transformers records outputs are not counted.
+    The hooks with which transformers captures outputs do not count.
     """
     own = vars(module)
     return bool(
@@ -109,7 +110,7 @@ def does_more(module: Any) -> bool:
 
 
 def hooked(model: nn.Module) -> list[str]:
-    """Names of modules of which calling does more than their forward."""
+    """Names of the modules for which `does_more` holds."""
     if _global_forward_pre_hooks or _global_forward_hooks:
         return ["every module"]
     return [name or type(module).__name__ for name, module in model.named_modules() if does_more(module)]

@@ -1,7 +1,7 @@
-"""The linear layers of any model by compiled code, for models whose whole pass has no program.
+"""Compiled linear layers for models without a compiled pass.
 
-During a pass the forward of each plain linear layer (torch's, or one quantised by torchao) is the compiled product, in
-the thread that makes the pass; everything else is the model's own, and between passes the model is as it was.
+During a pass the forward of each plain linear layer (torch's, or one quantised by torchao) is replaced by a compiled
+product, in the thread of the pass only; everything else is the model's own, and between passes nothing is replaced.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from truedraft.runtime.native import Kind, Op
 from truedraft.runtime.overrides import Override, overridden
 from truedraft.runtime.weights import NotCompilable, Weight, fields, linear_weight, padded
 
-SMALLEST = 1 << 17  # weights of a layer for which a call is worth its few microseconds
+SMALLEST = 1 << 17  # weights of the smallest layer for which a call pays for its few microseconds
 
 
 class Linears:
     """Linear layers whose forwards are compiled products within a `with linears.compiled()` block.
 
-    Where there is no compiled code, or no layer that it knows, the block changes nothing; `len` says how many it does.
+    Without compiled code or supported layers the block changes nothing; `len` is the number of replaced layers.
     """
 
     def __init__(self, model: nn.Module):
@@ -35,18 +35,18 @@ class Linears:
         return len(self._forwards)
 
     def refresh(self) -> None:
-        """Look again at the layers: weights may have been replaced since, and biases and scales are copies."""
+        """Rebuild the products: weights may have been replaced, and biases and scales are copies."""
         library = native.library()
         found = [(m, _compiled(library, m)) for m in self.model.modules() if library and type(m) is nn.Linear]
         self._forwards: list[Override] = [(m, "forward", product) for m, product in found if product is not None]
 
     def compiled(self) -> AbstractContextManager[None]:
-        """The block in which this thread's products are compiled ones."""
+        """A context in which this thread runs compiled products."""
         return overridden(self._forwards)
 
 
 def _compiled(library: Any, module: nn.Linear) -> Any:
-    """The compiled product of a layer as it stands, or None where there is none."""
+    """The compiled product of a layer, or None where the layer is not supported."""
     dtype = module.weight.dtype
     try:
         weight = linear_weight(module, dtype)
@@ -61,7 +61,7 @@ def _compiled(library: Any, module: nn.Linear) -> Any:
 
 
 def _product(run: Any, module: nn.Linear, op: Op, weight: Weight, kept: list[Tensor], x: Tensor) -> Tensor:
-    """x (..., in) to (..., out); torch's own where a gradient is wanted or x is not what the layer was made for."""
+    """x (..., in) to (..., out); torch's own product with gradients, or for another dtype or device."""
     if torch.is_grad_enabled() or x.dtype != module.weight.dtype or x.device.type != "cpu" or not x.numel():
         return nn.Linear.forward(module, x)
     rows = x.reshape(-1, op.inner).float().contiguous()

@@ -1,7 +1,7 @@
-"""Methods of a model's modules replaced for one thread, for the length of a pass.
+"""Per-thread overrides of methods of a model's modules, for the duration of a pass.
 
-Other threads that call the model meanwhile, a plain `model.generate` or another accelerated one, are not affected, and
-behind the last block the modules are as they were.
+Other threads that call the model at the same time, by a plain `model.generate` or another accelerated one, are not
+affected; after the last block the modules have no trace of it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 from torch import nn
 
-Override = tuple[nn.Module, str, Callable[..., Any]]  # a module, the name of one of its methods, what is called instead
+Override = tuple[nn.Module, str, Callable[..., Any]]  # module, method name, replacement
 _Key = tuple[int, str]
 
 _lock = threading.Lock()
-_in_use: dict[_Key, int] = {}  # blocks of all threads that override a method
-_thread = threading.local()  # .active: what this thread calls
+_in_use: dict[_Key, int] = {}  # number of open blocks, of all threads, by method
+_thread = threading.local()  # .active: the replacements of this thread
 
 
 @contextmanager
 def overridden(overrides: Iterable[Override]) -> Iterator[None]:
-    """Within the block, this thread calls the replacements; a method that is replaced on a module already stays so."""
+    """Within the block, this thread calls the replacements; methods already set on an instance are left alone."""
     active: dict[_Key, Callable[..., Any]] = vars(_thread).setdefault("active", {})
     entered: list[tuple[nn.Module, _Key, Callable[..., Any] | None]] = []
     try:
@@ -51,7 +51,7 @@ def overridden(overrides: Iterable[Override]) -> Iterator[None]:
 
 
 class Dispatcher:
-    """Calls what the current thread overrides a method with, or else the method of the module's class."""
+    """Calls the current thread's override of a method, or else the method of the module's class."""
 
     def __init__(self, module: nn.Module, key: _Key):
         self._module, self._key = module, key

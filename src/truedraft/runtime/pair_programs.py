@@ -1,6 +1,6 @@
 """Encoder-decoders as lists of operations for the compiled passes: one function per family, for either stack.
 
-See `programs.py`; a decoder's nodes also look at what the encoder said, whose keys and values a cache keeps.
+See `programs.py`; a decoder's nodes also attend to the encoder's output, whose keys and values are cached.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from truedraft.errors import Refused
 from truedraft.runtime.program import Program
 
-NORMED_BEFORE = ("mbart", "pegasus", "blenderbot", "m2m_100")  # the others of BART's kin have norms behind the blocks
+NORMED_BEFORE = ("mbart", "pegasus", "blenderbot", "m2m_100")  # pre-norm; the others of the BART family are post-norm
 
 
 def bart(p: Program, model: Any, encoder: bool = False) -> None:
@@ -41,15 +41,15 @@ def bart(p: Program, model: Any, encoder: bool = False) -> None:
         p.layer_norm("x", "x", body.layernorm_embedding)
         p.outputs[-1] += 1
     for i, layer in enumerate(body.layers):
-        told = layer.self_attn
-        p.qkv(enter(layer.self_attn_layer_norm), told, heads)
-        p.attend(i, told, heads)
-        leave("a", told.out_proj, layer.self_attn_layer_norm)
+        own = layer.self_attn
+        p.qkv(enter(layer.self_attn_layer_norm), own, heads)
+        p.attend(i, own, heads)
+        leave("a", own.out_proj, layer.self_attn_layer_norm)
         if not encoder:
-            heard = layer.encoder_attn
-            p.linear(enter(layer.encoder_attn_layer_norm), "q", heard.q_proj)
-            p.cross(heard, heads, heard.k_proj, heard.v_proj)
-            leave("a", heard.out_proj, layer.encoder_attn_layer_norm)
+            cross = layer.encoder_attn
+            p.linear(enter(layer.encoder_attn_layer_norm), "q", cross.q_proj)
+            p.cross(cross, heads, cross.k_proj, cross.v_proj)
+            leave("a", cross.out_proj, layer.encoder_attn_layer_norm)
         p.activated(enter(layer.final_layer_norm), layer.fc1, c.activation_function)
         leave("g", layer.fc2, layer.final_layer_norm)
         p.outputs.append(len(p.ops) - 1)
@@ -58,23 +58,23 @@ def bart(p: Program, model: Any, encoder: bool = False) -> None:
 
 
 def t5(p: Program, model: Any, encoder: bool = False) -> None:
-    """T5, mT5, UMT5 and LongT5, the decoder, or the encoder: attention without a scale, with biases by distance."""
+    """T5, mT5, UMT5 and LongT5, the decoder, or the encoder: unscaled attention with relative position biases."""
     c, body = model.config, model.get_encoder() if encoder else model.get_decoder()
     heads = SimpleNamespace(num_attention_heads=c.num_heads, sliding_window=None)
     p.buffers(model, c.d_ff, c.num_heads * c.d_kv, c.num_heads * c.d_kv)
     p.embed(body.embed_tokens)
-    vocab_size: Any = None
+    biased: Any = None  # the attention whose relative position biases the layer uses
     for i, block in enumerate(body.block):
-        told, *heard, feed = block.layer
-        own, dense = told.SelfAttention, feed.DenseReluDense
-        p.rms_norm("x", "h", told.layer_norm)
+        first, *crosses, feed = block.layer
+        own, dense = first.SelfAttention, feed.DenseReluDense
+        p.rms_norm("x", "h", first.layer_norm)
         for dst, layer in (("q", own.q), ("k", own.k), ("v", own.v)):
             p.linear("h", dst, layer, wait=dst == "v")
         p.attend(i, own, heads, scale=1.0)
-        vocab_size = own if own.has_relative_attention_bias else vocab_size
-        p.biased.append((p.ops[-1], vocab_size))
+        biased = own if own.has_relative_attention_bias else biased
+        p.biased.append((p.ops[-1], biased))
         p.linear("a", "x", own.o, add=True)
-        for part in heard:
+        for part in crosses:
             source = part.EncDecAttention
             p.rms_norm("x", "h", part.layer_norm)
             p.linear("h", "q", source.q)
@@ -103,10 +103,10 @@ PAIR_PROGRAMS: dict[str, Callable[..., None]] = {
 
 
 def layers_of(stack: Any) -> int:
-    """Layers of an encoder or a decoder.
+    """Number of layers of an encoder or a decoder.
 
     Raises:
-        Refused: it is a model of its own.
+        Refused: `stack` is another model without a list of layers.
     """
     layers = getattr(stack, "layers", None) or getattr(stack, "block", None)
     if layers is None:

@@ -1,4 +1,4 @@
-"""The compiled pass as a list of operations, and how the parts that models share are put into it."""
+"""The compiled pass as a list of operations, and methods that append the parts common to models."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SIGMOID = 4
 
 @dataclass
 class Program:
-    """Operations and the buffers that they work on.
+    """Operations and their buffers.
 
-    ops: with addresses of weights filled in; those of keys, values and rotary tables belong to a cache and follow.
+    ops: with the addresses of weights; those of keys, values and rotary tables belong to a cache and are set later.
     widths: floats in a row of each buffer, by name.
     rows: rows per node of the buffers that have several.
-    layers: for each op, the layer whose cache it uses, or -1.
-    outputs: the op after which a hidden state stands in "x", as in `output_hidden_states`, the last one excepted.
+    layers: for each op, the layer of the KV cache that it uses, or -1.
+    outputs: the ops after which "x" is a hidden state, as in `output_hidden_states`, without the last one.
     """
 
     narrow: bool
@@ -34,15 +34,17 @@ class Program:
     widths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
-    crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # over sources; the makers of keys and values
-    biased: list[tuple[Op, Any]] = field(default_factory=list)  # by distance; the attention that knows the biases
+    crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
+    biased: list[tuple[Op, Any]] = field(
+        default_factory=list
+    )  # with relative position biases; the attention that has them
     head_from: int = 0  # the ops from here on read the gathered nodes
-    rotary: Any = None  # the module that makes cosines and sines, where there is one
-    known: int = 0  # tokens that the embedding has
-    activations: set[str] = field(default_factory=set)  # of its feed-forwards, by the names that configurations have
+    rotary: Any = None  # the module that computes cosines and sines, if any
+    known: int = 0  # rows of the embedding
+    activations: set[str] = field(default_factory=set)  # of its feed-forwards, by their names in configurations
     positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # of what, the copy, what was added
+    copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # source, copy, offset added
 
     def op(self, kind: Kind, layer: int = -1, wait: bool = True, **fields: Any) -> Op:
         for name in ("src", "other", "dst"):
@@ -50,11 +52,11 @@ class Program:
                 fields[name] = list(self.widths).index(fields[name])
         for name, size in (("src", "inner"), ("dst", "out")):
             if name in fields and fields.get(size, 0) > list(self.widths.values())[fields[name]]:
-                raise NotCompilable("its layers are not of the sizes that its configuration says")
-        made = Op(kind=kind, wait=wait, **{"scale": 1.0, "narrow": self.narrow, **fields})
-        self.ops.append(made)
+                raise NotCompilable("its layers are not of the sizes in its configuration")
+        added = Op(kind=kind, wait=wait, **{"scale": 1.0, "narrow": self.narrow, **fields})
+        self.ops.append(added)
         self.layers.append(layer)
-        return made
+        return added
 
     def ops_of(self, layer: int) -> range:
         """The operations of a layer: it takes the hidden state from "x", and leaves its own there."""
@@ -74,7 +76,7 @@ class Program:
         return whole.part(*rows) if rows else whole
 
     def read(self, weight: Weight) -> dict[str, Any]:
-        """The fields of an operation that say where its weight lies."""
+        """The fields of an operation that refer to its weight."""
         kept, given = fields(weight, self._copied)
         self.kept += kept
         return given
@@ -91,7 +93,7 @@ class Program:
         return copy
 
     def refresh(self) -> None:
-        """Copy norms, biases and scales again: they may have been changed in place."""
+        """Copy norms, biases and scales again, as they may have been changed in place."""
         if not self.copies:
             return
         torch._foreach_copy_([copy for _, copy, _ in self.copies], [vector for vector, _, _ in self.copies])
@@ -117,7 +119,7 @@ class Program:
         wait: bool = True,
         scale: float = 1.0,
     ) -> None:
-        """dst = layer(src), or dst += it; `rows` takes a part of a fused weight."""
+        """dst = layer(src), or dst += layer(src) with `add`; `rows` selects a part of a fused weight."""
         self.op(
             Kind.LINEAR, src=src, dst=dst, **self.read(self.weight(layer, rows)), mode=add, wait=wait, scale=scale
         )  # fmt: skip
@@ -158,12 +160,12 @@ class Program:
         self, index: int, attention: Any, config: Any, cap: float = 0.0, per_head: float | None = None,
         once: bool = False, interleaved: bool = False, scale: float | None = None, fused: str | None = None,
     ) -> None:  # fmt: skip
-        """Rotation, cache and attention over q, k and v; the result is in "a".
+        """Rotary embedding, cache update and attention over q, k and v; the result is in "a".
 
-        per_head: the offset of the weights of norms over each head, None where there are none.
+        per_head: added to the weights of the norms over each head; None where there are none.
         once: results of the rotation are rounded once.
-        interleaved: neighbours are rotated together, not the two halves of a head.
-        fused: the buffer where q, k and v of each head stand together, in the place of three.
+        interleaved: adjacent numbers are rotated together, not the two halves of a head.
+        fused: a buffer with q, k and v of each head side by side, instead of three buffers.
         """
         head = head_of(attention)
         if head % 8:
@@ -184,25 +186,25 @@ class Program:
         self.op(Kind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, **shared)
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
-        """Attention of q over what the source was made into by the layers `keys` and `values`; the result is in "a"."""
+        """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""
         head = head_of(attention)
         if head % 8:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
         count = config.num_attention_heads
-        made = self.op(
+        added = self.op(
             Kind.CROSS, src="q", dst="a", scale=attention.scaling, heads=count, kv_heads=count, head=head, step=head
         )  # fmt: skip
-        self.crosses.append((made, keys, values))
+        self.crosses.append((added, keys, values))
 
     def gated(self, src: str, mlp: Any, activation: str) -> None:
-        """The hidden numbers of a gated feed-forward, in "g"."""
+        """The hidden activations of a gated feed-forward, in "g"."""
         if hasattr(mlp, "gate_up_proj"):
             half = len(mlp.gate_up_proj.weight) // 2
             gate, up = self.weight(mlp.gate_up_proj, (0, half)), self.weight(mlp.gate_up_proj, (half, 2 * half))
         else:
             gate, up = self.weight(mlp.gate_proj), self.weight(mlp.up_proj)
         if (gate.form, gate.group) != (up.form, up.group):
-            raise NotCompilable("the weights of one feed-forward are kept in two ways")
+            raise NotCompilable("the weights of one feed-forward have two layouts")
         second = self.read(up)
         self.op(
             Kind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
@@ -210,7 +212,7 @@ class Program:
         )  # fmt: skip
 
     def gate(self, activation: str) -> Callable[[Any], Any]:
-        """A gated feed-forward from "h", as `pre_norm` takes it."""
+        """A gated feed-forward from "h", as an argument of `pre_norm`."""
 
         def feed(mlp: Any) -> Any:
             self.gated("h", mlp, activation)
@@ -219,7 +221,7 @@ class Program:
         return feed
 
     def mixtures(self, mlps: Iterable[Any]) -> None:
-        """Buffers for feed-forwards of which some are mixtures of experts."""
+        """Buffers for feed-forwards, some of them mixtures of experts."""
         for mlp in mlps:
             dense = mlp
             if hasattr(mlp, "experts"):
@@ -234,9 +236,9 @@ class Program:
                 self.buffer("g", len(self.weight(dense.gate_proj).values))
 
     def mixture(self, mlp: Any, activation: str, exact: bool = False) -> None:
-        """A mixture of experts from "h"; the result is in "t", and "h" is used up.
+        """A mixture of experts from "h"; the result is in "t", and "h" is overwritten.
 
-        exact: in a bf16 model routing weights and what they multiply are not rounded before they are added up.
+        exact: in a bf16 model, routing weights and their products are not rounded before the sum.
         """
         count, hidden, inner = _mixture(mlp)
         both, last, rows = (
@@ -271,7 +273,7 @@ class Program:
             self.add("t", "h", "t")
 
     def activated(self, src: str, layer: Any, activation: str) -> None:
-        """The hidden numbers of a feed-forward without a gate, in "g"."""
+        """The hidden activations of a feed-forward without a gate, in "g"."""
         self.linear(src, "g", layer)
         self.op(Kind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=self._activation(activation))
 
@@ -282,8 +284,8 @@ class Program:
         """Buffers, the last of them for the logits, and the embedding.
 
         given_too: embeddings given by the caller are scaled as well.
-        attention, rotary: of the first layer, and of the model, where they do not stand where Llama has them.
-        positions: an embedding of positions that is added, looked up `offset` behind.
+        attention, rotary: of the first layer, and of the model, where their attributes differ from Llama's.
+        positions: a position embedding to add, indexed by position + `offset`.
         """
         c = model.config
         self.rotary = rotary or getattr(getattr(model, "model", None), "rotary_emb", None)
@@ -294,7 +296,10 @@ class Program:
             self.place(plain(positions.weight, self.dtype), offset)
 
     def buffers(self, model: Any, inner: int, queries: int, keys: int) -> None:
-        """Of the widths that the model needs: in a feed-forward, of all queries and of all keys of a node."""
+        """Buffers of the model's widths.
+
+        inner: of a feed-forward. queries, keys: of all heads of a node.
+        """
         for name in ("x", "h", "t"):
             self.buffer(name, model.config.hidden_size)
         for name in ("q", "a"):
@@ -306,7 +311,7 @@ class Program:
 
     def embed(self, embedding: Any, scale: float = 1.0, given_too: bool = False) -> None:
         if getattr(embedding, "max_norm", None) is not None:
-            raise NotCompilable("its embeddings are normed when they are looked up")
+            raise NotCompilable("its embeddings are normalised at lookup")
         table = plain(embedding.weight, self.dtype)
         self.kept.append(table)
         self.known = len(table)
@@ -316,14 +321,14 @@ class Program:
         self.outputs.append(len(self.ops) - 1)
 
     def place(self, table: Tensor, offset: int = 0, blank: int = -1) -> None:
-        """The embedding adds positions from a table, looked up `offset` behind, but to the token `blank`."""
+        """Add position embeddings from a table, indexed by position + `offset`, to all tokens but `blank`."""
         self.positions, embed = table, self.ops[0]
         embed.second, embed.shift, embed.out, embed.blank = table.data_ptr(), offset, len(table), blank
 
     def end(
         self, model: Any, norm: Callable[[str, str], None], cap: float = 0.0, scale: float = 1.0
     ) -> None:  # fmt: skip
-        """The last norm, from one buffer to another, and the head, on the gathered nodes."""
+        """The final norm, from one buffer to another, and the output head, on the gathered nodes."""
         self.head_from = len(self.ops)
         self.op(Kind.GATHER, src="x", dst="t", inner=model.config.hidden_size)
         norm("t", "t")
@@ -340,25 +345,25 @@ class Program:
 
 
 def head_of(attention: Any) -> int:
-    """Numbers in a head of an attention module."""
-    known = (getattr(attention, name, None) for name in ("head_dim", "head_size", "key_value_proj_dim"))
-    return next(size for size in known if size)
+    """Head size of an attention module."""
+    sizes = (getattr(attention, name, None) for name in ("head_dim", "head_size", "key_value_proj_dim"))
+    return next(size for size in sizes if size)
 
 
 def kv_heads(config: Any) -> int:
-    """Heads of keys and values."""
+    """Number of key-value heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _mixture(mlp: Any) -> tuple[int, int, int]:
-    """How many experts a mixture has, and the numbers that go into one and that stand inside it."""
+    """Number of experts of a mixture, their input size and their hidden size."""
     for part in (mlp.gate, mlp.experts):
         if not type(part).__module__.startswith("transformers.models."):
             raise NotCompilable(f"it has a {type(part).__name__} among its experts")
     both, down, router = mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight
     count, hidden = router.shape
     if both.ndim != 3 or both.shape != (count, 2 * down.shape[-1], hidden) or down.shape[:2] != (count, hidden):
-        raise NotCompilable("its experts are not of the sizes that its router says")
+        raise NotCompilable("its experts are not of the sizes of its router")
     return count, hidden, down.shape[-1]
 
 

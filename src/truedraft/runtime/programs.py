@@ -1,7 +1,7 @@
 """Models as lists of operations for the compiled pass: one short function per architecture.
 
-A program is made from the modules of a `transformers` model and points into their weights; nothing is copied but
-norms, biases and scales.
+A program is built from the modules of a `transformers` model and reads their weights in place; only norms, biases and
+scales are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import NotCompilable
 
 Norm = Callable[[str, str, Any], None]
-OWN = ("torch.nn.modules.", "transformers.", "torchao.")  # of modules whose forwards programs know
+OWN = ("torch.nn.modules.", "transformers.", "torchao.")  # packages of the modules that programs support
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
@@ -34,9 +34,9 @@ def pre_norm(
 ) -> None:  # fmt: skip
     """Blocks with a norm before attention and a norm before the feed-forward, each added to the residual.
 
-    feed: writes the hidden numbers of a layer's feed-forward from "h" to "g", and returns the linear layer behind them;
-        or writes its whole result to "t", and returns None.
-    scale: of what a block adds.
+    feed: writes the hidden activations of a layer's feed-forward from "h" to "g", and returns the linear layer after
+        them; or writes its whole result to "t", and returns None.
+    scale: factor on the output of each block.
     """
     c = model.config
     for i, layer in enumerate(model.model.layers):
@@ -100,7 +100,7 @@ def olmoe(p: Program, model: Any) -> None:
 
 
 def gemma(p: Program, model: Any) -> None:
-    """Gemma 2 and 3: norms on both sides of every block, weights of norms counted from one, capped scores."""
+    """Gemma 2 and 3: norms before and after every block, norm weights relative to one, capped scores."""
     c = model.config
     scale = model.get_input_embeddings().embed_scale.to(model.dtype).item()
     p.begin(model, c.intermediate_size, scale)
@@ -122,7 +122,7 @@ def gemma(p: Program, model: Any) -> None:
 
 
 def olmo2(p: Program, model: Any) -> None:
-    """OLMo 2: norms behind the blocks, and over all queries and keys together."""
+    """OLMo 2: norms after the blocks, and over all queries and keys together."""
     c = model.config
     p.begin(model, c.intermediate_size)
     for i, layer in enumerate(model.model.layers):
@@ -166,17 +166,17 @@ def stablelm(p: Program, model: Any) -> None:
     """StableLM: Llama with layer norms and part of each head rotated."""
     c = model.config
     if c.qk_layernorm or c.use_parallel_residual:
-        raise NotCompilable("its queries and keys are normed, or its blocks are parallel")
+        raise NotCompilable("its queries and keys are normalised, or its blocks are parallel")
     p.begin(model, c.intermediate_size)
     pre_norm(p, model, p.layer_norm, p.gate(c.hidden_act))
     p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.norm))
 
 
 def phi(p: Program, model: Any) -> None:
-    """Phi 1 and 2: attention and feed-forward side by side behind one norm."""
+    """Phi 1 and 2: parallel attention and feed-forward after one norm."""
     c = model.config
     if c.qk_layernorm:
-        raise NotCompilable("its queries and keys are normed")
+        raise NotCompilable("its queries and keys are normalised")
     p.begin(model, c.intermediate_size)
     for i, layer in enumerate(model.model.layers):
         p.layer_norm("x", "h", layer.input_layernorm)
@@ -192,10 +192,10 @@ def phi(p: Program, model: Any) -> None:
 
 
 def cohere(p: Program, model: Any) -> None:
-    """Cohere: attention and gated feed-forward side by side, neighbours rotated together, scaled logits."""
+    """Cohere: parallel attention and gated feed-forward, interleaved rotary embedding, scaled logits."""
     c = model.config
     if c.use_qk_norm:
-        raise NotCompilable("its queries and keys are normed")
+        raise NotCompilable("its queries and keys are normalised")
     p.begin(model, c.intermediate_size)
     for i, layer in enumerate(model.model.layers):
         p.layer_norm("x", "h", layer.input_layernorm)
@@ -209,7 +209,7 @@ def cohere(p: Program, model: Any) -> None:
 
 
 def gpt_neox(p: Program, model: Any) -> None:
-    """GPT-NeoX, Pythia: queries, keys and values of a head together; attention and feed-forward mostly side by side."""
+    """GPT-NeoX, Pythia: queries, keys and values of a head fused; attention and feed-forward mostly parallel."""
     c, body = model.config, model.gpt_neox
     p.buffer("qkv", 3 * c.hidden_size)
     p.begin(model, c.intermediate_size, attention=body.layers[0].attention, rotary=body.rotary_emb)
@@ -234,7 +234,7 @@ def opt(p: Program, model: Any) -> None:
     """OPT: learned positions, scaled queries, norms before the blocks."""
     c, body = model.config, model.model.decoder
     if not c.do_layer_norm_before or body.final_layer_norm is None or body.project_in or body.project_out:
-        raise NotCompilable("its norms stand behind the blocks, or its embeddings are projected")
+        raise NotCompilable("its norms are after the blocks, or its embeddings are projected")
     attention = body.layers[0].self_attn
     p.begin(
         model, c.ffn_dim, attention=attention, positions=body.embed_positions, offset=body.embed_positions.offset
@@ -285,7 +285,7 @@ def compile_program(model: Any) -> Program:
     """The program of a decoder language model, or of the language model in a model that also reads images or sounds.
 
     Raises:
-        NotCompilable: the compiled pass cannot stand in for the model's forward; says why.
+        NotCompilable: the compiled pass cannot replace the model's forward; says why.
     """
     text = text_of(model)
     return _compiled(model, text, PROGRAMS, get_layer_types_and_kwargs(text.config)[0])
@@ -294,7 +294,7 @@ def compile_program(model: Any) -> Program:
 def compile_seq2seq(model: Any, encoder: bool) -> Program:
     """The program of one stack of an encoder-decoder, its encoder or its decoder. Raises as `compile_program`."""
     if encoder and model.config.model_type == "longt5":
-        raise NotCompilable("its encoder sees near words only")
+        raise NotCompilable("its encoder attends locally only")
     programs = {name: partial(make, encoder=encoder) for name, make in PAIR_PROGRAMS.items()}
     stack = model.get_encoder() if encoder else model.get_decoder()
     return _compiled(model, model, programs, ["full_attention"] * layers_of(stack))
@@ -320,20 +320,20 @@ def _compiled(
         raise NotCompilable(f"its modules are not those of a {kind} model: {missing}") from missing
     body = model if text is model else model.get_decoder()
     if others := foreign(body):
-        raise NotCompilable(f"it has a {others[0].__name__} of {others[0].__module__}, whose forward is not known")
+        raise NotCompilable(f"it has a {others[0].__name__} of {others[0].__module__}, whose forward is not supported")
     check_activations(body, program)
     return program
 
 
 def foreign(model: nn.Module) -> list[type]:
-    """Classes of modules that are not torch's or transformers' own, or whose forward somebody replaced."""
+    """Classes of modules from outside of torch, transformers and torchao, or with a replaced forward."""
     kinds = dict.fromkeys(type(module) for module in model.modules())
     return [kind for kind in kinds if not (kind.__module__.startswith(OWN) and kind.forward.__module__.startswith(OWN))]
 
 
 def check_activations(model: nn.Module, program: Program) -> None:
-    """Raises NotCompilable where a model has other activations than its configuration says, by which programs go."""
+    """Raises NotCompilable where a model's activations are not those of its configuration, which programs follow."""
     named = {type(ACT2FN[name]) for name in program.activations}
     for module in model.modules():
         if type(module).__module__.startswith(ACTIVATIONS) and type(module) not in named:
-            raise NotCompilable(f"it has a {type(module).__name__} where its configuration says otherwise")
+            raise NotCompilable(f"it has a {type(module).__name__} where its configuration has another activation")

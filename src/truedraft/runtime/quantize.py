@@ -15,7 +15,7 @@ GROUP = 32  # weights of a row that share a scale, for int4 (torchao's own defau
 
 
 def quantize(model: PreTrainedModel, kind: str) -> None:
-    """Quantise the linear layers of a model in place, so that `model.generate` says what the quantised model says.
+    """Quantise the linear layers of a model in place, so that `model.generate` is the quantised model's.
 
     int8 keeps a byte per weight and a scale per row. int4 keeps values of four bits with a scale for every 32 weights;
     torchao keeps them in a byte each on a CPU, so it saves no memory over int8 there.

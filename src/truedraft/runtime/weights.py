@@ -1,7 +1,7 @@
-"""Weights of linear layers as the compiled pass reads them: where torch or torchao keeps them, nothing packed.
+"""Weights of linear layers for the compiled pass, read in place from the memory of torch or torchao.
 
-Read are plain fp32 and bf16 matrices, and torchao's weight-only int8 (one scale per row) and grouped integers of up to
-eight bits (a scale for every few weights of a row), symmetric in both cases.
+Supported are plain fp32 and bf16 matrices, and torchao's weight-only int8 (one scale per row) and grouped integers of
+up to eight bits (one scale per group of weights of a row), symmetric in both cases.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from truedraft.runtime.native import Form
 
 
 class NotCompilable(Exception):
-    """The model has something that the compiled pass does not know; its own forward is used."""
+    """The model has something that the compiled pass does not support; its own forward is used."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A linear layer: what its output is made from.
+    """The weight of a linear layer.
 
     values: (out, in), in the model's dtype or int8.
-    scales: what rows of int8 are multiplied by: (out,), or (out, in / group), contiguous; None for plain weights.
+    scales: of int8 values: (out,), or (out, in / group), contiguous; None for plain weights.
     bias: (out,), or None.
     """
 
@@ -34,7 +34,7 @@ class Weight:
     bias: Tensor | None
 
     def part(self, first: int, last: int) -> Weight:
-        """Some rows of it."""
+        """The rows [first, last) of it."""
         scales, bias = (None if t is None else t[first:last] for t in (self.scales, self.bias))
         return Weight(self.values[first:last], scales, bias)
 
@@ -46,7 +46,7 @@ class Weight:
 
     @property
     def group(self) -> int:
-        """How many weights of a row share a scale."""
+        """Weights of a row that share a scale."""
         return self.values.shape[1] // (1 if self.scales is None or self.scales.ndim == 1 else self.scales.shape[1])
 
 
@@ -54,7 +54,7 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
     """The weight of an ordinary linear layer of a model of `dtype`.
 
     Raises:
-        NotCompilable: it is something built on a linear layer, or is not kept as the kernels read it.
+        NotCompilable: the layer is of another class, or its memory layout is not supported.
     """
     if type(layer) is not nn.Linear:
         raise NotCompilable(f"it has a {type(layer).__name__} where a linear layer stood")
@@ -65,9 +65,9 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
 
 
 def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
-    """The fields of an operation that say where a weight lies, and what must be kept for as long as they are used.
+    """The tensors to keep alive, and the fields of an operation that refer to their memory.
 
-    copied: makes the copy of a vector that the kernels read; see `padded`.
+    copied: copies a vector for the kernels; see `padded`.
     """
     bias = None if weight.bias is None else copied(weight.bias)
     scales = weight.scales
@@ -82,16 +82,16 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
 
 
 def padded(vector: Tensor, offset: float = 0.0) -> Tensor:
-    """A norm, bias or scales as fp32, with zeros behind up to a multiple of sixteen."""
+    """A norm, bias or scales as fp32, plus `offset`, zero-padded to a multiple of sixteen."""
     result = torch.zeros((len(vector) + 15) // 16 * 16, dtype=torch.float32)
     result[: len(vector)] = vector.detach().float() + offset
     return result
 
 
 def plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight where it lies, if it is a matrix of `dtype` as torch keeps it on the CPU.
+    """The weight in place, if it is contiguous, of `dtype` and on the CPU.
 
-    The result holds on to the memory: a parameter may be given other memory while a pass reads it.
+    The result keeps the memory alive: the parameter may be reassigned while a pass reads it.
     """
     if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type != "cpu":
         raise NotCompilable(f"weights are not all {dtype} and contiguous on the CPU")
@@ -115,12 +115,12 @@ def _integers(weight: Any) -> tuple[Tensor, Tensor]:
         raise NotCompilable("weights are not all contiguous on the CPU")
     width, group = values.shape[1], block[1]
     if group < width and (group & (group - 1) or group < 16 or width % group):
-        raise NotCompilable(f"its groups of {group} weights are no power of two from 16 on")
+        raise NotCompilable(f"its groups of {group} weights are not a power of two from 16 on")
     values, scales = values.detach(), scales.detach()
     return values, scales.view(-1) if group >= width else scales
 
 
 def stored(weight: Any) -> int:
-    """Bytes that a pass reads for a parameter, scales included."""
+    """Bytes of a parameter that a pass reads, scales included."""
     parts = [weight.qdata, weight.scale] if hasattr(weight, "qdata") else [weight]
     return sum(part.numel() * part.element_size() for part in parts)

@@ -1,7 +1,7 @@
-"""The compiled pass: loading `pass.c`, and its structures as Python sees them.
+"""The compiled pass: loads the library built from `pass.c`, and declares its structures.
 
 The library is built when truedraft is installed, where there is a C compiler for x86-64; elsewhere, and on processors
-without AVX2, there is none and passes go through the model's own forward.
+without AVX2, there is none, and the model's own forward is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kind(enum.IntEnum):
 
 
 class Failure(enum.IntEnum):
-    """Why nothing was done, in the order of the results of `truedraft_pass` in pass.c."""
+    """Errors of `truedraft_pass`, which then did nothing, in the order of its results in pass.c."""
 
     NO_MEMORY = 1
     TOKEN = 2
@@ -52,7 +52,7 @@ class Failure(enum.IntEnum):
 
 
 class Form(enum.IntEnum):
-    """How weights are kept, in the order of `enum Form` in pass.c."""
+    """Formats of weights, in the order of `enum Form` in pass.c."""
 
     FLOAT = 0
     BF16 = 1
@@ -99,7 +99,7 @@ class Pass(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """The compiled pass, or None where it was not built or this processor cannot run it.
 
-    TRUEDRAFT_NATIVE=0 in the environment leaves it out.
+    TRUEDRAFT_NATIVE=0 in the environment disables it.
     """
     built = sorted(Path(__file__).parent.glob("_pass*.so"))
     if not built or os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
@@ -127,6 +127,6 @@ def library() -> ctypes.CDLL | None:
 
 
 def _share_threads() -> None:
-    """Make torch's own OpenMP the one that the library finds: two pools of threads would fight for the cores."""
+    """Load torch's OpenMP for the library too: two thread pools would compete for the cores."""
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)

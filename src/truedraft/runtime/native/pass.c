@@ -66,7 +66,7 @@ AVX2 IN void sums8(int rows, int nodes, const __m256 *acc, float *y, int64_t ldy
   }
 }
 
-/* To the nearest bf16, ties to even; not-a-number stays so. */
+/* Rounded to the nearest bf16, ties to even; NaN stays NaN. */
 AVX2 IN __m256 round8(__m256 a) {
   __m256i u = _mm256_castps_si256(a);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
@@ -104,7 +104,7 @@ AVX2 IN __m256 exp8(__m256 x) {
   return _mm256_blendv_ps(_mm256_andnot_ps(small, p), x, bad);
 }
 
-/* tanh: a polynomial near zero (Cephes), where the other way would lose digits. */
+/* tanh: a polynomial near zero (Cephes), where the other formula loses digits. */
 AVX2 IN __m256 tanh8(__m256 x) {
   __m256 one = _mm256_set1_ps(1.0f), e = exp8(_mm256_add_ps(x, x)), z = _mm256_mul_ps(x, x);
   __m256 far = _mm256_sub_ps(one, _mm256_div_ps(_mm256_set1_ps(2.0f), _mm256_add_ps(e, one)));
@@ -151,7 +151,7 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
     default: {
       __m256 e = erf8(_mm256_mul_ps(x, _mm256_set1_ps(0.70710678f)));
       e = _mm256_mul_ps(_mm256_mul_ps(half, x), _mm256_add_ps(one, e));
-      return _mm256_blendv_ps(e, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); /* not-a-number stays so */
+      return _mm256_blendv_ps(e, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); /* NaN stays NaN */
     }
   }
 }
@@ -194,14 +194,14 @@ AVX512 IN __m512 widen_int8_16(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
-/* The quarters of four vectors, added as _mm512_reduce_add_ps adds: the halves, then theirs. */
+/* The quarters of four vectors, added in the order of _mm512_reduce_add_ps: the halves, then theirs. */
 AVX512 IN __m512 quarters(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
   return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
-/* What is left of two such, in each quarter: two and two. */
+/* The next step of the same sum, for two such vectors. */
 AVX512 IN __m512 pairs(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
 }
@@ -252,7 +252,7 @@ enum Kind {
 
 typedef struct {
   int32_t kind;
-  int32_t wait;   /* the next operation needs this one's result */
+  int32_t wait;   /* the next operation reads this one's result */
   int32_t src, other, dst;
   int32_t narrow; /* the model computes in bf16: results are rounded so */
   int32_t tail;   /* runs over the gathered nodes only */
@@ -262,7 +262,7 @@ typedef struct {
   int64_t heads, kv_heads, head, rotary, window;
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q, k and v ... */
   int64_t k_at, v_at;                   /* ... which begin here in theirs */
-  int64_t experts, top;                 /* how many there are, or none, and how many of them a node goes to */
+  int64_t experts, top;                 /* number of experts, 0 for none, and of experts per node */
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
@@ -275,11 +275,11 @@ typedef struct {
   int32_t norm_once;                    /* PREPARE: the norms round once */
   int32_t form;                         /* LINEAR, GATED: of the weights */
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
-                                           ATTEND: where distance 0 stands in the biases */
+                                           ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
 } Op;
 
-/* Which nodes go to which expert. Their rows are dealt out so that those of one expert stand together. */
+/* The routing of nodes to experts. Rows are permuted so that those of one expert are contiguous. */
 typedef struct {
   int64_t expert, first, rows;          /* at most CHUNK rows */
 } Part;
@@ -296,16 +296,16 @@ typedef struct {
   int64_t sources;                      /* CROSS: keys and values of a slot's source, at most */
   const int64_t *token;                 /* ids, or NULL where `embeds` is given */
   const float *embeds;                  /* (nodes, hidden) */
-  const int64_t *slot, *position;       /* of each node; nodes of a slot stand together */
+  const int64_t *slot, *position;       /* of each node; nodes of a slot are contiguous */
   const int64_t *place;                 /* where a node's keys and values are written */
   const int64_t *base;                  /* a node sees the places [0, base) ... */
   const int64_t *extra_from;            /* ... and the nodes extra[extra_from[i] .. extra_from[i + 1]) */
   const int64_t *extra;
-  const int64_t *heard;                 /* CROSS: how many of its source a node sees */
+  const int64_t *heard;                 /* CROSS: source positions that a node sees */
   const int64_t *gather;                /* the nodes of the tail */
-  int64_t groups;                       /* attention: nodes are taken in groups of one slot */
+  int64_t groups;                       /* attention: groups of nodes of one slot */
   const int64_t *group_from;            /* (groups + 1,) */
-  int64_t longest;                      /* the most places that a node sees */
+  int64_t longest;                      /* most positions that a node sees */
   int64_t slots;                        /* of the cache */
   int64_t extras;                       /* entries of `extra` */
   int64_t buffers;
@@ -320,8 +320,8 @@ typedef struct {
   char pad[56];
 } Counter;
 
-/* Where threads wait for each other between operations: at first awake, because the wait is mostly a few microseconds,
- * then asleep, because on a busy machine the thread that is waited for needs a core. */
+/* A barrier between operations. Threads spin at first, because the wait is mostly a few microseconds, then sleep,
+ * because on a busy machine the thread that they wait for needs a core. */
 typedef struct {
   int32_t arrived, round, asleep;
   char pad[52];
@@ -360,7 +360,7 @@ static inline int64_t claim(Counter *counters, int64_t total, int threads, int s
 
 #define ROW(i, node) (pass->buffer[i] + (node) * pass->stride[i])
 
-/* Eight numbers of a row of `width`, zeros behind its end. */
+/* Eight numbers of a row of `width`, zeros beyond its end. */
 AVX2 IN __m256 row8(const void *row, int64_t k, int64_t width, int narrow) {
   const size_t n = (size_t)(width - k < L ? width - k : L);
   if (narrow) {
@@ -577,7 +577,7 @@ AVX2 IN void blend(const float *p, const void *values, int64_t at, int64_t n, in
   }
 }
 
-/* Scores to weights, n of them, in place; what stands behind them up to a multiple of eight is overwritten. */
+/* Softmax over n scores, in place; overwrites the padding up to a multiple of eight. */
 AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
   const __m256 low = _mm256_set1_ps(-INFINITY);
   __m256 top = low;
@@ -589,7 +589,7 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
       if (n - j < L) v = _mm256_blendv_ps(low, v, keep8(_mm256_castsi256_ps(_mm256_set1_epi32(-1)), n - j));
     }
     _mm256_storeu_ps(s + j, v);
-    top = _mm256_max_ps(v, top); /* a NaN in v is lost here, and comes back with the sum */
+    top = _mm256_max_ps(v, top); /* a NaN in v is lost here, and reappears in the sum */
   }
   float lanes[L], best = -INFINITY;
   _mm256_storeu_ps(lanes, top);
@@ -604,7 +604,7 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
   for (int64_t j = 0; j < n; j += L) _mm256_storeu_ps(s + j, _mm256_mul_ps(_mm256_loadu_ps(s + j), r));
 }
 
-/* What is added to a head's scores for the distance from the node to what it sees; n places from `low` on. */
+/* Adds the relative position biases of a head to its scores, for n positions from `low` on. */
 static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int64_t n, float *s) {
   const float *bias = op->bias + head * op->out;
   for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
@@ -680,7 +680,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 
 /* ---------------------------------------------------------------- mixtures of experts */
 
-/* The experts of a node and their weights, the likeliest first; of equals, the one that stands first. */
+/* The experts of a node and their weights, the likeliest first; of equals, the first one. */
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   float *p = ROW(op->src, node), *w = ROW(op->dst, node), total = 0.0f;
   int64_t *row = pass->plan->row + node * op->top;
@@ -715,7 +715,7 @@ static void planned(const Op *op, int64_t nodes, Plan *plan) {
   for (int64_t i = 0; i < nodes * op->top; i++) row[i] = next[row[i]]++;
 }
 
-/* What the experts of a node say, each times its weight, in order of rank; without experts, the node's own row. */
+/* The sum of the experts' outputs at a node, each times its weight, by rank; without experts, the node's own row. */
 AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
   const int64_t *row = op->experts ? pass->plan->row + node * op->top : &node;
   const float *w = ROW(op->other, node);
@@ -730,7 +730,7 @@ AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
   }
 }
 
-/* Room for the plans of a pass. */
+/* Allocates the plan of a pass. */
 static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
   int64_t pairs = 0, experts = 0;
   for (int64_t i = 0; i < count; i++) {
@@ -847,7 +847,7 @@ static int run(const Op *ops, int64_t count, const Pass *given, int64_t share, i
   return !enough;
 }
 
-/* ---------------------------------------------------------------- what is taken from the caller, checked */
+/* ---------------------------------------------------------------- checks of the caller's arguments */
 
 enum { FITS, NO_MEMORY, BAD_TOKEN, BAD_PLACE, BAD_NODES, BAD_OP, BAD_THREADS };
 enum { MOST = 1 << 28, MOST_THREADS = 1 << 12 }; /* of any size of an operation: no product of two of them overflows */
@@ -919,7 +919,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
   }
 }
 
-/* Whether biases by distance are there for all that a node sees. */
+/* Whether the relative position biases cover all distances that a node sees. */
 static int biases_fit(const Op *op, const Pass *pass, int64_t node) {
   const int64_t at = pass->position[node] + op->shift;
   if (at >= op->out || at - (pass->base[node] - 1) < 0) return 0;
@@ -928,7 +928,7 @@ static int biases_fit(const Op *op, const Pass *pass, int64_t node) {
   return 1;
 }
 
-/* Whether the nodes of a pass refer to tokens, slots, places and other nodes that there are. */
+/* Whether the tokens, slots, positions and nodes that a pass refers to are in range. */
 static int nodes_fit(const Pass *pass) {
   const int64_t n = pass->nodes;
   if (!within(n, 0, MOST) || !within(pass->tail, 0, MOST) || pass->capacity < 1 || pass->slots < 1) return BAD_NODES;
@@ -956,8 +956,8 @@ static int nodes_fit(const Pass *pass) {
   return FITS;
 }
 
-/* Returns 0; or else, and nothing was done: NO_MEMORY, a token or a place out of range, nodes or an operation that do
-   not fit together, threads that there cannot be. */
+/* Returns 0; or an error, and nothing was done: NO_MEMORY, a token or a place out of range, inconsistent nodes or
+   operations, a number of threads out of range. */
 int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share, int threads) {
   if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
   if (!within(count, 1, MOST) || !within(share, 1, MOST) || !within(pass->buffers, 1, MOST)) return BAD_OP;
@@ -988,13 +988,13 @@ int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int 
   return run(op, 1, &pass, 0, threads);
 }
 
-/* How the structures lie in memory, so that a stale build is found out. */
+/* The layout of the structures in memory, to detect a stale build. */
 int64_t truedraft_layout(void) {
   return ((int64_t)(offsetof(Op, weight) * 4096 + offsetof(Op, eps)) * 4096 + (int64_t)sizeof(Op)) * 4096 +
          (int64_t)sizeof(Pass);
 }
 
-/* Which instruction set the linear layers use: 0 none, 2 AVX2, 5 AVX-512. `wanted` asks for at most that one. */
+/* Which instruction set the linear layers use: 0 none, 2 AVX2, 5 AVX-512. At most `wanted`. */
 int truedraft_choose(int wanted) {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || wanted < 2) return 0;
