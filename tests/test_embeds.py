@@ -14,7 +14,7 @@ from torch import Tensor
 import seq2seq_models
 import truedraft
 from models import ARCHITECTURES, V, ragged, tiny
-from test_graphs import ON_BOTH, anew, capture, model_on, traced  # noqa: F401
+from test_graphs import ON_BOTH, capture, model_on, traced, uncaptured  # noqa: F401
 from truedraft import DraftTree, Refused
 from truedraft.runtime import native
 from truedraft.runtime.programs import PROGRAMS
@@ -76,7 +76,7 @@ def test_the_compiled_pass_reads_vectors_bit_for_bit(architecture: str, dtype: t
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_forward_reads_vectors(architecture: str, graphs: bool, device: str, capture: Any) -> None:  # noqa: F811
     if graphs:
-        capture(traced if architecture == "llama" else anew)
+        capture(traced if architecture == "llama" else uncaptured)
     target = DecoderTarget(model_on(device, architecture), "auto" if graphs else "stock")
     assert target.runner.name == ("captured CUDA graphs" if graphs else "transformers forward")
     for tokens, vectors in passes(architecture, target):
