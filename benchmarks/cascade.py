@@ -22,7 +22,7 @@ import truedraft
 from truedraft import Drafter, registry
 from truedraft.bench.workloads import Item, Workload, embedded
 from truedraft.drafters._compose import compose
-from truedraft.drafters._reader import Reader
+from truedraft.drafters.models._reader import Reader
 from truedraft.loading import load
 
 DRAFTS = [

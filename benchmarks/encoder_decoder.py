@@ -27,8 +27,8 @@ from rich.table import Table
 
 import truedraft
 from truedraft.files import read_lines
-from truedraft.lines import Rewriter
 from truedraft.loading import load
+from truedraft.text.lines import Rewriter
 
 
 @dataclass
@@ -60,7 +60,7 @@ def measured(way: Way, batches: Sequence[dict[str, torch.Tensor]], settings: dic
         way.tokens += sum(map(len, rows))
         if way.fast is not None:
             report = way.fast.report()
-            seconds -= report.seconds.get("calibrate", 0.0)
+            seconds -= report.seconds.get("measure", 0.0)
             way.passes += sum(len(done.emitted) for done in report.passes)
     way.seconds.append(seconds)
 

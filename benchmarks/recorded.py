@@ -54,7 +54,7 @@ def replayed(fast: Any, recording: Recording, tokens: int) -> tuple[float, int, 
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=len(output), do_sample=False, pad_token_id=0,
         logits_processor=LogitsProcessorList([Forced((*recording.prompt, *output))]), **given,
     )  # fmt: skip
-    seconds = time.perf_counter() - begun - fast.report().seconds.get("calibrate", 0.0)
+    seconds = time.perf_counter() - begun - fast.report().seconds.get("measure", 0.0)
     assert out[0, prompt.shape[1] :].tolist() == list(output)
     return seconds, len(output), len(fast.report().passes)
 

@@ -116,7 +116,7 @@ def measured(
         fast.generate(**inputs, max_new_tokens=tokens, do_sample=True, top_k=0, **settings)
         report = fast.report()
         emitted, passes = emitted + report.tokens, passes + report.row_passes
-        seconds += report.seconds["all"] - report.seconds["calibrate"]
+        seconds += report.seconds["all"] - report.seconds["measure"]
         drafting += report.seconds["draft"]
     return {
         "accepted": emitted / passes,

@@ -10,7 +10,7 @@ import torch
 
 from truedraft import Card, Drafter, DraftTree
 from truedraft.chance import likeliest
-from truedraft.drafters._model import laws_of
+from truedraft.drafters.models._model import laws_of
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, Draws, Row, Scores, Taps
 from truedraft.views.layers import SkipLayers
@@ -169,7 +169,7 @@ class SelfDrafter(Drafter):
     def draws(self) -> Draws:
         return "one"
 
-    def ready(self, target: DecoderTarget) -> None:
+    def bind(self, target: DecoderTarget) -> None:
         self.target, self.view = target, SkipLayers(self.skipped)
         target.check_view(self.view)
 
@@ -192,10 +192,10 @@ class SelfDrafter(Drafter):
         return [self._offered(row, draft, law) for row, draft, law in zip(rows, drafts, laws, strict=True)]
 
     def _chosen(self, row: Row, law: torch.Tensor, depth: int) -> list[int]:
-        request, wanted = row.request, self.preferred(row)
-        if wanted == "law":
+        request, preferred = row.request, self.preferred(row)
+        if preferred == "law":
             return request.chance.draw(law, row)
-        if wanted == "noise" and not request.laws.unknown_processors:
+        if preferred == "noise" and not request.laws.unknown_processors:
             return request.chance.draw_with_target_noise(law, row, depth)
         return likeliest(law, 1)
 

@@ -77,7 +77,7 @@ def made(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Said:
+class Generated:
     """What `model.generate` said, where the random stream stood then, and the processors that it called."""
 
     text: torch.Tensor
@@ -85,18 +85,18 @@ class Said:
     processors: list[LogitsProcessor]
 
 
-_SAID: dict[Any, Said] = {}
+_GENERATED: dict[Any, Generated] = {}
 
 
-def said(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **settings: Any) -> Said:
+def generated(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **settings: Any) -> Generated:
     """Plain `model.generate` under SEED, asked once for the same model, inputs and settings."""
     key = _key((model, inputs, settings))
-    if key not in _SAID:
+    if key not in _GENERATED:
         given = made(settings)
         torch.manual_seed(SEED)
         text = model.generate(**inputs, **given)
-        _SAID[key] = Said(text, torch.get_rng_state(), given.get("logits_processor", []))
-    return replace(_SAID[key], text=_SAID[key].text.clone())
+        _GENERATED[key] = Generated(text, torch.get_rng_state(), given.get("logits_processor", []))
+    return replace(_GENERATED[key], text=_GENERATED[key].text.clone())
 
 
 def _key(value: Any) -> Any:
@@ -165,7 +165,7 @@ def drafter(
 @cache
 def corpus_of(model: PreTrainedModel) -> Corpus:
     """What a model says to a few prompts, for drafters that look things up."""
-    texts = said(model, ragged(model, 5), max_new_tokens=60, do_sample=False).text
+    texts = generated(model, ragged(model, 5), max_new_tokens=60, do_sample=False).text
     return Corpus.built([text.tolist() for text in texts])
 
 
@@ -184,7 +184,7 @@ def documents(draft: Drafter | None, answers: torch.Tensor) -> dict[str, Any]:
 
 def eos_inside(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> int:
     """A token that the first row says somewhere in the middle, to serve as end of text inside drafts."""
-    text = said(model, inputs, max_new_tokens=30, **kwargs).text[0, inputs["input_ids"].shape[1] :].tolist()
+    text = generated(model, inputs, max_new_tokens=30, **kwargs).text[0, inputs["input_ids"].shape[1] :].tolist()
     return max(set(text[5:]), key=text.index)
 
 
@@ -192,7 +192,7 @@ def text_net(
     model: PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], control: str = "fixed", **settings: Any
 ) -> truedraft.Report:
     """Output and random stream equal those of `model.generate`; processors given as makers are made for each side."""
-    plain = said(model, inputs, **settings)
+    plain = generated(model, inputs, **settings)
     draft = drafter(name, model, plain.text, padding_of(inputs))
     fast = truedraft.accelerate(model, draft=draft, control=control)
     given = made(settings)
@@ -215,7 +215,7 @@ def node_net(
     """At every pass every node's logits equal a plain forward over its path, no cache; returns the nodes compared."""
     inputs = ragged(model, rows)
     kwargs = dict(max_new_tokens=steps, do_sample=False, **kwargs)
-    expected = said(model, inputs, **kwargs).text
+    expected = generated(model, inputs, **kwargs).text
     draft = drafter(name, model, expected, padding_of(inputs))
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
     compared = 0

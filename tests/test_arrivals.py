@@ -15,7 +15,7 @@ import truedraft
 from arrivals import DECODERS, END, LONGEST, ROWS, added, alone, check, model, play, prompts
 from nets import REGISTERED, drafter
 from truedraft.errors import Refused
-from truedraft.runtime import calibration
+from truedraft.runtime import latency as calibration
 
 KINDS = ["decoder", "encoder-decoder"]
 RUNTIMES = ["auto", "stock"]

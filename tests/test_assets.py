@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import truedraft
-from nets import NAMES, drafter, said, turn
+from nets import NAMES, drafter, generated, turn
 from test_seq2seq import FREE
 from truedraft import assets
 from truedraft.cli._models import load
@@ -43,7 +43,7 @@ def test_drafts_change_no_token(name: str, draft: str) -> None:
     prompts = [case.text for case in cases(None, None, None)]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
     given = dict(max_new_tokens=60, do_sample=False)
-    expected = said(model, inputs, **given).text
+    expected = generated(model, inputs, **given).text
     small = loaded("nano-draft")[0]
     fast = truedraft.accelerate(model, tokenizer, draft=drafter(draft, model, small=small), control="fixed")
     assert torch.equal(fast.generate(**inputs, **given), expected)

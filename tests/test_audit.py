@@ -22,7 +22,7 @@ from truedraft.audit import laws, tokens
 from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import MODES, Audit, audit
 from truedraft.cli import main
-from truedraft.drafters._model import ModelDrafter
+from truedraft.drafters.models._model import ModelDrafter
 from truedraft.runtime.padded import Padded
 from truedraft.tree import DraftTree
 
@@ -155,11 +155,11 @@ def plant_no_residual(patch: pytest.MonkeyPatch) -> None:
 def plant_bonus_from_the_draft(patch: pytest.MonkeyPatch) -> None:
     """Where all is accepted, the next token comes from the drafter's law."""
 
-    def said(scores: Tensor, candidates: Any, rows: Any, chance: Any, judge: Any) -> list[int]:
+    def tokens_by(scores: Tensor, candidates: Any, rows: Any, chance: Any, verify: Any) -> list[int]:
         flat = [o.dist.log() if o.dist is not None else s for s, o in zip(scores, candidates, strict=True)]
         return chance.pick(torch.stack(flat).softmax(-1), rows)  # type: ignore[no-any-return]
 
-    patch.setattr("truedraft.accept.multi_round.said", said)
+    patch.setattr("truedraft.accept.multi_round.said", tokens_by)
 
 
 def plant_pruning(patch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.caches.pairs import PairCache
 from truedraft.caches.rows import Cursor, RowCache
+from truedraft.caches.seq2seq import Seq2SeqCache
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, SIZE = 3, 2, 5
@@ -133,7 +133,7 @@ def states(rows: int, length: int, first: int) -> Tensor:
 
 
 def test_sources_stay_with_their_rows() -> None:
-    cache = PairCache(2, 3, 10)
+    cache = Seq2SeqCache(2, 3, 10)
     assert cache.cursor is cache.rows.cursor and cache.lengths is cache.rows.lengths and len(cache.sources) == 2
     source = cache.sources[1]
     assert source.get_seq_length() == 0
@@ -151,7 +151,7 @@ def test_sources_stay_with_their_rows() -> None:
         layer.update(entries(1, 4, 70), -entries(1, 4, 70))
     cache.lengths.append(2)
     assert cache.counts == [4, 2, 3]
-    assert cache.states[:, 0, 0].tolist() == [1, 5, 50] and cache.heard.tolist() == masks.tolist()
+    assert cache.states[:, 0, 0].tolist() == [1, 5, 50] and cache.source_mask.tolist() == masks.tolist()
     assert source.get_seq_length() == source.get_max_length() == 4 and source.get_mask_sizes(7) == (4, 0)
     assert source.addresses == tuple(kept.data_ptr() for kept in source._all)
     cache.cursor.first, cache.cursor.last = 0, 3
@@ -164,7 +164,7 @@ def test_sources_stay_with_their_rows() -> None:
     assert cache.lengths == [3, 3, 2]
     cache.release(0)
     assert cache.lengths == [2, 3] and cache.counts == [3, 2]
-    assert cache.states[:2, 0, 0].tolist() == [50, 5] and cache.heard[:2].tolist() == masks[[2, 1]].tolist()
+    assert cache.states[:2, 0, 0].tolist() == [50, 5] and cache.source_mask[:2].tolist() == masks[[2, 1]].tolist()
     cache.cursor.first, cache.cursor.last = 0, 2
     cache.show()
     for layer in cache.sources:

@@ -15,7 +15,7 @@ from test_seq2seq import both
 from test_seq2seq import tiny as paired
 from test_seq2seq_drafts import smaller
 from truedraft import Refused, registry
-from truedraft.drafters._reader import Reader
+from truedraft.drafters.models._reader import Reader
 
 RULES: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "seeded": {"do_sample": True, "top_k": 0}}
 

@@ -32,8 +32,9 @@ from transformers import (
 )
 
 from seq2seq_models import TEXTS, Scripted, model, tokenizer
-from truedraft import Refused, accelerated, files, languages
+from truedraft import Refused, accelerated, files
 from truedraft.cli import _diff, _lines, main
+from truedraft.text import languages
 
 LINES = b"One day a cat.  He go to school!\r\n\n\t\nthe red ball"
 
@@ -536,14 +537,14 @@ def test_audit_of_an_encoder_decoder(folder: str, capsys: Any) -> None:
 
 def test_audit_detects_swapped_sources(folder: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Rows attend to the sources of other rows."""
-    from truedraft.caches.pairs import PairCache
+    from truedraft.caches.seq2seq import Seq2SeqCache
 
-    begin = PairCache.begin
+    begin = Seq2SeqCache.begin
 
-    def swapped(self: Any, states: torch.Tensor, heard: torch.Tensor) -> None:
-        begin(self, states.flip(0), heard.flip(0))
+    def swapped(self: Any, states: torch.Tensor, source_mask: torch.Tensor) -> None:
+        begin(self, states.flip(0), source_mask.flip(0))
 
-    monkeypatch.setattr(PairCache, "begin", swapped)
+    monkeypatch.setattr(Seq2SeqCache, "begin", swapped)
     prompts = [part for text in TEXTS for part in ("--prompt", text)]
     args = ["audit", folder, *prompts, "--draft", "iad", "--max-new-tokens", "8", "--batch", "3", "--json"]
     assert main(args) == 1

@@ -14,9 +14,9 @@ import truedraft
 from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PassCost, PerRow
+from truedraft.drafters._calibration import EDGES, Calibration, Tally, follow, settled
 from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
 from truedraft.drafters._trees import counted_in_python
-from truedraft.drafters._trust import EDGES, Tally, Trust, follow, settled
 from truedraft.stores import union as union_module
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.union import union
@@ -29,7 +29,7 @@ class RowText(PerRow[None]):
 
     card = Card(paper="none", idea="For tests.", family="test")
     chain: Sequence[int] = ()  # drafted
-    hope: float = 0.5  # of each node
+    prior_confidence: float = 0.5  # of each node
     seen: list[int] = field(default_factory=list)  # passes observed, by their accepted tokens
 
     @property
@@ -39,10 +39,10 @@ class RowText(PerRow[None]):
     def begin(self, row: Row) -> None:
         return None
 
-    def draft(self, row: Row, state: None, ahead: Sequence[int], budget: int) -> DraftTree:
-        root = ahead[-1] if ahead else row.tokens[-1]
+    def draft(self, row: Row, state: None, after: Sequence[int], budget: int) -> DraftTree:
+        root = after[-1] if after else row.tokens[-1]
         tokens = self.chain[:budget]
-        return DraftTree.chain(root, tokens, [self.hope] * len(tokens))
+        return DraftTree.chain(root, tokens, [self.prior_confidence] * len(tokens))
 
     def learn(self, row: Row, state: None, tree: DraftTree, logits: torch.Tensor, accepted: Accepted) -> None:
         self.seen.append(len(accepted.path))
@@ -142,12 +142,12 @@ def test_estimates_are_set_right_alike_in_c_and_in_python() -> None:
     for _ in range(300):
         tree = random_tree(rng)
         assert tree.confidence is not None
-        parts, said = (tree.tokens, tree.parent, tree.confidence, tree.probes), [rng.randrange(4) for _ in range(5)]
+        parts, emitted = (tree.tokens, tree.parent, tree.confidence, tree.probes), [rng.randrange(4) for _ in range(5)]
         node = rng.randrange(len(tree))
         found = []
         for (go, settle), (ours, mine) in zip(forms, tallies, strict=True):
             sums = (EDGES, ours.right, ours.tried, mine.right, mine.tried)
-            found.append((go(parts, node, said, *sums, 0.99, 0.9), settle(tree.confidence, *sums, 4.0, 3.0)))
+            found.append((go(parts, node, emitted, *sums, 0.99, 0.9), settle(tree.confidence, *sums, 4.0, 3.0)))
         assert found[0] == found[1]
     assert sum(tallies[0][0].tried) > 50
     for mine, theirs in zip(*tallies, strict=True):
@@ -169,13 +169,13 @@ def test_counts_become_hopes_alike_in_c_and_in_python() -> None:
 
 
 def test_what_is_right_half_as_often_as_hoped_is_hoped_for_half_as_much() -> None:
-    trust, row = Trust(), Row(0, [1], 1, 10**6)
+    calibration, row = Calibration(), Row(0, [1], 1, 10**6)
     for i in range(400):
-        trust.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8]))
+        calibration.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8]))
         row.tokens.append(5 if i % 5 < 2 else 6)
-        trust.heard(row)
-    (_, hope) = trust.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8])).confidence or ()
-    assert 0.25 < hope < 0.55
+        calibration.update(row)
+    (_, prior_confidence) = calibration.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8])).confidence or ()
+    assert 0.25 < prior_confidence < 0.55
 
 
 def test_a_union_says_what_only_one_had() -> None:
@@ -210,8 +210,8 @@ def test_parts_that_were_not_chosen_see_every_pass() -> None:
     assert [part.seen for part in parts] == [[2], [2]]
 
 
-def asked_of_60(drafter: Merge, seconds: float, said: int) -> list[int]:
-    """Passes of 60, a second each, in which each part was asked; the second takes `seconds`, the row says `said`."""
+def asked_of_60(drafter: Merge, seconds: float, emitted: int) -> list[int]:
+    """Passes of 60, a second each, in which each part was asked; the second takes `seconds`, the row says `emitted`."""
     drafter.pass_cost = PassCost(1.0, 0.0)
     row, _ = drafted(drafter)
     asked = [0] * len(drafter.parts)
@@ -220,22 +220,22 @@ def asked_of_60(drafter: Merge, seconds: float, said: int) -> list[int]:
         for k in drafter._called:
             asked[k] += 1
         drafter.seconds = [0.0, seconds]
-        row.tokens += [said, 3]
-        path = (0, tree.tokens.index(said)) if said in tree.tokens else (0,)
+        row.tokens += [emitted, 3]
+        path = (0, tree.tokens.index(emitted)) if emitted in tree.tokens else (0,)
         drafter.observe([row], [tree], Scores(torch.zeros(1, len(tree), 9), {}, [0]), [Accepted(path, 3, False)])
     return asked
 
 
 def test_a_merge_lets_a_part_rest_that_takes_more_than_it_gives() -> None:
     """Both draft the same, and are right half of the time; the second costs half a pass."""
-    first, second = asked_of_60(Merge([RowText([5], 0.5), RowText([5], 0.5)]), 0.5, said=6)
+    first, second = asked_of_60(Merge([RowText([5], 0.5), RowText([5], 0.5)]), 0.5, emitted=6)
     assert first == 60 and 8 <= second <= 40
 
 
 def test_a_merge_asks_no_other_where_one_is_sure() -> None:
-    sure, other = asked_of_60(Merge([RowText([5], 0.99), RowText([6], 0.5)]), 0.1, said=5)
+    sure, other = asked_of_60(Merge([RowText([5], 0.99), RowText([6], 0.5)]), 0.1, emitted=5)
     assert sure == 60 and other <= 12
-    _, other = asked_of_60(Merge([RowText([5], 0.99), RowText([6], 0.5)]), 0.1, said=6)
+    _, other = asked_of_60(Merge([RowText([5], 0.99), RowText([6], 0.5)]), 0.1, emitted=6)
     assert other >= 50
 
 

@@ -17,8 +17,8 @@ from truedraft.control._acceptance import AcceptanceRates, OpenDraft
 from truedraft.control._drafter import DrafterState
 from truedraft.control._probing import Probing
 from truedraft.control.cost import Cost
-from truedraft.drafters.prompt_lookup import PromptLookup
-from truedraft.runtime import calibration
+from truedraft.drafters.lookup.prompt_lookup import PromptLookup
+from truedraft.runtime import latency as calibration
 from truedraft.runtime.curve import Curve
 from truedraft.stats import PassTimes
 from truedraft.tree import DraftTree, Row
@@ -73,12 +73,12 @@ def control() -> Cost:
     return opened(DRAFTER)
 
 
-def _pass(control: Cost, row: Row, draft: list[int], said: list[int]) -> int:
-    """One pass in which the target says `said`; returns how many drafted nodes were verified."""
+def _pass(control: Cost, row: Row, draft: list[int], emitted: list[int]) -> int:
+    """One pass in which the target says `emitted`; returns how many drafted nodes were verified."""
     (most,) = control.budget([row])
     tree = DraftTree.chain(row.tokens[-1], draft[:most])
     verified = len(control.prune([row], [tree])[0]) - 1
-    row.tokens += said
+    row.tokens += emitted
     control.observe([row], [tree], [])
     return verified
 
@@ -208,7 +208,7 @@ def test_the_curve_draws_straight_lines() -> None:
 class Dear:
     """A drafter whose every token costs as much as a plain pass would."""
 
-    width, hope, autoregressive = 8, 0.7, True
+    width, prior_confidence, autoregressive = 8, 0.7, True
 
 
 @pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])
@@ -382,7 +382,7 @@ def mixed(drafters: dict[Any, int], kept: Curve) -> tuple[Cost, dict[Any, list[R
 class Named:
     """A drafter of which only the record matters."""
 
-    width, hope, autoregressive = 12, 0.15, False
+    width, prior_confidence, autoregressive = 12, 0.15, False
 
 
 @settings(deadline=None, max_examples=80)

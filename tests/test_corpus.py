@@ -103,15 +103,15 @@ def test_corpus_of_files_has_their_documents_and_counts(tmp_path: Path, monkeypa
     ]  # fmt: skip
     encoded = tokenizer(expected, add_special_tokens=False)["input_ids"]
     assert sorted(ids_of(corpus)) == sorted(encoded)
-    assert built.documents == corpus.about.documents == len(expected)
-    assert built.tokens == corpus.about.tokens == sum(map(len, encoded)) == built.characters
+    assert built.documents == corpus.config.documents == len(expected)
+    assert built.tokens == corpus.config.tokens == sum(map(len, encoded)) == built.characters
     assert built.bytes == (tmp_path / "all.tdc").stat().st_size
     assert built.seconds > built.tokenising > 0 and built.peak_memory > 1e6
     assert built.skipped == {
         "binary files": 1, "files that are not UTF-8": 1, "files that cannot be read": 1,
         "lines of .jsonl without text": 3,
     }  # fmt: skip
-    assert corpus.about.tokenizer == "spelling" and len(list(tmp_path.iterdir())) == 2
+    assert corpus.config.tokenizer == "spelling" and len(list(tmp_path.iterdir())) == 2
 
     text = list(corpus.automaton.text)
     pick = random.Random(4)
@@ -197,7 +197,7 @@ def with_arrays(file: Path, changes: dict[str, Any]) -> None:
     with safe_open(str(file), framework="np") as given:
         arrays = {name: given.get_tensor(name).copy() for name in given.keys()} | changes  # noqa: SIM118
         metadata = given.metadata()
-    metadata["checksums"] = json.dumps(_file._checksums(arrays, metadata["about"]))
+    metadata["checksums"] = json.dumps(_file._checksums(arrays, metadata["config"]))
     save_file(arrays, str(file), metadata)
 
 
@@ -252,9 +252,9 @@ def test_invalid_metadata_are_refused(file: Path) -> None:
     with safe_open(str(file), framework="np") as given:
         arrays, metadata = {name: given.get_tensor(name) for name in given.keys()}, given.metadata()  # noqa: SIM118
     for changes in ({"tokens": "x"}, {"documents": -1}, {"tokenizer": None}, {"fingerprint": [1]}, {"more": 1}):
-        about = json.dumps(json.loads(metadata["about"]) | changes)
-        sums = json.dumps(_file._checksums(arrays, about))
-        save_file(arrays, str(file), metadata | {"about": about, "checksums": sums})
+        config = json.dumps(json.loads(metadata["config"]) | changes)
+        sums = json.dumps(_file._checksums(arrays, config))
+        save_file(arrays, str(file), metadata | {"config": config, "checksums": sums})
         with pytest.raises(Refused, match="damaged"):
             Corpus.open(file)
 
@@ -357,7 +357,7 @@ def test_both_automata_read_each_others_files(file: Path, tmp_path: Path) -> Non
     )  # fmt: skip
     assert done.stdout == f"{expected}\n", done.stderr
     again = Corpus.open(tmp_path / "pure.tdc")
-    assert found_in(again) == expected and again.about == Corpus.open(file).about
+    assert found_in(again) == expected and again.config == Corpus.open(file).config
     assert drafts_of(again) == drafts_of(file)
 
 
@@ -475,9 +475,9 @@ def test_memory_is_saved_and_loaded_by_namespace(tmp_path: Path) -> None:
     "changes", [{"lengths": [3]}, {"lengths": [-1, 9]}, {"lengths": 5}, {"namespaces": [1]}, {"fingerprint": None}, {}]
 )
 def test_inconsistent_memory_file_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    about = {"namespaces": ["a"], "lengths": [4], "fingerprint": ""} | changes
+    config = {"namespaces": ["a"], "lengths": [4], "fingerprint": ""} | changes
     token = np.array([1, 2, 3, -1], np.int32 if changes else np.float32)
-    _file.write(tmp_path / "a.tdm", "memory", 1, about, {"token": token})
+    _file.write(tmp_path / "a.tdm", "memory", 1, config, {"token": token})
     memory = Memory(100)
     with pytest.raises(Refused, match="damaged"):
         memory.load(tmp_path / "a.tdm", None, vocabulary=8)
@@ -523,10 +523,10 @@ def test_command_builds_and_describes_a_corpus(tmp_path: Path, capsys: Any) -> N
         assert part in printed.out
     assert printed.err == ""
     assert main(["corpus", "info", out, "--json"]) == 0
-    about = json.loads(capsys.readouterr().out)
-    assert about["whole"] and about["documents"] == 1 and about["tokenizer"] == "nano" and about["fingerprint"]
+    config = json.loads(capsys.readouterr().out)
+    assert config["whole"] and config["documents"] == 1 and config["tokenizer"] == "nano" and config["fingerprint"]
     assert main([*command, "--force", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == about["tokens"]
+    assert json.loads(capsys.readouterr().out)["tokens"] == config["tokens"]
     assert main(["corpus", "info", out]) == 0
     assert "whole" in capsys.readouterr().out
     assert main(["generate", "nano", "one day a", "--max-new-tokens", "5", "--draft", f"rest:corpus={out}"]) == 0

@@ -13,8 +13,8 @@ import torch
 import truedraft
 from models import ragged, sibling, tiny
 from truedraft import Drafter, registry
-from truedraft.drafters import _reader
-from truedraft.drafters._reader import Reader
+from truedraft.drafters.models import _reader
+from truedraft.drafters.models._reader import Reader
 
 WITH_DRAFT_MODEL = [n for n in registry.names("drafters") if "draft model" in registry.method("drafters", n).card.needs]
 
@@ -27,8 +27,8 @@ def test_an_assistant_model_is_accepted_as_in_transformers(sample: bool, monkeyp
     expected = model.generate(**inputs, max_new_tokens=30, do_sample=sample)
     fast = truedraft.accelerate(model, control="fixed")
     method = registry.method("drafters", "draft-model")
-    made, ready = [], method.ready
-    monkeypatch.setattr(method, "ready", lambda drafter, target: made.append(drafter) or ready(drafter, target))
+    made, bind = [], method.bind
+    monkeypatch.setattr(method, "bind", lambda drafter, target: made.append(drafter) or bind(drafter, target))
     for _ in range(2):
         torch.manual_seed(2)
         got = fast.generate(**inputs, max_new_tokens=30, do_sample=sample, assistant_model=small)

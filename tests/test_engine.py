@@ -268,10 +268,10 @@ def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
     list(passes)
     assert setting.events[-3:] == ["drafter ends", "control ends", "release"]
     of = setting.parts
-    assert of["open"] == "calibrate" and of["prune"] == of["learn"] == "control"
+    assert of["open"] == "measure" and of["prune"] == of["learn"] == "control"
     assert of["admit"] == "prefill" and of["propose"] == "draft"
     assert of["start"] == of["observe"] == "observe" and of["score"] == of["wait"] == "target"
-    assert set(setting.watch.seconds) == {"calibrate", "control", "prefill", "draft", "observe", "target"}
+    assert set(setting.watch.seconds) == {"measure", "control", "prefill", "draft", "observe", "target"}
     assert setting.control.times is setting.watch.times
     assert setting.control.drafting == {id(setting.drafter): setting.watch.times.draft}
     setting = Setting(1, rows=1, begins_with_drafts=True)

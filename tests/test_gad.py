@@ -126,7 +126,7 @@ def test_evaluation_equals_decoding(toy: Any, checkpoint: Path) -> None:
         out = fast.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)
         held.append((ids, out[0].tolist()))
         passes, tokens = passes + len(fast.report().passes), tokens + fast.report().tokens
-    assert again.judged(held)["tokens_per_pass"] == pytest.approx(tokens / passes, abs=1e-3)
+    assert again.evaluate(held)["tokens_per_pass"] == pytest.approx(tokens / passes, abs=1e-3)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
@@ -184,7 +184,7 @@ def test_tree_has_the_likeliest_paths() -> None:
 
 
 def test_training_resumes_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
-    for name in (WEIGHTS, "said.safetensors"):
+    for name in (WEIGHTS, "responses.safetensors"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     with pytest.raises(Refused, match="go on from it with --resume"):
         train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=1))
@@ -195,14 +195,14 @@ def test_training_resumes_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path
     assert (tmp_path / WEIGHTS).read_bytes() != before
     with pytest.raises(Refused, match=r"not .*'layers': 3"):
         train_drafter(learner(layers=3), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)
-    with pytest.raises(Refused, match=r"said.safetensors' holds responses to other lines"):
+    with pytest.raises(Refused, match=r"responses.safetensors' holds responses to other lines"):
         train_drafter(learner(), *toy, lines(9), tmp_path, Plan(steps=1), resume=True)
     with pytest.raises(Refused, match="there is no checkpoint"):
         train_drafter(learner(), *toy, lines(9), tmp_path / "new", Plan(steps=1), resume=True)
 
 
 def test_responses_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
-    from truedraft.train.said import said
+    from truedraft.train.responses import target_responses
 
     model, tokenizer = toy
 
@@ -211,7 +211,7 @@ def test_responses_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
 
     fast = truedraft.accelerate(model, tokenizer)
     fast.generate = unused  # type: ignore[method-assign, assignment]
-    kept = said(fast, tokenizer, lines(400), checkpoint, print)
+    kept = target_responses(fast, tokenizer, lines(400), checkpoint, print)
     assert len(kept) == 400
     for source, answer in kept[::40]:
         assert torch.equal(model.generate(torch.tensor([source]), max_new_tokens=20), torch.tensor([answer]))
@@ -219,7 +219,7 @@ def test_responses_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
 
 def test_lines_without_trainable_pairs_are_refused(toy: Any, tmp_path: Path) -> None:
     long, reports = " ".join(["w1"] * 130), []
-    knobs: dict[str, Any] = dict(out=tmp_path / "run", plan=Plan(steps=1), say=reports.append)
+    knobs: dict[str, Any] = dict(out=tmp_path / "run", plan=Plan(steps=1), report=reports.append)
     for answers in (["", ""], [long, long]):
         with pytest.raises(Refused, match="no line with both sides of 1 to 64 tokens"):
             train_drafter(learner(), *toy, ["w1", "w2"], answers=answers, **knobs)
@@ -230,7 +230,7 @@ def test_lines_without_trainable_pairs_are_refused(toy: Any, tmp_path: Path) -> 
 
 
 def test_interrupted_responses_are_not_kept(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from truedraft.train.said import said
+    from truedraft.train.responses import target_responses
 
     def pressed(_: Any) -> None:
         raise KeyboardInterrupt
@@ -238,7 +238,7 @@ def test_interrupted_responses_are_not_kept(toy: Any, tmp_path: Path, monkeypatc
     fast = truedraft.accelerate(*toy, draft=None)
     monkeypatch.setattr(fast, "generate", partial(fast.generate, on_pass=pressed))
     with pytest.raises(KeyboardInterrupt):
-        said(fast, toy[1], lines(9), tmp_path, print)
+        target_responses(fast, toy[1], lines(9), tmp_path, print)
     assert not list(tmp_path.iterdir())
 
 
@@ -246,11 +246,11 @@ def test_interrupted_responses_are_not_kept(toy: Any, tmp_path: Path, monkeypatc
 def test_incomplete_checkpoint_of_gad_is_refused(
     lacks: str, named: str, toy: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
-    about, weights = read_learnt(checkpoint, "gad", toy[0])
+    config, weights = read_learnt(checkpoint, "gad", toy[0])
     arrays = {f"{name}s": weight.numpy() for name, weight in weights.items()}
     if lacks == "shape":
-        del about["shape"]["masks"]
-    store.write(tmp_path / WEIGHTS, "gad drafter", VERSION, about, arrays)
+        del config["shape"]["masks"]
+    store.write(tmp_path / WEIGHTS, "gad drafter", VERSION, config, arrays)
     with pytest.raises(Refused, match=f"does not hold the weights that it describes .*{named}"):
         truedraft.accelerate(toy[0], draft=f"gad:model={tmp_path}")
 
@@ -273,9 +273,9 @@ def test_invalid_targets_and_checkpoints_are_refused(toy: Any, checkpoint: Path,
     (tmp_path / WEIGHTS).write_bytes(whole[:-9] + bytes(9))
     with pytest.raises(Refused, match="is damaged"):
         truedraft.accelerate(model, draft=f"gad:model={tmp_path}")
-    about, arrays, _ = store.read(checkpoint / WEIGHTS, "gad drafter", VERSION, "")
-    for changes in ({"shape": {"masks": 6}}, {"shape": {**about["shape"], "masks": 5}}, {"shape": None}):
-        store.write(tmp_path / WEIGHTS, "gad drafter", VERSION, about | changes, arrays)
+    config, arrays, _ = store.read(checkpoint / WEIGHTS, "gad drafter", VERSION, "")
+    for changes in ({"shape": {"masks": 6}}, {"shape": {**config["shape"], "masks": 5}}, {"shape": None}):
+        store.write(tmp_path / WEIGHTS, "gad drafter", VERSION, config | changes, arrays)
         with pytest.raises(Refused, match="does not hold the weights that it describes"):
             truedraft.accelerate(model, draft=f"gad:model={tmp_path}")
     other = CONFIG_MAPPING["pegasus"](**{**model.config.to_dict(), "pad_token_id": 0})

@@ -21,8 +21,8 @@ from models import ARCHITECTURES, V, ragged, tiny
 from nets import drafter, padding_of
 from truedraft import DraftTree, Refused
 from truedraft.runtime import graphs
-from truedraft.runtime.calibration import Calibration
 from truedraft.runtime.graphs import CudaGraphs, GraphPass, Run, bucket
+from truedraft.runtime.latency import LatencyProfile
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
@@ -160,7 +160,7 @@ def test_sizes_come_in_buckets() -> None:
 
 def test_pass_costs_are_measured_on_captured_sizes() -> None:
     target = target_of("llama")
-    measured = Calibration(target).go_on(100_000, None)
+    measured = LatencyProfile(target).go_on(100_000, None)
     assert measured is not None and measured.widths[-1] == 64
     assert len(target.runner._captured) == 7 and not target.cold
     target.reserve(1, 400)

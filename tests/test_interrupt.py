@@ -22,10 +22,11 @@ import seq2seq_models
 import truedraft
 from drafters_for_tests import Noise
 from models import ragged, sibling, tiny
-from truedraft import Refused, accelerated, continuous, engine, prepared
+from truedraft import Refused, accelerated, continuous, engine
 from truedraft.accept._verification import Verification
+from truedraft.call import prepared
 from truedraft.control import cost
-from truedraft.drafters import _base, _compose, _model, _reader, _trust
+from truedraft.drafters import _base, _calibration, _compose, _model, _reader
 from truedraft.engine_request import EngineRequest
 from truedraft.loading import load
 from truedraft.runtime import native
@@ -80,7 +81,11 @@ def pressing(passes: int, error: BaseException | None = None) -> Callable[[Pass]
 def left(part: Any) -> list[Any]:
     """What a drafter or a control still holds of rows."""
     held = [getattr(part, name, None) for name in ("_states", "_rows", "_shadows", "_emitted", "_cache", "_running")]
-    held += [trust._rows for trust in [getattr(part, "_trust", None), *getattr(part, "_trusts", {}).values()] if trust]
+    held += [
+        calibration._rows
+        for calibration in [getattr(part, "_calibration", None), *getattr(part, "_calibrations", {}).values()]
+        if calibration
+    ]
     for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
         held += [] if reader is None else [reader.standing, reader.written, reader._confirmed, reader.target.cache]
     for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
@@ -160,9 +165,9 @@ def test_ctrl_c_in_a_chat_keeps_the_conversation() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     chat = truedraft.Chat(truedraft.accelerate(model, tokenizer, draft=None), max_new_tokens=5, do_sample=False)
     with pytest.raises(KeyboardInterrupt):
-        chat.say("one day", on_pass=pressing(2))
+        chat.send("one day", on_pass=pressing(2))
     assert chat.messages == []
-    assert chat.say("one day") and len(chat.messages) == 2
+    assert chat.send("one day") and len(chat.messages) == 2
 
 
 @pytest.mark.parametrize(
@@ -235,7 +240,8 @@ WATCHED: list[Callable[..., Any]] = [
     continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._moved,
     continuous.ContinuousEngine._finish, accelerated.Accelerated._decode, prepared.request_of,
     Verification.walked, Verification.emitted, Verification._alone,
-    _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe, _trust.Trust.end, _trust.Trust._history,
+    _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe,
+    _calibration.Calibration.end, _calibration.Calibration._history,
     _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,
     _model.ModelDrafter.start, _model.ModelDrafter.end, _reader.Reader.start, _reader.Reader.end, _reader.Reader.admit,
     _reader.Reader._release, _reader.Reader.keep,

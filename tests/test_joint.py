@@ -20,7 +20,7 @@ from truedraft.drafters._joint import Joint
 from truedraft.tree import Accepted, Row, Scores, Taps
 
 # what says something of the whole, and not of its parts
-OF_THE_WHOLE = {"card", "learner", "hope", "bound", "alone", "draws", "preferred", "width", "propose"}
+OF_THE_WHOLE = {"card", "learner", "prior_confidence", "bound", "alone", "draws", "preferred", "width", "propose"}
 PUBLIC = {name for name in {*vars(Drafter), *Drafter.__annotations__} if not name.startswith("_")}
 
 
@@ -48,7 +48,7 @@ def test_what_has_no_result_is_asked_of_every_part() -> None:
     pair = Pair(*parts)
     assert [part.alone for part in parts] == [False, False] and pair.alone
     asked = [n for n in PUBLIC & set(vars(Joint)) if inspect.isfunction(getattr(Joint, n)) and n != "memories"]
-    assert {"ready", "read", "open", "start", "observe", "end", "forget"} <= set(asked)
+    assert {"bind", "read", "open", "start", "observe", "end", "forget"} <= set(asked)
     for name in asked:
         given = tuple(object() for _ in list(inspect.signature(getattr(Drafter, name)).parameters)[1:])
         for i, part in enumerate(parts):
@@ -69,13 +69,13 @@ class Loaded(PerRow[None]):
         super().__post_init__()
         self.checkpoint, self.shown = {"layers": layers}, 0
 
-    def ready(self, target: Any) -> None:
+    def bind(self, target: Any) -> None:
         self.needs = Taps(self.checkpoint["layers"])
 
     def begin(self, row: Row) -> None: ...
 
-    def draft(self, row: Row, state: None, ahead: Sequence[int], budget: int) -> DraftTree:
-        return DraftTree.chain((ahead or row.tokens)[-1])
+    def draft(self, row: Row, state: None, after: Sequence[int], budget: int) -> DraftTree:
+        return DraftTree.chain((after or row.tokens)[-1])
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]

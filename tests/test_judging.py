@@ -199,11 +199,11 @@ def test_a_block_keeps_as_much_as_the_paper_says() -> None:
 
 
 def test_a_pass_emits_what_its_block_keeps_and_one_token_more() -> None:
-    start, judge = STARTS[1], registry.load("accept", "block")
+    start, verifier = STARTS[1], registry.load("accept", "block")
 
     def once(chance: Replay) -> int:
         row = Row(0, list(start.tokens), start.prompt, ROOM)
-        return len(emitted(judge, [row], [chain(2)(chance, row)], chance)[0])
+        return len(emitted(verifier, [row], [chain(2)(chance, row)], chance)[0])
 
     mean = sum(length * probability for length, probability in outcomes(once))
     assert mean == pytest.approx(1 + kept_of_a_block(chain(2), start), abs=1e-6)
@@ -211,7 +211,7 @@ def test_a_pass_emits_what_its_block_keeps_and_one_token_more() -> None:
 
 def test_blocks_of_several_rows_do_not_mix() -> None:
     """One row has ended and waits; of the others each text has its own law."""
-    judge = registry.load("accept", "block")
+    verifier = registry.load("accept", "block")
     starts = [(1,), (2, 0), (0, 2)]
     found: list[dict[int, float]] = [{}, {}]
 
@@ -230,7 +230,7 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
             for node in range(len(tree)):
                 logits[b, node] = law("target", (*row.tokens, *tree.tokens[1 : node + 1])).log()
         noted = Picking(chance)
-        judge.verify(Verification(rows, trees, Scores(logits, {}, [0] * 3), laws, stops, noted, 0))
+        verifier.verify(Verification(rows, trees, Scores(logits, {}, [0] * 3), laws, stops, noted, 0))
         assert 1 not in noted.flipped and rows[1].tokens[2:] == [0] * len(rows[0].tokens[1:])
         assert len({row.step for row in rows}) == 1, "as far as the shortest of them"
         return [(rows[0].tokens[1],), (rows[2].tokens[2],)]
@@ -243,9 +243,9 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
 
 
 def test_a_block_is_judged_by_processed_laws() -> None:
-    judge, start = registry.load("accept", "block"), STARTS[1]
+    verifier, start = registry.load("accept", "block"), STARTS[1]
     processors = (RepetitionPenaltyLogitsProcessor(2.0), TemperatureLogitsWarper(0.7))
-    found = law_of_texts(judge, chain(2), start, *processors)
+    found = law_of_texts(verifier, chain(2), start, *processors)
     for text in itertools.product(range(V), repeat=3):
         expected = 1.0
         for i in range(3):
@@ -288,14 +288,14 @@ class Stranger(LogitsProcessor):
 
 
 def test_a_block_refuses_processors_that_it_cannot_look_behind() -> None:
-    judge, history = registry.load("accept", "block"), History(torch.zeros(1, 1), 3, 0, [Row(0, [1], 1, 3)])
+    verifier, history = registry.load("accept", "block"), History(torch.zeros(1, 1), 3, 0, [Row(0, [1], 1, 3)])
     sentence = (
         "^rule='block' must know the laws behind drafted tokens before they are said, and Stranger may count its calls "
         "or look across rows: use rule='rejection'$"
     )
     with pytest.raises(Refused, match=sentence):
-        judge.begin_call(Laws(LogitsProcessorList([Stranger()]), history))
-    judge.begin_call(Laws(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), history))
+        verifier.begin_call(Laws(LogitsProcessorList([Stranger()]), history))
+    verifier.begin_call(Laws(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), history))
 
 
 # one node: how often drafts are kept
@@ -303,13 +303,13 @@ def test_a_block_refuses_processors_that_it_cannot_look_behind() -> None:
 
 def at_a_node(rule: str, p: Tensor, offered: Callable[[Replay], Candidates]) -> tuple[list[float], float]:
     """The law of the token at a node and the chance that it is one of the offered."""
-    judge, row = registry.load("accept", rule), Row(0, [1], 1, ROOM)
+    verifier, row = registry.load("accept", rule), Row(0, [1], 1, ROOM)
     found, kept = [0.0] * len(p), 0.0
 
     def once(chance: Replay) -> tuple[int, bool]:
-        offer = offered(chance)
-        (token,) = judge.choose(p.log()[None], [offer], [row], chance)
-        return token, token in offer.tokens
+        children = offered(chance)
+        (token,) = verifier.choose(p.log()[None], [children], [row], chance)
+        return token, token in children.tokens
 
     for (token, drafted), probability in outcomes(once):
         found[token] += probability
@@ -369,10 +369,10 @@ class Picking(Chance):
 
 @pytest.mark.parametrize("rule", BY_LAW)
 def test_drafts_drawn_at_a_node(rule: str) -> None:
-    takes = registry.method("accept", rule).takes
+    accepts_draws = registry.method("accept", rule).accepts_draws
     kinds: list[tuple[Draws, int]] = [("one", 1), ("independent", 2), ("independent", 3), ("distinct", 2)]
     for (p, q), (draws, count) in itertools.product(pairs(), kinds):
-        if takes is None or draws in takes:
+        if accepts_draws is None or draws in accepts_draws:
             found, _ = at_a_node(rule, p, siblings(q, count, draws))
             assert found == pytest.approx(p.tolist(), abs=1e-6), (p, q, draws, count)
 
@@ -396,17 +396,17 @@ def test_rejection_judges_the_first_sibling_alone() -> None:
 def test_siblings_are_kept_in_turn() -> None:
     row = Row(0, [1], 1, ROOM)
     for (p, q), (draws, count) in itertools.product(pairs(), [("independent", 2), ("independent", 3), ("distinct", 2)]):
-        judge = registry.load("accept", "multi-round")
-        refused = none_kept(judge, p, siblings(q, count, draws), row)
+        verifier = registry.load("accept", "multi-round")
+        refused = none_kept(verifier, p, siblings(q, count, draws), row)
         assert refused == pytest.approx(missed(p, q, count, draws == "distinct"), abs=1e-6)
 
 
-def none_kept(judge: Rule, p: Tensor, offered: Callable[[Replay], Candidates], row: Row) -> float:
+def none_kept(verifier: Rule, p: Tensor, offered: Callable[[Replay], Candidates], row: Row) -> float:
     """The chance that a token is drawn because no draft was kept."""
 
     def once(chance: Replay) -> bool:
         noted = Picking(chance)
-        judge.choose(p.log()[None], [offered(chance)], [row], noted)
+        verifier.choose(p.log()[None], [offered(chance)], [row], noted)
         return bool(noted.asked)
 
     return sum(probability for drawn, probability in outcomes(once) if drawn)
@@ -414,7 +414,7 @@ def none_kept(judge: Rule, p: Tensor, offered: Callable[[Replay], Candidates], r
 
 def test_k_seq_keeps_each_draft_alike() -> None:
     """With the least g for which 1 - (1 - b)^k <= g b, b = sum of min(q, p/g), all k are refused with (1 - b)^k."""
-    judge, row = registry.load("accept", "k-seq"), Row(0, [1], 1, ROOM)
+    verifier, row = registry.load("accept", "k-seq"), Row(0, [1], 1, ROOM)
     for (p, q), k in itertools.product(pairs(), (1, 2, 3)):
 
         def kept(g: float) -> float:
@@ -424,7 +424,7 @@ def test_k_seq_keeps_each_draft_alike() -> None:
             return 1 - (1 - kept(g)) ** k - g * kept(g)
 
         g = 1.0 if over(1.0) <= 1e-12 else brentq(over, 1.0, k)
-        refused = none_kept(judge, p, siblings(q, k, "independent"), row)
+        refused = none_kept(verifier, p, siblings(q, k, "independent"), row)
         assert refused == pytest.approx((1 - kept(g)) ** k, abs=1e-5)
 
 
@@ -490,8 +490,8 @@ def test_rows_are_judged_each_by_its_own_law(rule: str) -> None:
 def test_nothing_is_drawn_where_every_draft_is_kept() -> None:
     q = torch.tensor([1.0, 0.0, 0.0])
     for rule in BY_LAW:
-        judge, row, chance = registry.load("accept", rule), Row(0, [1], 1, ROOM), Picking(Sure())
-        assert judge.choose(q.log()[None], [Candidates((0,), "one", q)], [row], chance) == [0] and not chance.asked
+        verifier, row, chance = registry.load("accept", rule), Row(0, [1], 1, ROOM), Picking(Sure())
+        assert verifier.choose(q.log()[None], [Candidates((0,), "one", q)], [row], chance) == [0] and not chance.asked
 
 
 class Unlikely(Sure):
@@ -508,14 +508,14 @@ def test_a_law_of_which_nothing_is_left_stays() -> None:
         registry.load("accept", rule).choose(q.log()[None], [Candidates((0,), "one", q)], [row], chance)
         assert chance.asked == [(0, q.tolist())]
     almost = torch.tensor([1 - 2**-24, 0.0, 0.0])
-    judge = in_order()
-    token, law = judge(almost, Candidates((0,)), row, Unlikely())
+    verifier = in_order()
+    token, law = verifier(almost, Candidates((0,)), row, Unlikely())
     assert token is None and torch.equal(law, almost)
     only = torch.tensor([1.0, 0.0, 0.0])
-    token, law = judge(almost, Candidates((0,), "one", only), row, Unlikely())
+    token, law = verifier(almost, Candidates((0,), "one", only), row, Unlikely())
     assert token is None and torch.equal(law, almost)
     half = torch.tensor([0.5, 0.5, 0.0])
-    token, law = judge(half, Candidates((0, 0), "distinct", only), row, Unlikely())
+    token, law = verifier(half, Candidates((0, 0), "distinct", only), row, Unlikely())
     assert token is None and law.tolist() == [0.0, 1.0, 0.0]
 
 
@@ -545,48 +545,48 @@ class Known(StreamNoise):
 
     noise = torch.tensor([[[0.5, 1.0, 2.0], [3.0, 0.1, 1.0]]])
 
-    def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+    def after(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         assert logits.shape[:2] == (len(rows), max(map(len, trees)))
         return self.noise
 
 
 def test_seeded_knows_every_node_where_its_noise_is_known() -> None:
-    judge, row, tree = registry.load("accept", "seeded"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
+    verifier, row, tree = registry.load("accept", "seeded"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.5], [4.0, 0.5, 0.0]]])
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
     for laws, scale in ((Laws(LogitsProcessorList(), history), 1.0), (warped, 2.0)):
         expected = ((scale * logits).softmax(-1) / Known.noise).argmax(-1).tolist()
-        assert judge.decide_all_nodes(logits, [row], [tree], laws, Known(1)) == expected
-        assert judge.decide_all_nodes(logits, [row], [tree], laws, StreamNoise(1)) is None
+        assert verifier.decide_all_nodes(logits, [row], [tree], laws, Known(1)) == expected
+        assert verifier.decide_all_nodes(logits, [row], [tree], laws, StreamNoise(1)) is None
     logits[0, 1, 2] = torch.nan
-    assert judge.decide_all_nodes(logits, [row], [tree], warped, Known(1))[0][1] == -1
+    assert verifier.decide_all_nodes(logits, [row], [tree], warped, Known(1))[0][1] == -1
     for laws in (
         Laws(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]), history),
         Laws(LogitsProcessorList(), history, keep_scores=True),
     ):
-        assert judge.decide_all_nodes(logits, [row], [tree], laws, Known(1)) is None
+        assert verifier.decide_all_nodes(logits, [row], [tree], laws, Known(1)) is None
 
 
 def test_seeded_draws_as_the_noise_of_a_step_has_it() -> None:
-    judge, rows = registry.load("accept", "seeded"), [Row(i, [1], 1, ROOM) for i in range(2)]
+    verifier, rows = registry.load("accept", "seeded"), [Row(i, [1], 1, ROOM) for i in range(2)]
     scores = torch.randn(2, 50)
     torch.manual_seed(3)
     expected = torch.multinomial(scores.softmax(-1), 1).flatten().tolist()
     torch.manual_seed(3)
-    assert judge.choose(scores, [Candidates(()), Candidates((3,))], rows, StreamNoise(2)) == expected
+    assert verifier.choose(scores, [Candidates(()), Candidates((3,))], rows, StreamNoise(2)) == expected
 
 
 def test_greedy_is_the_first_likeliest_token() -> None:
-    judge, row, tree = registry.load("accept", "greedy"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
+    verifier, row, tree = registry.load("accept", "greedy"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.0], [4.0, 0.5, 0.0]]])
-    assert judge.choose(logits[0], [Candidates(()), Candidates(())], [row, row], StreamNoise(1)) == [1, 0]
-    assert judge.decide_all_nodes(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1)) == [
+    assert verifier.choose(logits[0], [Candidates(()), Candidates(())], [row, row], StreamNoise(1)) == [1, 0]
+    assert verifier.decide_all_nodes(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1)) == [
         [1, 0]
     ]
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
-    assert judge.decide_all_nodes(logits, [row], [tree], warped, StreamNoise(1)) is None
+    assert verifier.decide_all_nodes(logits, [row], [tree], warped, StreamNoise(1)) is None
 
 
 def test_the_module_of_rules_has_the_yardstick() -> None:

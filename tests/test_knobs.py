@@ -15,12 +15,12 @@ import torch
 
 import truedraft
 from models import ragged, sibling, tiny
-from nets import SEED, corpus_of, drafter, said
+from nets import SEED, corpus_of, drafter, generated
 from truedraft import Card, DraftTree, Refused, registry
 from truedraft.card import Range, Switch, Text, knob, values_of
 from truedraft.drafters._base import PerRow
-from truedraft.drafters.gad import Filling
-from truedraft.drafters.suffix import Suffix
+from truedraft.drafters.heads.gad import Filling
+from truedraft.drafters.lookup.suffix import Suffix
 from truedraft.stores.neighbours import Neighbours
 from truedraft.tree import Row
 
@@ -79,7 +79,7 @@ def test_value_outside_its_range_is_refused_with_the_range(kind: str, name: str)
 SETTINGS: dict[bool, dict[str, Any]] = {True: {"do_sample": True, "top_k": 0}, False: {"do_sample": False}}
 
 
-def generated(rows: int = 3, sampled: bool = False, **parts: Any) -> bool:
+def same_as_plain(rows: int = 3, sampled: bool = False, **parts: Any) -> bool:
     """Whether a few tokens with these parts are those of plain decoding; in good time."""
     model = tiny(dtype=torch.float32)
     inputs = ragged(model, rows)
@@ -88,7 +88,7 @@ def generated(rows: int = 3, sampled: bool = False, **parts: Any) -> bool:
     torch.manual_seed(SEED)
     out = fast.generate(**inputs, max_new_tokens=6, **SETTINGS[sampled])
     assert time.perf_counter() - began < QUICK, parts
-    return torch.equal(out, said(model, inputs, max_new_tokens=6, **SETTINGS[sampled]).text)
+    return torch.equal(out, generated(model, inputs, max_new_tokens=6, **SETTINGS[sampled]).text)
 
 
 @pytest.mark.parametrize("name", registry.names("drafters"))
@@ -105,11 +105,11 @@ def test_drafters_work_at_both_ends_of_their_ranges(name: str) -> None:
         for end in ends(values):
             if (name, field) == ("nest", "layer"):
                 with pytest.raises(Refused, match="layer="):
-                    generated(draft=drafter(name, model, layer=end))
+                    same_as_plain(draft=drafter(name, model, layer=end))
                 continue
-            assert generated(draft=drafter(name, model, **{field: end}, **given)), (field, end)
+            assert same_as_plain(draft=drafter(name, model, **{field: end}, **given)), (field, end)
     largest = {field: ends(values)[-1] for field, values in knobs(method) if ends(values) and field != "layer"}
-    assert generated(draft=drafter(name, model, **largest, **given))
+    assert same_as_plain(draft=drafter(name, model, **largest, **given))
 
 
 @pytest.mark.parametrize("name", registry.names("accept.lossy"))
@@ -122,7 +122,7 @@ def test_lossy_rules_work_at_both_ends_of_their_ranges(name: str) -> None:
                 assert getattr(method(**{field: end}), field) == end
                 continue
             rule = method(**{field: end}, **given)
-            generated(sampled=rule.samples, draft=drafter("draft-model", model, small=sibling(model)), rule=rule)
+            same_as_plain(sampled=rule.samples, draft=drafter("draft-model", model, small=sibling(model)), rule=rule)
 
 
 @pytest.mark.parametrize("name", registry.names("control"))
@@ -130,7 +130,7 @@ def test_controls_work_at_both_ends_of_their_ranges(name: str) -> None:
     method = registry.method("control", name)
     for field, values in knobs(method):
         for end in ends(values):
-            assert generated(draft="suffix+token-recycling", control=method(**{field: end}))
+            assert same_as_plain(draft="suffix+token-recycling", control=method(**{field: end}))
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ class Undeclared(PerRow[None]):
 
     def begin(self, row: Row) -> None: ...
 
-    def draft(self, row: Row, state: None, ahead: Sequence[int], budget: int) -> DraftTree:
-        root = (ahead or row.tokens)[-1]
+    def draft(self, row: Row, state: None, after: Sequence[int], budget: int) -> DraftTree:
+        root = (after or row.tokens)[-1]
         return DraftTree.chain(root, [root] * min(self.length, budget))
 
 
@@ -205,7 +205,7 @@ class Narrower(Suffix):
 
 def test_drafters_of_other_packages_work_with_and_without_ranges() -> None:
     for draft in (Undeclared(), Undeclared(length=0), Declared(9), Narrower()):
-        assert generated(draft=draft)
+        assert same_as_plain(draft=draft)
     assert registry.built(Undeclared, "mine", "mine", {"length": 3}).length == 3
     for value in (-1, "x", 1.0):
         with pytest.raises(Refused, match=r"mine:length=.*give a non-negative int, like 4"):

@@ -45,7 +45,7 @@ SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enume
     "spectr": {"paths": 2, "length": 1},
     "greedy-multi-draft": {"branches": "2x1"},
 }
-OF_CERTAIN = [r for r in SAMPLING if "certain" in (registry.method("accept", r).takes or {"certain"})]
+OF_CERTAIN = [r for r in SAMPLING if "certain" in (registry.method("accept", r).accepts_draws or {"certain"})]
 PAIRS = [(name, rule) for name in (*SMALL, *TRIALS, "plain") for rule in SAMPLING] + [
     (name, rule) for name in NAMES if name not in SMALL for rule in turn(name, OF_CERTAIN)
 ]
@@ -67,8 +67,8 @@ def test_the_law_of_the_output_is_the_targets(name: str, rule: str) -> None:
     if (
         draft is not None
         and method.preferred_drafts == "law"
-        and method.takes is not None
-        and draft.draws not in method.takes
+        and method.accepts_draws is not None
+        and draft.draws not in method.accepts_draws
     ):
         with pytest.raises(truedraft.Refused, match="cannot judge the drafts"):
             fast.generate(torch.tensor([prompt]), do_sample=True)

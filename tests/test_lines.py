@@ -14,10 +14,11 @@ import torch
 import truedraft
 from models import tiny
 from seq2seq_models import POSITIONS, TEXTS, Scripted, model, tokenizer
-from truedraft import Refused, sentences
+from truedraft import Refused
 from truedraft.cli import _diff
 from truedraft.errors import NoRoom
-from truedraft.lines import Rewriter, RewrittenLine
+from truedraft.text import sentences
+from truedraft.text.lines import Rewriter, RewrittenLine
 
 ALPHABET = [*"abc ABC 12.!?\"'()", " ", "  ", ". ", "? B", "\t", "\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029",
             "\ufeff", "\xa0", "é", "日本。", "🐈\u200d⬛", "\udcff", "Mr. B"]  # fmt: skip

@@ -28,7 +28,7 @@ class Asked(Noise):
     """Notes what it is asked, and says of itself what no other drafter does."""
 
     takes_references = True
-    hope = 0.83
+    prior_confidence = 0.83
     autoregressive = True
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ def _noted(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("ready", "read", "open", "start", "observe", "end", "memories"):
+for _name in ("bind", "read", "open", "start", "observe", "end", "memories"):
     setattr(Asked, _name, _noted(_name))
 
 
@@ -191,5 +191,5 @@ def test_a_benchmark_prints_the_workloads_that_were_finished(
     monkeypatch.setattr(comparing, "compare", cut)
     words = ["--limit", "1", "--rounds", "1", "--max-new-tokens", "4", "--draft", "llma", "--no-baselines"]
     assert main(["bench", "nano", *words]) == 130
-    said = capsys.readouterr()
-    assert done[0] in said.out and "edit" not in said.out and "interrupted" in said.err
+    emitted = capsys.readouterr()
+    assert done[0] in emitted.out and "edit" not in emitted.out and "interrupted" in emitted.err

@@ -21,7 +21,7 @@ from test_views import check_against_cut
 from truedraft import accelerate
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
-from truedraft.caches.pairs import SourceLayer
+from truedraft.caches.seq2seq import SourceLayer
 from truedraft.chance import PositionNoise
 from truedraft.engine import Cohort, Engine
 from truedraft.runtime import native

@@ -89,8 +89,8 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     lists = {name: getattr(given, name)[:n] for name in PER_NODE}
     lists["extra_from"], lists["extra"] = given.extra_from[: n + 1], given.extra[: given.extras]
     lists["gather"], lists["group_from"] = given.gather[: given.tail], given.group_from[: given.groups + 1]
-    if given.heard:
-        lists["heard"] = given.heard[:n]
+    if given.source_lengths:
+        lists["source_lengths"] = given.source_lengths[:n]
     for name, values in lists.items():
         for wrong in with_entry(values):
             assert run(ops, count, changed(given, **{name: array(wrong)}), share, threads), (name, wrong)

@@ -14,7 +14,7 @@ from models import ragged, tiny
 from truedraft import Chat, Drafter, Refused, registry
 from truedraft.cli._models import load
 from truedraft.drafters._base import PassCost
-from truedraft.drafters._texts import told
+from truedraft.drafters.lookup._texts import row_text
 from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.references import PIECE, References, Text
 from truedraft.tree import Row
@@ -103,7 +103,7 @@ def test_document_is_copied_once_it_is_read() -> None:
     document = tuple(pick.randrange(500) for _ in range(40_000))
     given = References([document])
     row = Row(0, [1], 1, 10, given)
-    text = told(row, PassCost(1e-3, 1e-4))
+    text = row_text(row, PassCost(1e-3, 1e-4))
     assert len(given.tokens) < len(document)
     passes = 0
     while len(given.tokens) <= len(document):
@@ -120,7 +120,7 @@ def test_document_is_copied_once_it_is_read() -> None:
 
 def test_references_are_read_in_full_without_a_pass_cost() -> None:
     row = Row(0, [1], 1, 1, References([tuple(range(40_000))]))
-    told(row, None)
+    row_text(row, None)
     assert len(row.references.tokens) == 40_001
 
 
@@ -184,7 +184,7 @@ def test_chat_drafts_from_earlier_messages() -> None:
         Chat(fast)
     tokenizer.chat_template = TEMPLATE
     chat = Chat(fast, system="Tell stories.", keep=1, max_new_tokens=12, do_sample=False)
-    answers = [chat.say("Once upon a time"), chat.say("There was a boy")]
+    answers = [chat.send("Once upon a time"), chat.send("There was a boy")]
     assert [m["role"] for m in chat.messages] == ["system", *["user", "assistant"] * 2]
     assert [m["content"] for m in chat.messages[2::2]] == answers
     shown = "system: Tell stories.\nuser: There was a boy\nassistant:"
@@ -192,7 +192,7 @@ def test_chat_drafts_from_earlier_messages() -> None:
     plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert answers[1] == tokenizer.decode(plain[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     with pytest.raises(Refused, match="num_beams"):
-        chat.say("And then", num_beams=2)
+        chat.send("And then", num_beams=2)
     assert len(chat.messages) == 5
     with pytest.raises(Refused, match="keep=0"):
         Chat(fast, keep=0)

@@ -41,9 +41,9 @@ def recorded(seed: int, count: int = 12) -> Recordings:
 
 def simulated(recording: Recording, n: int, length: int) -> int:
     """Passes of prompt lookup, by scanning."""
-    said, passes = 1, 1
-    while said < len(recording.output):
-        seen = [*recording.prompt, *recording.output[:said]]
+    reached, passes = 1, 1
+    while reached < len(recording.output):
+        seen = [*recording.prompt, *recording.output[:reached]]
         draft = next(
             (
                 seen[at + k : at + k + length]
@@ -54,9 +54,9 @@ def simulated(recording: Recording, n: int, length: int) -> int:
             [],
         )
         right = 0
-        while right < len(draft) and recording.output[said + right : said + right + 1] == (draft[right],):
+        while right < len(draft) and recording.output[reached + right : reached + right + 1] == (draft[right],):
             right += 1
-        said, passes = said + right + 1, passes + 1
+        reached, passes = reached + right + 1, passes + 1
     return passes
 
 
@@ -88,9 +88,9 @@ def test_what_is_said_is_the_recording(draft: str) -> None:
         whole = [*recording.prompt, *recording.output]
         ours = {"noise": Noise(vocabulary=VOCABULARY), "oracle": Oracle(vocabulary=VOCABULARY, answers={0: whole})}
         drafter = ours.get(draft) or registry.load("drafters", draft)
-        said = emitted(recording, target, drafter)
-        assert sum(said, ()) == recording.output
-        assert draft != "oracle" or len(said) < 0.6 * len(recording.output)
+        reached = emitted(recording, target, drafter)
+        assert sum(reached, ()) == recording.output
+        assert draft != "oracle" or len(reached) < 0.6 * len(recording.output)
 
 
 def test_a_node_says_the_next_recorded_token_where_its_path_agrees() -> None:
@@ -100,22 +100,22 @@ def test_a_node_says_the_next_recorded_token_where_its_path_agrees() -> None:
     target.play(output)
     assert target.admit([Prompt(ids=None, embeds=[0])]).logits.argmax(-1).tolist() == [[output[0]]]
     target.commit([(0,)])
-    said = 1
-    while said < len(output):
+    reached = 1
+    while reached < len(output):
         size = rng.randint(1, 40)
         parent = (-1, *(rng.randrange(max(0, i - 4), i) for i in range(1, size)))
-        tree = DraftTree((output[said - 1], *(rng.randrange(1, 4) for _ in range(size - 1))), parent)
+        tree = DraftTree((output[reached - 1], *(rng.randrange(1, 4) for _ in range(size - 1))), parent)
         expected = []
         for node in range(size):
             path = [tree.tokens[i] for i in tree.path(node)][1:]
-            agrees = path == output[said : said + len(path)] and said + len(path) < len(output)
-            expected.append(output[said + len(path)] if agrees else 0)
+            agrees = path == output[reached : reached + len(path)] and reached + len(path) < len(output)
+            expected.append(output[reached + len(path)] if agrees else 0)
         logits = target.score([tree]).logits
         assert logits.shape == (1, size, 5) and logits.argmax(-1).tolist() == [expected]
         assert int((logits == 0).sum()) == sum(token > 0 for token in expected)
-        path = (0, *(i for i in tree.shape.children[0][:1] if tree.tokens[i] == output[said]))
+        path = (0, *(i for i in tree.shape.children[0][:1] if tree.tokens[i] == output[reached]))
         target.commit([path])
-        said += len(path)
+        reached += len(path)
 
 
 @dataclass
@@ -152,9 +152,15 @@ def test_a_drafter_keeps_what_it_learnt_and_a_name_begins_anew() -> None:
 
 
 def test_a_row_sees_the_conversation_so_far_and_its_messages_as_documents(tmp_path: Path) -> None:
-    said = [("system", "be brief"), ("user", "hi"), ("assistant", "hello"), ("user", "bye"), ("assistant", "so long")]
+    reached = [
+        ("system", "be brief"),
+        ("user", "hi"),
+        ("assistant", "hello"),
+        ("user", "bye"),
+        ("assistant", "so long"),
+    ]
     talk = tmp_path / "talk.jsonl"
-    talk.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}))
+    talk.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in reached]}))
     tokenizer = loading.load_tokenizer("nano")
     recordings = tokenized("talk", conversations(talk), tokenizer)
     memory = Memory()
@@ -246,7 +252,7 @@ def test_a_drafter_that_needs_a_model_is_refused() -> None:
         replay(recorded(0), tapping)
 
     class Asking(Memory):
-        def ready(self, target: Any) -> None:
+        def bind(self, target: Any) -> None:
             target.model.lm_head(None)
 
     with pytest.raises(Refused, match="no 'model'"):
@@ -284,8 +290,8 @@ def test_the_command_loads_no_model(
         found["tokenizer"] == "nano" and "rejected" in found["note"] and all(f["outputs"] == 1 for f in found["replay"])
     )
     assert main(["bench", "nano", "--replay", str(plain)]) == 0
-    said = capsys.readouterr().out
-    assert "Replay" in said and "prompt-lookup-long" in said and "auto" in said
+    reached = capsys.readouterr().out
+    assert "Replay" in reached and "prompt-lookup-long" in reached and "auto" in reached
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def _offered(q: Tensor, siblings: int, draws: Draws, chance: Replay, row: Row) -
 
 
 def _judges(rule: str, draws: Draws) -> bool:
-    takes = registry.method("accept", rule).takes
-    return takes is None or draws in takes
+    accepts_draws = registry.method("accept", rule).accepts_draws
+    return accepts_draws is None or draws in accepts_draws
 
 
 CASES = [
@@ -57,19 +57,19 @@ CASES = [
 ]
 
 
-def _law_of(rule: str, p: Tensor, offer: object, row: Row) -> tuple[list[float], float]:
+def _law_of(rule: str, p: Tensor, offered: object, row: Row) -> tuple[list[float], float]:
     """The law of what the rule says, and how often that was drafted."""
-    judge, said, kept = registry.load("accept", rule), [0.0] * SIZE, 0.0
+    verifier, emitted, kept = registry.load("accept", rule), [0.0] * SIZE, 0.0
 
     def once(chance: Replay) -> tuple[int, bool]:
-        offered = offer(chance) if callable(offer) else offer
-        (token,) = judge.choose(p.log()[None], [offered], [row], chance)
-        return token, token in offered.tokens
+        children = offered(chance) if callable(offered) else offered
+        (token,) = verifier.choose(p.log()[None], [children], [row], chance)
+        return token, token in children.tokens
 
     for (token, drafted), probability in outcomes(once):
-        said[token] += probability
+        emitted[token] += probability
         kept += probability * drafted
-    return said, kept
+    return emitted, kept
 
 
 @pytest.mark.parametrize(("rule", "draws", "siblings"), CASES)
@@ -77,8 +77,8 @@ def _law_of(rule: str, p: Tensor, offer: object, row: Row) -> tuple[list[float],
 def test_drawn_drafts_leave_the_law_as_it_is(rule: str, laws: str, draws: Draws, siblings: int) -> None:
     p, q = (torch.tensor(law) for law in LAWS[laws])
     row = Row(0, [1], 1, 9)
-    said, kept = _law_of(rule, p, lambda chance: _offered(q, siblings, draws, chance, row), row)
-    assert said == pytest.approx(p.tolist(), abs=1e-6)
+    emitted, kept = _law_of(rule, p, lambda chance: _offered(q, siblings, draws, chance, row), row)
+    assert emitted == pytest.approx(p.tolist(), abs=1e-6)
     if siblings:
         most = optimal_acceptance(p, [q] * siblings, draws)
         assert kept <= most + 1e-6
@@ -91,8 +91,8 @@ def test_drawn_drafts_leave_the_law_as_it_is(rule: str, laws: str, draws: Draws,
 @pytest.mark.parametrize("rule", [rule for rule in BY_NODE if _judges(rule, "certain")])
 def test_certain_drafts_leave_the_law_as_it_is(rule: str, laws: str, tokens: tuple[int, ...]) -> None:
     p, row = torch.tensor(LAWS[laws][0]), Row(0, [1], 1, 9)
-    said, kept = _law_of(rule, p, Candidates(tokens), row)
-    assert said == pytest.approx(p.tolist(), abs=1e-6)
+    emitted, kept = _law_of(rule, p, Candidates(tokens), row)
+    assert emitted == pytest.approx(p.tolist(), abs=1e-6)
     if rule in ("multi-round", "greedy-multi-draft"):  # as much as any rule can keep
         assert kept == pytest.approx(sum(p[t].item() for t in set(tokens)), abs=1e-6)
 
@@ -141,31 +141,31 @@ def _block(p: list[Tensor], q: list[Tensor], rule: str) -> tuple[dict[tuple[int,
 
     p, q: laws of the next token where the prefix makes no difference.
     """
-    judge = registry.load("accept", rule)
+    verifier = registry.load("accept", rule)
     laws, row = torch.stack([law.log() for law in p]), Row(0, [1], 1, 9)
-    said: dict[tuple[int, ...], float] = {}
+    emitted: dict[tuple[int, ...], float] = {}
     mean = 0.0
 
     def once(chance: Replay) -> tuple[int, ...]:
         (one,), (two,) = chance.draw(q[0], row), chance.draw(q[1], row)
         tree = DraftTree((1, one, two), (-1, 0, 1), (q[0], q[1], None), draws="one")
         probs = TargetProbs(row, tree, laws, Laws(LogitsProcessorList(), History(torch.tensor([[1]]), 9, 0, [row])))
-        path, token = judge.accept(tree, probs, row, chance)
+        path, token = verifier.accept(tree, probs, row, chance)
         assert row.tokens == [1], "what is accepted is not emitted yet"
         return *(tree.tokens[node] for node in path[1:]), token
 
     for tokens, probability in outcomes(once):
         mean += probability * len(tokens)
         for last in _continued(tokens, p):
-            said[last[0]] = said.get(last[0], 0.0) + probability * last[1]
-    return said, mean
+            emitted[last[0]] = emitted.get(last[0], 0.0) + probability * last[1]
+    return emitted, mean
 
 
 def _continued(tokens: tuple[int, ...], p: list[Tensor]) -> list[tuple[tuple[int, ...], float]]:
     """A run, filled up to three tokens as plain sampling would go on."""
     found = [(tokens, 1.0)]
     for i in range(len(tokens), 3):
-        found = [((*said, t), w * float(p[i][t])) for said, w in found for t in range(SIZE)]
+        found = [((*emitted, t), w * float(p[i][t])) for emitted, w in found for t in range(SIZE)]
     return found
 
 
@@ -180,9 +180,9 @@ def test_a_chain_judged_as_a_whole_has_the_same_law_and_keeps_more(seed: int) ->
     assert longer > shorter + 1e-3
 
 
-def _lossy(spec: str, p: list[float], offer: Candidates) -> int:
+def _lossy(spec: str, p: list[float], offered: Candidates) -> int:
     (token,) = registry.load("accept.lossy", spec).choose(
-        torch.tensor([p]).log(), [offer], [Row(0, [1], 1, 9)], Replay([])
+        torch.tensor([p]).log(), [offered], [Row(0, [1], 1, 9)], Replay([])
     )
     return token
 
@@ -198,22 +198,22 @@ def test_what_lossy_rules_keep() -> None:
 @pytest.mark.parametrize("laws", LAWS)
 def test_lenience_says_no_token_too_often(laws: str) -> None:
     p, q = (torch.tensor(law) for law in LAWS[laws])
-    row, said, kept = Row(0, [1], 1, 9), {}, {}
+    row, emitted, kept = Row(0, [1], 1, 9), {}, {}
     for lenience in (1.0, 0.5):
-        judge, found = registry.load("accept.lossy", "lenient", lenience=lenience), [0.0] * SIZE
+        verifier, found = registry.load("accept.lossy", "lenient", lenience=lenience), [0.0] * SIZE
         kept[lenience] = 0.0
-        for (token, drafted), probability in outcomes(lambda chance, j=judge: _once(j, p, q, row, chance)):
+        for (token, drafted), probability in outcomes(lambda chance, j=verifier: _once(j, p, q, row, chance)):
             found[token] += probability
             kept[lenience] += probability * drafted
-        said[lenience] = found
-    assert said[1.0] == pytest.approx(p.tolist(), abs=1e-6), "lenience 1 is exact"
-    assert all(s <= 2 * float(x) + 1e-6 for s, x in zip(said[0.5], p, strict=True))
+        emitted[lenience] = found
+    assert emitted[1.0] == pytest.approx(p.tolist(), abs=1e-6), "lenience 1 is exact"
+    assert all(s <= 2 * float(x) + 1e-6 for s, x in zip(emitted[0.5], p, strict=True))
     assert kept[0.5] >= kept[1.0] - 1e-9
 
 
-def _once(judge: NodeRule, p: Tensor, q: Tensor, row: Row, chance: Replay) -> tuple[int, bool]:
+def _once(verifier: NodeRule, p: Tensor, q: Tensor, row: Row, chance: Replay) -> tuple[int, bool]:
     offered = Candidates(tuple(chance.draw(q, row)), "one", q)
-    (token,) = judge.choose(p.log()[None], [offered], [row], chance)
+    (token,) = verifier.choose(p.log()[None], [offered], [row], chance)
     return token, token in offered.tokens
 
 

@@ -49,12 +49,12 @@ def random_tree(rng: random.Random, root: int, nodes: int) -> DraftTree:
 def one_by_one(target: DecoderTarget, tokens: list[int]) -> Tensor:
     """The logits after each token, each scored in a pass of its own; (n, V)."""
     target.reserve(1, 64)
-    said = [target.prefill([Prompt(torch.tensor(tokens[:1]))]).logits[0]]
+    emitted = [target.prefill([Prompt(torch.tensor(tokens[:1]))]).logits[0]]
     target.commit([[0]])
     for token in tokens[1:]:
-        said.append(target.score([DraftTree.chain(token)]).logits[0])
+        emitted.append(target.score([DraftTree.chain(token)]).logits[0])
         target.commit([[0]])
-    return torch.cat(said)
+    return torch.cat(emitted)
 
 
 @EVERY

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from truedraft.drafters.token_recycling import template
+from truedraft.drafters.lookup.token_recycling import template
 from truedraft.runtime import native as runtime
 from truedraft.stores import _native, trigrams
 from truedraft.stores._cursor import SEPARATOR, Cursor

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from truedraft import tree as trees
+from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._trees import grafted, placed
-from truedraft.drafters._trust import Trust
 from truedraft.stores import union as unions
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, by_node, joined, shape_of
 
@@ -255,7 +255,7 @@ def test_embeddings_stay_with_their_probes_where_drafts_are_joined(
         given = [replace(tree, tokens=(1, *tree.tokens[1:])) for tree in given]
         known = {id(vector): (tree, i) for tree in given for i, vector in tree.embeds.items()}
         whole = unions.union(given, 99).tree
-        for made in (whole, grafted(given[0], 0, given[1]), Trust().proposed(row, placed(given[0], 0.5))):
+        for made in (whole, grafted(given[0], 0, given[1]), Calibration().proposed(row, placed(given[0], 0.5))):
             made.check()
             for node, vector in made.embeds.items():
                 tree, i = known[id(vector)]

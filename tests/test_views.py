@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_pairs import prompts_of
+from test_pairs import target_of as seq2seq_target
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -18,9 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import truedraft
 from drafters_for_tests import SelfDrafter
 from models import ARCHITECTURES, NO_FP64, V, ragged, tiny
-from nets import RULES, drafter, said, text_net
-from test_pairs import prompts_of
-from test_pairs import target_of as seq2seq_target
+from nets import RULES, drafter, generated, text_net
 from test_runtime import BOTH, random_tree, words
 from test_seq2seq import ARCHITECTURES as PAIRS
 from test_seq2seq import sources
@@ -30,8 +30,8 @@ from truedraft.runtime import compiled, linears, native
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.forward import LinearsPass
 from truedraft.runtime.graphs import GraphPass
-from truedraft.runtime.pair_programs import PAIR_PROGRAMS
 from truedraft.runtime.programs import PROGRAMS
+from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
@@ -383,7 +383,7 @@ def test_a_text_drafted_by_a_view_is_that_of_model_generate(dtype: torch.dtype, 
     inputs = ragged(model, 5)
     for skipped in SKIPPED:
         settings = dict(max_new_tokens=30, eos_token_id=[11, 12], pad_token_id=0, **{"do_sample": False, **RULES[rule]})
-        plain = said(model, inputs, **settings)
+        plain = generated(model, inputs, **settings)
         fast = truedraft.accelerate(model, draft=SelfDrafter(skipped), control=control)
         torch.manual_seed(5)
         assert torch.equal(fast.generate(**inputs, **settings), plain.text)
@@ -420,7 +420,7 @@ def test_rows_of_several_drafters_and_none_in_one_engine() -> None:
 
 
 @COMPILED
-@pytest.mark.parametrize("kind", PAIR_PROGRAMS)
+@pytest.mark.parametrize("kind", SEQ2SEQ_PROGRAMS)
 def test_encoder_decoders_by_the_compiled_pass(kind: str) -> None:
     """The decoder without its first or last layer, behind sources of which every layer has the keys."""
     target = seq2seq_target(kind, torch.float32)
@@ -432,13 +432,13 @@ def test_encoder_decoders_by_the_compiled_pass(kind: str) -> None:
     scores = target.score([tree] * len(prompts), SkipLayers(skipped)).logits
     other = cut(target.model, sorted(skipped))
     for row, prompt in enumerate(prompts):
-        assert prompt.states is not None and prompt.heard is not None
+        assert prompt.states is not None and prompt.source_mask is not None
         for leaf in range(len(tree)):
             ids = torch.tensor([[tree.tokens[i] for i in tree.path(leaf)]])
             with torch.no_grad():
                 plain = other(
                     encoder_outputs=BaseModelOutput(last_hidden_state=prompt.states[None]),
-                    attention_mask=prompt.heard[None], decoder_input_ids=ids,
+                    attention_mask=prompt.source_mask[None], decoder_input_ids=ids,
                 ).logits[0, -1]  # fmt: skip
             assert error(scores[row, leaf], plain) < 1e-3
 

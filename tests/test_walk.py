@@ -157,10 +157,10 @@ def test_a_rule_is_asked_along_the_path_with_what_hangs_there() -> None:
         laws, stops = around([row], False, True)
         (reached,) = accepted([row], [tree], rule, False, stops, laws)
         assert [step for _, step, _ in rule.asked] == list(range(len(reached.path)))
-        for node, (_, _, offer) in zip(reached.path, rule.asked, strict=True):
+        for node, (_, _, offered) in zip(reached.path, rule.asked, strict=True):
             children = [i for i, p in enumerate(tree.parent) if p == node and i not in tree.probes]
-            assert offer.tokens == tuple(tree.tokens[i] for i in children) and offer.draws == "independent"
-            assert tree.dist is not None and offer.dist is tree.dist[node]
+            assert offered.tokens == tuple(tree.tokens[i] for i in children) and offered.draws == "independent"
+            assert tree.dist is not None and offered.dist is tree.dist[node]
     row, rule = Row(0, [1], 1, ROOM), Likeliest()
     laws, stops = around([row], False, True)
     accepted([row], [DraftTree.chain(1, [2])], rule, False, stops, laws)
@@ -214,7 +214,7 @@ def test_the_run_of_first_children() -> None:
 
 def test_a_rule_needs_nothing_but_to_choose() -> None:
     rule = Likeliest()
-    assert extra_probes(rule, 7) == 0 and rule.takes is None and rule.needs == Taps()
+    assert extra_probes(rule, 7) == 0 and rule.accepts_draws is None and rule.needs == Taps()
     assert not isinstance(rule, ArgmaxRule | AttributingRule)
 
 

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Accelerated": "accelerated",
     "Card": "card",
-    "Chat": "chat",
+    "Chat": "text.chat",
     "Control": "control._base",
     "Corpus": "stores.corpus",
     "DraftTree": "tree",
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from truedraft.accelerated import accelerate as accelerate
     from truedraft.accept._base import Rule as Rule
     from truedraft.card import Card as Card
-    from truedraft.chat import Chat as Chat
     from truedraft.control._base import Control as Control
     from truedraft.drafters._base import Drafter as Drafter
     from truedraft.errors import Refused as Refused
     from truedraft.stats import Report as Report
     from truedraft.stores.building import build_corpus as build_corpus
     from truedraft.stores.corpus import Corpus as Corpus
+    from truedraft.text.chat import Chat as Chat
     from truedraft.tree import DraftTree as DraftTree
 
 

@@ -15,7 +15,12 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry, reports
 from truedraft.accept._base import Rule, extra_probes
-from truedraft.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
+from truedraft.call.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
+from truedraft.call.outcome import cut, output
+from truedraft.call.prepared import Call, Prepared, request_of
+from truedraft.call.rechecking import check_ties
+from truedraft.call.streaming import Stream, ending_streamer
+from truedraft.call.surroundings import defaults, exclusive
 from truedraft.chance import Chance
 from truedraft.continuous import ContinuousEngine
 from truedraft.control._base import Control
@@ -23,16 +28,11 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
-from truedraft.outcome import cut, output
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
-from truedraft.prepared import Call, Prepared, request_of
-from truedraft.rechecking import check_ties
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass, Report, Stopwatch
 from truedraft.stores.memory import Memory
-from truedraft.streaming import Stream, ending_streamer
-from truedraft.surroundings import defaults, exclusive
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.targets.unwrapping import unwrapped

@@ -43,8 +43,8 @@ class Chance(Protocol):
         """A waiting time, exponentially distributed with mean 1, by fresh noise."""
         ...
 
-    def draw_with_target_noise(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
-        """The tokens that a (V,) law draws with the noise of the step `ahead` after the row's next one, the best first.
+    def draw_with_target_noise(self, law: Tensor, row: Row, after: int, count: int = 1) -> list[int]:
+        """The tokens that a (V,) law draws with the noise of the step `after` after the row's next one, the best first.
 
         Where that noise is not available, the likeliest tokens.
         """
@@ -54,7 +54,7 @@ class Chance(Protocol):
         """True with this probability, by fresh noise."""
         ...
 
-    def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+    def noise_at_nodes(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         """The noise at every node of the trees, (rows, width, V) like the logits, or None to use `pick`."""
         return None
 
@@ -134,11 +134,11 @@ class StreamNoise(Chance):
     def flip(self, probability: float, row: Row) -> bool:
         return bool(torch.rand(()) < probability)
 
-    def draw_with_target_noise(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
-        self._look(row.step + ahead, law)
-        return likeliest(law / self.blocks[row.step + ahead][row.index], count)
+    def draw_with_target_noise(self, law: Tensor, row: Row, after: int, count: int = 1) -> list[int]:
+        self._look(row.step + after, law)
+        return likeliest(law / self.blocks[row.step + after][row.index], count)
 
-    def ahead(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+    def noise_at_nodes(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         if not far(logits.device):
             return None
         self._look(max(row.step + max(tree.shape.depth) for row, tree in zip(rows, trees, strict=True)), logits)
@@ -203,8 +203,8 @@ class PositionNoise(Chance):
     def wait(self, row: Row) -> float:
         return float(self._fresh(row).standard_exponential())
 
-    def draw_with_target_noise(self, law: Tensor, row: Row, ahead: int, count: int = 1) -> list[int]:
-        return likeliest(law / self._noise(self._bits(row, row.step + ahead, 0), law), count)
+    def draw_with_target_noise(self, law: Tensor, row: Row, after: int, count: int = 1) -> list[int]:
+        return likeliest(law / self._noise(self._bits(row, row.step + after, 0), law), count)
 
     def flip(self, probability: float, row: Row) -> bool:
         return bool(self._fresh(row).random() < probability)

@@ -15,18 +15,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
 from truedraft.accept._base import Rule, extra_probes
-from truedraft.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
+from truedraft.call.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
+from truedraft.call.outcome import cut
+from truedraft.call.prepared import Call, Prepared, request_of
+from truedraft.call.surroundings import defaults, exclusive
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.engine_request import EngineRequest, Reason
 from truedraft.errors import NoRoom, Refused, let_go, why
-from truedraft.outcome import cut
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
-from truedraft.prepared import Call, Prepared, request_of
 from truedraft.stats import EngineReport, Stopwatch, Totals
-from truedraft.surroundings import defaults, exclusive
 from truedraft.targets.hosting import hosted
 
 DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes
@@ -141,16 +141,16 @@ class ContinuousEngine:
             if prepared.returns:
                 raise Refused("return_dict_in_generate: a request has its tokens alone; leave it out")
             drafter = fitted(given, target, self.tokenizer)
-            judge = rule_for(self._judge(rule), bool(generation_config.do_sample), drafter)
-            check_references(references, drafter, judge)
+            verifier = rule_for(self._own_rule(rule), bool(generation_config.do_sample), drafter)
+            check_references(references, drafter, verifier)
             if generation_config.prompt_lookup_num_tokens is not None:
                 raise Refused("prompt_lookup_num_tokens asks for drafts: give draft='prompt-lookup' in its place")
 
             def check(rows: int, tokens: int) -> None:
-                self._check(tokens, drafter.width + extra_probes(judge, drafter.width))
+                self._check(tokens, drafter.width + extra_probes(verifier, drafter.width))
 
-            request = request_of(prepared, call, target, self.tokenizer, drafter, judge, "keep", check)
-            report = reports.begun(target, drafter, judge, self._control, {"all": 0.0})
+            request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
+            report = reports.begun(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes = request.passes
             return EngineRequest(request, seed, streamer, report)
 
@@ -273,7 +273,7 @@ class ContinuousEngine:
                 f"engine with max_tokens={tokens + drafts - DRAFTS}"
             )
 
-    def _judge(self, rule: str | Rule | None) -> Rule | None:
+    def _own_rule(self, rule: str | Rule | None) -> Rule | None:
         """A rule of a request's own: some keep what they found in the request's text."""
         given = self._rule if rule is None else rule
         if given is None or isinstance(given, str):

@@ -34,7 +34,7 @@ class Engine:
         self._waiting: list[Request] = []
         self._failed: list[Request] = []  # in the step under way
         self._cohort: Cohort | None = None  # of all rows, until one comes or goes
-        # parts of a pass that are timed from outside, as `_calibrate`, `_decide`, `_begin` and `_observe` are
+        # parts of a pass that are timed from outside, as `_measure`, `_decide`, `_begin` and `_observe` are
         self._read, self._score = target.admit, target.score
         self._budget, self._prune, self._learn = control.budget, control.prune, control.observe
         self._draft: Callable[[Drafter, Sequence[Row], Sequence[int]], list[DraftTree]] = _drafts_of
@@ -108,7 +108,7 @@ class Engine:
         for drafter, places in by_owner([row.request.drafter for row in self.rows[first:]]):
             rows = select(self.rows[first:], places)
             if id(drafter) not in known:
-                self._calibrate(drafter, rows)
+                self._measure(drafter, rows)
                 self._guarded(rows, drafter.open)
         self._begin(requests)
         for place in reversed(range(first, len(self.rows))):
@@ -227,7 +227,7 @@ class Engine:
             self.target.wait()
         return tokens
 
-    def _calibrate(self, drafter: Drafter, rows: Sequence[Row]) -> None:
+    def _measure(self, drafter: Drafter, rows: Sequence[Row]) -> None:
         lockstep, steps = any(row.request.stops.lockstep for row in rows), max(row.room - row.step for row in rows)
         self.control.open(self.target, drafter, lockstep, steps)
 

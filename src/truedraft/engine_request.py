@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from truedraft.call.streaming import Stream
 from truedraft.errors import Refused
 from truedraft.request import Request
 from truedraft.stats import Report
-from truedraft.streaming import Stream
 
 Reason = Literal["stop", "length", "abort", "error"]
 

@@ -60,7 +60,7 @@ def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase 
         check_vocabulary(drafter, tokenizer, vocabulary)
         if before is not None and before.vocabulary != vocabulary:
             drafter.forget()
-        drafter.ready(target)
+        drafter.bind(target)
         drafter.read(tokenizer)
         drafter.bound = Bound(ref(target), vocabulary)
     return drafter
@@ -73,7 +73,7 @@ def rule_for(rule: Rule | None, samples: bool, drafter: Drafter) -> Rule:
         Refused: it cannot judge the drafter's drafts, or samples where greedy decoding is asked for, or the other way.
     """
     rule = rule or registry.load("accept", "seeded" if samples else "greedy")
-    if rule.takes is not None and drafter.width and drafter.draws not in rule.takes:
+    if rule.accepts_draws is not None and drafter.width and drafter.draws not in rule.accepts_draws:
         raise Refused(
             f"rule={name_of(rule)!r} cannot judge the drafts of {name_of(drafter)}, which are {DRAWN[drafter.draws]}: "
             "use rule='multi-round'"

@@ -64,7 +64,7 @@ class Attribution:
 class PassTimes:
     """Wall seconds by part, added up from pass to pass; the difference of two readings is what lies between them.
 
-    calibrate: measuring what passes cost, a share of each call until that is known.
+    measure: measuring what passes cost, a share of each call until that is known.
     control: budgets, cuts, and what the control learns.
     prefill: passes over prompts.
     draft: proposals of drafters.
@@ -72,7 +72,7 @@ class PassTimes:
     target: passes over drafts, until the device has made them.
     """
 
-    calibrate: float = 0.0
+    measure: float = 0.0
     prefill: float = 0.0
     target: float = 0.0
     draft: float = 0.0
@@ -82,7 +82,7 @@ class PassTimes:
 
 # What of an engine is timed, by the method: the part of a pass that it is.
 TIMED = {
-    "_calibrate": "calibrate",
+    "_measure": "measure",
     "_read": "prefill",
     "_score": "target", "_decide": "target",
     "_begin": "observe", "_observe": "observe",
@@ -203,7 +203,7 @@ class Report:
 
     @property
     def _working(self) -> float:
-        return max(self.seconds.get("all", 0.0) - self.seconds.get("calibrate", 0.0), 1e-9)
+        return max(self.seconds.get("all", 0.0) - self.seconds.get("measure", 0.0), 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
         """Figures alone, for JSON."""
@@ -315,7 +315,7 @@ class EngineReport:
     @property
     def tokens_per_second(self) -> float:
         """Emitted tokens of all rows over the time within steps, calibration left out."""
-        return self.totals.tokens / max(self.seconds.get("all", 0.0) - self.seconds.get("calibrate", 0.0), 1e-9)
+        return self.totals.tokens / max(self.seconds.get("all", 0.0) - self.seconds.get("measure", 0.0), 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
         """Figures alone, for JSON."""

@@ -21,7 +21,7 @@ Draws = Literal["certain", "one", "independent", "distinct", "last"]
 
 # Which drafts serve a rule best: the likeliest tokens, those that the target's own noise draws from the drafter's law,
 # or tokens drawn freely from that law, which the rule judges by it.
-Wanted = Literal["likeliest", "noise", "law"]
+PreferredDrafts = Literal["likeliest", "noise", "law"]
 
 T = TypeVar("T")
 CHECKS = os.environ.get("TRUEDRAFT_CHECK", "") not in ("", "0")
@@ -249,7 +249,7 @@ def _chain_parents(n: int) -> tuple[int, ...]:
 class Prompt:
     """What a row begins with: token ids, or embeddings (length, H) in their place.
 
-    states, heard: of an encoder-decoder, (source length, H) what the encoder made of the row's source, and (source
+    states, source_mask: of an encoder-decoder, the encoder's output (source length, H) for the source, and (source
         length,) 0 where that is padding.
     source: the token ids of that source, without padding; empty where there is none, or it is no text.
     """
@@ -257,7 +257,7 @@ class Prompt:
     ids: Tensor | None = None
     embeds: Tensor | None = None
     states: Tensor | None = None
-    heard: Tensor | None = None
+    source_mask: Tensor | None = None
     source: tuple[int, ...] = ()
 
     def __len__(self) -> int:

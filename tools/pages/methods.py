@@ -64,8 +64,9 @@ def restrictions(kind: str, name: str) -> Iterator[str]:
         if method.guarantee == "none":
             yield "lossy"
         yield "sampling only" if method.samples else "greedy decoding only"
-        if method.takes is not None:
-            yield f"drafts must be {' or '.join(f'`{draws}`' for draws in sorted(method.takes))} (`DraftTree.draws`)"
+        if method.accepts_draws is not None:
+            kinds = " or ".join(f"`{draws}`" for draws in sorted(method.accepts_draws))
+            yield f"drafts must be {kinds} (`DraftTree.draws`)"
 
 
 def anchor(kind: str, name: str) -> str:

@@ -15,7 +15,7 @@ from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.stats import Attribution
-from truedraft.tree import Accepted, DraftTree, Draws, Row, Taps, Wanted
+from truedraft.tree import Accepted, DraftTree, Draws, PreferredDrafts, Row, Taps
 
 
 class Rule(ABC):
@@ -25,15 +25,15 @@ class Rule(ABC):
         `accept/lossy`, reached by asking for it).
     samples: whether the rule draws from the target's distribution, as `do_sample=True` asks.
     preferred_drafts: the drafts that serve it best.
-    takes: the kinds of drafts that it can judge; None for all.
+    accepts_draws: the kinds of drafts that it can judge; None for all.
     needs: what it asks to see of every pass.
     """
 
     card: ClassVar[Card]
     guarantee: ClassVar[Guarantee]
     samples: ClassVar[bool]
-    preferred_drafts: ClassVar[Wanted]
-    takes: ClassVar[frozenset[Draws] | None] = None
+    preferred_drafts: ClassVar[PreferredDrafts]
+    accepts_draws: ClassVar[frozenset[Draws] | None] = None
     needs: Taps = Taps()
 
     def bind(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:

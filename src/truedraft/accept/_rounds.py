@@ -13,18 +13,18 @@ from truedraft.chance import Chance
 from truedraft.tree import Row
 
 # (law of the target, what is offered, row, chance) -> the draft that is kept, or None and the law to draw from instead
-Judge = Callable[[Tensor, Candidates, Row, Chance], tuple[int | None, Tensor]]
+Verify = Callable[[Tensor, Candidates, Row, Chance], tuple[int | None, Tensor]]
 
 
-def said(
-    scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance, judge: Judge
+def tokens_by(
+    scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance, verify: Verify
 ) -> list[int]:
     """The next token of each row, -1 where its scores are NaN. scores: (k, V) processed scores."""
     laws, tokens = scores.softmax(-1), [-1] * len(rows)
     left: list[int] = []  # rows where no draft was kept, the law that is left in place of theirs
     broken = laws[:, 0].isnan().tolist()
-    for i, (offer, row) in enumerate(zip(candidates, rows, strict=True)):
-        token, law = (None, laws[i]) if broken[i] else judge(laws[i], offer, row, chance)
+    for i, (children, row) in enumerate(zip(candidates, rows, strict=True)):
+        token, law = (None, laws[i]) if broken[i] else verify(laws[i], children, row, chance)
         if token is None:
             laws[i] = law
             left.append(i)
@@ -37,22 +37,22 @@ def said(
     return tokens
 
 
-def in_order(most: int | None = None) -> Judge:
+def in_order(most: int | None = None) -> Verify:
     """Drafts one after the other, each against what those before it left of the law; at most so many, or all."""
     return partial(_in_order, most)
 
 
-def _in_order(most: int | None, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+def _in_order(most: int | None, p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
     q = None
-    for i, token in enumerate(offer.tokens[:most]):
-        if i == offer.fixed:
-            q = offer.dist
+    for i, token in enumerate(children.tokens[:most]):
+        if i == children.fixed:
+            q = children.dist
         drafted = 1.0 if q is None else float(q[token])
         odds = float(p[token])
         if odds > 0 and (odds >= drafted or chance.flip(odds / drafted, row)):
             return token, p
         p = _without(p, token) if q is None else as_law(p - q, p)
-        if q is not None and offer.draws == "distinct":
+        if q is not None and children.draws == "distinct":
             q = _without(q, token)
     return None, p
 

@@ -19,7 +19,7 @@ from truedraft.accept._rounds import as_law
 from truedraft.accept._verification import TargetProbs, Verdict, first_children
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.tree import DraftTree, Row, Wanted
+from truedraft.tree import DraftTree, PreferredDrafts, Row
 
 
 @dataclass
@@ -32,17 +32,17 @@ class Block(Rule):
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True
-    preferred_drafts: ClassVar[Wanted] = "law"
+    preferred_drafts: ClassVar[PreferredDrafts] = "law"
 
     def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
         chain = first_children(tree)
-        kept, law = _judged(probs.of(chain), tree, chain, row, chance)
+        kept, law = _verified(probs.of(chain), tree, chain, row, chance)
         path = chain[: kept + 1]
         (token,) = chance.pick(law[None], [row.after(tree.tokens[node] for node in path[1:])])
         return path, token
 
 
-def _judged(p: Tensor, tree: DraftTree, chain: Sequence[int], row: Row, chance: Chance) -> tuple[int, Tensor]:
+def _verified(p: Tensor, tree: DraftTree, chain: Sequence[int], row: Row, chance: Chance) -> tuple[int, Tensor]:
     """How many tokens of a chain are kept, and the law of the one that follows. p: (nodes, V) the target's laws."""
     end, weight = 0, 1.0
     together = 1.0  # how much more the target likes the tokens so far than the draft did, at most 1

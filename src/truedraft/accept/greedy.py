@@ -18,7 +18,7 @@ from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
 from truedraft.stores.likeliest import largest
-from truedraft.tree import DraftTree, Row, Wanted
+from truedraft.tree import DraftTree, PreferredDrafts, Row
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Greedy(ArgmaxRule):
     )
     guarantee: ClassVar[Guarantee] = "tokens"
     samples: ClassVar[bool] = False
-    preferred_drafts: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance

@@ -14,11 +14,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from truedraft.accept._base import NodeRule
-from truedraft.accept._rounds import as_law, said
+from truedraft.accept._rounds import as_law, tokens_by
 from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.tree import Draws, Row, Wanted
+from truedraft.tree import Draws, PreferredDrafts, Row
 
 
 @dataclass
@@ -31,21 +31,21 @@ class GreedyMultiDraft(NodeRule):
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True
-    preferred_drafts: ClassVar[Wanted] = "law"
-    takes: ClassVar[frozenset[Draws]] = frozenset({"certain", "one", "last"})
+    preferred_drafts: ClassVar[PreferredDrafts] = "law"
+    accepts_draws: ClassVar[frozenset[Draws]] = frozenset({"certain", "one", "last"})
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        return said(scores, candidates, rows, chance, _last)
+        return tokens_by(scores, candidates, rows, chance, _last)
 
 
-def _last(p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+def _last(p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
     """The drawn draft if it is kept, or None and the law that is left. p: (V,)."""
-    q = offer.dist
-    if q is None or not offer.tokens:
+    q = children.dist
+    if q is None or not children.tokens:
         return None, p
-    token = offer.tokens[-1]
+    token = children.tokens[-1]
     if chance.flip(min(float(p[token]) / float(q[token]), 1.0), row):
         return token, p
     return None, as_law(p - q, p)

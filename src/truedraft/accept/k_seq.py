@@ -14,11 +14,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from truedraft.accept._base import NodeRule
-from truedraft.accept._rounds import as_law, said
+from truedraft.accept._rounds import as_law, tokens_by
 from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.tree import Draws, Row, Wanted
+from truedraft.tree import Draws, PreferredDrafts, Row
 
 STEPS, CLOSE = 60, 1e-7  # of the search for g, at most; and how near it comes
 
@@ -33,22 +33,22 @@ class KSeq(NodeRule):
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True
-    preferred_drafts: ClassVar[Wanted] = "law"
-    takes: ClassVar[frozenset[Draws]] = frozenset({"one", "independent"})
+    preferred_drafts: ClassVar[PreferredDrafts] = "law"
+    accepts_draws: ClassVar[frozenset[Draws]] = frozenset({"one", "independent"})
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        return said(scores, candidates, rows, chance, _tried)
+        return tokens_by(scores, candidates, rows, chance, _tried)
 
 
-def _tried(p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+def _tried(p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
     """The first draft that is kept, or None and the law that is left. p: (V,)."""
-    q, k = offer.dist, len(offer.tokens)
+    q, k = children.dist, len(children.tokens)
     if q is None or not k:
         return None, p
     g = _least(p, q, k)
-    for token in offer.tokens:
+    for token in children.tokens:
         if chance.flip(min(float(p[token]) / (g * float(q[token])), 1.0), row):
             return token, p
     shared = q.minimum(p / g)

@@ -14,11 +14,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from truedraft.accept._base import NodeRule
-from truedraft.accept._rounds import in_order, said
+from truedraft.accept._rounds import in_order, tokens_by
 from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
-from truedraft.tree import Row, Wanted
+from truedraft.tree import PreferredDrafts, Row
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Rejection(NodeRule):
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True
-    preferred_drafts: ClassVar[Wanted] = "law"
+    preferred_drafts: ClassVar[PreferredDrafts] = "law"
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        return said(scores, candidates, rows, chance, in_order(1))
+        return tokens_by(scores, candidates, rows, chance, in_order(1))

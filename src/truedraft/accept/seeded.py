@@ -20,7 +20,7 @@ from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance, largest_of
 from truedraft.sampling import Laws
-from truedraft.tree import DraftTree, Row, Wanted
+from truedraft.tree import DraftTree, PreferredDrafts, Row
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Seeded(ArgmaxRule):
     )
     guarantee: ClassVar[Guarantee] = "tokens"
     samples: ClassVar[bool] = True
-    preferred_drafts: ClassVar[Wanted] = "noise"
+    preferred_drafts: ClassVar[PreferredDrafts] = "noise"
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
@@ -48,7 +48,7 @@ class Seeded(ArgmaxRule):
     def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
-        noise = chance.ahead(logits, rows, trees) if laws.apart else None
+        noise = chance.noise_at_nodes(logits, rows, trees) if laws.apart else None
         if noise is None:
             return None
         chance.keys = laws.everywhere(logits).softmax(-1) / noise

@@ -96,11 +96,11 @@ def law_audit(
         seed: of the noise, which is tied to row and position.
     """
     names = rules or [n for n in registry.names("accept") if registry.method("accept", n).guarantee == "distribution"]
-    pairs = [(rule, drafter) for rule in names for drafter in _chosen(registry.method("accept", rule), drafters)]
-    level = ALARM / max(len(pairs) * len(SETTINGS), 1)
+    combinations = [(rule, drafter) for rule in names for drafter in _chosen(registry.method("accept", rule), drafters)]
+    level = ALARM / max(len(combinations) * len(SETTINGS), 1)
     encoded = [tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device) for prompt in prompts[:2]]
     found = []
-    for rule, drafter in pairs:
+    for rule, drafter in combinations:
         fast = accelerate(model, tokenizer, draft=drafters[drafter], rule=rule, control="fixed")
         listener: Any = Listener(fast.drafter)
         fast.drafter = listener
@@ -126,7 +126,7 @@ def _chosen(rule: Any, drafters: Mapping[str, Drafter]) -> list[str]:
     """Drafters whose drafts a rule judges: of those that draw alike the one with the smallest drafts, two at most."""
     found: dict[Draws, str] = {}
     for name, drafter in sorted(drafters.items(), key=lambda item: item[1].width):
-        if drafter.draws in (rule.takes or KINDS):
+        if drafter.draws in (rule.accepts_draws or KINDS):
             found.setdefault(drafter.draws, name)
     return [found[kind] for kind in KINDS if kind in found][:2]
 
@@ -164,13 +164,13 @@ def _places(
     return torch.cat(found, 1)
 
 
-def _liking(offer: Tensor | tuple[int, ...] | None, law: Tensor) -> Tensor:
+def _liking(offered: Tensor | tuple[int, ...] | None, law: Tensor) -> Tensor:
     """How much more a draft liked each token than the model does; where there was none, how much the model does."""
-    if offer is None:
+    if offered is None:
         return law
-    if isinstance(offer, tuple):
-        return torch.zeros_like(law).index_fill_(0, torch.tensor(offer), 1.0)
-    return offer.double().cpu() / law.clamp_min(1e-300)
+    if isinstance(offered, tuple):
+        return torch.zeros_like(law).index_fill_(0, torch.tensor(offered), 1.0)
+    return offered.double().cpu() / law.clamp_min(1e-300)
 
 
 def _place(law: Tensor, order: Tensor, own: Tensor, share: Tensor) -> Tensor:

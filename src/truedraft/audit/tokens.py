@@ -273,11 +273,13 @@ def _compared(
     ids = side.generate(**inputs, generation_config=settings)[:, expected.prompts.shape[1] :].cpu()
     listener: Any = side.drafter
     for row, (n, noise) in enumerate(zip(expected.lengths, expected.noise, strict=True)):
-        want, got = expected.ids[row, :n].tolist(), ids[row].tolist()
+        reference, got = expected.ids[row, :n].tolist(), ids[row].tolist()
         got = got[: _ended(got, settings.eos_token_id)]
-        at = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(reference, got, strict=False)) if a != b), min(len(reference), len(got))
+        )
         leaked = ids.shape != expected.ids.shape or bool((ids[row, len(got) :] != settings.pad_token_id).any())
-        same = at == len(want) == len(got) and not leaked
+        same = at == len(reference) == len(got) and not leaked
         rows = torch.stack(listener.logits[row][: min(at + 1, n, len(got))]).double()
         errors = (rows - expected.precise[row][: len(rows)]).nan_to_num(0.0).abs().amax(-1)
         found.tokens += min(at + 1, n)
@@ -289,17 +291,17 @@ def _compared(
             continue
         if len(wrong) and int(wrong[0]) < at:  # the row is not the model's, though the token was
             at = int(wrong[0])
-        yield row, _explained(row, at, want, got, float(errors[min(at, len(errors) - 1)]), mode, expected)
+        yield row, _explained(row, at, reference, got, float(errors[min(at, len(errors) - 1)]), mode, expected)
 
 
 def _explained(
-    row: int, at: int, want: list[int], got: list[int], error: float, mode: Mode, expected: Expected
+    row: int, at: int, reference: list[int], got: list[int], error: float, mode: Mode, expected: Expected
 ) -> dict[str, Any]:
     noise = expected.noise[row]
-    a, b = (side[at] if at < len(side) else -1 for side in (want, got))
-    about = dict(position=at, expected=a, got=b, noise=noise, row_error=error)
+    a, b = (side[at] if at < len(side) else -1 for side in (reference, got))
+    facts = dict(position=at, expected=a, got=b, noise=noise, row_error=error)
     if a < 0 or b < 0:
-        return {**about, "gap": None, "kind": "bug"}  # a side ended where the other went on
+        return {**facts, "gap": None, "kind": "bug"}  # a side ended where the other went on
     scores, scale = expected.precise[row][at][None], 1.0
     if mode.penalty != 1:
         prefix = torch.cat([expected.prompts[row], expected.ids[row, :at]])[None]
@@ -315,7 +317,7 @@ def _explained(
         kind = "bug"
     elif gap <= 2 * scale * noise:
         kind = "tie"
-    return {**about, "gap": gap, "kind": kind}
+    return {**facts, "gap": gap, "kind": kind}
 
 
 def noise_of(seed: int, step: int, rows: int, vocabulary: int) -> Tensor:

@@ -322,7 +322,7 @@ def _of_reports(reports: Sequence[Report], rounds: int) -> dict[str, Any]:
     emissions = [e for r in reports for p in r.passes for e in p.emitted]
     drafted = [e for e in emissions if e.offered]
     deepest = max((e.drafted for e in drafted), default=0)
-    working = sum(r.seconds["all"] - r.seconds.get("calibrate", 0.0) for r in reports)
+    working = sum(r.seconds["all"] - r.seconds.get("measure", 0.0) for r in reports)
     scored = sum(len(r.passes) - 1 for r in reports)  # without the prompt's own pass
     return {
         "passes": sum(len(r.passes) for r in reports) // rounds,

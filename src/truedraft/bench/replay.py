@@ -55,17 +55,17 @@ class ReplayTarget:
         self._logits = torch.full((1, 0, vocabulary), -torch.inf)
         self._sure: tuple[list[int], list[int]] = ([], [])  # nodes whose next token is known, and these tokens
         self._output: Sequence[int] = ()
-        self._said = 0  # tokens of the output until the pending one
+        self._emitted = 0  # tokens of the output until the pending one
 
     def __getattr__(self, name: str) -> Any:
         raise Refused(f"a replay has a recording in the model's place, which has no {name!r}")
 
     def play(self, output: Sequence[int]) -> None:
         """The next row says `output`."""
-        self._output, self._said = output, 0
+        self._output, self._emitted = output, 0
 
     def admit(self, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(self._spoken([self._said], 1), {}, [len(prompts[0]) - 1])
+        return Scores(self._spoken([self._emitted], 1), {}, [len(prompts[0]) - 1])
 
     def score(
         self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
@@ -73,7 +73,7 @@ class ReplayTarget:
         if view is not None:
             self.check_view(view)
         (tree,) = trees
-        places = [self._said]  # of each node's next token in the output, -1 where nobody knows
+        places = [self._emitted]  # of each node's next token in the output, -1 where nobody knows
         for token, parent in zip(tree.tokens[1:], tree.parent[1:], strict=True):
             place = places[parent]
             places.append(place + 1 if 0 <= place < len(self._output) and self._output[place] == token else -1)
@@ -83,7 +83,7 @@ class ReplayTarget:
         """Nothing is under way."""
 
     def commit(self, paths: Sequence[Sequence[int]], first: int = 0) -> None:
-        self._said += len(paths[0])
+        self._emitted += len(paths[0])
 
     def release(self, slot: int) -> None:
         """The row has said everything."""
@@ -147,7 +147,7 @@ def replay(
     drafter = drafter_of(draft)
     check_replayable(way, drafter)
     target = ReplayTarget(len(recordings.ids))
-    drafter.ready(target)
+    drafter.bind(target)
     control: Control = registry.load("control", "fixed", nodes=budget)
     reports: dict[str, list[Report]] = {}
     for number, recording in enumerate(recordings.outputs, 1):

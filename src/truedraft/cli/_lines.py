@@ -22,7 +22,7 @@ from truedraft.layout import labelled
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
-    from truedraft.lines import Rewriter, RewrittenLine, Tally
+    from truedraft.text.lines import Rewriter, RewrittenLine, Tally
 
 STDIN = "-"
 CHUNK = 1 << 20
@@ -200,7 +200,7 @@ def rewrite(
     """
     with opened(paths.file) as source:
         fast = options.load()
-        from truedraft.lines import Rewriter
+        from truedraft.text.lines import Rewriter
 
         with _progress(source.total, paths.shown is not None and sys.stdout.isatty()) as progress:
             rewriter = Rewriter(fast, settings=fitted(fast), progress=progress, **knobs)

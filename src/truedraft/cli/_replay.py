@@ -73,8 +73,8 @@ def replay_files(
         facts = {"recordings": ", ".join(map(str, files)), "tokenizer": tokenizer[0], **origin(command)}
         write_page(html, page.replayed("truedraft bench --replay", facts, found, tokenizer[0], NOTE))
     if as_json:
-        about = {"tokenizer": tokenizer[0], "machine": machine(), "note": NOTE}
-        print(json.dumps({**about, "replay": [asdict(f) for f in found]}, indent=2))
+        facts = {"tokenizer": tokenizer[0], "machine": machine(), "note": NOTE}
+        print(json.dumps({**facts, "replay": [asdict(f) for f in found]}, indent=2))
     else:
         out = console()
         print_table(out, replayed(found, tokenizer[0]))

@@ -73,7 +73,7 @@ class Request:
 
     def check(self, fast: Accelerated) -> None:
         """Raises Refused for what can be checked before any request is run."""
-        from truedraft.arguments import check_lengths
+        from truedraft.call.arguments import check_lengths
 
         vocabulary = fast.target.vocabulary
         for name, value in self.settings.items():

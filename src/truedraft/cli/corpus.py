@@ -72,7 +72,7 @@ def info(file: Annotated[Path, Argument(metavar="FILE", help="A corpus.")], as_j
         from truedraft.stores.corpus import Corpus
 
         corpus = Corpus.open(file)
-    facts = {"path": str(file), **asdict(corpus.about), "bytes": file.stat().st_size, "whole": True}
+    facts = {"path": str(file), **asdict(corpus.config), "bytes": file.stat().st_size, "whole": True}
     if as_json:
         print(json.dumps(facts, indent=2))
         return

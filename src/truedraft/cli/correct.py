@@ -52,7 +52,7 @@ def correct(
 
 
 def _fitted(fast: Accelerated) -> Mapping[str, Any]:
-    from truedraft.languages import check_monolingual
+    from truedraft.text.languages import check_monolingual
 
     check_monolingual(fast.tokenizer, "truedraft correct")
     return {}

@@ -94,7 +94,7 @@ def demo(
 
 def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
     """Raises Refused, before any output, for an encoder-decoder or a prompt that is too long."""
-    from truedraft.arguments import check_lengths
+    from truedraft.call.arguments import check_lengths
 
     if fast.target.reads_sources:
         raise Refused(f"--model {model!r} is an encoder-decoder: use `truedraft correct`, `translate` or `generate`")

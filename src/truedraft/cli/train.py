@@ -49,7 +49,7 @@ def train(
     import torch
 
     from truedraft.cli._models import load
-    from truedraft.languages import check_monolingual
+    from truedraft.text.languages import check_monolingual
     from truedraft.train.drafter import train_drafter
     from truedraft.train.loop import Plan
 

@@ -37,7 +37,7 @@ def translate(
     \f
     Returns the exit code: 1 where --check finds a difference, 130 after Ctrl-C. Raises Refused for a bad argument.
     """
-    from truedraft.languages import languages
+    from truedraft.text.languages import languages
 
     _lines.check_counts(batch, max_new_tokens, num_beams)
     paths = _lines.TextPaths(file, out, in_place)

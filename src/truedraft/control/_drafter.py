@@ -31,12 +31,12 @@ def sizes(longest: int) -> tuple[int, ...]:
 class DrafterState:
     """One drafter's record, kept from call to call as long as the drafter itself.
 
-    asked: whether it drafts for the pass under way.
+    requested: whether it drafts for the pass under way.
     """
 
     def __init__(self, drafter: Drafter, memory: float, survival: float, slack: float):
         self._drafter = weakref.ref(drafter)
-        self.acceptance = DrafterAcceptance(memory, drafter.hope, survival)
+        self.acceptance = DrafterAcceptance(memory, drafter.prior_confidence, survival)
         self.costs = DraftCosts(memory)
         self.trials = TrialBudget(slack, memory)
         self.probing = Probing()
@@ -60,7 +60,7 @@ class DrafterState:
             drafter.pass_cost = passes.per_node(1, 1)
             self.trials.begin(passes.curve(1))
         self.costs.levels = 0
-        self.asked = False
+        self.requested = False
         self.drawn = self.probed = False  # whether its latest drafts were drawn, and whether they had probes
         self._resumed = False  # whether it was asked again after a pause
         self._drafting, self._passed = drafting, passed
@@ -79,18 +79,18 @@ class DrafterState:
         """
         drafted, self._drafting = drafting - self._drafting, drafting
         lost, self.lost = self.lost, 0.0
-        if self.asked and not self._admitted:
+        if self.requested and not self._admitted:
             lost += self.costs.add(drafted, max(drafted + aside, 0.0), not self._resumed)
         self.trials.settle(lost, passed, plain)
-        self._admitted = self._admitted and not self.asked
+        self._admitted = self._admitted and not self.requested
 
     def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> int:
         """Nodes to draft below each root of its rows, of `total` in the pass; 0 where it is not to draft."""
         size, pays = self._plan(rows, passes, total)
-        self._resumed = not self.asked
+        self._resumed = not self.requested
         permitted = self.trials.permits(pays, passes.curve(total))
-        self.asked = passes.known and permitted
-        return size if self.asked else 0
+        self.requested = passes.known and permitted
+        return size if self.requested else 0
 
     def _plan(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> tuple[int, bool]:
         """Nodes to draft per row, and whether they are expected to pay.
@@ -166,7 +166,7 @@ class Drafts:
     @property
     def tokens(self) -> int:
         """Of the pass, its rows padded to the widest."""
-        return len(self.rows) * max(map(len, self.trees)) if self.state.asked else len(self.rows)
+        return len(self.rows) * max(map(len, self.trees)) if self.state.requested else len(self.rows)
 
     @property
     def emitted(self) -> int:
@@ -182,7 +182,7 @@ class Drafts:
     def offer(self, trees: Sequence[DraftTree]) -> None:
         """Drafts that were made for its rows."""
         self.trees = self._whole = trees
-        if not self.state.asked:
+        if not self.state.requested:
             return
         self.state.made(trees)
         for row, tree in zip(self.rows, trees, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from truedraft.drafters._base import PassCost
-from truedraft.runtime import calibration
+from truedraft.runtime import latency as calibration
 from truedraft.runtime.curve import Curve
 from truedraft.targets._base import Target
 
@@ -12,7 +12,7 @@ FIRST = 2  # passes without drafts, before any costs are known: the very first o
 
 
 class PassCosts:
-    """Seconds of a pass, from a calibration of the target (`runtime/calibration.py`), corrected by the passes at hand.
+    """Seconds of a pass, from a calibration of the target (`runtime/latency.py`), corrected by the passes at hand.
 
     curve: seconds by tokens, all rows together.
     known: whether the curve is of passes that were made; until then, nothing is worth drafting.

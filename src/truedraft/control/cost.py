@@ -102,15 +102,15 @@ class Cost(Control):
         return spent
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        asked = [drafts for drafts in self._batch if drafts.state.asked]
-        learns = bool(asked) or not self._costs.known
+        requested = [drafts for drafts in self._batch if drafts.state.requested]
+        learns = bool(requested) or not self._costs.known
         self._before = self.times.target if learns else None
         kept = list(trees)
-        if asked:
-            for drafts in asked:
+        if requested:
+            for drafts in requested:
                 drafts.offer(trees if len(self._batch) == 1 else [trees[place] for place in drafts.places])
-            self._choose(asked, len(rows))
-            for drafts in asked:
+            self._choose(requested, len(rows))
+            for drafts in requested:
                 for place, tree in zip(drafts.places, drafts.trees, strict=True):
                     kept[place] = tree
         return kept
@@ -176,7 +176,7 @@ class Cost(Control):
         whole = sum([tokens for tokens, _ in passed]), sum([emitted for _, emitted in passed])
         exploring = False
         for drafts, own in zip(self._batch, passed, strict=True):
-            if costs.known and drafts.state.asked:
+            if costs.known and drafts.state.requested:
                 drafts.learn(costs, spent, own, whole)
             exploring |= drafts.exploring
         costs.learn(whole[0], spent, EXPLORING if exploring else self.rate, rows)

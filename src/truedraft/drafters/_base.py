@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card
+from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._learned import Learner
-from truedraft.drafters._trust import Trust
 from truedraft.stores.memory import Memory
 from truedraft.targets._base import Target
-from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps, Wanted
+from truedraft.tree import Accepted, DraftTree, Draws, PreferredDrafts, Row, Scores, Taps
 
 State = TypeVar("State")
 IDLE = 0.01  # of a pass, for learning from it: what costs more is spared while no draft is wanted,
@@ -45,7 +45,7 @@ class Drafter(ABC):
     needs: what it asks to see of every pass.
     takes_references: whether it copies from documents that the caller gives.
     tokenizer: of a drafter that has one of its own; it must be the target's.
-    hope: how often the first token of its drafts is right, before anything is known of the text.
+    prior_confidence: how often the first token of its drafts is right, before anything is known of the text.
     autoregressive: whether every level of a draft costs a pass of a model.
     pass_cost: what passes take, where drafts have to pay for their own time; None where they need not.
     learner: how it is trained, where it has to be (`truedraft train`).
@@ -57,7 +57,7 @@ class Drafter(ABC):
     needs: Taps = Taps()
     takes_references: bool = False
     tokenizer: PreTrainedTokenizerBase | None = None
-    hope: ClassVar[float] = 0.15
+    prior_confidence: ClassVar[float] = 0.15
     autoregressive: bool = False
     pass_cost: PassCost | None = None
     learner: ClassVar[type[Learner] | None] = None
@@ -69,7 +69,7 @@ class Drafter(ABC):
         """Token ids that it may draft, where it has a model of its own; padding at the end may differ."""
         return None
 
-    def ready(self, target: Target) -> None:
+    def bind(self, target: Target) -> None:
         """Once it is known what it drafts for.
 
         Raises:
@@ -94,14 +94,14 @@ class Drafter(ABC):
         (`laws`), for drafts that are to be drawn likewise, and the noise (`chance`).
         """
 
-    def preferred(self, row: Row) -> Wanted:
+    def preferred(self, row: Row) -> PreferredDrafts:
         """The drafts that serve the row's rule best.
 
         Only where it is "law" may a drafter draw by `chance.draw`, and say so in `dist`; what of such a draft is
         offered must not depend on what was drawn.
         """
-        wanted = row.request.rule.preferred_drafts
-        return "likeliest" if wanted == "law" and not self.alone else wanted
+        preferred = row.request.rule.preferred_drafts
+        return "likeliest" if preferred == "law" and not self.alone else preferred
 
     @property
     @abstractmethod
@@ -151,8 +151,7 @@ class Plain(Drafter):
 class PerRow(Drafter, Generic[State]):
     """A drafter that treats every sequence by itself: a state per row, and a chain or tree from it.
 
-    Its confidence in its nodes is set right by what became of earlier ones (`_trust.py`), whether they were verified or
-    not.
+    The confidence of its nodes is calibrated by what became of earlier ones (`_calibration.py`), verified or not.
     """
 
     def __post_init__(self) -> None:
@@ -160,8 +159,8 @@ class PerRow(Drafter, Generic[State]):
 
     def forget(self) -> None:
         self._states: dict[int, State] = {}
-        self._trust = Trust()
-        self._asked = False  # for a draft, since the last pass
+        self._calibration = Calibration()
+        self._requested = False  # for a draft, since the last pass
         self._learning = 0.0  # seconds that learning from a pass lately took
         self._spared = 0  # passes that it did not learn from
 
@@ -169,10 +168,10 @@ class PerRow(Drafter, Generic[State]):
     def begin(self, row: Row) -> State: ...
 
     @abstractmethod
-    def draft(self, row: Row, state: State, ahead: Sequence[int], budget: int) -> DraftTree:
-        """What follows `row.tokens` and then `ahead`, at most `budget` nodes; its root is the last of these tokens.
+    def draft(self, row: Row, state: State, after: Sequence[int], budget: int) -> DraftTree:
+        """What follows `row.tokens` and then `after`, at most `budget` nodes; its root is the last of these tokens.
 
-        ahead: tokens that another drafter has drafted already.
+        after: tokens that another drafter has drafted already.
         """
 
     def learn(self, row: Row, state: State, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
@@ -189,44 +188,44 @@ class PerRow(Drafter, Generic[State]):
             self._states[id(row)] = self.begin(row)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        self._asked = any(budget)
+        self._requested = any(budget)
         return [
-            self._trust.proposed(row, self.draft(row, self._states[id(row)], (), most))
+            self._calibration.proposed(row, self.draft(row, self._states[id(row)], (), most))
             if most > 0
             else DraftTree.chain(row.tokens[-1])
             for row, most in zip(rows, budget, strict=True)
         ]
 
-    def extend(self, row: Row, ahead: Sequence[int], budget: int) -> DraftTree:
-        """A draft for where the row would stand after `ahead`; see `draft`."""
-        self._asked = True
-        return self._trust.proposed(row, self.draft(row, self._states[id(row)], ahead, budget), ahead)
+    def extend(self, row: Row, after: Sequence[int], budget: int) -> DraftTree:
+        """A draft for where the row would stand after `after`; see `draft`."""
+        self._requested = True
+        return self._calibration.proposed(row, self.draft(row, self._states[id(row)], after, budget), after)
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         for row in rows:
-            self._trust.heard(row)
+            self._calibration.update(row)
         if type(self).learn is not PerRow.learn and self._learns():
             began = time.perf_counter()
             for row, tree, logits, reached in zip(rows, trees, scores.logits, accepted, strict=True):
                 self.learn(row, self._states[id(row)], tree, logits[: len(tree)], reached)
-            self._learning = lately(self._learning, time.perf_counter() - began)
-        self._asked = False
+            self._learning = moving_average(self._learning, time.perf_counter() - began)
+        self._requested = False
 
     def _learns(self) -> bool:
         """Whether it learns from this pass; of those for which no draft was wanted, from a few only if that is dear."""
-        if self._asked or self.pass_cost is None or self._learning <= IDLE * self.pass_cost.plain:
+        if self._requested or self.pass_cost is None or self._learning <= IDLE * self.pass_cost.plain:
             return True
         self._spared = (self._spared + 1) % SPARED
         return self._spared == 0
 
     def end(self, row: Row) -> None:
-        self._trust.end(row)
+        self._calibration.end(row)
         if id(row) in self._states:
             self.finish(row, self._states.pop(id(row)))
 
 
-def lately(before: float, now: float) -> float:
+def moving_average(before: float, now: float) -> float:
     """An average of which each later value makes a fifth; the first stands for itself."""
     return 0.8 * before + 0.2 * now if before else now

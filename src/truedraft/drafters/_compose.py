@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from truedraft.card import Card
-from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, lately
+from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, moving_average
+from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._joint import Joint
 from truedraft.drafters._trees import grafted, placed, values_of
-from truedraft.drafters._trust import Trust
 from truedraft.errors import Refused
 from truedraft.registry import AUTO, DEFAULT, NONE, split
 from truedraft.stores.union import Union, union
@@ -55,14 +55,14 @@ class Many(Joint):
             paper="none", idea=f"{len(parts)} drafters as one.", family="composition",
             needs=tuple(sorted({need for part in parts for need in part.card.needs})),
         )  # fmt: skip
-        self._trusts: dict[int, Trust] = {}  # of parts that do not say what they hope
+        self._calibrations: dict[int, Calibration] = {}  # of parts that do not say what they hope
         self.seconds = [0.0] * len(parts)  # that a draft lately took
         self.watching = [0.0] * len(parts)  # and seeing a pass that it had drafted for
         self._called: set[int] = set()  # parts that were asked for a draft since the last pass
 
     def forget(self) -> None:
         super().forget()
-        self._trusts = {}
+        self._calibrations = {}
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class Many(Joint):
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         """One draft a row, from those of the parts."""
 
-    def asked(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+    def propose_by(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         """The drafts of part k, with confidence; how long they took is noted."""
         self._called.add(k)
         began = time.perf_counter()
@@ -93,10 +93,10 @@ class Many(Joint):
         trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]
         if all(tree.confidence is not None for tree in trees):
             return trees
-        hope = self.parts[k].hope
+        prior_confidence = self.parts[k].prior_confidence
         return [
-            self._trusts.setdefault(k, Trust()).proposed(
-                row, tree if tree.confidence is not None else placed(tree, hope)
+            self._calibrations.setdefault(k, Calibration()).proposed(
+                row, tree if tree.confidence is not None else placed(tree, prior_confidence)
             )
             for row, tree in zip(rows, trees, strict=True)
         ]
@@ -105,8 +105,8 @@ class Many(Joint):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         for row in rows:
-            for trust in self._trusts.values():
-                trust.heard(row)
+            for calibration in self._calibrations.values():
+                calibration.update(row)
         for k, part in enumerate(self.parts):
             began = time.perf_counter()
             part.observe(rows, trees, scores, accepted)
@@ -115,8 +115,8 @@ class Many(Joint):
         self._called.clear()
 
     def end(self, row: Row) -> None:
-        for trust in self._trusts.values():
-            trust.end(row)
+        for calibration in self._calibrations.values():
+            calibration.end(row)
         super().end(row)
 
 
@@ -150,7 +150,7 @@ class Merge(Many):
             self._unasked[k] += 1
             if self._asks(k, doubt):
                 self._unasked[k] = 0
-                drafts[k] = self.asked(k, rows, budget)
+                drafts[k] = self.propose_by(k, rows, budget)
                 doubt = min(doubt, sum(map(_doubt, drafts[k])) / len(rows))
         for row, most, *trees in zip(rows, budget, *drafts, strict=True):
             self._drafts[id(row)] = len(row.tokens), union(trees, most)
@@ -167,19 +167,19 @@ class Merge(Many):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         if self.pass_cost is not None and self._drafts:
-            self._judge(self.pass_cost, rows, trees)
+            self._review(self.pass_cost, rows, trees)
         self._drafts.clear()
         super().observe(rows, trees, scores, accepted)
         self._resting = [max(left - 1, 0) for left in self._resting]
 
-    def _judge(self, pass_cost: PassCost, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
+    def _review(self, pass_cost: PassCost, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """A part whose own contribution saves less time than it takes rests a while, and then is tried again."""
         awake = self._called
         saved = [0.0] * len(self.parts)
         for row, tree in zip(rows, trees, strict=True):
             if id(row) in self._drafts:
-                said, draft = self._drafts[id(row)]
-                for k, (right, made) in enumerate(zip(*draft.alone(row.tokens[said:], tree.drafted), strict=True)):
+                start, draft = self._drafts[id(row)]
+                for k, (right, made) in enumerate(zip(*draft.alone(row.tokens[start:], tree.drafted), strict=True)):
                     saved[k] += right * pass_cost.plain / len(rows) - made * pass_cost.node
         if not any(self._credit):
             self._credit = [CREDIT * pass_cost.plain] * len(self.parts)
@@ -197,11 +197,11 @@ class Switch(Many):
     sign = "?"
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        found = self.asked(0, rows, budget)
+        found = self.propose_by(0, rows, budget)
         for k in range(1, len(self.parts)):
             rest = [0 if len(tree) > 1 else most for tree, most in zip(found, budget, strict=True)]
             if any(rest):
-                found = [a if len(a) > 1 else b for a, b in zip(found, self.asked(k, rows, rest), strict=True)]
+                found = [a if len(a) > 1 else b for a, b in zip(found, self.propose_by(k, rows, rest), strict=True)]
         return found
 
 
@@ -236,9 +236,11 @@ class Route(Many):
             if best and dear and self._rate(k, self.gains[k]) < sum(rates) / len(rates) and self._idle[k] < AGAIN:
                 continue
             self._idle[k] = 0
-            trees = self.asked(k, rows, budget)
+            trees = self.propose_by(k, rows, budget)
             promised = [sum(values_of(tree)[1:]) for tree in trees]
-            self.gains[k] = lately(self.gains[k] if self.gains[k] < math.inf else 0.0, sum(promised) / len(promised))
+            self.gains[k] = moving_average(
+                self.gains[k] if self.gains[k] < math.inf else 0.0, sum(promised) / len(promised)
+            )
             found = [self._rate(k if dear else None, gain) for gain in promised]
             if not best:
                 best, rates, which = trees, found, [k] * len(rows)
@@ -268,7 +270,7 @@ class Cascade(Many):
                 raise Refused(f"{name_of(part)} cannot go on from another's draft: put it before the '>'")
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        found = self.asked(0, rows, budget)
+        found = self.propose_by(0, rows, budget)
         for part in self.parts[1:]:
             assert isinstance(part, PerRow)
             found = [self._extended(part, row, tree, most) for row, tree, most in zip(rows, found, budget, strict=True)]
@@ -282,8 +284,8 @@ class Cascade(Many):
             room = budget - (len(tree) - 1)
             if room <= 0 or tree.tokens[end] in row.ends:
                 break
-            ahead = [tree.tokens[i] for i in tree.path(end)[1:]]
-            tree = grafted(tree, end, part.extend(row, ahead, room).cut(1 + room))
+            after = [tree.tokens[i] for i in tree.path(end)[1:]]
+            tree = grafted(tree, end, part.extend(row, after, room).cut(1 + room))
         return tree
 
 
@@ -315,10 +317,10 @@ def _doubt(tree: DraftTree) -> float:
     """The chance that the first token is none of those drafted."""
     assert tree.confidence is not None
     return 1 - max(
-        (hope for hope, parent in zip(tree.confidence, tree.parent, strict=True) if parent == 0), default=0.0
+        (estimate for estimate, parent in zip(tree.confidence, tree.parent, strict=True) if parent == 0), default=0.0
     )
 
 
 def _timed(before: float, now: float) -> float:
     """Seconds that something lately took; what waited for something else counts little."""
-    return lately(before, min(now, HICCUP * before) if before else now)
+    return moving_average(before, min(now, HICCUP * before) if before else now)

@@ -19,7 +19,7 @@ from truedraft.tree import Taps
 class Joint(Drafter):
     """A drafter that drafts with others, its `parts`.
 
-    Every method of `Drafter` without a result (`ready`, `start`, `observe`, `end` ...) is called on each part with the
+    Every method of `Drafter` without a result (`bind`, `start`, `observe`, `end` ...) is called on each part with the
     same arguments; subclasses that do more call `super()`. What a part says of itself is read when it is asked for, so
     it may depend on what the part has loaded.
 

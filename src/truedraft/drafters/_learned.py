@@ -18,7 +18,7 @@ from truedraft.stores import _file as file
 Module = TypeVar("Module", bound=nn.Module)
 Line = tuple[list[int], list[int]]  # tokens of a source; the decoder's prompt followed by the target's output for it
 
-VERSION = 1
+VERSION = 2
 WEIGHTS = "drafter.safetensors"  # file name in a checkpoint's folder
 SAMPLED = 64  # rows of the embedding table that go into a fingerprint
 
@@ -28,12 +28,12 @@ class Learner(ABC):
 
     name: of the drafter.
     module: the trained module; the target's own weights are not part of it.
-    share: progress of the training, 0 to 1, kept current by the trainer.
+    progress: progress of the training, 0 to 1, kept current by the trainer.
     """
 
     name: ClassVar[str]
     module: nn.Module
-    share = 0.0
+    progress = 0.0
 
     @abstractmethod
     def begin(self, model: PreTrainedModel) -> None:
@@ -48,15 +48,15 @@ class Learner(ABC):
         """The scalar to minimise."""
 
     @abstractmethod
-    def judged(self, lines: Sequence[Line]) -> dict[str, float]:
+    def evaluate(self, lines: Sequence[Line]) -> dict[str, float]:
         """Metrics on held-out lines; the checkpoint with the highest `tokens_per_pass` among them is kept."""
 
     @abstractmethod
-    def about(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """The configuration from which the module can be rebuilt."""
 
     @abstractmethod
-    def resume(self, about: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    def resume(self, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Continue from a checkpoint.
 
         Raises:
@@ -75,7 +75,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def save_learnt(folder: Path, name: str, module: nn.Module, model: PreTrainedModel, about: dict[str, Any]) -> None:
+def save_learnt(folder: Path, name: str, module: nn.Module, model: PreTrainedModel, config: dict[str, Any]) -> None:
     """Write a checkpoint atomically.
 
     Raises:
@@ -83,8 +83,8 @@ def save_learnt(folder: Path, name: str, module: nn.Module, model: PreTrainedMod
     """
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {n: w.detach().float().cpu().numpy() for n, w in module.state_dict().items()}
-    about = {**about, "target": type(model).__name__, "fingerprint": fingerprint(model)}
-    file.write(folder / WEIGHTS, f"{name} drafter", VERSION, about, arrays)
+    config = {**config, "target": type(model).__name__, "fingerprint": fingerprint(model)}
+    file.write(folder / WEIGHTS, f"{name} drafter", VERSION, config, arrays)
 
 
 def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -96,14 +96,14 @@ def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[s
     command = f"truedraft train {name} --target MODEL --data FILE --out {folder}"
     if not folder.is_dir():
         raise Refused(f"{name}: there is no folder {str(folder)!r} (`{command}` makes one)")
-    about, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, command)
-    stored, given = about.get("fingerprint"), fingerprint(model)
+    config, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, command)
+    stored, given = config.get("fingerprint"), fingerprint(model)
     if stored != given:
         raise Refused(
-            f"{name}: {str(folder)!r} was trained for another model (a {about.get('target')}, fingerprint {stored}; "
+            f"{name}: {str(folder)!r} was trained for another model (a {config.get('target')}, fingerprint {stored}; "
             f"this is a {type(model).__name__}, {given}): train one for this model"
         )
-    return about, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
+    return config, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
 
 
 def with_weights(module: Callable[[], Module], weights: dict[str, Tensor], name: str, folder: str | Path) -> Module:

@@ -75,10 +75,10 @@ def values_of(tree: DraftTree) -> list[float]:
     return values
 
 
-def placed(tree: DraftTree, hope: float) -> DraftTree:
+def placed(tree: DraftTree, estimate: float) -> DraftTree:
     """A draft without confidence, with a default by depth and sibling order."""
     shape = tree.shape
-    guesses = [(hope if d == 1 else LATER) * 0.5**o for d, o in zip(shape.depth, shape.order, strict=True)]
+    guesses = [(estimate if d == 1 else LATER) * 0.5**o for d, o in zip(shape.depth, shape.order, strict=True)]
     return replace(tree, confidence=(1.0, *guesses[1:]))
 
 

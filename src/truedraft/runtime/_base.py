@@ -24,7 +24,7 @@ class Runner(ABC):
 
     @abstractmethod
     def attach(self, cache: Any) -> None:
-        """The cache (`RowCache` or `PairCache`) of the passes that follow; None detaches the one before.
+        """The cache (`RowCache` or `Seq2SeqCache`) of the passes that follow; None detaches the one before.
 
         Raises:
             NotCompilable: there is no such pass over this cache.

@@ -312,7 +312,7 @@ class CompiledPass(Runner):
         if (hidden, skipped) not in self._variants:
             p = self.program
             last = len(p.outputs) - 1
-            depths = [wanted % len(p.outputs) for wanted in hidden]
+            depths = [index % len(p.outputs) for index in hidden]
             left_out = {i for layer in skipped for i in p.ops_of(layer)}
             made: list[Op] = []
             for i, op in enumerate(p.ops):

@@ -1,4 +1,4 @@
-"""The compiled pass of a drafter that fills masks (`drafters/gad.py`), over new tokens and masks of all rows."""
+"""The compiled pass of a drafter that fills masks (`drafters/heads/gad.py`), over new tokens and masks of all rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from truedraft.caches.pairs import PairCache
+from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.fingerprint import fingerprint
-from truedraft.runtime.pairs import Hearing
 from truedraft.runtime.program import Program
+from truedraft.runtime.seq2seq import CrossAttentionPass
 from truedraft.runtime.weights import NotCompilable
 
 
-class LeanFilling(Hearing):
+class CompiledFillerPass(CrossAttentionPass):
     """Fills masks after the tokens of rows, whose keys and values it caches.
 
     filler: layers with rotary self-attention, cross-attention to a source and a feed-forward
@@ -44,11 +44,11 @@ class LeanFilling(Hearing):
         return [fingerprint(part) for part in (model, model.get_input_embeddings(), model.get_output_embeddings())]
 
     def begin(self, rows: int, capacity: int) -> None:
-        """Reserve a cache for `rows` rows of `capacity` positions each; `hear` then sets their sources."""
+        """Reserve a cache for `rows` rows of `capacity` positions each; `read_source` then sets their sources."""
         if self._fingerprint() != self._made_of:
             self._compile()
-        self.pairs = PairCache(len(self.program.layer_types), rows, capacity)
-        self.attach(self.pairs.rows)
+        self.seq2seq_cache = Seq2SeqCache(len(self.program.layer_types), rows, capacity)
+        self.attach(self.seq2seq_cache.rows)
 
     def fill(self, texts: Sequence[tuple[int, int]], x: Tensor, masks: int) -> Tensor:
         """(rows, masks, V) logits of the masks after each row's text.
@@ -79,7 +79,7 @@ def compile_filler(p: Program, filler: Any) -> None:
         p.attend(i, attention, heads)
         p.linear("a", "x", layer.own_out, add=True)
         p.layer_norm("x", "h", layer.norm_source)
-        p.linear("h", "q", layer.asked)
+        p.linear("h", "q", layer.cross_query)
         p.cross(attention, heads, *(partial(_part, layer.source, k, size) for k in range(2)))
         p.linear("a", "x", layer.source_out, add=True)
         p.layer_norm("x", "h", layer.norm_inner)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.caches.pairs import PairCache
 from truedraft.caches.rows import RowCache
+from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.linears import Linears
@@ -50,8 +50,8 @@ class ForwardPass(Runner):
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
-    def attach(self, cache: RowCache | PairCache | None) -> None:
-        self.cache: RowCache | PairCache = cache  # type: ignore[assignment]
+    def attach(self, cache: RowCache | Seq2SeqCache | None) -> None:
+        self.cache: RowCache | Seq2SeqCache = cache  # type: ignore[assignment]
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
@@ -157,13 +157,13 @@ class ForwardPass(Runner):
         """What each node sees of the first `view` places, (rows, 1, width, view), as the model takes it."""
         seen = nodes.seen(view)
         if self.window is None:
-            return self._dressed(seen)
+            return self._attention_mask(seen)
         near = seen if view <= self.window else seen & nodes.near(view, self.window)
         if "full_attention" in self.layer_types:
-            return {"full_attention": self._dressed(seen), "sliding_attention": self._dressed(near)}
-        return self._dressed(near)
+            return {"full_attention": self._attention_mask(seen), "sliding_attention": self._attention_mask(near)}
+        return self._attention_mask(near)
 
-    def _dressed(self, seen: Tensor) -> Tensor:
+    def _attention_mask(self, seen: Tensor) -> Tensor:
         seen = seen[:, None]
         if self.model.config.get_text_config(decoder=True)._attn_implementation != "eager":
             return seen
@@ -243,7 +243,7 @@ class LinearsPass(ForwardPass):
         if not self._linears:
             raise NotCompilable("there are no linear layers for compiled code")
 
-    def attach(self, cache: RowCache | PairCache | None) -> None:
+    def attach(self, cache: RowCache | Seq2SeqCache | None) -> None:
         super().attach(cache)
         if cache is not None:
             self._linears.refresh()

@@ -16,8 +16,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.runtime.fingerprint import hooked
-from truedraft.runtime.pair_programs import PAIR_PROGRAMS, layers_of
 from truedraft.runtime.program import Program
+from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
 from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import NotCompilable
 
@@ -295,7 +295,7 @@ def compile_seq2seq(model: Any, encoder: bool) -> Program:
     """The program of one stack of an encoder-decoder, its encoder or its decoder. Raises as `compile_program`."""
     if encoder and model.config.model_type == "longt5":
         raise NotCompilable("its encoder attends locally only")
-    programs = {name: partial(make, encoder=encoder) for name, make in PAIR_PROGRAMS.items()}
+    programs = {name: partial(make, encoder=encoder) for name, make in SEQ2SEQ_PROGRAMS.items()}
     stack = model.get_encoder() if encoder else model.get_decoder()
     return _compiled(model, model, programs, ["full_attention"] * layers_of(stack))
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from truedraft.caches.pairs import PairCache
+from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass, LinearsPass
 from truedraft.runtime.padded import Padded
-from truedraft.runtime.pairs import padded_sources
 from truedraft.runtime.positions import Positions, table_size
+from truedraft.runtime.seq2seq import padded_sources
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
 
@@ -24,26 +24,26 @@ class Seq2SeqPass(ForwardPass):
     """See `ForwardPass`; the decoder counts positions by place in the cache, so those of a tree's nodes are handed to
     it (`positions.py`)."""
 
-    cache: PairCache
+    cache: Seq2SeqCache
 
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         super().__init__(model, layer_types, window)
         self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
         self._masks_sources = "attention_mask" in inspect.signature(model.forward).parameters  # not of sounds
 
-    def attach(self, cache: PairCache | None) -> None:  # type: ignore[override]
+    def attach(self, cache: Seq2SeqCache | None) -> None:  # type: ignore[override]
         super().attach(cache)
         if cache is not None:
             limit = table_size(self.model.get_decoder())
             count = cache.cursor.capacity if limit is None else min(cache.cursor.capacity, limit)
             self._positions.refresh(count, self.device)
 
-    def hear(self, states: Tensor, heard: Tensor) -> None:
-        """The sources of the next rows; see `Hearing`. Their keys are made by the first pass."""
-        self.cache.begin(states, heard)
+    def read_source(self, states: Tensor, source_mask: Tensor) -> None:
+        """The sources of the next rows; see `CrossAttentionPass`. Their keys are made by the first pass."""
+        self.cache.begin(states, source_mask)
 
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
-        self.hear(*padded_sources(batch))
+        self.read_source(*padded_sources(batch))
         return super()._read(batch, most, taps)
 
     def skipped(self, view: View) -> frozenset[int]:
@@ -64,7 +64,7 @@ class Seq2SeqPass(ForwardPass):
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
         cursor, cache = self.cache.cursor, self.cache
         rows = slice(cursor.first, cursor.last)
-        given = {"attention_mask": cache.heard[rows]} if self._masks_sources else {}
+        given = {"attention_mask": cache.source_mask[rows]} if self._masks_sources else {}
         return self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=cache.states[rows]),
             decoder_input_ids=inputs["input_ids"],

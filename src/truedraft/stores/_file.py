@@ -25,11 +25,11 @@ PART = 1 << 24  # bytes checked at a time
 
 
 def write(
-    path: str | PathLike[str], kind: str, version: int, about: Mapping[str, Any], arrays: Mapping[str, Any]
+    path: str | PathLike[str], kind: str, version: int, config: Mapping[str, Any], arrays: Mapping[str, Any]
 ) -> None:
     """Write a file whole or not at all.
 
-    about: the description of its contents, as JSON. arrays: of numpy, by name.
+    config: the description of its contents, as JSON. arrays: of numpy, by name.
 
     Raises:
         OSError: it cannot be written; an earlier file of that name is kept.
@@ -37,9 +37,9 @@ def write(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    description = json.dumps(about)
+    description = json.dumps(config)
     metadata = {"format": f"truedraft {kind}", "version": str(version)}
-    metadata |= {"about": description, "checksums": json.dumps(_checksums(arrays, description))}
+    metadata |= {"config": description, "checksums": json.dumps(_checksums(arrays, description))}
     try:
         with replacing(Path(path)) as part:
             save_file(dict(arrays), str(part), metadata)
@@ -74,10 +74,10 @@ class Unchanged:
 class Read(NamedTuple):
     """A file's contents.
 
-    about: the description of its contents. arrays: by name, mapped. unchanged: to be called before they are used.
+    config: the description of its contents. arrays: by name, mapped. unchanged: to be called before they are used.
     """
 
-    about: dict[str, Any]
+    config: dict[str, Any]
     arrays: dict[str, Any]
     unchanged: Unchanged
 
@@ -105,20 +105,20 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read
                 raise Refused(f"{file_is} has version {metadata['version']}, not {version}: build it anew")
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
         expected = json.loads(metadata["checksums"])
-        wrong = set(expected.items()) ^ set(_checksums(arrays, metadata["about"]).items())
+        wrong = set(expected.items()) ^ set(_checksums(arrays, metadata["config"]).items())
         if wrong:
             raise ValueError(f"the checksum of {min(wrong)[0]!r} differs")
-        about = dict(json.loads(metadata["about"]))
+        config = dict(json.loads(metadata["config"]))
         unchanged()
-        return Read(about, arrays, unchanged)
+        return Read(config, arrays, unchanged)
     except Refused:
         raise
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
         raise Refused(f"{file_is} is damaged, or none ({' '.join(str(e).split())}): build it anew") from e
 
 
-def _checksums(arrays: Mapping[str, Any], about: str) -> dict[str, int]:
-    return {name: _checksum(array) for name, array in arrays.items()} | {"about": zlib.crc32(about.encode())}
+def _checksums(arrays: Mapping[str, Any], config: str) -> dict[str, int]:
+    return {name: _checksum(array) for name, array in arrays.items()} | {"config": zlib.crc32(config.encode())}
 
 
 def _checksum(array: Any) -> int:

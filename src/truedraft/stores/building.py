@@ -16,7 +16,7 @@ import psutil
 from truedraft.errors import Refused, why
 from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.automaton import automaton
-from truedraft.stores.corpus import About, Corpus, fingerprint
+from truedraft.stores.corpus import Corpus, CorpusConfig, fingerprint
 from truedraft.stores.texts import Texts
 
 BATCH = 1 << 20  # characters tokenised together, about
@@ -80,14 +80,14 @@ def build_corpus(
     if len(made) == documents:
         left_out = ", ".join(f"{count} {why}" for why, count in texts.skipped.items()) or "they are empty"
         raise Refused(f"no text was found in {', '.join(map(str, files))}: {left_out}")
-    about = About(name or tokenizer.name_or_path, fingerprint(tokenizer), len(made) - documents, documents)
+    config = CorpusConfig(name or tokenizer.name_or_path, fingerprint(tokenizer), len(made) - documents, documents)
     progress(f"writing {path}")
     try:
-        Corpus(about, made).save(path)
+        Corpus(config, made).save(path)
     except OSError as e:
         raise Refused(f"corpus {str(path)!r} cannot be written: {why(e)}") from e
     return Built(
-        str(path), documents, about.tokens, watch.characters, path.stat().st_size,
+        str(path), documents, config.tokens, watch.characters, path.stat().st_size,
         time.perf_counter() - watch.start, watch.tokenising, _peak_memory(), dict(texts.skipped),
     )  # fmt: skip
 

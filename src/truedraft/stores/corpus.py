@@ -28,7 +28,7 @@ KIND, VERSION = "corpus", 1
 
 
 @dataclass(frozen=True)
-class About:
+class CorpusConfig:
     """The origin and size of a corpus.
 
     tokenizer: name and fingerprint (see `fingerprint`) of the tokenizer that read the texts.
@@ -41,7 +41,7 @@ class About:
     documents: int
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> About:
+    def of(cls, given: Mapping[str, Any]) -> CorpusConfig:
         """From the description in a file.
 
         Raises:
@@ -62,7 +62,7 @@ class Corpus:
     name: its name in messages.
     """
 
-    about: About
+    config: CorpusConfig
     _automaton: Automaton
     name: str = "in memory"
     _unchanged: Callable[[], None] = lambda: None
@@ -88,7 +88,7 @@ class Corpus:
         for document in documents:
             made.extend([*document, SEPARATOR])
             count += 1
-        return cls(About(tokenizer, mark, len(made) - count, count), made)
+        return cls(CorpusConfig(tokenizer, mark, len(made) - count, count), made)
 
     @cached_property
     def largest(self) -> int:
@@ -97,9 +97,9 @@ class Corpus:
 
     def check(self, tokenizer: Any) -> None:
         """Raises Refused where a model's tokenizer, if it is given, is not the one that the corpus was built with."""
-        if self.about.fingerprint and tokenizer is not None and self.about.fingerprint != fingerprint(tokenizer):
+        if self.config.fingerprint and tokenizer is not None and self.config.fingerprint != fingerprint(tokenizer):
             raise Refused(
-                f"corpus {self.name!r} was built with another tokenizer, {self.about.tokenizer!r}: "
+                f"corpus {self.name!r} was built with another tokenizer, {self.config.tokenizer!r}: "
                 "build it anew with the model's own"
             )
 
@@ -114,7 +114,7 @@ class Corpus:
         Raises:
             OSError: it cannot be written; an earlier file of that name is kept.
         """
-        _file.write(path, KIND, VERSION, asdict(self.about), self.automaton.arrays())
+        _file.write(path, KIND, VERSION, asdict(self.config), self.automaton.arrays())
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Corpus:
@@ -123,9 +123,9 @@ class Corpus:
         Raises:
             Refused: there is none, or it is damaged, or of another version.
         """
-        about, arrays, unchanged = _file.read(path, KIND, VERSION, "truedraft corpus build")
+        config, arrays, unchanged = _file.read(path, KIND, VERSION, "truedraft corpus build")
         try:
-            return cls(About.of(about), loaded(arrays), str(path), unchanged)
+            return cls(CorpusConfig.of(config), loaded(arrays), str(path), unchanged)
         except (KeyError, TypeError, ValueError, OverflowError) as e:
             raise Refused(f"corpus {str(path)!r} is damaged ({why(e)}): build it anew") from e
 

@@ -73,12 +73,12 @@ class Memory:
             OSError: it cannot be written; an earlier file of that name is kept.
         """
         texts = [np.array(part.text, np.int32) for _, part in self._parts]
-        about = {
+        config = {
             "namespaces": [name for name, _ in self._parts],
             "lengths": [len(text) for text in texts],
             "fingerprint": "" if tokenizer is None else fingerprint(tokenizer),
         }
-        _file.write(path, KIND, VERSION, about, {"token": np.concatenate([np.zeros(0, np.int32), *texts])})
+        _file.write(path, KIND, VERSION, config, {"token": np.concatenate([np.zeros(0, np.int32), *texts])})
 
     def load(self, path: str | PathLike[str], tokenizer: Any, vocabulary: int) -> None:
         """Add the texts of a file to their namespaces, as if they had just been emitted.
@@ -86,12 +86,12 @@ class Memory:
         Raises:
             Refused: there is none, or it is damaged, of another version or another tokenizer's; nothing was added.
         """
-        about, arrays, _ = _file.read(path, KIND, VERSION, "save_memory")
+        config, arrays, _ = _file.read(path, KIND, VERSION, "save_memory")
         try:
-            texts = _texts(about, arrays["token"])
+            texts = _texts(config, arrays["token"])
         except (KeyError, TypeError, ValueError) as e:
             raise Refused(f"memory {str(path)!r} is damaged ({e}): save one anew") from e
-        if about["fingerprint"] and tokenizer is not None and about["fingerprint"] != fingerprint(tokenizer):
+        if config["fingerprint"] and tokenizer is not None and config["fingerprint"] != fingerprint(tokenizer):
             raise Refused(f"memory {str(path)!r} was saved with another tokenizer: save one with this model's")
         tokens = arrays["token"]
         if len(tokens) and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
@@ -102,13 +102,13 @@ class Memory:
                     self.add(name, document[document != SEPARATOR].tolist())
 
 
-def _texts(about: Mapping[str, Any], tokens: Any) -> list[tuple[str, Any]]:
+def _texts(config: Mapping[str, Any], tokens: Any) -> list[tuple[str, Any]]:
     """Namespace and tokens of each text of a file.
 
     Raises:
         KeyError, TypeError, ValueError: the description does not fit the tokens.
     """
-    names, lengths, mark = about["namespaces"], about["lengths"], about["fingerprint"]
+    names, lengths, mark = config["namespaces"], config["lengths"], config["fingerprint"]
     if tokens.ndim != 1 or tokens.dtype != np.int32 or not all(isinstance(text, str) for text in (mark, *names)):
         raise ValueError("its texts are of other kinds")
     if not all(isinstance(length, int) and length >= 0 for length in lengths) or sum(lengths) != len(tokens):
@@ -161,11 +161,11 @@ class Places:
         self._cursors, self._followed = found, len(tokens)
         return found
 
-    def ahead(
-        self, automata: Sequence[Automaton], tokens: Sequence[int], ahead: Sequence[int]
+    def following(
+        self, automata: Sequence[Automaton], tokens: Sequence[int], after: Sequence[int]
     ) -> list[tuple[Automaton, Cursor]]:
-        """As `follow`, moved on along the drafted tokens `ahead`: copies of the cursors."""
+        """As `follow`, moved on along the drafted tokens `after`: copies of the cursors."""
         found = [(text, cursor.copy()) for text, cursor in self.follow(automata, tokens)]
-        for text, cursor in found if ahead else ():
-            text.follow(cursor, ahead)
+        for text, cursor in found if after else ():
+            text.follow(cursor, after)
         return found

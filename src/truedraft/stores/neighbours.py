@@ -93,9 +93,9 @@ class Neighbours:
         Raises:
             OSError: it cannot be written; an earlier file of that name is kept.
         """
-        about = {"layer": self.layer, "names": self.names, "starts": self.starts}
+        config = {"layer": self.layer, "names": self.names, "starts": self.starts}
         arrays = {"text": self.text.numpy(), "keys": self.keys.cpu().numpy()}
-        _file.write(path, KIND, VERSION, about, arrays)
+        _file.write(path, KIND, VERSION, config, arrays)
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Neighbours:
@@ -104,9 +104,9 @@ class Neighbours:
         Raises:
             Refused: there is none, or it is damaged, or of another version.
         """
-        about, arrays, unchanged = _file.read(path, KIND, VERSION, MAKER)
+        config, arrays, unchanged = _file.read(path, KIND, VERSION, MAKER)
         try:
-            layer, names, starts = about["layer"], tuple(about["names"]), tuple(about["starts"])
+            layer, names, starts = config["layer"], tuple(config["names"]), tuple(config["starts"])
             if not all(isinstance(number, int) for number in (layer, *starts)):
                 raise ValueError("its documents are not numbered")
             text, keys = torch.from_numpy(arrays["text"].copy()), torch.from_numpy(arrays["keys"])

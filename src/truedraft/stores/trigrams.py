@@ -35,7 +35,7 @@ class Trigrams(Protocol):
         """Another table with the same contents."""
 
     def search(self, before: int, last: int, simulations: int, depth: int, c1: float, c2: float, most: int) -> Searched:
-        """The `most` most visited nodes of a Monte-Carlo tree search from two tokens on; see drafters/aded.py."""
+        """The `most` most visited nodes of a Monte-Carlo tree search from two tokens on; see `aded`."""
 
 
 class CompiledTrigrams:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from truedraft.caches.pairs import PairCache
 from truedraft.caches.rows import RowCache
+from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.compiled import CompiledPass
@@ -60,7 +60,7 @@ class DecoderTarget:
     reads_sources: ClassVar[bool] = False
     output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
     noise = 0.0
-    _cache_class: ClassVar[type[RowCache | PairCache]] = RowCache
+    _cache_class: ClassVar[type[RowCache | Seq2SeqCache]] = RowCache
     _forward_class: ClassVar[type[ForwardPass]] = ForwardPass
     _linears_class: ClassVar[type[LinearsPass]] = LinearsPass
 
@@ -73,7 +73,7 @@ class DecoderTarget:
         self.config = model.config.get_text_config(decoder=True)
         self.taps = Taps()
         self.blank: frozenset[str] = frozenset()
-        self._cache: RowCache | PairCache | None = None
+        self._cache: RowCache | Seq2SeqCache | None = None
         self.layer_types = self._layer_types()
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
         self.vocabulary: int = self.config.vocab_size
@@ -150,12 +150,12 @@ class DecoderTarget:
         )  # fmt: skip
 
     @property
-    def cache(self) -> RowCache | PairCache | None:
+    def cache(self) -> RowCache | Seq2SeqCache | None:
         """The cache that passes read and write; None while nothing is generated."""
         return self._cache
 
     @cache.setter
-    def cache(self, cache: RowCache | PairCache | None) -> None:
+    def cache(self, cache: RowCache | Seq2SeqCache | None) -> None:
         self._cache = cache
         self._reader.attach(cache)
         try:
@@ -211,7 +211,7 @@ class DecoderTarget:
             kept = self.runner.kept(rows, capacity)
         self.cache = self._allocated(rows, capacity) if kept is None else kept
 
-    def _allocated(self, rows: int, capacity: int) -> RowCache | PairCache:
+    def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
         layers = len(self.layer_types)
         check_room(self.config, layers, rows, capacity, self.dtype, self.device)
         return self._cache_class(layers, rows, capacity)

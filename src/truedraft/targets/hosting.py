@@ -187,7 +187,7 @@ def _generated(
     mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
     scores: list[Tensor] = []
 
-    def say(_: Any, input_ids: Tensor, *criteria: Any, **given: Any) -> Tensor:
+    def decode(_: Any, input_ids: Tensor, *criteria: Any, **given: Any) -> Tensor:
         for n in range(longest - last + 1, longest + 1):
             step = {"next_sequence_length": 1 if scores else None, "is_first_iteration": not scores}
             out = model(**model.prepare_inputs_for_generation(ids[:, :n], **step, **given), return_dict=True)
@@ -199,7 +199,7 @@ def _generated(
     zeros = {} if blank is None else {blank: torch.zeros_like(ids[:, :begun])}
     length = {"max_length": longest} if model.generation_config.max_new_tokens is None else {}
     model.generate(
-        ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=say, use_cache=True, num_beams=1,
+        ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=decode, use_cache=True, num_beams=1,
         num_return_sequences=1, **length, **zeros,
     )  # fmt: skip
     return torch.stack(scores, 1)

@@ -146,20 +146,20 @@ def source_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], sources: 
     if mask is not None and (mask.shape != input_ids.shape or not bool(mask.all())):
         raise Refused("decoder_attention_mask has gaps: give decoder_input_ids of one length, without padding")
     states = model_kwargs["encoder_outputs"].last_hidden_state
-    heard = model_kwargs.get("attention_mask")
-    if heard is None:
-        heard = states.new_ones(states.shape[:2])
-    if heard.shape != states.shape[:2]:
-        raise Refused(f"attention_mask is for {heard.shape[1]} positions, the source has {states.shape[1]}")
-    heard = (heard != 0).long()
-    if not bool(heard.any(-1).all()):
+    source_mask = model_kwargs.get("attention_mask")
+    if source_mask is None:
+        source_mask = states.new_ones(states.shape[:2])
+    if source_mask.shape != states.shape[:2]:
+        raise Refused(f"attention_mask is for {source_mask.shape[1]} positions, the source has {states.shape[1]}")
+    source_mask = (source_mask != 0).long()
+    if not bool(source_mask.any(-1).all()):
         raise Refused("a source is empty (masked throughout): give each row at least one token")
-    texts: list[tuple[int, ...]] = [()] * len(heard)
-    if sources is not None and sources.shape[1] == heard.shape[1]:
-        lines = sources.repeat_interleave(len(heard) // len(sources), 0)
-        texts = [tuple(line[h.bool()].tolist()) for line, h in zip(lines, heard, strict=True)]
-    given = zip(input_ids, states, heard, texts, strict=True)
-    return [Prompt(ids=ids, states=s, heard=h, source=text) for ids, s, h, text in given]
+    texts: list[tuple[int, ...]] = [()] * len(source_mask)
+    if sources is not None and sources.shape[1] == source_mask.shape[1]:
+        lines = sources.repeat_interleave(len(source_mask) // len(sources), 0)
+        texts = [tuple(line[h.bool()].tolist()) for line, h in zip(lines, source_mask, strict=True)]
+    given = zip(input_ids, states, source_mask, texts, strict=True)
+    return [Prompt(ids=ids, states=s, source_mask=h, source=text) for ids, s, h, text in given]
 
 
 def _check_foreign(model_kwargs: Mapping[str, Any]) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers.generation.utils import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput
 
-from truedraft.caches.pairs import PairCache
+from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
-from truedraft.runtime.pair_programs import layers_of
-from truedraft.runtime.pairs import CompiledEncoderPass, CompiledSeq2SeqPass, padded_sources
 from truedraft.runtime.positions import table_size
+from truedraft.runtime.seq2seq import CompiledEncoderPass, CompiledSeq2SeqPass, padded_sources
 from truedraft.runtime.seq2seq_forward import Seq2SeqLinearsPass, Seq2SeqPass
+from truedraft.runtime.seq2seq_programs import layers_of
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.inputs import check_sources, source_prompts, states_of
@@ -41,7 +41,7 @@ class Seq2SeqTarget(DecoderTarget):
     family: ClassVar[Family] = "encoder-decoder"
     reads_sources = True
     output_class = GenerateEncoderDecoderOutput
-    _cache_class = PairCache
+    _cache_class = Seq2SeqCache
     _forward_class = Seq2SeqPass
     _linears_class = Seq2SeqLinearsPass
 
@@ -52,23 +52,23 @@ class Seq2SeqTarget(DecoderTarget):
         self._encoder: CompiledEncoderPass | None = None
         if runtime != "stock" and self.device.type == "cpu":
             with suppress(NotCompilable, Refused):
-                self._encoder = self._trusted(CompiledEncoderPass(self.model))
+                self._encoder = self._checked(CompiledEncoderPass(self.model))
         return super()._runner(runtime)
 
     def _fast(self) -> Runner:
         return CompiledSeq2SeqPass(self.model) if self.device.type == "cpu" else self._stock()
 
     @torch.no_grad()
-    def _trusted(self, encoder: CompiledEncoderPass) -> CompiledEncoderPass | None:
+    def _checked(self, encoder: CompiledEncoderPass) -> CompiledEncoderPass | None:
         """The compiled pass, if it says what the model's own encoder does, padding on either side."""
         known = len(self.model.get_encoder().get_input_embeddings().weight)
         ids = torch.randint(1, known, (3, 9), generator=torch.Generator().manual_seed(0))
         ids[ids == self.model.config.pad_token_id] -= 1
-        heard = torch.ones_like(ids)
-        heard[1, 6:], heard[2, :2] = 0, 0
-        ids = ids.masked_fill(heard == 0, self.model.config.pad_token_id or 0)
-        expected = self.model.get_encoder()(input_ids=ids, attention_mask=heard).last_hidden_state.float()
-        error = (encoder.states(ids, heard).float() - expected)[heard.bool()].abs().max() / expected.std()
+        source_mask = torch.ones_like(ids)
+        source_mask[1, 6:], source_mask[2, :2] = 0, 0
+        ids = ids.masked_fill(source_mask == 0, self.model.config.pad_token_id or 0)
+        expected = self.model.get_encoder()(input_ids=ids, attention_mask=source_mask).last_hidden_state.float()
+        error = (encoder.states(ids, source_mask).float() - expected)[source_mask.bool()].abs().max() / expected.std()
         return encoder if error < (1e-3 if self.dtype == torch.float32 else 0.25) else None
 
     def score(self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None) -> Scores:
@@ -88,7 +88,7 @@ class Seq2SeqTarget(DecoderTarget):
         if isinstance(encoded := given.get("encoder_outputs"), tuple | list):
             return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states_of(encoded))}
         ids = given.get("input_ids") if inputs is None else inputs
-        heard = given.get("attention_mask")
+        source_mask = given.get("attention_mask")
         if (
             self._encoder is None
             or ids is None
@@ -96,13 +96,13 @@ class Seq2SeqTarget(DecoderTarget):
             or not OWN.isdisjoint(name for name, v in given.items() if v is not None)
         ):
             return given
-        if heard is None:
+        if source_mask is None:
             if (ids == self.model.config.pad_token_id).any():
                 return given  # generate makes a mask, and may tell that it did
-            heard = torch.ones_like(ids)
-        heard = (heard != 0).long()
+            source_mask = torch.ones_like(ids)
+        source_mask = (source_mask != 0).long()
         try:
-            states = self._encoder.states(ids, heard)
+            states = self._encoder.states(ids, source_mask)
         except (NotCompilable, IndexError):
             return given
         return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
@@ -125,23 +125,23 @@ class Seq2SeqTarget(DecoderTarget):
             return self.prefill(prompts)
         self.rewind()
         assert self.cache is not None
-        self.runner.hear(*padded_sources(prompts))
+        self.runner.read_source(*padded_sources(prompts))
         self.cache.lengths.extend([0] * len(prompts))
         return None
 
-    def _said(self, ids: Tensor, heard: Tensor) -> Tensor:
+    def _encoded(self, ids: Tensor, source_mask: Tensor) -> Tensor:
         """What the encoder says to the sources, (rows, length, H)."""
         if self._encoder is not None:
             with suppress(NotCompilable):  # it was changed since
-                return self._encoder.states(ids, heard)
-        return self.model.get_encoder()(input_ids=ids, attention_mask=heard, return_dict=True).last_hidden_state
+                return self._encoder.states(ids, source_mask)
+        return self.model.get_encoder()(input_ids=ids, attention_mask=source_mask, return_dict=True).last_hidden_state
 
     @property
     def one_vocabulary(self) -> bool:
-        read, said = (
+        read, written = (
             len(half.get_input_embeddings().weight) for half in (self.model.get_encoder(), self.model.get_decoder())
         )
-        return read == said and getattr(self.model.config, "share_encoder_decoder_embeddings", True)
+        return read == written and getattr(self.model.config, "share_encoder_decoder_embeddings", True)
 
     @property
     def context(self) -> int | None:
@@ -158,15 +158,15 @@ class Seq2SeqTarget(DecoderTarget):
     @torch.no_grad()
     def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
         ids = torch.full((len(rows), width), self.model.config.pad_token_id or 0, device=self.device)
-        heard = torch.zeros_like(ids)
+        source_mask = torch.zeros_like(ids)
         for b, row in enumerate(rows):
             ids[b, : len(row.source)] = torch.tensor(row.source, device=self.device)
-            heard[b, : len(row.source)] = 1
-        states = self._said(ids, heard)
+            source_mask[b, : len(row.source)] = 1
+        states = self._encoded(ids, source_mask)
         begun = super().prompts(rows, width)
-        return [replace(p, states=s, heard=h) for p, s, h in zip(begun, states, heard, strict=True)]
+        return [replace(p, states=s, source_mask=h) for p, s, h in zip(begun, states, source_mask, strict=True)]
 
     def prompt(self, ids: Tensor) -> Prompt:
         generator = torch.Generator().manual_seed(0)
         states = torch.randn(SOURCE, self.config.hidden_size, generator=generator).to(self.device, self.dtype)
-        return Prompt(ids, states=states, heard=torch.ones(SOURCE, dtype=torch.long, device=self.device))
+        return Prompt(ids, states=states, source_mask=torch.ones(SOURCE, dtype=torch.long, device=self.device))

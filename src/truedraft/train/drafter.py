@@ -14,7 +14,7 @@ from truedraft.drafters._learned import WEIGHTS, Learner, Line, read_learnt, sav
 from truedraft.errors import Refused
 from truedraft.train.loop import Plan, fit
 from truedraft.train.pairs import bucketed, shuffled
-from truedraft.train.said import longest, said
+from truedraft.train.responses import longest, target_responses
 
 HELD_OUT = 100  # one line in this many is held out for validation,
 MOST = 200  # at most this many lines
@@ -31,7 +31,7 @@ def train_drafter(
     answers: Sequence[str] | None = None,
     batch: int = 2048,
     resume: bool = False,
-    say: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
 ) -> dict[str, float]:
     """Train a drafter for a model; the best checkpoint, the log and the model's responses are kept in a folder.
 
@@ -42,7 +42,7 @@ def train_drafter(
         out: the folder; a checkpoint in it is continued with `resume`, and refused without.
         answers: responses to use instead of the target's own.
         batch: tokens of a step, on the longer side, with padding.
-        say: called with lines of text on the progress.
+        report: called with lines of text on the progress.
 
     Returns:
         The figure of the best validation, whose checkpoint is kept.
@@ -62,33 +62,42 @@ def train_drafter(
     out.mkdir(parents=True, exist_ok=True)
     fast = accelerate(model, tokenizer, draft=None)
     if answers is None:
-        lines = said(fast, tokenizer, sources, out, say)
+        lines = target_responses(fast, tokenizer, sources, out, report)
     else:
-        lines = _given(fast, tokenizer, sources, answers, say)
+        lines = _given(fast, tokenizer, sources, answers, report)
     step = max(HELD_OUT, len(lines) // MOST)
     held = lines[::step]
     trained = [line for i, line in enumerate(lines) if i % step] or held
     weights = sum(p.numel() for p in learner.module.parameters())
-    say(f"{weights:,} weights, {len(trained):,} lines to train on, {len(held):,} held out")
+    report(f"{weights:,} weights, {len(trained):,} lines to train on, {len(held):,} held out")
     figures: dict[str, float] = {}
     best = 0.0
 
     def validate() -> dict[str, float]:
-        figures.update(learner.judged(held))
+        figures.update(learner.evaluate(held))
         return figures
 
     def save() -> None:
         nonlocal best
         if figures["tokens_per_pass"] >= best:
             best = figures["tokens_per_pass"]
-            save_learnt(out, learner.name, learner.module, model, learner.about())
+            save_learnt(out, learner.name, learner.module, model, learner.config())
 
     groups = bucketed(shuffled(trained, plan.seed), batch, plan.seed)
-    told = partial(setattr, learner, "share")
+    on_progress = partial(setattr, learner, "progress")
     with model.device:
         if resume:
             best = _initial(learner, held)
-        fit(learner.module, learner.loss, groups, plan, validate=validate, save=save, log=out / "log.jsonl", told=told)
+        fit(
+            learner.module,
+            learner.loss,
+            groups,
+            plan,
+            validate=validate,
+            save=save,
+            log=out / "log.jsonl",
+            on_progress=on_progress,
+        )
     return {"tokens_per_pass": best}
 
 
@@ -96,12 +105,12 @@ def train_drafter(
 def _initial(learner: Learner, held: Sequence[Line]) -> float:
     """Tokens per pass before training is continued."""
     learner.module.eval()
-    return learner.judged(held)["tokens_per_pass"]
+    return learner.evaluate(held)["tokens_per_pass"]
 
 
 def _given(
     fast: Accelerated, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], answers: Sequence[str],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[Line]:  # fmt: skip
     start, most = fast.model.generation_config.decoder_start_token_id, longest(fast)
     inputs, labels = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(answers))["input_ids"]
@@ -112,5 +121,5 @@ def _given(
     if not lines:
         raise Refused(f"--data has no line with both sides of 1 to {most} tokens")
     if len(lines) < len(sources):
-        say(f"{len(sources) - len(lines):,} lines have a side that is empty or longer than {most} tokens: left out")
+        report(f"{len(sources) - len(lines):,} lines have a side that is empty or longer than {most} tokens: left out")
     return lines

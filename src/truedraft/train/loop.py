@@ -100,7 +100,7 @@ def fit(
     validate: Callable[[], dict[str, float]],
     save: Callable[[], None],
     log: Path,
-    told: Callable[[float], None] | None = None,
+    on_progress: Callable[[float], None] | None = None,
 ) -> dict[str, float]:
     """Train until the time is over; the last validation is returned.
 
@@ -113,7 +113,7 @@ def fit(
         batches: endless.
         validate: returns figures of the model, called in evaluation mode.
         save: writes the model.
-        told: called before every step with the fraction of the plan that is done.
+        on_progress: called before every step with the fraction of the plan that is done.
 
     Raises:
         Refused: the loss is NaN.
@@ -141,8 +141,8 @@ def fit(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["most"] * pace
-        if told is not None:
-            told(done)
+        if on_progress is not None:
+            on_progress(done)
         mean = 0.0
         for _ in range(plan.micro):
             with torch.autocast(device, torch.bfloat16, enabled=plan.bf16):

@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.accept._rounds import as_law, said
+from truedraft.accept._rounds import as_law, tokens_by
 from truedraft.accept._verification import Candidates
 from truedraft.accept.lossy._base import LossyNodeRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
-from truedraft.tree import Row, Wanted
+from truedraft.tree import PreferredDrafts, Row
 
 
 @dataclass
@@ -31,19 +31,19 @@ class Lenient(LossyNodeRule):
         published="T5-XXL drafted by T5-small: acceptance 0.62 at l 1, 0.71 at 0.5, 0.76 at 0.3, 0.84 at 0.1 (memory).",
     )
     samples: ClassVar[bool] = True
-    preferred_drafts: ClassVar[Wanted] = "law"
+    preferred_drafts: ClassVar[PreferredDrafts] = "law"
     lenience: float = knob(0.5, 0, 1, open=True)  # published 1 (exact) down to 0.1
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        return said(scores, candidates, rows, chance, self._forgiving)
+        return tokens_by(scores, candidates, rows, chance, self._forgiving)
 
-    def _forgiving(self, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
-        if not offer.tokens:
+    def _forgiving(self, p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+        if not children.tokens:
             return None, p
-        token = offer.tokens[0]
-        q = offer.dist if not offer.fixed else None
+        token = children.tokens[0]
+        q = children.dist if not children.fixed else None
         if q is None:
             q = torch.zeros_like(p).index_fill_(0, torch.tensor([token], device=p.device), 1.0)
         if chance.flip(min(float(p[token]) / (self.lenience * float(q[token])), 1.0), row):

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.accept._base import AttributingRule
-from truedraft.accept._rounds import as_law, said
+from truedraft.accept._rounds import as_law, tokens_by
 from truedraft.accept._verification import Candidates
 from truedraft.accept.lossy._base import LossyNodeRule
 from truedraft.card import Card, knob
@@ -33,7 +33,7 @@ from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.stats import Attribution
 from truedraft.stores.neighbours import Near, Search
-from truedraft.tree import Row, Taps, Wanted
+from truedraft.tree import PreferredDrafts, Row, Taps
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Nest(LossyNodeRule, AttributingRule):
         published="1.8x over Llama-2-Chat 70B alone, with better quality and attribution than kNN-LM.",
     )
     samples: ClassVar[bool] = True
-    preferred_drafts: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
     layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
     k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024
@@ -87,27 +87,27 @@ class Nest(LossyNodeRule, AttributingRule):
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        near = {row.index: self._near(row, offer) for row, offer in zip(rows, candidates, strict=True)}
+        near = {row.index: self._near(row, children) for row, children in zip(rows, candidates, strict=True)}
 
-        def relaxed(p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+        def relaxed(p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
             law = _mixed(p, near[row.index])
             enough = self.gamma * float(law.max())
-            for token in offer.tokens:
+            for token in children.tokens:
                 odds = float(law[token])
                 if odds > 0 and (odds >= enough or chance.flip(odds / enough, row)):
                     return token, law
             return None, law
 
-        tokens = said(scores, candidates, rows, chance, relaxed)
-        for row, offer, token in zip(rows, candidates, tokens, strict=True):
+        tokens = tokens_by(scores, candidates, rows, chance, relaxed)
+        for row, children, token in zip(rows, candidates, tokens, strict=True):
             if not row.ended:
-                self._follow(row, near[row.index], token, token in offer.tokens)
+                self._follow(row, near[row.index], token, token in children.tokens)
         return tokens
 
-    def _near(self, row: Row, offer: Candidates) -> Near | None:
+    def _near(self, row: Row, children: Candidates) -> Near | None:
         """The neighbours of the state where the row stands."""
-        assert offer.hidden is not None
-        at = self._search.at(row, offer.hidden(self._search.layer)[None])
+        assert children.hidden is not None
+        at = self._search.at(row, children.hidden(self._search.layer)[None])
         return None if at is None else at(0)
 
     def _follow(self, row: Row, near: Near | None, token: int, drafted: bool) -> None:

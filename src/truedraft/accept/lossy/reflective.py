@@ -21,7 +21,7 @@ from truedraft.accept.lossy._base import LossyRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
 from truedraft.errors import Refused
-from truedraft.tree import DraftTree, Row, Wanted
+from truedraft.tree import DraftTree, PreferredDrafts, Row
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Reflective(LossyRule, ProbingRule):
         published="5 to 15 % on top of statistical verification, at like task scores.",
     )
     samples: ClassVar[bool] = False
-    preferred_drafts: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
     share: float = knob(0.3, 0, 1)  # of the second look, 0 is exact; the paper's knob between quality and speed
     prompt: str = knob(" Read it again and repeat it: ")  # between the draft and its repetition; of one's own making
 
@@ -48,9 +48,9 @@ class Reflective(LossyRule, ProbingRule):
         return width + len(self._prompt) if width else 0
 
     def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        return [self._asked(tree) for tree in trees]
+        return [self._with_question(tree) for tree in trees]
 
-    def _asked(self, tree: DraftTree) -> DraftTree:
+    def _with_question(self, tree: DraftTree) -> DraftTree:
         """A draft with the prompt and its first chain once more behind that chain, as probes."""
         chain = first_children(tree)
         if len(chain) == 1:

@@ -17,7 +17,7 @@ from truedraft.accept._verification import Candidates
 from truedraft.accept.lossy._base import LossyNodeRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
-from truedraft.tree import Row, Wanted
+from truedraft.tree import PreferredDrafts, Row
 
 
 @dataclass
@@ -29,7 +29,7 @@ class TopBeta(LossyNodeRule):
         published="GAD++ on WMT14 English-German: 3.0x to 4.5x at the quality of beam search, GAD 2.3x to 3.1x.",
     )
     samples: ClassVar[bool] = False
-    preferred_drafts: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
     beta: int = knob(3, 1, 1_000_000)  # rank that is good enough, 1 is greedy; published 3 and 5
     gap: float = knob(1.0, 0, 1e9)  # log-probability that a kept token may be behind the likeliest; published 1 to 6
 
@@ -37,8 +37,10 @@ class TopBeta(LossyNodeRule):
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
         best, tokens = scores.topk(min(self.beta, scores.shape[-1]))
-        said = tokens[:, 0].masked_fill(best[:, 0].isnan(), -1).tolist()
-        for i, (values, ranked, offer) in enumerate(zip(best.tolist(), tokens.tolist(), candidates, strict=True)):
-            near = [t for v, t in zip(values, ranked, strict=True) if t in offer.tokens and values[0] - v <= self.gap]
-            said[i] = near[0] if near else said[i]
-        return said
+        chosen = tokens[:, 0].masked_fill(best[:, 0].isnan(), -1).tolist()
+        for i, (values, ranked, children) in enumerate(zip(best.tolist(), tokens.tolist(), candidates, strict=True)):
+            near = [
+                t for v, t in zip(values, ranked, strict=True) if t in children.tokens and values[0] - v <= self.gap
+            ]
+            chosen[i] = near[0] if near else chosen[i]
+        return chosen

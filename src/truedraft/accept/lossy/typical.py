@@ -15,12 +15,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.accept._rounds import said
+from truedraft.accept._rounds import tokens_by
 from truedraft.accept._verification import Candidates
 from truedraft.accept.lossy._base import LossyNodeRule
 from truedraft.card import Card, knob
 from truedraft.chance import Chance
-from truedraft.tree import Row, Wanted
+from truedraft.tree import PreferredDrafts, Row
 
 
 @dataclass
@@ -32,18 +32,18 @@ class Typical(LossyNodeRule):
         published="Medusa, Vicuna 7B: about a tenth faster than greedy acceptance (from memory).",
     )
     samples: ClassVar[bool] = True
-    preferred_drafts: ClassVar[Wanted] = "likeliest"
+    preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
     epsilon: float = knob(0.09, 0, 1)  # probability that is always enough; published 0.09 (posterior threshold)
     delta: float = knob(0.3, 0, 1e6)  # share of exp(-entropy) that is enough too; published 0.3, the threshold's root
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        return said(scores, candidates, rows, chance, self._typical)
+        return tokens_by(scores, candidates, rows, chance, self._typical)
 
-    def _typical(self, p: Tensor, offer: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
-        if not offer.tokens:
+    def _typical(self, p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+        if not children.tokens:
             return None, p
         enough = min(self.epsilon, self.delta * math.exp(-float(torch.special.entr(p).sum())))
-        best = max(offer.tokens, key=lambda token: float(p[token]))
+        best = max(children.tokens, key=lambda token: float(p[token]))
         return (best if float(p[best]) > enough else None), p

@@ -84,7 +84,10 @@ class Pass(ctypes.Structure):
         *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity", "sources")),
         ("token", INTEGERS),
         ("embeds", c_void_p),
-        *((name, INTEGERS) for name in ("slot", "position", "place", "base", "extra_from", "extra", "heard", "gather")),
+        *(
+            (name, INTEGERS)
+            for name in ("slot", "position", "place", "base", "extra_from", "extra", "source_lengths", "gather")
+        ),
         ("groups", c_int64),
         ("group_from", INTEGERS),
         *((name, c_int64) for name in ("longest", "slots", "extras", "buffers")),

@@ -1,0 +1,110 @@
+"""From what `model.generate` has prepared to a request that an engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from truedraft.accept._base import ArgmaxRule, Rule
+from truedraft.accept._ties import NearTies
+from truedraft.call.arguments import (
+    behind,
+    chance_of,
+    check_lengths,
+    namespaces_of,
+    references_of,
+)
+from truedraft.call.rechecking import reference_of
+from truedraft.chance import Chance
+from truedraft.drafters._base import Drafter
+from truedraft.request import Request
+from truedraft.sampling import History, Laws
+from truedraft.stats import Pass
+from truedraft.stopping import Stops, ends_of, longest
+from truedraft.targets._base import Target
+from truedraft.tree import Row
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call adds to `model.generate`, carried through it to the decode loop."""
+
+    references: Any = None
+    assistant: PreTrainedModel | None = None
+    seed: int | Sequence[int] | None = None
+    chance: Chance | None = None
+    namespace: str | Sequence[str] = ""
+    streamer: Any = None
+    on_pass: Callable[[Pass], None] | None = None
+    sources: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The arguments with which `model.generate` calls a decode loop."""
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    inputs: Mapping[str, Any]
+
+    @property
+    def returns(self) -> bool:
+        """Whether an output of several parts is to be returned."""
+        return bool(self.config.return_dict_in_generate)
+
+
+def request_of(
+    prepared: Prepared,
+    call: Call,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase | None,
+    drafter: Drafter,
+    rule: Rule,
+    ties: str,
+    reserve: Callable[[int, int], None],
+) -> Request:
+    """The rows of a call, and how their tokens are drafted, chosen and ended.
+
+    reserve: makes room for so many rows of so many tokens; drafts and probes of a pass come on top.
+
+    Raises:
+        Refused: a setting that cannot be honoured exactly, or what does not fit.
+    """
+    input_ids, config = prepared.input_ids, prepared.config
+    rule.bind(target.model, tokenizer)
+    drafter.read(tokenizer)
+    prompts = target.prompts_of(input_ids, prepared.inputs, call.sources)
+    batch, most = len(prompts), max(map(len, prompts))
+    steps = longest(prepared.criteria) - input_ids.shape[1]
+    check_lengths(target, most, steps)
+    references = references_of(call.references, batch, tokenizer, target.vocabulary)
+    if drafter.takes_references and target.one_vocabulary:
+        references = behind(prompts, references)
+    namespaces = namespaces_of(call.namespace, batch)
+    chance = call.chance or chance_of(call.seed, batch)
+    reserve(batch, most + steps)
+    target.check_room(prompts)
+
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    ids = [[] if p.ids is None else p.ids.tolist() for p in prompts]
+    ends = ends_of(prepared.criteria)
+    rows = [
+        Row(i, own, len(own), steps, references[i], ends, namespace=namespaces[i], given=prompts[i])
+        for i, own in enumerate(ids)
+    ]
+    history = History(input_ids, steps, pad, rows)
+    returns = prepared.returns
+    laws = Laws(prepared.processors, history, returns and config.output_scores, returns and config.output_logits)
+    rule.begin_call(laws)
+    stops = Stops(prepared.criteria, history, laws)
+    again = reference_of(ties, target, batch, most + steps, laws)
+    verifier: Any = NearTies(rule, laws, target.noise, again) if isinstance(rule, ArgmaxRule) else rule
+    return Request(rows, prompts, drafter, verifier, laws, stops, chance, history)

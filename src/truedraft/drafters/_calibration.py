@@ -1,0 +1,143 @@
+"""Online calibration of a drafter's confidences, by how often earlier nodes of like confidence were right."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from truedraft.stores._native import trees
+from truedraft.tree import DraftTree, Row
+
+Floats = array  # of doubles
+STEP = 0.5  # width of a bin of confidences, in log-odds
+EDGES = array("d", [1 / (1 + math.exp(-STEP * k)) for k in range(-10, 11)])
+PRIOR = 4.0  # weight of the raw confidence, in observations
+OTHERS = 3.0  # weight of the rate over all rows in that of one row, in observations
+LONG, SHORT = 0.995, 0.9  # decay of earlier observations at each new one: over all rows, and within one
+FOLLOWED = 3  # most drafts of a row that are compared with its output at a time
+
+
+class Tally:
+    """Decayed counts by bin of confidence: nodes observed, and those of them that were right."""
+
+    def __init__(self) -> None:
+        self.right = array("d", [0.0] * (len(EDGES) + 1))
+        self.tried = array("d", [0.0] * (len(EDGES) + 1))
+
+
+@dataclass(slots=True)
+class Followed:
+    """A draft with its raw confidences, while it is compared with the output.
+
+    after: tokens that have to be emitted before its first nodes. node: the deepest one reached.
+    """
+
+    tree: DraftTree
+    after: Sequence[int]
+    node: int = 0
+
+
+@dataclass(slots=True)
+class _RowHistory:
+    """Of one row: tokens observed, its tally, and the drafts still compared with the output."""
+
+    observed: int
+    tally: Tally = field(default_factory=Tally)
+    drafts: list[Followed] = field(default_factory=list)
+
+
+class Calibration:
+    """Calibrates confidences. A node's confidence is the probability that it is right if its parent is."""
+
+    def __init__(self) -> None:
+        self._all = Tally()
+        self._rows: dict[int, _RowHistory] = {}
+
+    def proposed(self, row: Row, tree: DraftTree, after: Sequence[int] = ()) -> DraftTree:
+        """A draft with calibrated confidences; it is then compared with the row's output.
+
+        after: tokens drafted before it.
+        """
+        if tree.confidence is None or len(tree) == 1:
+            return tree
+        history = self._history(row)
+        if len(history.drafts) < FOLLOWED:
+            history.drafts.append(Followed(tree, after))
+        ours, mine, native = self._all, history.tally, trees()
+        settle = settled if native is None else native.settled
+        confidence = settle(tree.confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
+        return replace(tree, confidence=confidence)
+
+    def update(self, row: Row) -> None:
+        """Compare the row's drafts with the tokens emitted since the last call."""
+        history = self._history(row)
+        if history.drafts:
+            emitted = row.tokens[history.observed :]
+            history.drafts = [draft for draft in history.drafts if self._advance(history.tally, draft, emitted)]
+        history.observed = len(row.tokens)
+
+    def _advance(self, mine: Tally, draft: Followed, emitted: Sequence[int]) -> bool:
+        """Follow the emitted tokens down a draft; false where it is wrong or at its end."""
+        if draft.after:
+            pending = len(draft.after)
+            if any(a != b for a, b in zip(draft.after, emitted, strict=False)):
+                return False
+            draft.after, emitted = draft.after[len(emitted) :], emitted[pending:]
+        ours, tree, native = self._all, draft.tree, trees()
+        assert tree.confidence is not None
+        walk = follow if native is None else native.follow
+        draft.node = walk(
+            (tree.tokens, tree.parent, tree.confidence, tree.probes), draft.node, list(emitted),
+            EDGES, ours.right, ours.tried, mine.right, mine.tried, LONG, SHORT,
+        )  # fmt: skip
+        return draft.node >= 0
+
+    def _history(self, row: Row) -> _RowHistory:
+        history = self._rows.get(id(row))
+        if history is None:
+            history = self._rows[id(row)] = _RowHistory(len(row.tokens))
+        return history
+
+    def end(self, row: Row) -> None:
+        self._rows.pop(id(row), None)
+
+
+def settled(
+    confidence: tuple[float, ...], edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats,
+    prior: float, others: float,
+) -> tuple[float, ...]:  # fmt: skip
+    """Confidences calibrated by the counts over all rows and of one row; the root's is 1. As in `_trees.c`."""
+    found: dict[float, float] = {}
+    for raw in set(confidence):
+        at = bisect(edges, raw)
+        here = (right[at] + prior * raw) / (tried[at] + prior)
+        found[raw] = (mine_right[at] + others * here) / (mine_tried[at] + others)
+    return (1.0, *[found[raw] for raw in confidence[1:]])
+
+
+def follow(
+    tree: tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]], node: int, emitted: list[int],
+    edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats, long: float, short: float,
+) -> int:  # fmt: skip
+    """The node reached by the emitted tokens, -1 where the tree is wrong or ends; updates counts. As in `_trees.c`."""
+    tokens, parent, confidence, probes = tree
+    for token in emitted:
+        child, reached = node, -1
+        for _ in range(parent.count(node)):
+            child = parent.index(node, child + 1)
+            if child in probes:
+                continue
+            correct = tokens[child] == token and reached < 0
+            at = bisect(edges, confidence[child])
+            for decay, hits, total in ((long, right, tried), (short, mine_right, mine_tried)):
+                hits[at] = hits[at] * decay + correct
+                total[at] = total[at] * decay + 1
+            if correct:
+                reached = child
+        if reached < 0:
+            return -1
+        node = reached
+    return node if node in parent else -1

@@ -1,0 +1,1 @@
+"""Drafters that are trained on what the target computes."""

@@ -1,0 +1,1 @@
+"""Drafters that the target's own passes refine: guesses read beside the text until they agree."""

@@ -1,0 +1,1 @@
+"""Drafters that are language models themselves."""

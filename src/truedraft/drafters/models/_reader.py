@@ -1,0 +1,197 @@
+"""A draft model run beside the target: its KV cache, kept in step with the target's rows, and its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from truedraft.card import shown
+from truedraft.errors import Refused
+from truedraft.loading import load
+from truedraft.targets._base import Target
+from truedraft.targets.hosting import hosted
+from truedraft.targets.kinds import family_of
+from truedraft.targets.unwrapping import unwrapped
+from truedraft.tree import DraftTree, Row
+
+NAMED = {"decoder": "a decoder", "encoder-decoder": "an encoder-decoder"}
+CHUNK = 64  # tokens of a row per pass, where at least as many are unread
+
+
+def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """A draft model, given as a model or by name; with its tokenizer where it was loaded by name.
+
+    Raises:
+        Refused: neither a model nor a name, or it cannot be loaded.
+    """
+    if isinstance(model, str | PathLike):
+        return load(str(model), argument="the draft model")
+    model = unwrapped(model)
+    if not isinstance(model, PreTrainedModel | None):
+        raise Refused(f"model={shown(model)}: give a model of transformers, or its name (./NAME for a folder)")
+    return model, None
+
+
+class Reader:
+    """A draft model with a KV cache of its own, a slot per row; a row may be admitted to it later than to the target.
+
+    An encoder-decoder encodes the sources of the rows with its own encoder, once each, and starts from the same
+    decoder prompt as the target.
+
+    standing: row of each slot. written: tokens of each slot in the cache.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.standing: list[Row] = []
+        self.written: list[list[int]] = []
+        self._confirmed: list[int] = []  # leading tokens of `written` that the row emitted
+        self._running: set[Row] = set()
+        self._hosted: Target | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the model's vocabulary, padding included."""
+        return self.model.config.get_text_config(decoder=True).vocab_size
+
+    @property
+    def target(self) -> Target:
+        """The draft model as a target, which scores trees."""
+        assert self._hosted is not None
+        return self._hosted
+
+    def fit(self, target: Target) -> None:
+        """Host the draft model, for a target.
+
+
+        Raises:
+            Refused: one of the two has an encoder and the other has none, they are on different devices, or the
+                draft model cannot be hosted exactly.
+        """
+        name, (mine, others) = type(self.model).__name__, (family_of(self.model.config), target.family)
+        if mine != others:
+            kind, other = NAMED[mine], NAMED[others]
+            raise Refused(
+                f"the draft model {name} is {kind}, and the model that it would draft for is {other}: "
+                f"give {other} as the draft model"
+            )
+        self._host()
+        if self.target.device != target.device:
+            raise Refused(
+                f"the draft model is on {self.target.device}, the model on {target.device}: move one to the other"
+            )
+        self._vocabulary = target.vocabulary
+
+    def _host(self) -> None:
+        if self._hosted is None or self._hosted.changed:
+            self._hosted = hosted(self.model)
+
+    def start(self, rows: Sequence[Row], more: int) -> None:
+        """Reserve cache for new rows, with `more` tokens for drafts beyond the end of a row.
+
+        Raises:
+            Refused: the draft model has an encoder, and a row's source is not given as token ids.
+        """
+        self._host()
+        if self.target.reads_sources:
+            for row in rows:
+                if not row.source:
+                    raise Refused(
+                        f"the draft model reads the sources itself, and row {row.index} has none in token ids: give "
+                        "generate() input_ids, each row with a token or more, or another drafter"
+                    )
+        self._running |= set(rows)
+        self._width = max((len(row.source) for row in self._running if self.fits(row, 0)), default=0)
+        (slots, room), count = self.target.reserved, len(self._running)
+        capacity = max(row.prompt + row.room for row in self._running) + more + CHUNK
+        if slots < count or room < capacity:
+            self.standing, self.written, self._confirmed = [], [], []  # what was read is read again
+            self.target.reserve(max(count, 2 * slots), capacity)
+
+    def end(self, row: Row) -> None:
+        """The row is finished; its slot is freed by the next `admit`, or when the last row ends."""
+        self._running.discard(row)
+        if not self._running:
+            self.standing, self.written, self._confirmed = [], [], []
+            self.target.free()
+
+    def fits(self, row: Row, after: int) -> bool:
+        """Whether the row and `after` tokens more fit in the model's context, and the source in its encoder."""
+        context, sources = self.target.context, self.target.longest_source
+        return (context is None or len(row.tokens) + after <= context) and (
+            sources is None or len(row.source) <= sources
+        )
+
+    def admit(self, rows: Sequence[Row]) -> None:
+        """Free the slots of all other rows, and prefill those of these that are new and fit, without the pending
+        token."""
+        for slot in reversed([slot for slot, row in enumerate(self.standing) if row not in rows]):
+            self._release(slot)
+        new = [row for row in rows if row not in self.standing and self.fits(row, 0)]
+        if new:
+            self.target.prefill(self.target.prompts(new, self._width))
+            self.standing += new
+            self.written += [row.tokens[:-1] for row in new]
+            self._confirmed += [len(row.tokens) - 1 for row in new]
+
+    def _release(self, slot: int) -> None:
+        """Free a slot; the last slot in use is moved into it."""
+        self.target.release(slot)
+        slots: tuple[list[Any], ...] = (self.standing, self.written, self._confirmed)
+        for kept in slots:
+            kept[slot] = kept[-1]
+            kept.pop()
+
+    def catch_up(self, texts: Sequence[Sequence[int] | None]) -> None:
+        """Crop each slot to its common prefix with its text, and read the text up to its last `CHUNK` tokens or fewer.
+
+        texts: by slot, the row's tokens followed by drafted ones; None for a row that is not to be read.
+        """
+        for slot, text in enumerate(texts):
+            if text is not None:
+                self._crop(slot, text)
+        while True:
+            parts = [
+                () if text is None else text[len(written) : -1]
+                for text, written in zip(texts, self.written, strict=True)
+            ]
+            if max(map(len, parts), default=0) < CHUNK:
+                return
+            self.read([part[:CHUNK] for part in parts])
+            self.keep([part[:CHUNK] for part in parts])
+
+    def _crop(self, slot: int, text: Sequence[int]) -> None:
+        written = self.written[slot]
+        most = min(len(written), len(text) - 1)
+        common = min(self._confirmed[slot], most)
+        while common < most and written[common] == text[common]:
+            common += 1
+        self._confirmed[slot] = min(common, len(self.standing[slot].tokens))
+        del written[common:]
+        self.target.crop(slot, common)
+
+    def read(self, chains: Sequence[Sequence[int]]) -> Tensor:
+        """One pass over a chain for each slot; an empty one reads a dummy node. See `score`."""
+        return self.score([DraftTree.chain(chain[0], chain[1:]) if chain else DraftTree.chain(0) for chain in chains])
+
+    def score(self, trees: Sequence[DraftTree]) -> Tensor:
+        """One pass over a tree for each slot; (slots, nodes, V) raw logits, V as in the target."""
+        return _sized(self.target.score(trees).logits, self._vocabulary)
+
+    def keep(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Commit the first nodes of each slot's last pass, a chain of these tokens."""
+        self.target.commit([range(len(kept)) for kept in tokens])
+        for written, kept in zip(self.written, tokens, strict=True):
+            written += kept
+
+
+def _sized(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits cut or padded to the target's vocabulary: models with one tokenizer pad it differently."""
+    if logits.shape[-1] >= vocabulary:
+        return logits[..., :vocabulary]
+    return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=-torch.inf)

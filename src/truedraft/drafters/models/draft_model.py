@@ -1,0 +1,52 @@
+"""Draft model: a smaller model of the same family drafts a chain of tokens; the original speculative decoding.
+
+Leviathan, Kalman and Matias, ICML 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). Strong where a
+model with the same tokenizer exists that is many times smaller and was trained on similar data; each drafted token
+costs a pass of it, so the cost control limits the depth. Drafts are greedy under `greedy`, drawn with the target's own
+noise under `seeded`, and sampled under the rejection rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from truedraft.card import Card, knob
+from truedraft.drafters.models._model import GrowingTree, ModelDrafter
+from truedraft.tree import Draws
+
+
+@dataclass
+class DraftModel(ModelDrafter):
+    card = Card(
+        paper="arXiv 2211.17192, 2302.01318 (2023)",
+        idea="A smaller model with the same tokenizer drafts the next few tokens.",
+        family="draft model",
+        needs=("draft model",),
+        published="T5-XXL drafted by T5-small: 2.6x to 3.4x; Chinchilla 70B by a 4B: 1.9x to 2.5x.",
+    )
+    model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
+    length: int = knob(7, 1, 256)  # tokens drafted at most; published 3 to 10, with the best at 7 for T5-small
+    confidence: float = knob(0.0, 0, 1)  # end a draft after a token of lower probability; transformers has 0.4
+
+    @property
+    def width(self) -> int:
+        return self.length
+
+    @property
+    def levels(self) -> int:
+        return self.length
+
+    @property
+    def draws(self) -> Draws:
+        return "one"
+
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        (node,), (law,) = nodes, laws
+        tokens = self.chosen(growing, node, law)
+        sure = all(law[token] >= self.confidence for token in tokens)
+        added = growing.add(node, tokens, law)
+        growing.end_level(added if sure else [])

@@ -1,0 +1,222 @@
+"""Measuring what passes cost, a share of each call's work at a time, and keeping it for this model and machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from truedraft.errors import NoRoom
+from truedraft.files import write_whole
+from truedraft.runtime.curve import TYPICAL, WIDTHS, Curve, Knot
+from truedraft.tree import DraftTree, Prompt, Scores
+
+OPENING = 1.0  # plain passes that a cache and its first token take, before any pass was timed
+SHARE = 0.02  # of the plain passes that a call may make, for measuring
+ROUNDS = 8  # over all widths, at most
+SECONDS = 1.5  # of measuring in all, after which no further round begins
+ENOUGH = 3  # rounds that are made however long they take
+DOUBTED = 2.0  # times the typical, beyond which fewer passes of a width are not taken for what it takes
+BANDWIDTH = 2e10  # bytes a second at which weights are taken to be read, before any pass was seen
+VERSION = 4
+
+
+class Timed(NamedTuple):
+    """The passes of one width that were timed: other work only adds time, so the least counts."""
+
+    seconds: float = math.inf
+    passes: int = 0
+
+
+class Timeable(Protocol):
+    """A target as far as its passes are timed; what each member is, `targets/_base.py` says."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def hard_limit(self) -> int | None: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def cold(self) -> bool: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def cost_key(self) -> tuple[str, ...]: ...
+    def temporary_cache(self, rows: int, capacity: int) -> AbstractContextManager[None]: ...
+    def prompt(self, ids: Tensor) -> Prompt: ...
+    def prefill(self, prompts: Sequence[Prompt]) -> Scores: ...
+    def score(self, trees: Sequence[DraftTree]) -> Scores: ...
+    def wait(self) -> None: ...
+
+
+class LatencyProfile:
+    """The times of one target's passes, taken in rounds over all widths.
+
+    kept: the curve that earlier processes kept on disk; None where there is none.
+    complete: whether nothing is left to measure.
+    """
+
+    def __init__(self, target: Timeable):
+        self._target = target
+        limit = target.hard_limit or 2 * WIDTHS[-1]
+        self._widths = tuple(w for w in WIDTHS if w <= max(limit // 2, 1))
+        self._spent = 0.0  # seconds of measuring
+        self._opening = OPENING
+        self._steps = 0  # tokens of calls for which nothing was measured yet
+        self._path = _path(target)
+        self._times = dict.fromkeys(self._widths, Timed()) | stored(self._path, self._widths)
+        self.kept = self._measured(None)
+
+    def guess(self) -> Curve:
+        """What to expect before the first pass: that it takes as long as reading the weights."""
+        return Curve.typical(1, self._target.weight_bytes / BANDWIDTH)
+
+    def go_on(self, steps: int, curve: Curve | None) -> Curve | None:
+        """Measure for a share of the time that plain decoding of `steps` tokens takes, and of those of the calls before
+        for which nothing was measured yet: they may all be short.
+
+        curve: what is known already; None where nothing is. Returned with the times of this turn, if there are any.
+        """
+        measured, begun = False, time.perf_counter()
+        self._steps += steps
+        if self._next(SHARE * self._steps - self._opening) is None:
+            return curve
+        due, self._steps = self._steps, 0
+        try:
+            with self._target.temporary_cache(1, 1 + self._widths[-1]):
+                for width, seconds in self._timed(begun, due):
+                    least, passes = self._times[width]
+                    self._times[width] = Timed(min(seconds, least), passes + 1)
+                    measured = True
+        except NoRoom:  # beside the cache of the call
+            return curve
+        finally:
+            self._spent += time.perf_counter() - begun
+        if not measured:
+            return curve
+        self._keep()
+        return self._measured(curve)
+
+    @property
+    def complete(self) -> bool:
+        least = min(passes for _, passes in self._times.values())
+        return least >= ROUNDS or (self._spent > SECONDS and least >= ENOUGH)
+
+    def _next(self, room: float) -> int | None:
+        """The width whose turn it is, of those that take no more than `room` plain passes; None where there is none."""
+        most = 0 if self.complete else ROUNDS
+        due = [w for w, (_, passes) in self._times.items() if passes < most and self._expected(w) <= room]
+        return min(due, key=lambda width: self._times[width].passes, default=None)
+
+    def _expected(self, width: int) -> float:
+        """Plain passes that one of a width takes."""
+        typical, (_, passes) = TYPICAL[WIDTHS.index(width)], self._times[width]
+        if not passes or not self._times[1].passes:
+            return typical
+        found = self._least[width] / self._least[1]
+        return found if passes >= ENOUGH else min(found, DOUBTED * typical)
+
+    @property
+    def _least(self) -> dict[int, float]:
+        """Seconds of the widths that were timed: none takes longer than a wider one, whatever was in its way."""
+        least, found = math.inf, {}
+        for width, (seconds, passes) in reversed(self._times.items()):
+            least = min(least, seconds)
+            if passes:
+                found[width] = least
+        return found
+
+    def _measured(self, curve: Curve | None) -> Curve | None:
+        """A curve with the times measured so far in the place of what it says there; None where there are none."""
+        times = self._least
+        if not times:
+            return curve
+        curve = curve or Curve.typical(*min(times.items()))
+        knots = {knot.width: knot for knot in curve.knots} | {w: Knot(w, s) for w, s in times.items()}
+        bounds = min(curve.bounds[0], *times.values()), max(curve.bounds[1], *times.values())
+        return Curve.of([knots[width] for width in sorted(knots)], bounds)
+
+    def _timed(self, begun: float, steps: int) -> Iterator[tuple[int, float]]:
+        """Widths and seconds of passes, as long as the next is expected to end in time."""
+        target = self._target
+        target.prefill([target.prompt(torch.zeros(1, dtype=torch.long, device=target.device))])
+        target.wait()
+        first = time.perf_counter() - begun
+        while True:
+            plain = min(first, self._times[1].seconds)
+            self._opening = first / plain
+            width = self._next(SHARE * steps - (time.perf_counter() - begun) / plain)
+            if width is None:
+                return
+            yield width, self._pass(width)
+
+    def _pass(self, width: int) -> float:
+        target, tree = self._target, DraftTree.chain(0, [i % self._target.vocabulary for i in range(width - 1)])
+        while True:
+            start = time.perf_counter()
+            target.score([tree])
+            target.wait()
+            if not target.cold:  # sizes are captured when they first come up
+                return time.perf_counter() - start
+
+    def _keep(self) -> None:
+        """On disk, for later processes; a folder that cannot be written costs them a measurement each."""
+        times = {width: timed for width, timed in self._times.items() if timed.passes}
+        payload = {"times": times, "model": self._target.cost_key[0]}
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(self._path, json.dumps(payload))
+
+
+def of(target: Timeable) -> LatencyProfile:
+    return LatencyProfile(target)
+
+
+def stored(path: Path | None, widths: tuple[int, ...]) -> dict[int, Timed]:
+    """The passes of these widths that a file says were timed; none where there is no file, or anything else in it."""
+    if path is None:
+        return {}
+    try:
+        read = json.loads(path.read_text())["times"].items()
+        times = {int(width): Timed(*timed) for width, timed in read}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+    sound = all(type(s) is float and 0 < s < math.inf and type(n) is int and n > 0 for s, n in times.values())
+    return times if sound and times.keys() <= set(widths) else {}
+
+
+def _path(target: Timeable) -> Path | None:
+    """Where the curve of a target is kept; None where there is no home."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(root) if root else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return folder / "truedraft" / "curves" / f"{_key(target)}.json"
+
+
+def _key(target: Timeable) -> str:
+    machine = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor()
+    parts = [VERSION, *target.cost_key, machine, torch.get_num_threads(), torch.__version__]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        return f"{names[0]} x {os.cpu_count()}"
+    except (OSError, IndexError):
+        return f"{platform.processor()} {platform.machine()} x {os.cpu_count()}"

@@ -1,0 +1,156 @@
+"""The compiled passes of an encoder-decoder: over its sources, and over the nodes of its decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from truedraft.caches.rows import RowCache
+from truedraft.caches.seq2seq import Seq2SeqCache
+from truedraft.runtime.compiled import CompiledPass, Nodes, array
+from truedraft.runtime.native import Pass
+from truedraft.runtime.positions import Positions, by_distance
+from truedraft.runtime.program import Program
+from truedraft.runtime.programs import compile_seq2seq
+from truedraft.runtime.weights import NotCompilable
+from truedraft.tree import Prompt, Scores, Taps
+
+CPU = torch.device("cpu")
+
+
+class CompiledStackPass(CompiledPass):
+    """The compiled pass of one of the two stacks, whose positions come from a table or as biases by distance.
+
+    bidirectional: whether a node sees what follows it: of the encoder, not of the decoder.
+    """
+
+    bidirectional: bool
+
+    def __init__(self, model: PreTrainedModel, stack: Any):
+        super().__init__(model)
+        self._positions = Positions(stack, model.config.pad_token_id or 0)
+
+    def _compiled(self) -> Program:
+        return compile_seq2seq(self.model, encoder=self.bidirectional)
+
+    @torch.no_grad()
+    def attach(self, cache: RowCache | None) -> None:
+        super().attach(cache)
+        if cache is None:
+            return
+        p, capacity = self.program, cache.cursor.capacity
+        if (table := self._positions.table(capacity, CPU)) is not None:
+            positions, blank = table
+            if blank is not None and blank.any():
+                raise NotCompilable("padding has a position of its own")
+            p.place(positions.contiguous(), blank=-1 if blank is None else self._positions.pad)
+        first = 1 - capacity if self.bidirectional else 0
+        self._biases = [by_distance(module, first, capacity) for _, module in p.biased]
+        for (op, _), biases in zip(p.biased, self._biases, strict=True):
+            op.bias, op.out, op.shift = biases.data_ptr(), biases.shape[1], -first
+
+
+class CompiledEncoderPass(CompiledStackPass):
+    """See `CompiledPass`: padding takes no part."""
+
+    bidirectional = True
+
+    def __init__(self, model: Any):
+        super().__init__(model, model.get_encoder())
+
+    @torch.no_grad()
+    def states(self, ids: Tensor, source_mask: Tensor) -> Tensor:
+        """What the encoder says to sources (rows, length) with their mask; (rows, length, H), zeros for padding.
+
+        Raises:
+            NotCompilable: the mask of a row has gaps, the encoder has fewer positions, or was changed into one that is
+                not known.
+        """
+        rows, length = ids.shape
+        if (source_mask.diff(dim=1) != 0).sum(1).gt(2 - (source_mask[:, 0] + source_mask[:, -1]).clamp(0, 1)).any():
+            raise NotCompilable("a mask has gaps")
+        self.attach(RowCache(len(self.program.layer_types), rows, length))
+        if self.program.positions is not None and len(self.program.positions) < length:
+            raise NotCompilable("a source has more tokens than there are positions")
+        nodes, counted = Nodes(), source_mask.cumsum(1) - 1 if self.program.biased else self._positions.counted(ids)
+        for slot, mask in enumerate(source_mask.bool()):
+            nodes.add_whole(slot, ids[slot, mask].tolist(), counted[slot, mask].tolist())
+        _, encoded = self(nodes, [], hidden=(-1,))
+        self.attach(None)
+        states = torch.zeros(rows, length, self._hidden, dtype=self.model.dtype)
+        states[source_mask.bool()] = encoded[-1].to(states.dtype)
+        return states
+
+
+class CrossAttentionPass(CompiledPass):
+    """A pass whose nodes see their row's source, which stands together at the front, without padding."""
+
+    seq2seq_cache: Seq2SeqCache
+
+    @torch.no_grad()
+    def read_source(self, states: Tensor, source_mask: Tensor) -> None:
+        """The sources of the next rows, (rows, length, H) and (rows, length), 0 for padding.
+
+        Each by itself, so that its keys and values have the same bits whoever comes with it.
+        """
+        cache, first = self.seq2seq_cache, len(self.seq2seq_cache.lengths)
+        cache.begin(states, source_mask)
+        sources = [row[seen.bool()] for row, seen in zip(states, source_mask, strict=True)]
+        for layer, (op, keys, values) in zip(cache.sources, self.program.crosses, strict=True):
+            for slot, source in enumerate(sources, first):
+                layer.put(slot, *(_heads(made(source), op.heads) for made in (keys, values)))
+        self._point()
+
+    def _point(self) -> None:
+        """Have the operations read the sources where they lie."""
+        for layer, (op, _, _) in zip(self.seq2seq_cache.sources, self.program.crosses, strict=True):
+            if layer.is_initialized:
+                op.keys, op.values = layer.addresses
+        self._variants = {}
+
+    def _complete(self, given: Pass, nodes: Nodes) -> None:
+        counts = self.seq2seq_cache.counts
+        given.sources, given.source_mask = (
+            self.seq2seq_cache.source_mask.shape[1],
+            array([counts[slot] for slot in nodes.slot]),
+        )
+        given.longest = max(nodes.longest, given.sources)
+
+
+class CompiledSeq2SeqPass(CrossAttentionPass, CompiledStackPass):
+    """The decoder's. See `CompiledPass`."""
+
+    bidirectional = False
+
+    def __init__(self, model: Any):
+        super().__init__(model, model.get_decoder())
+
+    def attach(self, cache: Seq2SeqCache | None) -> None:  # type: ignore[override]
+        if cache is not None:
+            self.seq2seq_cache = cache
+        super().attach(None if cache is None else cache.rows)
+        if cache is not None:
+            self._point()
+
+    def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
+        self.read_source(*padded_sources(prompts))
+        return super().prefill(prompts, taps)
+
+    def _counted(self, prompt: Prompt) -> list[int] | None:
+        return None if prompt.ids is None else self._positions.counted(prompt.ids[None])[0].tolist()
+
+
+def padded_sources(prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    """The states and the masks of the sources of prompts, (rows, length, H) and (rows, length), padded at the end."""
+    states, masks = ([getattr(prompt, name) for prompt in prompts] for name in ("states", "source_mask"))
+    return pad_sequence(states, batch_first=True), pad_sequence(masks, batch_first=True)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(length, heads * size) to (heads, length, size)."""
+    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
