@@ -17,9 +17,10 @@ import truedraft
 from models import tiny
 from truedraft import Refused
 from truedraft.bench import compare as comparing
-from truedraft.bench.compare import Clock, Side, compare, interval, transformers_side, truedraft_side
+from truedraft.bench.compare import compare, interval
 from truedraft.bench.oracle import Oracle, theory
 from truedraft.bench.roofline import Gauge, Machine, measure_passes, roofline
+from truedraft.bench.sides import Clock, Side, transformers_side, truedraft_side
 from truedraft.bench.workloads import Item, Workload, embedded, from_file
 from truedraft.cli import main
 from truedraft.cli._models import load

@@ -24,8 +24,9 @@ from truedraft.chance import Replay
 from truedraft.engine import Engine
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
-from truedraft.stats import Pass, Stopwatch
+from truedraft.stats import Pass
 from truedraft.stopping import Stops
+from truedraft.stopwatch import Stopwatch
 from truedraft.tree import Accepted, Prompt, Row, Taps
 
 ROOM, SEEDS = 9, 12

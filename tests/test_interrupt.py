@@ -26,7 +26,8 @@ from truedraft import Refused, accelerated, continuous, engine
 from truedraft.accept._verification import Verification
 from truedraft.call import prepared
 from truedraft.control import cost
-from truedraft.drafters import _base, _calibration, _compose, _model, _reader
+from truedraft.drafters import _base, _calibration, _compose
+from truedraft.drafters.models import _model, _reader
 from truedraft.engine_request import EngineRequest
 from truedraft.loading import load
 from truedraft.runtime import native

@@ -32,7 +32,7 @@ from truedraft import Refused, registry
 from truedraft.accept._base import ArgmaxRule, Rule
 from truedraft.accept._rounds import as_law, in_order
 from truedraft.accept._verification import Candidates, Verification, first_children
-from truedraft.accept.block import _judged
+from truedraft.accept.block import _verified
 from truedraft.chance import Chance, Replay, StreamNoise, outcomes
 from truedraft.sampling import History, Laws
 from truedraft.stopping import Stops
@@ -177,7 +177,7 @@ def kept_of_a_block(drafting: Drafting, start: Row) -> float:
         nodes = first_children(tree)
         prefixes = [(*start.tokens, *(tree.tokens[i] for i in tree.path(node)[1:])) for node in nodes]
         p = torch.stack([law("target", prefix) for prefix in prefixes])
-        return _judged(p, tree, nodes, start, chance)[0]
+        return _verified(p, tree, nodes, start, chance)[0]
 
     return sum(kept * probability for kept, probability in outcomes(once))
 
@@ -257,23 +257,23 @@ def test_a_chain_is_judged_where_nothing_is_left_but_rounding() -> None:
     p = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
     q = p[0] - torch.tensor([1e-8, 0.0])
     tree = DraftTree((1, 0, 1), (-1, 0, 1), (q, p[1] - torch.tensor([1e-20, 0.0]), None), draws="one")
-    kept, left = _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))
+    kept, left = _verified(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))
     assert kept == 2 and left.tolist() == [0.5, 0.5]
 
 
 def test_a_chain_ends_where_its_token_cannot_be() -> None:
     p, row = torch.tensor([[0.75, 0.25, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), Row(0, [1], 1, 9)
-    kept, left = _judged(p, DraftTree.chain(1, [2, 0]), [0, 1, 2], row, StreamNoise(1))
+    kept, left = _verified(p, DraftTree.chain(1, [2, 0]), [0, 1, 2], row, StreamNoise(1))
     assert kept == 0 and left.tolist() == [0.75, 0.25, 0.0]
     tree = DraftTree((1, 0, 0), (-1, 0, 1), (p[0], p[1], None), draws="one")
-    kept, left = _judged(p, tree, [0, 1, 2], row, Unlikely())
+    kept, left = _verified(p, tree, [0, 1, 2], row, Unlikely())
     assert kept == 0 and left.tolist() == p[0].tolist(), "refused by rounding alone, the law stays"
 
 
 def test_a_mass_too_small_to_be_added_to_one_is_a_mass() -> None:
     p = torch.tensor([[1.0, 0.0], [1.0, 1e-30], [1.0, 0.0]])
     tree = DraftTree((1, 0, 0), (-1, 0, 1), (torch.tensor([1.0, 0.0]),) * 2 + (None,), draws="one")
-    assert _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))[0] == 2
+    assert _verified(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))[0] == 2
 
 
 class Together(StoppingCriteria):
@@ -527,7 +527,7 @@ def test_rules_draw_where_the_laws_lie() -> None:
         for tokens in ((0,), (0, 1)):
             found = in_order()(p, Candidates(tokens), row, Unlikely())[1]
             assert found.device == p.device
-        assert _judged(p.expand(3, V), tree, [0, 1, 2], row, Unlikely())[1].tolist() == pytest.approx([0, 0.6, 0.4])
+        assert _verified(p.expand(3, V), tree, [0, 1, 2], row, Unlikely())[1].tolist() == pytest.approx([0, 0.6, 0.4])
 
 
 def test_weights_are_brought_to_a_law() -> None:

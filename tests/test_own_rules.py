@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 import truedraft
 from matrix import SPELT
 from models import ragged, tiny
-from nets import drafter, emitted, eos_inside, padding_of
+from nets import drafter, eos_inside, padding_of
 from scripted import V, random_draft
 from truedraft import Card, registry
 from truedraft.accept._base import NodeRule, Rule
@@ -112,7 +112,7 @@ def test_processors_of_unknown_kind_need_a_rule_that_goes_node_by_node() -> None
         with pytest.raises(truedraft.Refused, match=r"'test-own-rules' must know.*Counting.*use rule='greedy'"):
             truedraft.accelerate(model, rule=Own()).generate(**inputs, **settings)
         found = truedraft.accelerate(model, rule=OwnByNode()).generate(**inputs, **settings)
-        assert torch.equal(found, emitted(model, inputs, max_new_tokens=8, do_sample=False).text)
+        assert torch.equal(found, generated(model, inputs, max_new_tokens=8, do_sample=False).text)
 
 
 def test_near_ties_are_rechecked_for_rules_that_show_them_alone() -> None:

@@ -18,7 +18,7 @@ from truedraft import Card, Drafter, DraftTree, Refused, loading, registry
 from truedraft.bench.recordings import Recording, Recordings, conversations, tokenized
 from truedraft.bench.replay import ReplayTarget, replay, replayed
 from truedraft.cli import main
-from truedraft.stats import Stopwatch
+from truedraft.stopwatch import Stopwatch
 from truedraft.tree import Prompt, Row, Taps
 
 VOCABULARY = 9

@@ -20,7 +20,8 @@ from truedraft.accept import _ties
 from truedraft.accept._ties import NearTies
 from truedraft.accept.greedy import Greedy
 from truedraft.audit.tokens import noise_of
-from truedraft.bench.compare import compare, transformers_side, truedraft_side
+from truedraft.bench.compare import compare
+from truedraft.bench.sides import transformers_side, truedraft_side
 from truedraft.bench.workloads import Item, Workload
 from truedraft.cli import main
 from truedraft.tree import Accepted, Row, Scores

@@ -31,7 +31,8 @@ from truedraft.errors import Refused
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.standin import StandIn, renewed
-from truedraft.stats import Pass, Report, Stopwatch
+from truedraft.stats import Pass, Report
+from truedraft.stopwatch import Stopwatch
 from truedraft.stores.memory import Memory
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted

@@ -26,7 +26,8 @@ from truedraft.engine import Engine
 from truedraft.engine_request import EngineRequest, Reason
 from truedraft.errors import NoRoom, Refused, let_go, why
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
-from truedraft.stats import EngineReport, Stopwatch, Totals
+from truedraft.stats import EngineReport, Totals
+from truedraft.stopwatch import Stopwatch
 from truedraft.targets.hosting import hosted
 
 DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes

@@ -8,17 +8,15 @@ same pass; their differences from `transformers` are then classified as by the a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import Kind, explain
+from truedraft.bench.sides import Side
 from truedraft.bench.workloads import Item
-
-if TYPE_CHECKING:
-    from truedraft.bench.compare import Side
 
 Call = tuple[Sequence[Item], dict[str, Any], int]  # its items, their ids and mask, and the index of the first
 

@@ -30,8 +30,9 @@ from truedraft.errors import Refused
 from truedraft.parts import drafter_of
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
-from truedraft.stats import Pass, Report, Stopwatch
+from truedraft.stats import Pass, Report
 from truedraft.stopping import Stops
+from truedraft.stopwatch import Stopwatch
 from truedraft.targets.kinds import Family
 from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
 from truedraft.views._base import View

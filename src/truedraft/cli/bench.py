@@ -26,9 +26,10 @@ from truedraft.errors import Refused
 from truedraft.targets.kinds import reads_sources
 
 if TYPE_CHECKING:
-    from truedraft.bench.compare import Figures, Side
+    from truedraft.bench.compare import Figures
     from truedraft.bench.oracle import Attained
     from truedraft.bench.roofline import Machine, RooflinePoint
+    from truedraft.bench.sides import Side
     from truedraft.bench.workloads import Workload
 
 DRAFTS = ["auto", "prompt-lookup-long"]
@@ -225,7 +226,7 @@ def _tokenizer(context: Context, model: str, tokenizer: str | None) -> tuple[str
 
 def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list[Side]:
     """transformers' own speculative decoding."""
-    from truedraft.bench.compare import transformers_side
+    from truedraft.bench.sides import transformers_side
 
     found = [transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10)]
     if drafting := assistant or assets.DRAFTS.get(name):
@@ -238,7 +239,7 @@ def _sides(
     model: Any, tokenizer: Any, drafts: Sequence[str], control: str, ties: str, baselines: Sequence[Side]
 ) -> list[Side]:
     from truedraft import accelerate
-    from truedraft.bench.compare import transformers_side, truedraft_side
+    from truedraft.bench.sides import transformers_side, truedraft_side
 
     sides = [transformers_side("transformers", model), *baselines]
     sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None, ties=ties)))

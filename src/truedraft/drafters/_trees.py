@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from truedraft.stores._cursor import SEPARATOR, Grown
 from truedraft.stores._native import trees
-from truedraft.tree import DraftTree
+from truedraft.tree import DraftTree, Row
 
 LATER = 0.85  # confidence of a deeper node where its drafter gives none
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 16, 23, 32, 45, 64)  # bins of match lengths
-# How often a match of n tokens continues, in recorded answers of Llama-3 70B: a prior, calibrated online by `Trust`.
+# How often a match of n tokens continues, in recorded answers of Llama-3 70B: a prior, calibrated online.
 CONTINUED = [max(n**1.5 / (n**1.5 + 4.5), 0.05) for n in LENGTHS]
 MATCH_CONFIDENCE = [CONTINUED[bisect(LENGTHS, n) - 1] for n in range(64)] + CONTINUED[-1:] * 1024
 
@@ -117,3 +117,8 @@ def likeliest_paths(
         parents.append(parent)
         confidence.append(chances[place][rank])
     return DraftTree(tuple(drafted), tuple(parents), confidence=tuple(confidence))
+
+
+def root_of(row: Row, after: Sequence[int]) -> int:
+    """The root of a draft behind `after`, tokens that another drafter has drafted; without any, the pending token."""
+    return after[-1] if after else row.tokens[-1]

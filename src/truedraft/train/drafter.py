@@ -52,11 +52,7 @@ def train_drafter(
     """
     with model.device:
         learner.begin(model)
-    if (out / WEIGHTS).exists() != resume:
-        raise Refused(
-            f"--resume: there is no checkpoint in {str(out)!r}" if resume
-            else f"--out: {str(out)!r} holds a checkpoint: go on from it with --resume, or give another folder"
-        )  # fmt: skip
+    _check_folder(out, resume)
     if resume:
         learner.resume(*read_learnt(out, learner.name, model))
     out.mkdir(parents=True, exist_ok=True)
@@ -84,21 +80,22 @@ def train_drafter(
             save_learnt(out, learner.name, learner.module, model, learner.config())
 
     groups = bucketed(shuffled(trained, plan.seed), batch, plan.seed)
-    on_progress = partial(setattr, learner, "progress")
     with model.device:
         if resume:
             best = _initial(learner, held)
         fit(
-            learner.module,
-            learner.loss,
-            groups,
-            plan,
-            validate=validate,
-            save=save,
-            log=out / "log.jsonl",
-            on_progress=on_progress,
-        )
+            learner.module, learner.loss, groups, plan, validate=validate, save=save, log=out / "log.jsonl",
+            on_progress=partial(setattr, learner, "progress"),
+        )  # fmt: skip
     return {"tokens_per_pass": best}
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    if (out / WEIGHTS).exists() != resume:
+        raise Refused(
+            f"--resume: there is no checkpoint in {str(out)!r}" if resume
+            else f"--out: {str(out)!r} holds a checkpoint: go on from it with --resume, or give another folder"
+        )  # fmt: skip
 
 
 @torch.no_grad()

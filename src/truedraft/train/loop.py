@@ -143,12 +143,7 @@ def fit(
                 group["lr"] = group["most"] * pace
         if on_progress is not None:
             on_progress(done)
-        mean = 0.0
-        for _ in range(plan.micro):
-            with torch.autocast(device, torch.bfloat16, enabled=plan.bf16):
-                value = loss(next(batches)) / plan.micro
-            value.backward()
-            mean += value.item()
+        mean = _gradients(loss, batches, plan, device)
         if mean != mean:
             raise Refused(f"the loss is not a number after {step} steps; lower the learning rate (lr={plan.lr})")
         torch.nn.utils.clip_grad_norm_(learning, 1.0)
@@ -163,6 +158,17 @@ def fit(
             last = minutes
             report()
     return report()
+
+
+def _gradients(loss: Callable[[Any], torch.Tensor], batches: Iterator[Any], plan: Plan, device: str) -> float:
+    """Accumulate the gradients of a step's batches; their mean loss."""
+    mean = 0.0
+    for _ in range(plan.micro):
+        with torch.autocast(device, torch.bfloat16, enabled=plan.bf16):
+            value = loss(next(batches)) / plan.micro
+        value.backward()
+        mean += value.item()
+    return mean
 
 
 def _optimizers(model: torch.nn.Module, plan: Plan) -> tuple[list[torch.nn.Parameter], list[torch.optim.Optimizer]]:

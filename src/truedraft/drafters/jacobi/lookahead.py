@@ -18,11 +18,11 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters.lookup._texts import root_of
+from truedraft.drafters._trees import root_of
 from truedraft.stores.union import union
 from truedraft.tree import Accepted, DraftTree, Row
 
-FIRST, LATER = 0.2, 0.6  # probability that an n-gram's first and later tokens are right: priors, calibrated by `Trust`
+FIRST, LATER = 0.2, 0.6  # probability that an n-gram's first and later tokens are right: priors, calibrated online
 
 
 @dataclass

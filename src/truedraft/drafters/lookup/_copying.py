@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._trees import copied_chain
-from truedraft.drafters.lookup._texts import RowText, root_of, row_text
+from truedraft.drafters._trees import copied_chain, root_of
+from truedraft.drafters.lookup._texts import RowText, row_text
 from truedraft.stores.memory import Memory, Places
 from truedraft.tree import DraftTree, Row
 

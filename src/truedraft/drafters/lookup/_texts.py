@@ -73,7 +73,3 @@ def row_text(row: Row, pass_cost: PassCost | None) -> RowText:
         text = _ROW_TEXTS[row] = RowText(row, pass_cost)
     text.follow(row)
     return text
-
-
-def root_of(row: Row, after: Sequence[int]) -> int:
-    return after[-1] if after else row.tokens[-1]

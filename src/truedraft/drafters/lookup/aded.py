@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any
 
 from truedraft.card import Card, knob
+from truedraft.drafters._trees import root_of
 from truedraft.drafters.lookup._corpora import WithCorpora
-from truedraft.drafters.lookup._texts import root_of
 from truedraft.stores.memory import Tenants
 from truedraft.stores.trigrams import Trigrams, trigrams
 from truedraft.tree import DraftTree, Row
@@ -85,4 +85,4 @@ class Aded(WithCorpora[Trigrams]):
         )  # fmt: skip
 
 
-SURE = 0.6  # probability that one of a pair's recorded successors follows: a prior, calibrated by `Trust`
+SURE = 0.6  # probability that one of a pair's recorded successors follows: a prior, calibrated online

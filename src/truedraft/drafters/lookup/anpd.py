@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._trees import MATCH_CONFIDENCE
+from truedraft.drafters._trees import MATCH_CONFIDENCE, root_of
 from truedraft.drafters.lookup._copying import CopiedChains
-from truedraft.drafters.lookup._texts import RowText, root_of
+from truedraft.drafters.lookup._texts import RowText
 from truedraft.tree import DraftTree, Row
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card, knob
-from truedraft.drafters._trees import frequency_tree
+from truedraft.drafters._trees import frequency_tree, root_of
 from truedraft.drafters.lookup._corpora import WithCorpora
-from truedraft.drafters.lookup._texts import RowText, root_of, row_text
+from truedraft.drafters.lookup._texts import RowText, row_text
 from truedraft.stores.likeliest import likeliest
 from truedraft.stores.memory import Places, Tenants
 from truedraft.stores.union import union

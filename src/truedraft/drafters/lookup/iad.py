@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._trees import copied_onward
-from truedraft.drafters.lookup._texts import root_of
+from truedraft.drafters._trees import copied_onward, root_of
 from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._trees import copied_onward
-from truedraft.drafters.lookup._texts import RowText, root_of, row_text
+from truedraft.drafters._trees import copied_onward, root_of
+from truedraft.drafters.lookup._texts import RowText, row_text
 from truedraft.tree import DraftTree, Row
 
 AFAR = 5  # tokens of the shortest match anywhere in the input, while the old position is not given up

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._trees import frequency_tree
+from truedraft.drafters._trees import frequency_tree, root_of
 from truedraft.drafters.lookup._copying import WithMemory
-from truedraft.drafters.lookup._texts import RowText, root_of
+from truedraft.drafters.lookup._texts import RowText
 from truedraft.stores.memory import Places
 from truedraft.stores.union import union
 from truedraft.tree import DraftTree, Row

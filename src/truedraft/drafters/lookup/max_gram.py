@@ -18,13 +18,13 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._trees import match_confidence
-from truedraft.drafters.lookup._texts import RowText, root_of, row_text
+from truedraft.drafters._trees import match_confidence, root_of
+from truedraft.drafters.lookup._texts import RowText, row_text
 from truedraft.stores.memory import Tenants
 from truedraft.stores.successors import Successors, Template
 from truedraft.tree import Accepted, DraftTree, Row
 
-BIGRAM = 0.45  # probability that the likeliest successor is right: a prior, calibrated by `Trust`
+BIGRAM = 0.45  # probability that the likeliest successor is right: a prior, calibrated online
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters.lookup._texts import root_of
+from truedraft.drafters._trees import root_of
 from truedraft.errors import Refused
 from truedraft.stores.neighbours import Near, Search
 from truedraft.targets._base import Target

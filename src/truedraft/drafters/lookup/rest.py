@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.card import Card, knob
-from truedraft.drafters._trees import frequency_tree
+from truedraft.drafters._trees import frequency_tree, root_of
 from truedraft.drafters.lookup._corpora import WithCorpora
-from truedraft.drafters.lookup._texts import root_of
 from truedraft.errors import Refused
 from truedraft.stores.memory import Places
 from truedraft.targets._base import Target

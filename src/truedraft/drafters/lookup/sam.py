@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.card import Card, knob
-from truedraft.drafters._trees import copied_chain, frequency_tree
+from truedraft.drafters._trees import copied_chain, frequency_tree, root_of
 from truedraft.drafters.lookup._corpora import WithCorpora
-from truedraft.drafters.lookup._texts import RowText, root_of, row_text
+from truedraft.drafters.lookup._texts import RowText, row_text
 from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._trees import frequency_tree
+from truedraft.drafters._trees import frequency_tree, root_of
 from truedraft.drafters.lookup._copying import WithMemory
-from truedraft.drafters.lookup._texts import RowText, root_of
+from truedraft.drafters.lookup._texts import RowText
 from truedraft.stores._cursor import Cursor, Grown
 from truedraft.stores.automaton import Automaton
 from truedraft.stores.memory import Places

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters.lookup._texts import root_of
+from truedraft.drafters._trees import root_of
 from truedraft.stores.memory import Tenants
 from truedraft.stores.successors import Successors, Template
 from truedraft.tree import Accepted, DraftTree, Row

@@ -1,0 +1,72 @@
+"""The time that the parts of a pass take, measured from outside the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from truedraft.engine import Engine
+from truedraft.stats import PassTimes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+D = TypeVar("D")
+
+# What of an engine is timed, by the method: the part of a pass that it is.
+TIMED = {
+    "_measure": "measure",
+    "_read": "prefill",
+    "_score": "target", "_decide": "target",
+    "_begin": "observe", "_observe": "observe",
+    "_budget": "control", "_prune": "control", "_learn": "control",
+}  # fmt: skip
+
+
+class Stopwatch:
+    """Seconds spent in the parts that were wrapped by `timed`.
+
+    times: by part. seconds: the same as a live mapping, with other parts that were wrapped (`all`).
+    drafting: those of `times.draft`, by the `id` of the drafter.
+    """
+
+    def __init__(self) -> None:
+        self.times = PassTimes()
+        self.seconds: dict[str, float] = vars(self.times)
+        self.drafting: dict[int, float] = {}
+
+    def timed(self, part: str, f: Callable[P, R]) -> Callable[P, R]:
+        """`f`, its time counted under `part`."""
+        seconds = self.seconds
+        seconds.setdefault(part, 0.0)
+
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            start = time.perf_counter()
+            try:
+                return f(*args, **kwargs)
+            finally:
+                seconds[part] += time.perf_counter() - start
+
+        return wrapped
+
+    def timed_drafts(self, f: Callable[Concatenate[D, P], R]) -> Callable[Concatenate[D, P], R]:
+        """`f`, which a drafter is the first argument of: its time counted under `draft`, and for that drafter."""
+        times, drafting = self.times, self.drafting
+
+        def wrapped(drafter: D, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            start = time.perf_counter()
+            try:
+                return f(drafter, *args, **kwargs)
+            finally:
+                spent = time.perf_counter() - start
+                times.draft += spent
+                drafting[id(drafter)] = drafting.get(id(drafter), 0.0) + spent
+
+        return wrapped
+
+    def attach(self, engine: Engine) -> None:
+        """Time the parts of an engine, for its control among others."""
+        for method, part in TIMED.items():
+            setattr(engine, method, self.timed(part, getattr(engine, method)))
+        engine._draft = self.timed_drafts(engine._draft)
+        engine.control.times, engine.control.drafting = self.times, self.drafting
