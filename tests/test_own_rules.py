@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 import truedraft
 from matrix import SPELT
 from models import ragged, tiny
-from nets import drafter, eos_inside, padding_of
+from nets import drafter, eos_inside, generated, padding_of
 from scripted import V, random_draft
 from truedraft import Card, registry
 from truedraft.accept._base import NodeRule, Rule
