@@ -301,7 +301,7 @@ typedef struct {
   const int64_t *base;                  /* a node sees the places [0, base) ... */
   const int64_t *extra_from;            /* ... and the nodes extra[extra_from[i] .. extra_from[i + 1]) */
   const int64_t *extra;
-  const int64_t *heard;                 /* CROSS: source positions that a node sees */
+  const int64_t *source_lengths;                 /* CROSS: source positions that a node sees */
   const int64_t *gather;                /* the nodes of the tail */
   int64_t groups;                       /* attention: groups of nodes of one slot */
   const int64_t *group_from;            /* (groups + 1,) */
@@ -615,7 +615,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   const int64_t from = pass->group_from[group], to = pass->group_from[group + 1];
   const int64_t head = op->head, share = op->heads / op->kv_heads, narrow = op->narrow;
   const int cross = op->kind == CROSS;
-  const int64_t *base = cross ? pass->heard : pass->base;
+  const int64_t *base = cross ? pass->source_lengths : pass->base;
   const int64_t origin = (pass->slot[from] * op->kv_heads + kv) * (cross ? pass->sources : pass->capacity) * head;
   const int64_t ld = (pass->longest + 15) / 16 * 16;
   int64_t low[MANY], furthest = 0;
@@ -899,7 +899,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case ATTEND:
       return heads_fit(op, share) && fits(pass, op->src, (op->heads - 1) * op->step + op->head, nodes) &&
              fits(pass, op->dst, op->heads * op->head, nodes) && op->window >= 0 &&
-             (op->kind == ATTEND || (pass->heard && pass->sources > 0));
+             (op->kind == ATTEND || (pass->source_lengths && pass->sources > 0));
     case ADD:
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->other, op->in, nodes) &&
              fits(pass, op->dst, op->in, nodes);
@@ -939,7 +939,7 @@ static int nodes_fit(const Pass *pass) {
     const int64_t from = pass->extra_from[i], to = pass->extra_from[i + 1];
     if (!within(pass->slot[i], 0, pass->slots - 1) || !within(pass->base[i], 0, pass->capacity) || from < 0 || from > to ||
         to > pass->extras || pass->base[i] + to - from > pass->longest || pass->base[i] + to - from < 1 ||
-        (pass->heard && (!within(pass->heard[i], 1, pass->sources) || pass->heard[i] > pass->longest)))
+        (pass->source_lengths && (!within(pass->source_lengths[i], 1, pass->sources) || pass->source_lengths[i] > pass->longest)))
       return BAD_NODES;
   }
   for (int64_t e = 0; e < pass->extras; e++)
