@@ -545,7 +545,7 @@ class Known(StreamNoise):
 
     noise = torch.tensor([[[0.5, 1.0, 2.0], [3.0, 0.1, 1.0]]])
 
-    def after(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+    def noise_at_nodes(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         assert logits.shape[:2] == (len(rows), max(map(len, trees)))
         return self.noise
 
