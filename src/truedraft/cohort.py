@@ -34,8 +34,6 @@ class Cohort:
 
     def without_failed(self) -> Cohort:
         """The same pass, of which requests that failed see nothing more."""
-        if not any(request.error for request, _ in self.requests):
-            return self
         requests = [(request, places) for request, places in self.requests if not request.error]
         going = {place for _, places in requests for place in places}
         drafters = [(drafter, [i for i in places if i in going]) for drafter, places in self.drafters]

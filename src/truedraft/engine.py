@@ -59,13 +59,13 @@ class Engine:
         before = [len(row.tokens) for row in cohort.rows]
         accepted = self._verified(cohort, trees, scores)
         self.target.commit([one.path for one in accepted], cohort.first)
-        going = cohort.without_failed()
+        going = cohort.without_failed() if self._failed else cohort
         self._observe(going, trees, scores, accepted)
         if cohort is self._cohort:
             self._learn(cohort.rows, trees, accepted)
         moved = _recorded(going, before, trees, accepted)
         self._retire(cohort, accepted)
-        return [*moved, *(request for request in self._failed if request not in moved)]
+        return moved + [request for request in self._failed if request not in moved]
 
     def run(self, request: Request) -> Iterator[Pass]:
         """One request to its end, a pass at a time; `row.tokens` grows as it goes. Raises what ends it early."""

@@ -6,7 +6,7 @@ import math
 from array import array
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from truedraft.stores._native import trees
 from truedraft.tree import DraftTree, Row
@@ -69,7 +69,7 @@ class Calibration:
         ours, mine, native = self._all, history.tally, trees()
         settle = settled if native is None else native.settled
         confidence = settle(tree.confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
-        return replace(tree, confidence=confidence)
+        return tree.replaced(confidence=confidence)
 
     def update(self, row: Row) -> None:
         """Compare the row's drafts with the tokens emitted since the last call."""

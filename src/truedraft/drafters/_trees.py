@@ -79,7 +79,7 @@ def placed(tree: DraftTree, estimate: float) -> DraftTree:
     """A draft without confidence, with a default by depth and sibling order."""
     shape = tree.shape
     guesses = [(estimate if d == 1 else LATER) * 0.5**o for d, o in zip(shape.depth, shape.order, strict=True)]
-    return replace(tree, confidence=(1.0, *guesses[1:]))
+    return tree.replaced(confidence=(1.0, *guesses[1:]))
 
 
 def grafted(tree: DraftTree, node: int, branch: DraftTree) -> DraftTree:

@@ -30,6 +30,7 @@ TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in p
 PROMPT = 512  # nodes of prompts in one call
 VARIANTS = 64  # lists of operations that are kept; the one made first goes first
 NO_LAYERS: frozenset[int] = frozenset()
+CPU = torch.device("cpu")
 FAILURES = {
     Failure.TOKEN: "a token outside the vocabulary",
     Failure.PLACE: "a position outside the cache",
@@ -233,7 +234,7 @@ class CompiledPass(Runner):
             nodes.add_tree(slot, length, tree)
         sizes = [len(tree) for tree in trees]
         width = max(sizes)
-        inputs = embedded(self.model, trees, width, torch.device("cpu"))
+        inputs = embedded(self.model, trees, width, CPU)
         if inputs is not None:
             inputs = torch.cat([line[:size] for line, size in zip(inputs, sizes, strict=True)])
         scored, states = self(nodes, range(len(nodes)), inputs, taps.hidden, skipped)

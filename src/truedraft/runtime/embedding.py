@@ -11,7 +11,6 @@ from torch import Tensor
 from truedraft.tree import DraftTree
 
 
-@torch.no_grad()
 def embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.device) -> Tensor | None:
     """(rows, width, H) what a model's layers are given of trees, rows padded with copies of their last nodes: the
     embeddings of their tokens, and those that probes bring along; None where all nodes are tokens.
@@ -21,6 +20,11 @@ def embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.d
     """
     if not any(tree.embeds for tree in trees):
         return None
+    with torch.no_grad():
+        return _embedded(model, trees, width, device)
+
+
+def _embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.device) -> Tensor:
     ids = [[*tree.tokens, *tree.tokens[-1:] * (width - len(tree))] for tree in trees]
     inputs: Tensor = model.get_input_embeddings()(torch.tensor(ids, device=device)).clone()
     for line, tree in zip(inputs, trees, strict=True):
