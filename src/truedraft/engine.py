@@ -147,7 +147,8 @@ class Engine:
     def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
         def drafted(drafter: Drafter, rows: Sequence[Row], most: Sequence[int]) -> list[DraftTree]:
             try:
-                return [_fitted(row, tree) for row, tree in zip(rows, self._draft(drafter, rows, most), strict=True)]
+                drafts, nodes = self._draft(drafter, rows, most), 1 + drafter.width
+                return [_fitted(row, tree, nodes) for row, tree in zip(rows, drafts, strict=True)]
             except Exception as error:
                 self._fail(rows, error)
                 return [DraftTree.chain(row.tokens[-1]) for row in rows]
@@ -270,12 +271,12 @@ def _drafts_of(drafter: Drafter, rows: Sequence[Row], budget: Sequence[int]) -> 
     return drafter.propose(rows, budget)
 
 
-def _fitted(row: Row, tree: DraftTree) -> DraftTree:
-    """A drafter's tree without the nodes that could not be emitted any more."""
+def _fitted(row: Row, tree: DraftTree, nodes: int) -> DraftTree:
+    """The first nodes of a drafter's tree, without those that could not be emitted any more."""
     if tree.tokens[0] != row.tokens[-1]:
         raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
     tree.check_embeds()
-    return tree.cut(1 + row.request.drafter.width).shallow(row.room - row.step - 1)
+    return tree.cut(nodes).shallow(row.room - row.step - 1)
 
 
 def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
