@@ -149,8 +149,8 @@ def test_nobody_outside_targets_asks_what_kind_of_target_it_has(file: Path) -> N
 
 def test_no_name_is_an_everyday_word() -> None:
     """Names that the package defines: of files, classes, functions, arguments, attributes and variables."""
-    banned = {"dress", "heard", "hope", "hopes", "listening", "said", "tips", "told", "trust", "turned", "wants", "wave"}
-    banned |= {"worth"}
+    banned = {"dress", "heard", "hope", "hopes", "listening", "said", "tips", "told", "trust", "turned"}
+    banned |= {"wants", "wave", "worth"}
 
     def everyday(source: str) -> set[str]:
         nodes = list(ast.walk(ast.parse(source)))
