@@ -50,7 +50,7 @@ def chosen(draft: str) -> tuple[list[tuple[int, str, int]], list[tuple[str, int]
     if not isinstance(router, Route):
         raise SystemExit(f"--draft {draft!r} is no router: write parts with | between them")
     target = ReplayTarget(vocabulary)
-    router.ready(target)
+    router.bind(target)
     control = registry.load("control", "fixed", nodes=16)
     passes = list(replayed(row, target, router, control, Stopwatch()))
     emitted, steps = 0, []

@@ -162,8 +162,8 @@ def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
     print(f"| rule | ms a pass ({vocabulary:,} tokens, {nodes} nodes) |\n|---|---|")
     for name in registry.names("accept"):
         rule: Any = registry.load("accept", name)
-        takes = rule.takes or {"distinct"}
-        draws: Any = next(d for d in ("distinct", "independent", "last") if d in takes)
+        accepted = rule.accepts_draws or {"distinct"}
+        draws: Any = next(d for d in ("distinct", "independent", "last") if d in accepted)
         if name in ("block", "rejection"):
             draws = "one"
         took = []

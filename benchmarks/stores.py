@@ -88,7 +88,7 @@ def timed(f: Any, *args: Any, **kwargs: Any) -> tuple[float, Any]:
 def store_figures(made: tuple[float, Corpus], held: Sequence[int], folder: Path) -> tuple[dict[str, float], Corpus]:
     """Seconds to save and open; microseconds for a token built and followed, a tree of 64 nodes and a copy of 40."""
     seconds, corpus = made
-    tokens, path = corpus.about.tokens, folder / "store.tdc"
+    tokens, path = corpus.config.tokens, folder / "store.tdc"
     figures: dict[str, float] = {"tokens": tokens, "build us": seconds / tokens * 1e6}
     figures["save s"], _ = timed(corpus.save, path)
     figures["bytes"] = path.stat().st_size / tokens
@@ -107,7 +107,7 @@ def store_figures(made: tuple[float, Corpus], held: Sequence[int], folder: Path)
 
 def drafter_figures(name: str, documents: Sequence[list[int]], held: Sequence[int], corpus: Corpus) -> dict[str, Any]:
     """Mean microseconds per row and pass, tokens per pass, and seconds until the first draft."""
-    tokens, references = corpus.about.tokens, ()
+    tokens, references = corpus.config.tokens, ()
     knobs: dict[str, Any] = {"corpus": corpus} if name in CORPUS else {"memory": tokens} if name in MEMORY else {}
     start = time.perf_counter()
     drafter: Drafter = registry.load("drafters", name, **knobs)

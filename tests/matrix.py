@@ -1,7 +1,7 @@
 """Every method with every feature: the cells of `docs/matrix.md`, each found by running it.
 
 A drafter's cell is exact where text and random stream are those of `model.generate`, greedy and sampled. A rule's cell
-is exact likewise where the rule guarantees tokens; where it guarantees the law, the text must be possible under it, end
+is exact likewise where the rule guarantees tokens. Where it guarantees the law, the text must be possible under it, end
 where plain decoding would end it, and return the scores of the model (the law itself: test_law.py, test_rules.py and
 `truedraft audit --laws`). An unsupported feature is refused with a sentence, which is then the cell.
 """
@@ -239,17 +239,17 @@ def page(found: dict[tuple[str, str], dict[str, str]]) -> str:
     lines = [
         "# Every method with every feature", "",
         "Written by `python tools/matrix.py` from a run of `tests/matrix.py`; `make test` repeats every cell, those of",
-        "drafters greedily or sampled in turn.", "",
+        "drafters alternately greedy and sampled.", "",
         f"- `{EXACT}`: the text of `model.generate`, token for token, and the random stream too.",
         f"- `{LAW}`: text of the model's distribution, cut where plain decoding would cut it.",
-        "- Anything else is an exception, and stands in the method's line; what is refused, with the sentence.", "",
+        "- Anything else is an exception, listed in the method's line; a refusal with its sentence.", "",
         "The features:", "",
         *(f"- {feature}" for feature in FEATURES if feature not in refused), "",
         "Refused with every method:", "",
         *(f"- {feature}: {_sentence(cell)}" for feature, cell in refused.items()), "",
     ]  # fmt: skip
     for kind, title in (("drafters", "Drafters, under greedy and seeded"), ("accept", "Acceptance rules")):
-        lines += [f"## {title}", "", "| method | every feature is | but for |", "|---|---|---|"]
+        lines += [f"## {title}", "", "| method | every feature is | except |", "|---|---|---|"]
         for name in (name for k, name in found if k == kind):
             cells = {feature: cell for feature, cell in found[kind, name].items() if feature not in refused}
             usual = EXACT if list(cells.values()).count(EXACT) * 2 > len(cells) else LAW
@@ -260,6 +260,6 @@ def page(found: dict[tuple[str, str], dict[str, str]]) -> str:
 
 
 def _sentence(cell: str) -> str:
-    """What a page shows of a cell: of a refusal its sentence, in code."""
+    """A cell as the page shows it: a refusal with its sentence in code."""
     why = cell.removeprefix("refused: ")
     return cell if why == cell else f"refused: `{why}`"

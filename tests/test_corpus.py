@@ -185,10 +185,10 @@ def test_incomplete_or_foreign_file_is_refused(file: Path, tmp_path: Path, monke
         Corpus.open(file)
     with pytest.raises(Refused, match="no such file"):
         Corpus.open(tmp_path)
-    monkeypatch.setattr(corpora, "VERSION", 2)
+    monkeypatch.setattr(corpora, "VERSION", 1)
     Corpus.built([[1, 2]]).save(file)
     monkeypatch.undo()
-    with pytest.raises(Refused, match="has version 2, not 1"):
+    with pytest.raises(Refused, match="has version 1, not 2"):
         Corpus.open(file)
 
 

@@ -1,4 +1,4 @@
-"""Docs net: every block of code in the documents runs, or is a command line that the parser of its command takes."""
+"""Docs net: every block of code in the documents runs, or is a valid line of its command."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from truedraft.declared import declared
 pytestmark = pytest.mark.pythons
 
 ROOT = Path(__file__).resolve().parents[1]
-# what a block may be marked as; shell lines are indented; quotes are of the package's own source
+# the info strings of blocks; shell lines are indented; quotes are of the package's own source
 PYTHON, QUOTE, SHELL = "python", docs.CODE, ""
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 STORY = "one day, a little girl named lily found a red ball"
 
 
 class Block(NamedTuple):
-    """A block of code. kind: of the above, or another info string. line: where it begins."""
+    """A block of code. kind: its info string. line: the line on which it begins."""
 
     document: str
     line: int
@@ -54,12 +54,12 @@ DRAFTER, *OWN_RULES = METHODS
 
 
 def of_kind(kind: str) -> Any:
-    """Blocks of a kind as parameters of a test, but for files of their own."""
+    """Blocks of a kind as parameters of a test, except those of CONTRIBUTING that are files."""
     found = [block for block in BLOCKS if block.kind == kind and block not in METHODS]
     return pytest.mark.parametrize("block", [pytest.param(b, id=f"{b.document}:{b.line}") for b in found])
 
 
-def test_every_block_is_marked_as_what_it_is() -> None:
+def test_every_block_has_a_known_kind() -> None:
     assert {block.kind for block in BLOCKS} <= {PYTHON, QUOTE, SHELL}
     found = [
         b.kind for b in blocks("x", "```\na\n```\n\n```python\nb\n```\n\n    make c\n\n- d\n\n  ```json\n  e\n  ```\n")
@@ -68,7 +68,7 @@ def test_every_block_is_marked_as_what_it_is() -> None:
 
 
 def names(block: Block) -> dict[str, Any]:
-    """What a block may take for given."""
+    """The names that a block may use."""
     model, tokenizer = loading.load("nano-gec" if "Rewriter" in block.text else "nano")
     tokenizer.chat_template = TEMPLATE
     return {
@@ -117,7 +117,7 @@ def imported(block: Block, name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def same_text(block: Block, **parts: Any) -> truedraft.Report:
-    """That of the model alone; the report."""
+    """The report of a call, after its text was compared with that of the model."""
     given = names(block)
     fast = truedraft.accelerate(given["model"], given["tokenizer"], control="fixed", **parts)
     settings = dict(max_new_tokens=24, do_sample=False)
@@ -145,14 +145,14 @@ def test_the_rules_of_contributing_accept(
 
 
 def lines(text: str) -> list[list[str]]:
-    """Command lines as a shell takes them apart, comments left out, each part of a pipe by itself."""
+    """Command lines split into words as by a shell, without comments, each part of a pipe by itself."""
     joined = text.replace("\\\n", " ").splitlines()
     parts = [re.split(r"\s\|\s", line) for line in joined if line.strip()]
     return [words for line in parts for part in line if (words := shlex.split(part, comments=True))]
 
 
 def check_line(words: list[str]) -> None:
-    """Fails for a line that is none, or that its command would not take."""
+    """Raises for a line whose command is unknown or would refuse it."""
     program, *args = words
     if program == "truedraft":
         check_command(args)
@@ -166,11 +166,11 @@ def check_line(words: list[str]) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
         assert args[0] == "install" and set(re.findall(r"\w+", args[-1])) - {"truedraft"} <= set(extras)
     else:
-        assert words[:2] == ["git", "show"], f"{program} is no command that the documents may show"
+        assert words[:2] == ["git", "show"], f"{program} is not a command of the documents"
 
 
 def check_command(args: list[str]) -> None:
-    """Reads a line of `truedraft` as its parser does, and its drafters as it would."""
+    """Parses a line of `truedraft`, and checks the drafters that it names."""
     command = get_command(app)
     while hasattr(command, "commands"):
         name, *args = args
@@ -182,13 +182,13 @@ def check_command(args: list[str]) -> None:
 
 
 @of_kind(SHELL)
-def test_shell_lines_are_taken(block: Block) -> None:
+def test_shell_lines_are_valid(block: Block) -> None:
     for words in lines(block.text):
         check_line(words)
 
 
 @pytest.mark.parametrize("example", [*EXAMPLES.values(), "truedraft corpus info project.tdc"])
-def test_examples_of_help_are_taken(example: str) -> None:
+def test_examples_of_help_are_valid(example: str) -> None:
     check_line(shlex.split(example))
 
 
@@ -202,7 +202,7 @@ def test_examples_of_help_are_taken(example: str) -> None:
         'accelerate(model, quantize="int8")',
     ],
 )  # fmt: skip
-def test_a_line_that_would_not_run_is_found(line: str) -> None:
+def test_an_invalid_line_is_found(line: str) -> None:
     with pytest.raises(Exception):  # noqa: B017 - whatever the parsers raise
         for words in lines(line):
             check_line(words)

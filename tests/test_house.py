@@ -182,3 +182,23 @@ def _imported(file: Path, modules: Mapping[str, Path]) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "truedraft":
             found |= {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys() or {node.module}
     return found
+
+
+def test_no_name_is_an_everyday_word() -> None:
+    """Names that the package defines: of files, classes, functions, arguments, attributes and variables."""
+    banned = {"dress", "heard", "hope", "hopes", "listening", "said", "tips", "told", "trust", "turned"}
+    banned |= {"wants", "wave", "worth"}
+
+    def everyday(source: str) -> set[str]:
+        nodes = list(ast.walk(ast.parse(source)))
+        names = {n.name for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)}
+        names |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+        names |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+        words = {name: {w.lower() for w in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)} for name in names}
+        return {name for name in names if words[name] & banned}
+
+    sample = "class PairListening: ...\ndef f(_told, x):\n    x.hopes_of, WORTH, wavelength = 1, 2, 3"
+    assert everyday(sample) == {"PairListening", "_told", "hopes_of", "WORTH"}
+    found = {str(file.relative_to(SOURCE)): everyday(f"{file.stem} = 0\n{file.read_text()}") for file in FILES}
+    assert not any(found.values()), {file: names for file, names in found.items() if names}

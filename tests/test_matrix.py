@@ -1,4 +1,4 @@
-"""The matrix of methods and features is what docs/matrix.md says; no cell is silent."""
+"""Every cell of docs/matrix.md is what a run of its method and feature gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "matrix.md"
 
 
 def stated(kind: str, name: str) -> dict[str, str]:
-    """What the page says of a method, feature by feature."""
+    """The cells of a method on the page: feature -> cell."""
     introduction, *sections = PAGE.read_text().split("\n## ")
     listed, everywhere = (_items(part) for part in introduction.split("The features:")[1].split("Refused with"))
     (line,) = [line for line in sections[kind == "accept"].splitlines() if line.startswith(f"| `{name}` |")]
@@ -29,7 +29,7 @@ def _items(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "name"), matrix.methods())
-def test_the_page_says_what_happens(kind: str, name: str) -> None:
+def test_the_page_has_the_cells_of_a_run(kind: str, name: str) -> None:
     found = matrix.cells(kind, name, in_turn=True)
     shown = {feature: cell.replace("`", "") for feature, cell in found.items()}
     assert shown == stated(kind, name), "run python tools/matrix.py"

@@ -1,4 +1,4 @@
-"""The generated parts of the documents: fresh, following the source, and true by another way of reading it."""
+"""The generated parts of the documents: fresh, and in agreement with the source as imported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_document_is_fresh(document: Path) -> None:
     assert docs.filled(document.read_text("utf-8"), document) == document.read_text("utf-8"), "run python tools/docs.py"
 
 
-def test_a_stale_part_is_written_anew_and_the_rest_left_alone() -> None:
+def test_a_stale_part_is_rewritten_and_the_rest_kept() -> None:
     text = "before\n\n<!-- generated: quote Engine.step -->\n\nstale\n\n<!-- end -->\n\nbehind\n"
     fresh = docs.filled(text, PAGE)
     assert inspect.cleandoc("\n" + inspect.getsource(Engine.step)) in inspect.cleandoc(fresh)
@@ -47,7 +47,7 @@ def test_a_link_follows_its_name() -> None:
 @pytest.mark.parametrize(
     "text", ["[`Enginne`](../src/truedraft/engine.py)", "<!-- generated: frob -->\n<!-- end -->\n"]
 )
-def test_what_is_not_there_is_an_error(text: str) -> None:
+def test_an_unknown_name_is_an_error(text: str) -> None:
     with pytest.raises(source.Unknown):
         docs.filled(text, PAGE)
 
@@ -57,7 +57,7 @@ def quotes(document: Path) -> list[str]:
     return [token.content for token in tokens if token.type == "fence" and token.info.strip() == docs.CODE]
 
 
-def test_every_quoted_line_stands_in_the_source() -> None:
+def test_every_quoted_line_is_in_the_source() -> None:
     found = [quote for document in docs.DOCUMENTS for quote in quotes(document)]
     assert len(found) >= 4
     for quote in found:
@@ -66,8 +66,8 @@ def test_every_quoted_line_stands_in_the_source() -> None:
             assert line in SOURCE or line.removesuffix(" ...") in SOURCE, line
 
 
-def test_imports_are_those_that_the_interpreter_makes() -> None:
-    """Of rooms whose modules load few others: what is loaded is what the listed imports reach."""
+def test_listed_imports_are_those_at_run_time() -> None:
+    """For rooms that import few others: the modules of the objects in them are among the listed imports."""
     found = rooms.imports()
     assert "tree" in found["engine"] and "errors" in found["registry"] and not found["tree"]
     for room in ("tree", "chance", "stats"):
@@ -76,7 +76,7 @@ def test_imports_are_those_that_the_interpreter_makes() -> None:
         assert {name.split(".")[1] for name in used if name.startswith("truedraft.")} - {room} <= found[room]
 
 
-def test_layers_put_what_is_imported_below() -> None:
+def test_imported_rooms_are_in_lower_layers() -> None:
     assert rooms.layers({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [[("a",)], [("b", "c"), ("d",)]]
     found = rooms.imports()
     level = {room: i for i, groups in enumerate(rooms.layers(found)) for group in groups for room in group}
@@ -92,6 +92,16 @@ def test_every_room_is_listed_with_its_docstring() -> None:
         if package != "truedraft":
             module = sys.modules.get(package) or importlib.import_module(package)
             assert " ".join((module.__doc__ or "").split("\n\n")[0].split()) in text
+
+
+def test_new_things_fulfil_their_contracts_and_are_registered_as_listed() -> None:
+    lines = rooms.new_things(PAGE)[2:]
+    methods_of = {registry.method(kind, name) for kind in registry.KINDS for name in registry.names(kind)}
+    by_name = {method.__name__: method for method in methods_of}
+    for line, (contracts, example) in zip(lines, rooms.NEW_THINGS.values(), strict=True):
+        assert line.endswith("| by its file name |") == (example in by_name), line
+        if example in by_name:
+            assert contracts[0] in {base.__name__ for base in by_name[example].__mro__}
 
 
 def test_figures_are_of_methods_that_exist_and_all_are_printed() -> None:

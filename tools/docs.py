@@ -1,6 +1,6 @@
 """Write the generated parts of the documents, or check that they are fresh: python tools/docs.py [--check]
 
-A part stands between `<!-- generated: NAME ARGUMENTS -->` and `<!-- end -->`; what NAME writes is in `PARTS`. Links
+A part is between `<!-- generated: NAME ARGUMENTS -->` and `<!-- end -->`; `PARTS` maps NAME to its writer. Links
 from a name in code to the file that defines it follow the name. Nothing else of a document is touched.
 """
 
@@ -18,7 +18,7 @@ ROOT = source.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS.append(ROOT / "benchmarks" / "README.md")
 PART = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->\n)", re.S)
-CODE = "python source"  # how blocks are marked that quote the package
+CODE = "python source"  # the info string of blocks that quote the package
 
 PARTS: dict[str, Callable[..., list[str]]] = {
     "quote": lambda document, name: [f"```{CODE}", source.quoted(name), "```"],

@@ -205,12 +205,12 @@ def files_cases() -> Case:
                 flat, at = array.reshape(-1), pick.randrange(array.size)
                 new = some(pick, -1, 0, 1, 2**31 - 1, -(2**31), pick.randrange(array.size), float(flat[at]) + 1)
                 flat[at] = np.array(new).astype(array.dtype)
-        about = json.loads(metadata["about"])
+        config = json.loads(metadata["config"])
         if pick.random() < 0.2:
-            about[pick.choice([*about, "more"])] = some(pick, number(pick), text(pick), [1, 2], {}, [[]])
+            config[pick.choice([*config, "more"])] = some(pick, number(pick), text(pick), [1, 2], {}, [[]])
         try:
-            metadata["about"] = json.dumps(about)
-            metadata["checksums"] = json.dumps(_file._checksums(arrays, metadata["about"]))
+            metadata["config"] = json.dumps(config)
+            metadata["checksums"] = json.dumps(_file._checksums(arrays, metadata["config"]))
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, str(here), metadata)
         except (TypeError, ValueError, UnicodeError):  # cannot be written
             here.write_bytes(b"")

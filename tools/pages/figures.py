@@ -38,7 +38,7 @@ def _rounded(value: float) -> str:
 
 
 def prompts() -> list[str]:
-    """Time to the first token, and that of truedraft over `transformers`' own."""
+    """Time to the first token of `transformers`, and that of truedraft as a multiple of it."""
     return _table(
         ["model", "dtype", "prompt", "`transformers`", "no drafts", "`auto`", "rounds"],
         [
@@ -83,7 +83,7 @@ def _accepted(one: dict[str, Any], kind: str) -> str:
 
 
 def recorded() -> list[str]:
-    """Tokens per pass and per second where passes of a random model emit recorded answers."""
+    """Tokens per pass and per second of a random model made to emit recorded answers."""
     turns = ("first turn", "second turn")
     return _table(
         ["drafter", *(head for turn in turns for head in (f"{turn}: tokens per pass", "tok/s", "over no drafts"))],
@@ -101,7 +101,7 @@ def _turn(one: dict[str, Any]) -> list[str]:
 
 
 def peers(model: str) -> list[str]:
-    """Engines beside each other on one model, by mode and text: tokens per second, and how many times truedraft has."""
+    """Engines on one model, by mode and text: tokens per second, and those of truedraft as a multiple."""
     ways: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for one in _results("peers"):
         if one["model"].replace(" ", "") == model:
@@ -123,18 +123,18 @@ def _speed(one: dict[str, Any] | None) -> tuple[str, str]:
 def speeds() -> list[str]:
     """Tokens per second of every engine that was run with and without drafts, model by model."""
     plain, lookup = "plain", "prompt lookup, 10"
-    wanted = ((plain, "copy-heavy"), (lookup, "copy-heavy"), (lookup, "no repeats"))
+    ways = ((plain, "copy-heavy"), (lookup, "copy-heavy"), (lookup, "no repeats"))
     found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for one in _results("peers"):
         found.setdefault((one["model"], one["engine"]), {})[one["mode"], one["text"]] = one["tokens_per_second"]
     return _table(
         ["model", "engine", "plain", "prompt lookup of 10, copies", "prompt lookup of 10, no repeats"],
-        [[*who, *(str(has[way]) for way in wanted)] for who, has in found.items() if all(way in has for way in wanted)],
+        [[*who, *(str(has[way]) for way in ways)] for who, has in found.items() if all(way in has for way in ways)],
     )
 
 
 def whole_calls() -> list[str]:
-    """Calls of `generate` on the embedded model against those of `transformers`."""
+    """Calls of `generate` on the embedded model, compared with those of `transformers`."""
     return _table(
         [
             "prompt", "drafter", "passes for tokens", "mean acceptance length", "`transformers` tok/s",

@@ -1,4 +1,4 @@
-"""The methods as their cards, classes and measured figures describe them: an index, and a section for each."""
+"""Pages of the methods, from cards, classes and measured figures: an index, and a section for each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def index() -> list[str]:
 
 
 def by_needs() -> list[str]:
-    """What drafters need beyond the target, and the drafters that need just that."""
+    """What drafters need beyond the target, and which drafters need it."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in registry.names("drafters"):
         found.setdefault(needs(registry.method("drafters", name)), []).append(name)
@@ -52,7 +52,7 @@ def needs(method: Any) -> tuple[str, ...]:
 
 
 def restrictions(kind: str, name: str) -> Iterator[str]:
-    """What a method cannot do, from its card and its class."""
+    """The restrictions of a method, from its card and its class."""
     method = registry.method(kind, name)
     for target, reason in method.card.cannot.items():
         yield f"not for {target} targets: {reason}"
@@ -70,7 +70,7 @@ def restrictions(kind: str, name: str) -> Iterator[str]:
 
 
 def anchor(kind: str, name: str) -> str:
-    """Of a method's section; headings say the kind where names are not enough."""
+    """The anchor of a method's section; headings contain the kind where names are ambiguous."""
     return heading(kind, name).replace("`", "").replace("/", "").replace(" ", "-").replace(":", "").lower()
 
 
@@ -111,18 +111,18 @@ def sections() -> list[str]:
 
 
 def knobs(method: type) -> list[str]:
-    """One line per knob: its default, the values that it takes and its trailing comment."""
+    """One line per knob: its default, its valid values and its trailing comment."""
     comments = {}
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(method)).readline):
         if token.type == tokenize.COMMENT:
             comments[token.line.split(":")[0].strip()] = token.string.lstrip("# ")
     fields = [f for f in dataclasses.fields(method) if not f.name.startswith("_")]  # type: ignore[arg-type]
-    takes = {f.name: f" ({values})" for f in fields if (values := values_of(method, f.name)) is not None}
-    return [f"- `{f.name}` = `{f.default}`{takes.get(f.name, '')}: {comments.get(f.name, '')}" for f in fields]
+    valid = {f.name: f" ({values})" for f in fields if (values := values_of(method, f.name)) is not None}
+    return [f"- `{f.name}` = `{f.default}`{valid.get(f.name, '')}: {comments.get(f.name, '')}" for f in fields]
 
 
 def measured(kind: str, name: str) -> list[str]:
-    """The figures of `benchmarks/results/methods.json`, those of one setting and unit on a line."""
+    """The figures of `benchmarks/results/methods.json`, a line for each setting and unit."""
     lines = []
     figures = json.loads(MEASURED.read_text("utf-8")).get(kind, {}).get(name, [])
     for (unit, setting, machine, command), group in groupby(
@@ -137,7 +137,7 @@ def measured(kind: str, name: str) -> list[str]:
 
 
 def alike(figures: list[dict[str, Any]]) -> list[str]:
-    """The values as text, numbers with as many decimals as the one that has most."""
+    """The values as text, all numbers with the same decimals, those of the longest."""
     numbers = [f["value"] for f in figures if not isinstance(f["value"], str)]
     decimals = max((len(str(n).partition(".")[2]) for n in numbers), default=0)
     return [f["value"] if isinstance(f["value"], str) else f"{f['value']:.{decimals}f}" for f in figures]

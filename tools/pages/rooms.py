@@ -1,4 +1,4 @@
-"""The rooms of the package, what stands in each, and which way imports point: read from the folders and the imports."""
+"""The rooms of the package, the files in each, and which way imports point: read from folders and imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pages.source import PACKAGE, Unknown, definitions, files, link, parsed, relative, summary
+from pages.source import PACKAGE, Unknown, definition, files, link, parsed, relative, summary
+from truedraft import registry
 
 
 def rooms() -> dict[str, Path]:
@@ -16,7 +17,7 @@ def rooms() -> dict[str, Path]:
 
 
 def table(document: Path) -> list[str]:
-    """Every room with what its docstring says, its shared parts (`_name.py`) and its other files."""
+    """Every room with the summary of its docstring, its shared parts (`_name.py`) and its other files."""
     lines = ["| room | what it holds | files | shared parts |", "|---|---|---|---|"]
     for name, folder in rooms().items():
         text = summary(parsed(folder / "__init__.py"))
@@ -30,7 +31,7 @@ def table(document: Path) -> list[str]:
 
 
 def single(document: Path) -> list[str]:
-    """Every module that stands by itself, with what its docstring says."""
+    """Every module outside of the rooms, with the summary of its docstring."""
     lines = ["| file | what it is |", "|---|---|"]
     for file in files():
         if file.parent == PACKAGE and not file.stem.startswith("_"):
@@ -56,7 +57,7 @@ def imported(file: Path) -> set[str]:
 
 
 def imports() -> dict[str, set[str]]:
-    """Room, or module that stands by itself -> the others that it imports from."""
+    """Room, or module outside of the rooms -> the others that it imports from."""
     found: dict[str, set[str]] = {}
     for file in files():
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -66,7 +67,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def layers(of: Mapping[str, Iterable[str]]) -> list[list[tuple[str, ...]]]:
-    """Layers, the topmost first: each imports from lower ones alone. Rooms that import each other stand together."""
+    """Layers, the topmost first: each imports from lower ones alone. Rooms that import each other share an entry."""
     reached = {room: _reached(room, of) for room in of}
     groups = {tuple(sorted({room, *(o for o in reached[room] if room in reached[o])})) for room in of}
     left, found = sorted(groups), []
@@ -96,22 +97,29 @@ def directions() -> list[str]:
     return lines
 
 
-# what is new -> the contract that it fulfils, and what is there already and shows how
+# what is new -> the contracts that it fulfils, and an example whose folder its file goes to
 NEW_THINGS = {
-    "a lookup drafter": ("Drafter", "PromptLookup"),
-    "a draft-model tree": ("Drafter", "OptTree"),
-    "a learned drafter (head)": ("Learner", "Gad"),
-    "an acceptance rule": ("Rule", "Rejection"),
-    "a control": ("Control", "Fixed"),
-    "a view": ("View", "SkipLayers"),
-    "a kind of target": ("Target", "Seq2SeqTarget"),
+    "a lookup drafter": (("PerRow",), "PromptLookup"),
+    "a draft-model tree": (("ModelDrafter",), "OptTree"),
+    "a learned drafter (head)": (("Drafter", "Learner"), "Gad"),
+    "an acceptance rule, by row": (("Rule",), "Block"),
+    "an acceptance rule, by node": (("NodeRule",), "Rejection"),
+    "a lossy rule": (("LossyRule",), "Typical"),
+    "a control": (("Control",), "Fixed"),
+    "a view": (("View",), "SkipLayers"),
+    "a kind of target": (("Target",), "Seq2SeqTarget"),
 }
 
 
 def new_things(document: Path) -> list[str]:
-    """What each new thing fulfils, where it goes, and what to copy from."""
-    lines = ["| new | fulfils | example, and the folder that it goes to |", "|---|---|---|"]
-    for thing, (contract, example) in NEW_THINGS.items():
-        if contract in definitions():
-            lines.append(f"| {thing} | {link(contract, document)} | {link(example, document)} |")
+    """What is new: the folder of its file, the contracts that it fulfils, an example, and whether it is registered."""
+    lines = ["| new | folder of its one file | fulfils | example | registered |", "|---|---|---|---|---|"]
+    for thing, (contracts, example) in NEW_THINGS.items():
+        folder = definition(example).file.parent
+        kinds = [PACKAGE.joinpath(*kind.split(".")) for kind in registry.KINDS]
+        lines.append(
+            f"| {thing} | [`{folder.relative_to(PACKAGE)}/`]({relative(folder, document)}) "
+            f"| {', '.join(link(contract, document) for contract in contracts)} | {link(example, document)} "
+            f"| {'by its file name' if any(folder.is_relative_to(kind) for kind in kinds) else 'no'} |"
+        )
     return lines

@@ -1,6 +1,6 @@
-"""The package's source as documents show it: where a name is defined, definitions as they stand, contracts' signatures.
+"""The package's source as documents show it: files of definitions, quoted definitions, signatures of contracts.
 
-Everything is read from syntax trees, so that a document follows a file that moves, and a name that is gone is an error.
+Everything is read from syntax trees, so that links follow files that move, and a name that was removed is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Definition(NamedTuple):
 
 
 class Unknown(Exception):
-    """A document refers to what the source does not have."""
+    """A document refers to a name that the source does not define."""
 
 
 @cache
@@ -89,7 +89,7 @@ def relative(file: Path, document: Path) -> str:
 
 
 def linked(text: str, document: Path) -> str:
-    """A document in which every link from a name to its file leads to where the name is defined now."""
+    """A document with every link from a name to its file updated to the file that defines the name."""
 
     def renewed(match: re.Match[str]) -> str:
         present = (document.parent / match[2]).resolve()
@@ -99,14 +99,14 @@ def linked(text: str, document: Path) -> str:
 
 
 def quoted(name: str) -> str:
-    """A definition as it stands in its file, without the indentation of its class."""
+    """The source of a definition, without the indentation of its class."""
     file, node = definition(name)
     lines = file.read_text("utf-8").splitlines()
     return textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
 
 
 def signatures(name: str) -> str:
-    """A contract: the class with its public fields and methods as they stand in its file, bodies left out."""
+    """A contract: the class with its public fields and methods as in its file, without bodies."""
     file, node = definition(name)
     assert isinstance(node, ast.ClassDef)
     source = file.read_text("utf-8").splitlines()
@@ -128,7 +128,7 @@ def _private(name: str) -> bool:
 
 def _signature(node: ast.FunctionDef, source: list[str]) -> list[str]:
     lines = source[node.lineno - 1 : node.body[0].lineno - 1]
-    if not lines:  # the body stands on the same line
+    if not lines:  # the body is on the same line
         return [source[node.lineno - 1]]
     return [*lines[:-1], f"{lines[-1]} ..."]
 
@@ -143,7 +143,7 @@ CONTRACTS = ("Target", "View", "Learner")
 
 
 def contracts() -> list[str]:
-    """The signatures of the contracts that have no place of their own on the page."""
+    """The signatures of the contracts that have no section of their own on the page."""
     lines: list[str] = []
     for name in CONTRACTS:
         if name in definitions():

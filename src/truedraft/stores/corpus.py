@@ -24,7 +24,7 @@ from truedraft.stores import _file
 from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.automaton import Automaton, automaton, loaded
 
-KIND, VERSION = "corpus", 1
+KIND, VERSION = "corpus", 2
 
 
 @dataclass(frozen=True)

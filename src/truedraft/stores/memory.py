@@ -16,7 +16,7 @@ from truedraft.stores.automaton import Automaton, automaton
 from truedraft.stores.corpus import fingerprint
 
 T = TypeVar("T")
-KIND, VERSION = "memory", 1
+KIND, VERSION = "memory", 2
 SHARES = 4  # parts into which the limit is divided; the oldest is forgotten as a whole
 LEAST = 64  # tokens that a part counts as, at least: even an empty one needs that much memory
 RECENT = 64  # tokens of context that a new cursor reads

@@ -25,7 +25,7 @@ from truedraft.errors import Refused, why
 from truedraft.stores import _file
 from truedraft.tree import Row
 
-KIND, VERSION, MAKER = "datastore", 1, "Neighbours.built(model, documents).save(path)"
+KIND, VERSION, MAKER = "datastore", 2, "Neighbours.built(model, documents).save(path)"
 PART = 1024  # tokens of a pass; in longer documents each token has at least half as many before it
 
 

@@ -17,7 +17,7 @@ from truedraft.drafters._learned import Line, fingerprint
 from truedraft.errors import Refused
 from truedraft.stores import _file as file
 
-VERSION = 1
+VERSION = 2
 KIND, NAME = "target's responses", "responses.safetensors"
 LONGEST = 120  # tokens of a source and of a response, at most
 ROWS = 128  # sources of a batch: wide enough that drafts do not pay
