@@ -159,7 +159,7 @@ def plant_bonus_from_the_draft(patch: pytest.MonkeyPatch) -> None:
         flat = [o.dist.log() if o.dist is not None else s for s, o in zip(scores, candidates, strict=True)]
         return chance.pick(torch.stack(flat).softmax(-1), rows)  # type: ignore[no-any-return]
 
-    patch.setattr("truedraft.accept.multi_round.said", tokens_by)
+    patch.setattr("truedraft.accept.multi_round.tokens_by", tokens_by)
 
 
 def plant_pruning(patch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,7 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     "a control that is none": (lambda f: truedraft.accelerate(tiny(), control=3), "control=3"),
     "references twice": (
         lambda f: f.generate(_IDS, references=[[5]], prompt_lookup_num_tokens=3, max_new_tokens=4),
-        "ask for different drafts",
+        "select different drafters",
     ),
     "report before anything": (lambda f: truedraft.accelerate(tiny()).report(), "nothing to report"),
     "unknown drafter": (lambda f: truedraft.accelerate(tiny(), draft="promt-lookup"), "did you mean 'prompt-lookup'"),

@@ -239,7 +239,7 @@ WATCHED: list[Callable[..., Any]] = [
     continuous.ContinuousEngine.step, continuous.ContinuousEngine.abort_request, continuous.ContinuousEngine.close,
     continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._moved,
     continuous.ContinuousEngine._finish, accelerated.Accelerated._decode, prepared.request_of,
-    Verification.walked, Verification.emitted, Verification._alone,
+    Verification.walked, Verification.emitted, Verification._emit_row,
     _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe,
     _calibration.Calibration.end, _calibration.Calibration._history,
     _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,

@@ -31,7 +31,7 @@ from truedraft.runtime.program import Program
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Row, Shape
+from truedraft.tree import Row, TreeShape
 
 Net = Callable[[], Any]
 
@@ -59,7 +59,7 @@ def text_with_eos() -> None:
     text("greedy", eos_token_id=eos_inside(tiny(), inputs), pad_token_id=0)()
 
 
-def reshaped(change: Callable[[Shape], Shape]) -> Fault:
+def reshaped(change: Callable[[TreeShape], TreeShape]) -> Fault:
     def growing(patch: pytest.MonkeyPatch) -> None:
         true = trees.shape_of
         patch.setattr(trees, "shape_of", lambda parent: change(true(parent)))
@@ -96,7 +96,7 @@ def overshoot(self: Stops, rows: Sequence[Row]) -> None:
         row.end = len(row.tokens) if row.tokens[-1] in self.eos or row.step == self.steps + 1 else None
 
 
-def masked(shape: Shape, mask: torch.Tensor) -> Shape:
+def masked(shape: TreeShape, mask: torch.Tensor) -> TreeShape:
     """A shape whose mask says something else."""
     other = replace(shape)
     other.__dict__["mask"] = mask

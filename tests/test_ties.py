@@ -133,7 +133,7 @@ def test_rows_that_are_judged_token_by_token_are_counted_too() -> None:
 def test_many_passes_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     true = _ties.two_largest
-    monkeypatch.setattr(_ties, "HELD", 10)
+    monkeypatch.setattr(_ties, "BUFFERED", 10)
     monkeypatch.setattr(_ties, "two_largest", lambda keys: taken.append(len(keys)) or true(keys))
     held: Any = NearTies(Largest(), RAW, noise=0.25)
     row = Row(0, [1, 2], 1, 9)

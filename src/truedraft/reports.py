@@ -1,4 +1,4 @@
-"""The report of a call: the methods used, and the reference of its guarantee."""
+"""The report of a call: as it begins, and as it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from truedraft.tree import Row
 
 
 def begun(target: Target, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
-    """The report at the beginning of a call."""
+    """The report of a call that begins: the names of its parts, and the reference of its guarantee."""
     dtype = str(target.dtype).removeprefix("torch.")
     report = Report(
         name_of(drafter), name_of(rule), rule.guarantee, name_of(control), target.runtime, dtype=dtype,
@@ -29,7 +29,7 @@ def begun(target: Target, drafter: Drafter, rule: Rule, control: Control, second
 
 
 def ended(report: Report, target: Target, rule: Rule | NearTies) -> None:
-    """Complete a report after the last pass."""
+    """Complete a report after the last pass: runtime, attributions, near-ties."""
     report.runtime = target.runtime
     if isinstance(rule, AttributingRule):
         report.attributions = rule.attributions()
@@ -38,7 +38,7 @@ def ended(report: Report, target: Target, rule: Rule | NearTies) -> None:
 
 
 def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
-    """Why rows advanced together, where they did."""
+    """The note on why rows advanced in lockstep; none where they did not."""
     if len(rows) == 1 or not stops.lockstep:
         return []
     if unknown := laws.unknown_processors + stops.unknown_processors:
