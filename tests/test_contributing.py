@@ -52,7 +52,7 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.
 
 
 @pytest.mark.parametrize("registered", ["file", "entry point"], indirect=True)
-def test_the_drafter_of_contributing_runs_by_its_name(registered: None) -> None:
+def test_example_drafter_runs_by_its_name(registered: None) -> None:
     listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
     assert "my-idea" in [entry["name"] for entry in listed["drafters"]]
     model, tokenizer = loading.load("nano")
@@ -67,5 +67,5 @@ def test_the_drafter_of_contributing_runs_by_its_name(registered: None) -> None:
         truedraft.accelerate(model, tokenizer, draft="my-idea:lenght=2")
 
 
-def test_nothing_of_it_is_left() -> None:
+def test_example_drafter_is_unregistered_afterwards() -> None:
     assert "my-idea" not in registry.names("drafters")

@@ -159,7 +159,7 @@ def finish(engine: ContinuousEngine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_error_ends_the_request_that_it_belongs_to(plan: str, kind: str) -> None:
+def test_error_ends_only_the_request_of_its_part(plan: str, kind: str) -> None:
     """In every part that a request brings along, at every call of it, between rows that came before and after."""
     shared = drafter("suffix", model(kind))
     failed = 0
@@ -194,7 +194,7 @@ def check_failed(request: EngineRequest, error: type[Exception], streamer: Any) 
     assert streamer is None or streamer.ended == 1
 
 
-def test_a_drafter_that_several_share_ends_all_that_it_drafts_for() -> None:
+def test_failing_shared_drafter_ends_all_its_requests() -> None:
     shared: Any = drafter("token-recycling", model())
     with truedraft.accelerate(model(), control="fixed").engine(max_rows=3, max_tokens=LONGEST) as engine:
         other = added(engine, 0, 12, None, "suffix")
@@ -212,7 +212,7 @@ def test_a_drafter_that_several_share_ends_all_that_it_drafts_for() -> None:
 
 
 @pytest.mark.parametrize("part", ["target", "control", "commit"])
-def test_what_belongs_to_no_request_closes_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_target_or_control_closes_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = truedraft.accelerate(model())
     engine = fast.engine(max_rows=2, max_tokens=LONGEST)
     requests = [added(engine, which, 12, None, "token-recycling") for which in (0, 1, 2)]
@@ -268,7 +268,7 @@ class Inside(Streamer):
         self.refusals.append(str(refused.value))
 
 
-def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on() -> None:
+def test_call_within_a_call_is_refused_and_the_outer_one_continues() -> None:
     fast = truedraft.accelerate(model())
     with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
         other = added(engine, 2, 9, None, "default")
@@ -318,7 +318,7 @@ def test_threads_take_turns() -> None:
         check_nothing_left(engine, [shared])
 
 
-def test_a_changed_model_is_noticed_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_model_is_detected_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = tiny.__wrapped__("llama", torch.float32)
     engine = truedraft.accelerate(changed).engine(max_rows=1, max_tokens=LONGEST)
     request = engine.add_request(torch.tensor(prompts()[3]), max_new_tokens=30, do_sample=False)
@@ -337,7 +337,7 @@ def test_a_changed_model_is_noticed_between_steps(monkeypatch: pytest.MonkeyPatc
     engine.close()
 
 
-def test_noticing_changes_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_for_changes_take_a_small_fraction_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of its own: a comparison takes 3 s, a step 10 s."""
     clock, compared = [0.0], []
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
@@ -364,7 +364,7 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: free[0])
 
 
-def test_a_source_for_which_there_is_no_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_without_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, free = "encoder-decoder", [1e12]
     with_memory(monkeypatch, free)
     with truedraft.accelerate(model(kind)).engine(max_rows=2, max_tokens=LONGEST) as engine:
@@ -399,7 +399,7 @@ def test_a_source_for_which_there_is_no_memory_is_refused_or_waits(monkeypatch: 
         check_nothing_left(engine, [])
 
 
-def test_a_cache_that_does_not_fit_is_refused_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_does_not_fit_is_refused_and_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, free = truedraft.accelerate(model()), [1e12]
     with_memory(monkeypatch, free)
     with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
@@ -412,7 +412,7 @@ def test_a_cache_that_does_not_fit_is_refused_and_nothing_else_changes(monkeypat
         check(request, 0, 12, None)
 
 
-def test_the_report_of_an_engine_adds_up() -> None:
+def test_engine_report_sums_its_requests() -> None:
     with truedraft.accelerate(model(), control="fixed").engine(max_rows=2, max_tokens=LONGEST) as engine:
         requests = [added(engine, which, 5 + 3 * which, None, "token-recycling") for which in range(4)]
         passes = 0
@@ -431,14 +431,14 @@ def test_the_report_of_an_engine_adds_up() -> None:
     assert engine.report().as_dict() == figures, "it can be read when the engine is closed"
 
 
-def test_a_request_that_fails_before_its_pass_counts_for_none() -> None:
+def test_request_that_fails_before_a_pass_is_counted_without_one() -> None:
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 5, None, **with_drafter("start")(lambda inner: failing(inner, 0), "decoder"))
         assert engine.step() == [request] and engine.step() == []
         assert engine.report().totals.passes == 0 and engine.report().as_dict()["ended"] == {"error": 1}
 
 
-def test_a_request_of_another_engine_is_not_aborted() -> None:
+def test_request_of_another_engine_is_refused() -> None:
     fast = truedraft.accelerate(model())
     with fast.engine(max_rows=1, max_tokens=LONGEST) as engine, fast.engine(max_rows=1, max_tokens=LONGEST) as other:
         request = added(engine, 0, 9, None, "default")
@@ -448,7 +448,7 @@ def test_a_request_of_another_engine_is_not_aborted() -> None:
         check(request, 0, 9, None)
 
 
-def test_a_result_is_had_of_a_finished_request() -> None:
+def test_result_requires_a_finished_request() -> None:
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 5, None, "default")
         with pytest.raises(Refused, match="not finished"):
@@ -457,7 +457,7 @@ def test_a_result_is_had_of_a_finished_request() -> None:
         assert request.result() == request.tokens
 
 
-def test_what_failed_does_not_hold_on_to_the_pass() -> None:
+def test_stored_error_does_not_reference_the_pass() -> None:
     """The scores of a pass may be hundreds of megabytes; an error that is kept must not keep them."""
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 5, None, None, logits_processor=[failing(lambda ids, scores: scores, 2)])

@@ -26,7 +26,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 @pytest.mark.parametrize(("kind", "name"), METHODS)
-def test_a_card_is_complete_and_every_knob_explained(kind: str, name: str) -> None:
+def test_cards_are_complete_and_knobs_commented(kind: str, name: str) -> None:
     method = registry.method(kind, name)
     card = method.card
     assert card.paper and card.idea.endswith(".") and card.family
@@ -46,7 +46,7 @@ def test_a_card_is_complete_and_every_knob_explained(kind: str, name: str) -> No
 
 
 @pytest.mark.parametrize(("kind", "name"), METHODS)
-def test_what_is_read_of_a_method_is_what_it_is_once_imported(kind: str, name: str) -> None:
+def test_declaration_read_from_source_equals_the_imported_one(kind: str, name: str) -> None:
     method = registry.method(kind, name)
     read = declared(method.__module__)
     assert dict(read.presets) == dict(method.card.presets)
@@ -60,13 +60,13 @@ def test_signs_of_compositions() -> None:
     assert "".join(_compose.KINDS) == registry.SIGNS
 
 
-def test_a_listed_preset_can_be_built() -> None:
+def test_presets_can_be_built() -> None:
     for kind in registry.KINDS:
         for preset in registry.presets(kind):
             registry.load(kind, preset)
 
 
-def test_every_registered_drafter_and_preset_is_a_case() -> None:
+def test_every_registered_drafter_and_preset_has_its_cases() -> None:
     held = {name: [case[1:] for case in cases() if case[0] == name] for name in REGISTERED}
     for name in registry.names("drafters"):
         assert {(rule, processors) for rule, _, processors in held[name]} == set(SETTINGS)
@@ -125,7 +125,7 @@ def imports(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
-def test_imports_point_one_way_and_files_stay_short(file: Path) -> None:
+def test_imports_follow_the_table_and_files_are_short(file: Path) -> None:
     room = file.relative_to(SOURCE).parts[0].removesuffix(".py")
     if room in ALLOWED:
         assert imports(file) <= ALLOWED[room] | ({"drafters"} if room == "control" else set())
@@ -140,7 +140,7 @@ def test_imports_point_one_way_and_files_stay_short(file: Path) -> None:
 @pytest.mark.parametrize(
     "file", [file for file in FILES if "targets" not in file.relative_to(SOURCE).parts], ids=lambda f: f.name
 )
-def test_nobody_outside_targets_asks_what_kind_of_target_it_has(file: Path) -> None:
+def test_only_targets_distinguish_kinds_of_targets(file: Path) -> None:
     source = file.read_text()
     assert "is_encoder_decoder" not in source
     imported = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)}

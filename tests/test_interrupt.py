@@ -26,7 +26,8 @@ from truedraft import Refused, accelerated, continuous, engine
 from truedraft.accept._verification import Verification
 from truedraft.call import prepared
 from truedraft.control import cost
-from truedraft.drafters import _base, _calibration, _compose, _model, _reader
+from truedraft.drafters import _base, _calibration, _compose
+from truedraft.drafters.models import _model, _reader
 from truedraft.engine_request import EngineRequest
 from truedraft.loading import load
 from truedraft.runtime import native
@@ -234,10 +235,10 @@ def test_every_row_is_ended_exactly_once() -> None:
 # The functions at which rows begin and end, in every part that keeps state of them.
 WATCHED: list[Callable[..., Any]] = [
     engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._prompted, engine.Engine._drafted,
-    engine.Engine._verified, engine.Engine._walked, engine.Engine.close, engine.Engine._end, engine.Engine._leave,
+    engine.Engine._verified, engine.Engine._verified_of, engine.Engine.close, engine.Engine._end, engine.Engine._leave,
     engine.Engine._retire, engine.Engine._begin, engine.Engine._observe, engine.Engine._guarded,
     continuous.ContinuousEngine.step, continuous.ContinuousEngine.abort_request, continuous.ContinuousEngine.close,
-    continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._moved,
+    continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._after_pass,
     continuous.ContinuousEngine._finish, accelerated.Accelerated._decode, prepared.request_of,
     Verification.walked, Verification.emitted, Verification._emit_row,
     _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe,

@@ -32,7 +32,7 @@ from truedraft import Refused, registry
 from truedraft.accept._base import ArgmaxRule, Rule
 from truedraft.accept._rounds import as_law, in_order
 from truedraft.accept._verification import Candidates, Verification, first_children
-from truedraft.accept.block import _judged
+from truedraft.accept.block import _verified
 from truedraft.chance import Chance, Replay, StreamNoise, outcomes
 from truedraft.sampling import History, Laws
 from truedraft.stopping import Stops
@@ -177,12 +177,12 @@ def kept_of_a_block(drafting: Drafting, start: Row) -> float:
         nodes = first_children(tree)
         prefixes = [(*start.tokens, *(tree.tokens[i] for i in tree.path(node)[1:])) for node in nodes]
         p = torch.stack([law("target", prefix) for prefix in prefixes])
-        return _judged(p, tree, nodes, start, chance)[0]
+        return _verified(p, tree, nodes, start, chance)[0]
 
     return sum(kept * probability for kept, probability in outcomes(once))
 
 
-def test_a_block_keeps_as_much_as_the_paper_says() -> None:
+def test_block_accepts_as_much_as_the_paper_states() -> None:
     for start in STARTS:
         n = len(start.tokens)
         likeliest = torch.eye(V)[law("drafter", tuple(start.tokens)).argmax()]
@@ -198,7 +198,7 @@ def test_a_block_keeps_as_much_as_the_paper_says() -> None:
             assert kept_of_a_block(drafting, start) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_pass_emits_what_its_block_keeps_and_one_token_more() -> None:
+def test_pass_emits_the_accepted_block_and_one_token() -> None:
     start, verifier = STARTS[1], registry.load("accept", "block")
 
     def once(chance: Replay) -> int:
@@ -209,7 +209,7 @@ def test_a_pass_emits_what_its_block_keeps_and_one_token_more() -> None:
     assert mean == pytest.approx(1 + kept_of_a_block(chain(2), start), abs=1e-6)
 
 
-def test_blocks_of_several_rows_do_not_mix() -> None:
+def test_blocks_of_several_rows_are_independent() -> None:
     """One row has ended and waits; of the others each text has its own law."""
     verifier = registry.load("accept", "block")
     starts = [(1,), (2, 0), (0, 2)]
@@ -222,7 +222,7 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
         history = History(torch.zeros(3, 2), ROOM, 0, rows)
         laws = Laws(LogitsProcessorList(), history)
         stops = Stops(
-            StoppingCriteriaList([MaxLengthCriteria(2 + ROOM), EosTokenCriteria(V), Together()]), history, laws
+            StoppingCriteriaList([MaxLengthCriteria(2 + ROOM), EosTokenCriteria(V), Lockstep()]), history, laws
         )
         assert stops.lockstep and stops.pads
         logits = torch.zeros(3, 3, V, dtype=torch.float64)
@@ -242,7 +242,7 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
         assert [counts[t] for t in range(V)] == pytest.approx(law("target", start).tolist(), abs=1e-6)
 
 
-def test_a_block_is_judged_by_processed_laws() -> None:
+def test_block_verifies_against_processed_laws() -> None:
     verifier, start = registry.load("accept", "block"), STARTS[1]
     processors = (RepetitionPenaltyLogitsProcessor(2.0), TemperatureLogitsWarper(0.7))
     found = law_of_texts(verifier, chain(2), start, *processors)
@@ -253,48 +253,48 @@ def test_a_block_is_judged_by_processed_laws() -> None:
         assert found.get(text, 0.0) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_chain_is_judged_where_nothing_is_left_but_rounding() -> None:
+def test_block_accepts_a_chain_whose_residual_is_rounding() -> None:
     p = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
     q = p[0] - torch.tensor([1e-8, 0.0])
     tree = DraftTree((1, 0, 1), (-1, 0, 1), (q, p[1] - torch.tensor([1e-20, 0.0]), None), draws="one")
-    kept, left = _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))
+    kept, left = _verified(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))
     assert kept == 2 and left.tolist() == [0.5, 0.5]
 
 
-def test_a_chain_ends_where_its_token_cannot_be() -> None:
+def test_chain_ends_before_a_token_of_probability_zero() -> None:
     p, row = torch.tensor([[0.75, 0.25, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), Row(0, [1], 1, 9)
-    kept, left = _judged(p, DraftTree.chain(1, [2, 0]), [0, 1, 2], row, StreamNoise(1))
+    kept, left = _verified(p, DraftTree.chain(1, [2, 0]), [0, 1, 2], row, StreamNoise(1))
     assert kept == 0 and left.tolist() == [0.75, 0.25, 0.0]
     tree = DraftTree((1, 0, 0), (-1, 0, 1), (p[0], p[1], None), draws="one")
-    kept, left = _judged(p, tree, [0, 1, 2], row, Unlikely())
+    kept, left = _verified(p, tree, [0, 1, 2], row, Unlikely())
     assert kept == 0 and left.tolist() == p[0].tolist(), "refused by rounding alone, the law stays"
 
 
-def test_a_mass_too_small_to_be_added_to_one_is_a_mass() -> None:
+def test_residual_mass_below_rounding_of_one_counts() -> None:
     p = torch.tensor([[1.0, 0.0], [1.0, 1e-30], [1.0, 0.0]])
     tree = DraftTree((1, 0, 0), (-1, 0, 1), (torch.tensor([1.0, 0.0]),) * 2 + (None,), draws="one")
-    assert _judged(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))[0] == 2
+    assert _verified(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))[0] == 2
 
 
-class Together(StoppingCriteria):
+class Lockstep(StoppingCriteria):
     """A criterion of one's own: rows go in lockstep."""
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-class Stranger(LogitsProcessor):
+class Unknown(LogitsProcessor):
     pass
 
 
-def test_a_block_refuses_processors_that_it_cannot_look_behind() -> None:
+def test_block_refuses_unknown_processors() -> None:
     verifier, history = registry.load("accept", "block"), History(torch.zeros(1, 1), 3, 0, [Row(0, [1], 1, 3)])
     sentence = (
-        "^rule='block' must know the laws behind drafted tokens before they are said, and Stranger may count its calls "
+        "^rule='block' needs the laws after drafted tokens before these are emitted, and Unknown may count its calls "
         "or look across rows: use rule='rejection'$"
     )
     with pytest.raises(Refused, match=sentence):
-        verifier.begin_call(Laws(LogitsProcessorList([Stranger()]), history))
+        verifier.begin_call(Laws(LogitsProcessorList([Unknown()]), history))
     verifier.begin_call(Laws(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), history))
 
 
@@ -368,7 +368,7 @@ class Picking(Chance):
 
 
 @pytest.mark.parametrize("rule", BY_LAW)
-def test_drafts_drawn_at_a_node(rule: str) -> None:
+def test_drawn_children_keep_the_law(rule: str) -> None:
     accepts_draws = registry.method("accept", rule).accepts_draws
     kinds: list[tuple[Draws, int]] = [("one", 1), ("independent", 2), ("independent", 3), ("distinct", 2)]
     for (p, q), (draws, count) in itertools.product(pairs(), kinds):
@@ -377,14 +377,14 @@ def test_drafts_drawn_at_a_node(rule: str) -> None:
             assert found == pytest.approx(p.tolist(), abs=1e-6), (p, q, draws, count)
 
 
-def test_one_draft_is_kept_as_often_as_the_laws_agree() -> None:
+def test_one_draft_is_accepted_with_the_overlap_of_the_laws() -> None:
     for (p, q), rule in itertools.product(pairs(), BY_LAW):
         agree = float(p.minimum(q).sum())
         missed_and_drawn = at_a_node(rule, p, siblings(q, 1, "one"))[1]
         assert missed_and_drawn == pytest.approx(agree, abs=1e-6)
 
 
-def test_rejection_judges_the_first_sibling_alone() -> None:
+def test_rejection_verifies_only_the_first_sibling() -> None:
     """What is drawn after a refusal may be a sibling by chance, and no more."""
     for (p, q), first, second in itertools.product(pairs(), range(V), range(V)):
         if q[first] > 0:
@@ -393,7 +393,7 @@ def test_rejection_judges_the_first_sibling_alone() -> None:
             assert alone == pytest.approx(beside)
 
 
-def test_siblings_are_kept_in_turn() -> None:
+def test_multi_round_accepts_with_the_recursion_of_the_paper() -> None:
     row = Row(0, [1], 1, ROOM)
     for (p, q), (draws, count) in itertools.product(pairs(), [("independent", 2), ("independent", 3), ("distinct", 2)]):
         verifier = registry.load("accept", "multi-round")
@@ -412,7 +412,7 @@ def none_kept(verifier: Rule, p: Tensor, offered: Callable[[Replay], Candidates]
     return sum(probability for drawn, probability in outcomes(once) if drawn)
 
 
-def test_k_seq_keeps_each_draft_alike() -> None:
+def test_k_seq_accepts_each_draft_with_the_probability_of_the_paper() -> None:
     """With the least g for which 1 - (1 - b)^k <= g b, b = sum of min(q, p/g), all k are refused with (1 - b)^k."""
     verifier, row = registry.load("accept", "k-seq"), Row(0, [1], 1, ROOM)
     for (p, q), k in itertools.product(pairs(), (1, 2, 3)):
@@ -428,7 +428,7 @@ def test_k_seq_keeps_each_draft_alike() -> None:
         assert refused == pytest.approx((1 - kept(g)) ** k, abs=1e-5)
 
 
-def test_certain_drafts_and_one_drawn_are_kept_as_well_as_can_be() -> None:
+def test_certain_and_one_drawn_child_are_accepted_optimally() -> None:
     for p, q in pairs():
         first = int(q.argmax())
         rest = without(q, first)
@@ -446,7 +446,7 @@ def test_certain_drafts_and_one_drawn_are_kept_as_well_as_can_be() -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "multi-round", "greedy-multi-draft"])
-def test_certain_drafts_at_a_node(rule: str) -> None:
+def test_certain_children_keep_the_law(rule: str) -> None:
     for (p, _), tokens in itertools.product(pairs(), [(), (0,), (2, 1), (1, 1, 0), (0, 1, 2)]):
         found, kept = at_a_node(rule, p, lambda chance, t=tokens: Candidates(t))  # type: ignore[misc]
         assert found == pytest.approx(p.tolist(), abs=1e-6)
@@ -466,7 +466,7 @@ class Sure(Chance):
 
 
 @pytest.mark.parametrize("rule", BY_LAW)
-def test_rows_are_judged_each_by_its_own_law(rule: str) -> None:
+def test_rows_are_verified_against_their_own_laws(rule: str) -> None:
     """Of five rows one keeps its draft, one cannot, one has none, and two have no law."""
     broken = [torch.nan] * V
     laws = [[1.0, 0.0, 0.0], broken, [0.0, 0.25, 0.75], [0.4, 0.6, 0.0], broken]
@@ -487,7 +487,7 @@ def test_rows_are_judged_each_by_its_own_law(rule: str) -> None:
     assert asked[2] == pytest.approx([0, 0.25, 0.75]) and asked[3] == pytest.approx([0.4, 0.6, 0.0])
 
 
-def test_nothing_is_drawn_where_every_draft_is_kept() -> None:
+def test_accepted_draft_needs_no_draw() -> None:
     q = torch.tensor([1.0, 0.0, 0.0])
     for rule in BY_LAW:
         verifier, row, chance = registry.load("accept", rule), Row(0, [1], 1, ROOM), Picking(Sure())
@@ -501,7 +501,7 @@ class Unlikely(Sure):
         return False
 
 
-def test_a_law_of_which_nothing_is_left_stays() -> None:
+def test_empty_residual_is_replaced_by_the_law_itself() -> None:
     q, row = torch.tensor([1.0, 0.0, 0.0]), Row(0, [1], 1, ROOM)
     for rule in ("greedy-multi-draft", "k-seq"):
         chance = Picking(Unlikely())
@@ -519,7 +519,7 @@ def test_a_law_of_which_nothing_is_left_stays() -> None:
     assert token is None and law.tolist() == [0.0, 1.0, 0.0]
 
 
-def test_rules_draw_where_the_laws_lie() -> None:
+def test_rules_keep_the_device_of_the_laws() -> None:
     """Whatever device torch makes tensors on unless it is told."""
     row, p = Row(0, [1], 1, ROOM), torch.tensor([0.5, 0.3, 0.2])
     tree = DraftTree.chain(1, [0, 1])
@@ -527,10 +527,10 @@ def test_rules_draw_where_the_laws_lie() -> None:
         for tokens in ((0,), (0, 1)):
             found = in_order()(p, Candidates(tokens), row, Unlikely())[1]
             assert found.device == p.device
-        assert _judged(p.expand(3, V), tree, [0, 1, 2], row, Unlikely())[1].tolist() == pytest.approx([0, 0.6, 0.4])
+        assert _verified(p.expand(3, V), tree, [0, 1, 2], row, Unlikely())[1].tolist() == pytest.approx([0, 0.6, 0.4])
 
 
-def test_weights_are_brought_to_a_law() -> None:
+def test_weights_are_normalised() -> None:
     otherwise = torch.tensor([0.0, 1.0, 0.0])
     assert as_law(torch.tensor([3.0, -1.0, 1.0]), otherwise).tolist() == [0.75, 0.0, 0.25]
     assert as_law(torch.tensor([0.25, 0.0, 0.25]), otherwise).tolist() == [0.5, 0.0, 0.5]
@@ -545,12 +545,12 @@ class Known(StreamNoise):
 
     noise = torch.tensor([[[0.5, 1.0, 2.0], [3.0, 0.1, 1.0]]])
 
-    def after(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
+    def noise_at_nodes(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         assert logits.shape[:2] == (len(rows), max(map(len, trees)))
         return self.noise
 
 
-def test_seeded_knows_every_node_where_its_noise_is_known() -> None:
+def test_seeded_decides_all_nodes_if_their_noise_is_given() -> None:
     verifier, row, tree = registry.load("accept", "seeded"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.5], [4.0, 0.5, 0.0]]])
@@ -568,7 +568,7 @@ def test_seeded_knows_every_node_where_its_noise_is_known() -> None:
         assert verifier.decide_all_nodes(logits, [row], [tree], laws, Known(1)) is None
 
 
-def test_seeded_draws_as_the_noise_of_a_step_has_it() -> None:
+def test_seeded_draws_as_torch_multinomial() -> None:
     verifier, rows = registry.load("accept", "seeded"), [Row(i, [1], 1, ROOM) for i in range(2)]
     scores = torch.randn(2, 50)
     torch.manual_seed(3)
@@ -577,7 +577,7 @@ def test_seeded_draws_as_the_noise_of_a_step_has_it() -> None:
     assert verifier.choose(scores, [Candidates(()), Candidates((3,))], rows, StreamNoise(2)) == expected
 
 
-def test_greedy_is_the_first_likeliest_token() -> None:
+def test_greedy_chooses_the_first_of_the_likeliest_tokens() -> None:
     verifier, row, tree = registry.load("accept", "greedy"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.0], [4.0, 0.5, 0.0]]])
@@ -589,7 +589,7 @@ def test_greedy_is_the_first_likeliest_token() -> None:
     assert verifier.decide_all_nodes(logits, [row], [tree], warped, StreamNoise(1)) is None
 
 
-def test_the_module_of_rules_has_the_yardstick() -> None:
+def test_accept_exports_the_optimal_acceptance() -> None:
     from truedraft.accept._optimum import optimal_acceptance
 
     assert truedraft.accept.optimal_acceptance is optimal_acceptance

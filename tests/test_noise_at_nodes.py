@@ -36,7 +36,7 @@ def test_text_and_random_stream_equal_generate(processors: str, ends: bool) -> N
     text_net(model(), "oracle", inputs, **given)
 
 
-def test_all_nodes_are_decided_at_once_where_laws_depend_on_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_nodes_are_decided_at_once_if_laws_depend_on_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(**ragged(model(), 2), max_new_tokens=20, do_sample=True, top_k=9, pad_token_id=0)
     fast = truedraft.accelerate(model(), control="fixed")
     torch.manual_seed(2)

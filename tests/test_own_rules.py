@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 import truedraft
 from matrix import SPELT
 from models import ragged, tiny
-from nets import drafter, emitted, eos_inside, padding_of
+from nets import drafter, eos_inside, generated, padding_of
 from scripted import V, random_draft
 from truedraft import Card, registry
 from truedraft.accept._base import NodeRule, Rule
@@ -79,7 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("rule", [Own, OwnByNode])
-def test_a_rule_of_one_s_own_says_what_the_model_says(rule: type[Rule], setting: str, ended: bool) -> None:
+def test_custom_rule_gives_the_output_of_generate(rule: type[Rule], setting: str, ended: bool) -> None:
     model, given = tiny(), SETTINGS[setting]
     for inputs in (ragged(model, 3), ragged(model, 1)):
         settings = dict(max_new_tokens=30, do_sample=False, pad_token_id=0, **given)
@@ -105,17 +105,17 @@ class Counting(LogitsProcessor):
         return scores
 
 
-def test_processors_of_unknown_kind_need_a_rule_that_goes_node_by_node() -> None:
+def test_unknown_processors_require_a_node_rule() -> None:
     model = tiny()
     settings = dict(max_new_tokens=8, do_sample=False, logits_processor=[Counting()])
     for inputs in (ragged(model, 1), ragged(model, 3)):
-        with pytest.raises(truedraft.Refused, match=r"'test-own-rules' must know.*Counting.*use rule='greedy'"):
+        with pytest.raises(truedraft.Refused, match=r"'test-own-rules' needs the laws.*Counting.*use rule='greedy'"):
             truedraft.accelerate(model, rule=Own()).generate(**inputs, **settings)
         found = truedraft.accelerate(model, rule=OwnByNode()).generate(**inputs, **settings)
-        assert torch.equal(found, emitted(model, inputs, max_new_tokens=8, do_sample=False).text)
+        assert torch.equal(found, generated(model, inputs, max_new_tokens=8, do_sample=False).text)
 
 
-def test_near_ties_are_rechecked_for_rules_that_show_them_alone() -> None:
+def test_recheck_refuses_a_rule_without_keys() -> None:
     with pytest.raises(truedraft.Refused, match=r"ties='recheck'.*test-own-rules"):
         truedraft.accelerate(tiny(), rule=Own(), ties="recheck")
 
@@ -134,7 +134,7 @@ def drafted(rng: random.Random, row: Row, rule: Rule) -> DraftTree:
 
 
 @pytest.mark.parametrize(("kind", "name"), ALONE)
-def test_a_rule_alone_decides_what_it_decides_in_a_batch(kind: str, name: str) -> None:
+def test_accept_on_one_row_equals_verify_on_a_batch(kind: str, name: str) -> None:
     """`accept` on each row, nothing emitted, and `verify` on all of them: the same paths, tokens and noise."""
     longest = 0
     for seed in range(30):

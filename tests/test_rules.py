@@ -74,7 +74,7 @@ def _law_of(rule: str, p: Tensor, offered: object, row: Row) -> tuple[list[float
 
 @pytest.mark.parametrize(("rule", "draws", "siblings"), CASES)
 @pytest.mark.parametrize("laws", LAWS)
-def test_drawn_drafts_leave_the_law_as_it_is(rule: str, laws: str, draws: Draws, siblings: int) -> None:
+def test_drawn_drafts_keep_the_law(rule: str, laws: str, draws: Draws, siblings: int) -> None:
     p, q = (torch.tensor(law) for law in LAWS[laws])
     row = Row(0, [1], 1, 9)
     emitted, kept = _law_of(rule, p, lambda chance: _offered(q, siblings, draws, chance, row), row)
@@ -89,7 +89,7 @@ def test_drawn_drafts_leave_the_law_as_it_is(rule: str, laws: str, draws: Draws,
 @pytest.mark.parametrize("tokens", [(), (0,), (3, 1), (2, 2, 0), (0, 1, 2, 3)])
 @pytest.mark.parametrize("laws", LAWS)
 @pytest.mark.parametrize("rule", [rule for rule in BY_NODE if _judges(rule, "certain")])
-def test_certain_drafts_leave_the_law_as_it_is(rule: str, laws: str, tokens: tuple[int, ...]) -> None:
+def test_certain_drafts_keep_the_law(rule: str, laws: str, tokens: tuple[int, ...]) -> None:
     p, row = torch.tensor(LAWS[laws][0]), Row(0, [1], 1, 9)
     emitted, kept = _law_of(rule, p, Candidates(tokens), row)
     assert emitted == pytest.approx(p.tolist(), abs=1e-6)
@@ -97,7 +97,7 @@ def test_certain_drafts_leave_the_law_as_it_is(rule: str, laws: str, tokens: tup
         assert kept == pytest.approx(sum(p[t].item() for t in set(tokens)), abs=1e-6)
 
 
-def test_siblings_without_replacement_are_kept_more_often() -> None:
+def test_siblings_without_replacement_are_accepted_more_often() -> None:
     p, q = (torch.tensor(law) for law in LAWS["alike"])
     row = Row(0, [1], 1, 9)
     kept = [
@@ -107,7 +107,7 @@ def test_siblings_without_replacement_are_kept_more_often() -> None:
     assert torch.minimum(p, q).sum() < kept[0] < kept[1]
 
 
-def test_each_draft_is_worth_something_to_k_seq() -> None:
+def test_k_seq_accepts_more_with_each_draft() -> None:
     p, q = (torch.tensor(law) for law in LAWS["alike"])
     row = Row(0, [1], 1, 9)
     kept, most = [], []
@@ -119,7 +119,7 @@ def test_each_draft_is_worth_something_to_k_seq() -> None:
 
 
 @pytest.mark.parametrize("rule", BY_NODE)
-def test_nan_is_said(rule: str) -> None:
+def test_nan_scores_give_token_minus_one(rule: str) -> None:
     scores = torch.full((1, SIZE), torch.nan)
     row = Row(0, [1], 1, 9)
     assert registry.load("accept", rule).choose(scores, [Candidates((2,))], [row], StreamNoise(1)) == [-1]
@@ -170,7 +170,7 @@ def _continued(tokens: tuple[int, ...], p: list[Tensor]) -> list[tuple[tuple[int
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_chain_judged_as_a_whole_has_the_same_law_and_keeps_more(seed: int) -> None:
+def test_block_keeps_the_law_and_accepts_more_than_rejection(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     p, q = ([torch.randn(SIZE, generator=g, dtype=torch.float64).softmax(-1) for _ in range(3)] for _ in range(2))
     (block, longer), (_, shorter) = _block(p, q, "block"), _block(p, q, "rejection")
@@ -187,7 +187,7 @@ def _lossy(spec: str, p: list[float], offered: Candidates) -> int:
     return token
 
 
-def test_what_lossy_rules_keep() -> None:
+def test_tokens_accepted_by_lossy_rules() -> None:
     p = [0.5, 0.3, 0.15, 0.05]  # exp(-entropy) is 0.32
     assert _lossy("typical:delta=0.5", p, Candidates((2, 1))) == 1, "the likelier of those that are likely enough"
     assert _lossy("typical:epsilon=0.2,delta=1.0", p, Candidates((2,))) == 0, "0.15 is not enough"
@@ -196,7 +196,7 @@ def test_what_lossy_rules_keep() -> None:
 
 
 @pytest.mark.parametrize("laws", LAWS)
-def test_lenience_says_no_token_too_often(laws: str) -> None:
+def test_lenience_bounds_the_probability_of_every_token(laws: str) -> None:
     p, q = (torch.tensor(law) for law in LAWS[laws])
     row, emitted, kept = Row(0, [1], 1, 9), {}, {}
     for lenience in (1.0, 0.5):
@@ -218,7 +218,7 @@ def _once(verifier: NodeRule, p: Tensor, q: Tensor, row: Row, chance: Replay) ->
 
 
 @pytest.mark.parametrize("name", registry.names("accept.lossy"))
-def test_a_lossy_rule_is_asked_for_and_says_so(name: str) -> None:
+def test_lossy_rules_need_their_prefix_and_are_reported(name: str) -> None:
     model = tiny()
     with pytest.raises(truedraft.Refused, match=f"lossy/{name}"):
         truedraft.accelerate(model, rule=name)
@@ -231,7 +231,7 @@ def test_a_lossy_rule_is_asked_for_and_says_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["stock", "auto"])
-def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
+def test_reflective_mixes_the_laws_of_two_plain_forwards(runtime: str) -> None:
     """The token at each node is the likeliest of two plain forwards mixed: the row's, and one behind the draft, the
     prompt and the draft so far."""
     model, share = tiny("llama", torch.float32), 0.5
@@ -269,7 +269,7 @@ def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
     assert otherwise and len(set(kept)) > 1, "a second look changed what is kept"
 
 
-def test_a_share_of_nothing_is_greedy() -> None:
+def test_reflective_with_share_zero_is_greedy() -> None:
     model = tiny()
     rule = registry.load("accept.lossy", "reflective", share=0.0)
     fast = truedraft.accelerate(model, SPELT, draft=sibling(model), rule=rule, control="fixed")

@@ -91,7 +91,7 @@ def node(best: float, second: float) -> list[float]:
     return [0.0, second, -1.0, best, -2.0]
 
 
-def test_the_share_is_that_of_the_accepted_nodes() -> None:
+def test_near_tie_rate_counts_accepted_nodes() -> None:
     """A near-tie is where the second is no further below than twice the noise; rows that wait have none."""
     near, far = node(1.0, 0.5), node(1.0, 0.4)
     going, waits = Row(0, [1, 2, 3, 4], 1, 9), Row(1, [1, 2, 3, 4], 1, 9, end=3)
@@ -116,7 +116,7 @@ def test_the_share_is_that_of_the_accepted_nodes() -> None:
     assert exact.rate == 0.5
 
 
-def test_rows_that_are_judged_token_by_token_are_counted_too() -> None:
+def test_near_ties_are_counted_and_rechecked_node_by_node() -> None:
     going, ended = Row(0, [1, 2], 1, 9), Row(1, [1, 2], 1, 9, end=2)
     scores = torch.tensor([node(1.0, 0.2), node(1.0, 0.9)])
     for rows, expected in (([going, ended], 0.0), ([ended, going], 1.0), ([going, going], 0.5)):
@@ -130,7 +130,7 @@ def test_rows_that_are_judged_token_by_token_are_counted_too() -> None:
     assert rule.chosen[1] == (["b"], [going])
 
 
-def test_many_passes_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_many_passes_are_reduced_together(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     true = _ties.two_largest
     monkeypatch.setattr(_ties, "BUFFERED", 10)
@@ -143,7 +143,7 @@ def test_many_passes_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> No
     assert held.rate == pytest.approx(4 / 7) and taken == [3, 3, 1]
 
 
-def test_the_engine_alone_chooses_otherwise() -> None:
+def test_near_ties_change_the_text_without_recheck() -> None:
     model = twins()
     fast = truedraft.accelerate(model, draft=None)
     assert any(plainly(fast, p, do_sample=False) != plainly(model, p, do_sample=False) for p in PROMPTS)
@@ -151,7 +151,7 @@ def test_the_engine_alone_chooses_otherwise() -> None:
 
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}], ids=["greedy", "penalty"])
-def test_recheck_gives_the_text_of_generate_whatever_is_drafted(settings: dict[str, Any], runtime: str) -> None:
+def test_recheck_gives_the_text_of_generate_with_any_drafter(settings: dict[str, Any], runtime: str) -> None:
     model, width = twins(), max(map(len, PROMPTS))
     expected = [plainly(model, p, do_sample=False, **settings) for p in PROMPTS]
     padded = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
@@ -181,7 +181,7 @@ def test_recheck_gives_the_sample_of_generate(draft: str | None) -> None:
         assert torch.equal(torch.rand(1), after), "torch's stream stands elsewhere"
 
 
-def test_scores_that_are_returned_are_those_of_the_choice() -> None:
+def test_returned_scores_are_the_rechecked_ones() -> None:
     model = twins()
     kept = dict(return_dict_in_generate=True, output_scores=True, output_logits=True, max_new_tokens=TOKENS)
     expected = model.generate(torch.tensor([PROMPTS[0]]), do_sample=False, **kept)  # type: ignore[operator]
@@ -191,7 +191,7 @@ def test_scores_that_are_returned_are_those_of_the_choice() -> None:
     assert torch.equal(torch.stack(out.scores), torch.stack(expected.scores).float())
 
 
-def test_scores_of_a_batch_in_step_are_those_of_the_choices() -> None:
+def test_rechecked_scores_of_a_lockstep_batch_match_its_tokens() -> None:
     model = twins()
     fast = truedraft.accelerate(model, draft="prompt-lookup", control="fixed", ties="recheck")
     given = dict(**ragged(model, 2), max_new_tokens=12, do_sample=False, pad_token_id=0, repetition_penalty=1.2)
@@ -210,7 +210,7 @@ def test_scores_of_a_batch_in_step_are_those_of_the_choices() -> None:
     ],
     ids=["greedy", "penalty", "sampled"],
 )
-def test_the_rate_of_near_ties_is_that_of_the_scores(settings: dict[str, Any], noise: float) -> None:
+def test_rate_of_near_ties_follows_from_the_returned_scores(settings: dict[str, Any], noise: float) -> None:
     """The gap of the two best by the scores that were returned; sampled, less the logarithm of the noise."""
     model = tiny("llama", torch.bfloat16, 1.5)
     prompt = torch.tensor([PROMPTS[1]])
@@ -231,7 +231,7 @@ def test_the_rate_of_near_ties_is_that_of_the_scores(settings: dict[str, Any], n
     assert 0 < near < TOKENS and rate == pytest.approx(near / TOKENS) == fast.report().near_ties
 
 
-def test_sampled_on_a_device_that_is_far_near_ties_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_ties_are_counted_with_noise_from_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", torch.bfloat16, 1.5)
     given = dict(**ragged(model, 3), max_new_tokens=12, do_sample=True, pad_token_id=0, eos_token_id=7)
     rates = []
@@ -245,7 +245,7 @@ def test_sampled_on_a_device_that_is_far_near_ties_are_counted_too(monkeypatch: 
     assert rates[0] == pytest.approx(rates[1]) and rates[0] > 0
 
 
-def test_reports_name_the_reference_and_are_short_in_fp32() -> None:
+def test_reports_name_the_reference_and_omit_near_ties_in_fp32() -> None:
     coarse, fine = (truedraft.accelerate(tiny("llama", d, 1.5)) for d in (torch.bfloat16, torch.float32))
     for fast in (coarse, fine):
         fast.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False)
@@ -257,7 +257,7 @@ def test_reports_name_the_reference_and_are_short_in_fp32() -> None:
     assert fine.report().near_ties == 0 and "near-ties" not in str(fine.report())
 
 
-def test_a_rule_that_draws_by_flips_has_no_near_ties_to_count() -> None:
+def test_rejection_rules_report_no_near_ties() -> None:
     fast = truedraft.accelerate(tiny("llama", torch.bfloat16), draft=None, rule="multi-round")
     fast.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=4, do_sample=True)
     assert fast.report().near_ties is None and "the law of plain sampling" in fast.report().reference
@@ -268,7 +268,7 @@ class Counting(LogitsProcessor):
         return scores
 
 
-def test_what_recheck_cannot_do_is_refused() -> None:
+def test_unsupported_uses_of_recheck_are_refused() -> None:
     model = tiny("llama", torch.float32)
     with pytest.raises(Refused, match=r"ties='both'.*'keep'"):
         truedraft.accelerate(model, ties="both")
@@ -281,7 +281,7 @@ def test_what_recheck_cannot_do_is_refused() -> None:
         fast.generate(torch.tensor([[1, 2]]), max_new_tokens=2, logits_processor=LogitsProcessorList([Counting()]))
 
 
-def test_the_command_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_command_has_the_ties_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "nano", "one day", "--max-new-tokens", "2", "--ties", "recheck"]) == 0
     assert main(["generate", "nano", "one day", "--ties", "never"]) == 2
     assert "ties='never'" in capsys.readouterr().err
@@ -312,7 +312,7 @@ def benched(model: PreTrainedModel, temperature: float = 0.0, **given: Any) -> l
     return compare(sides, WORK, Digits(), model.device, rounds=1, temperature=temperature)
 
 
-def test_bench_judges_coarse_dtypes_by_the_same_pass_and_tells_the_rest_apart() -> None:
+def test_bench_compares_coarse_dtypes_with_the_same_pass_and_counts_the_rest() -> None:
     model = twins()
     fast = truedraft.accelerate(model, draft=None)
     apart = sum(plainly(fast, p, do_sample=False) != plainly(model, p, do_sample=False) for p in PROMPTS)
@@ -335,12 +335,12 @@ def test_bench_compares_with_generate_itself_in_fp32() -> None:
 def test_bench_finds_a_bug_in_a_coarse_dtype_too(monkeypatch: pytest.MonkeyPatch) -> None:
     import faults
 
-    faults.unchecked(faults.ACCEPTED_UNSEEN)(monkeypatch)
+    faults.unchecked(faults.ACCEPTED_UNVERIFIED)(monkeypatch)
     _, none, noise = benched(twins())
     assert none.differs is None and noise.differs is not None and noise.speed_up is None
 
 
-def test_rows_of_different_lengths_count_once_each() -> None:
+def test_near_tie_rate_of_a_batch_is_the_mean_of_its_rows() -> None:
     model = tiny("llama", torch.bfloat16, 1.5)
     fast = truedraft.accelerate(model, draft="auto", control="fixed")
     inputs = ragged(model, 3)

@@ -50,7 +50,7 @@ class Named(DraftTree):
     title: str = ""
 
 
-def test_every_field_is_carried() -> None:
+def test_selections_carry_every_field() -> None:
     """Those that say something of nodes are picked with them, all others stay; a field that does neither fails."""
     of_tree = {"draws", "title"}
     assert {f.name for f in fields(Named) if "select" not in f.metadata} == of_tree
@@ -131,7 +131,7 @@ def _below(tree: DraftTree, probe: int, chosen: set[int]) -> bool:
     return next(i for i in reversed(ancestors(tree, probe)) if i not in tree.probes) in chosen
 
 
-def test_trees_without_laws_or_confidences_stay_so() -> None:
+def test_selections_of_certain_trees_have_no_laws_or_confidences() -> None:
     tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 1), probes=frozenset({2}))
     for part in (tree.cut(3), tree.bare(), tree.shallow(1), tree.drafting(1)):
         assert part.dist is None and part.confidence is None and part.draws == "certain"
@@ -224,7 +224,7 @@ def test_scores_of_parts_are_joined_and_split() -> None:
 
 
 @pytest.mark.parametrize("seed", range(TREES))
-def test_probes_hang_behind_the_nodes_that_there_are(seed: int) -> None:
+def test_with_probes_appends_nodes(seed: int) -> None:
     tree = random_tree(seed)
     n, vector = len(tree), torch.zeros(2)
     more = tree.with_probes((7, 8, 9), (0, n, n - 1), {1: vector})
@@ -233,7 +233,7 @@ def test_probes_hang_behind_the_nodes_that_there_are(seed: int) -> None:
     assert more.embeds[n + 1] is vector and more.dist is not None and more.dist[n:] == (None,) * 3
 
 
-def test_embeddings_are_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_of_verified_nodes_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "CHECKS", False)
     tree = DraftTree((1, 2, 3), (-1, 0, 0), probes=frozenset({2}), embeds={1: torch.zeros(2)})
     with pytest.raises(ValueError, match=r"^embeddings are for probes, \[2\], and nodes \[1\] have one$"):
@@ -244,9 +244,7 @@ def test_embeddings_are_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_embeddings_stay_with_their_probes_where_drafts_are_joined(
-    native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_drafts_keep_the_embeddings_of_probes(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         monkeypatch.setattr(unions, "compiled", lambda: None)
     row = Row(0, [1], 1, 9)
