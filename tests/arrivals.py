@@ -50,7 +50,7 @@ def plain_logits(prompt: tuple[int, ...], emitted: list[int], kind: str = "decod
 
 @cache
 def decoded_alone(prompt: tuple[int, ...], steps: int, seed: int | None, kind: str = "decoder") -> list[int]:
-    """Plain decoding of one prompt: by `model.generate`, or with a seed by a forward per token and noise by position."""
+    """Plain decoding of one prompt: by `model.generate`, or with a seed by forwards and noise by position."""
     ids = torch.tensor([prompt])
     if seed is None:
         out = model(kind).generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=END, pad_token_id=0)

@@ -32,7 +32,7 @@ class Noise(Drafter):
         return self.size
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        return [self.tree(row, min(self.size, size)) for row, size in zip(rows, budget, strict=True)]
+        return [self.tree(row, min(self.size, nodes)) for row, nodes in zip(rows, budget, strict=True)]
 
     def tree(self, row: Row, nodes: int) -> DraftTree:
         self.random = random.Random(f"{self.seed} {row.tokens}")
@@ -47,7 +47,7 @@ class Oracle(Noise):
     """Drafts up to `deep` tokens of each row's true continuation as a branch among random nodes."""
 
     answers: dict[int, list[int]] = field(default_factory=dict)  # row -> prompt and continuation
-    deep: int = 4  # tokens hidden at size
+    deep: int = 4  # most right tokens
 
     @property
     def width(self) -> int:
@@ -176,7 +176,7 @@ class SelfDrafter(Drafter):
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         drafts: list[list[int]] = [[] for _ in rows]
         laws: list[list[torch.Tensor]] = [[] for _ in rows]
-        deepest = [min(self.size, size, row.room - row.step - 1) for row, size in zip(rows, budget, strict=True)]
+        deepest = [min(self.size, nodes, row.room - row.step - 1) for row, nodes in zip(rows, budget, strict=True)]
         while active := [i for i, size in enumerate(deepest) if len(drafts[i]) < size]:
             trees = [DraftTree.chain((rows[i].tokens + drafts[i])[-1]) for i in active]
             slots = [rows[i].slot for i in active]

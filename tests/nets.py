@@ -61,7 +61,7 @@ def two_in_three(batch: int, ids: torch.Tensor) -> list[int]:
     return [t for t in range(V) if (t + batch + len(ids)) % 3]
 
 
-PROCESSORS: dict[str, dict[str, Any]] = {  # processors and criteria as factories: they remember calls
+PROCESSORS: dict[str, dict[str, Any]] = {  # processors and criteria as factories: they have state
     "none": {},
     "warpers": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
     "penalties": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "bad_words_ids": [[7], [8, 9]]},
@@ -190,7 +190,7 @@ def eos_inside(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs
 def text_net(
     model: PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], control: str = "fixed", **settings: Any
 ) -> truedraft.Report:
-    """Output and random stream equal those of `model.generate`; processors given as factories are made for each side."""
+    """Output and random stream equal those of `model.generate`; processors are created anew for each side."""
     plain = generated(model, inputs, **settings)
     draft = drafter(name, model, plain.text, padding_of(inputs))
     fast = truedraft.accelerate(model, draft=draft, control=control)

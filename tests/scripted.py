@@ -1,4 +1,4 @@
-"""A target without a model, whose next token is a function of the prefix; drafters, controls and plain decoding for it."""
+"""A target without a model, whose next token is a function of the prefix, with a drafter, control and oracle for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def next_token(prefix: Sequence[int]) -> int:
 
 
 def random_draft(rng: random.Random, row: Row, nodes: int = 12, drawn: bool = True) -> DraftTree:
-    """A random tree of fewer than `nodes` nodes, with probes, with laws if `drawn`; a token is right with 0.6 or more."""
+    """A random tree of fewer than `nodes` nodes, with probes, and laws if `drawn`; most tokens are right."""
     tokens, parent, probes = [row.tokens[-1]], [-1], set()
     paths = [list(row.tokens)]
     for i in range(1, rng.randint(1, nodes)):
@@ -72,7 +72,7 @@ class Lockstep(StoppingCriteria):
 class Likeliest(NodeRule):
     """Chooses the likeliest token, and records each call of `choose`."""
 
-    calls: list[tuple[int, int, Candidates]] = field(default_factory=list)  # row, its step, children
+    calls: list[tuple[int, int, Candidates]] = field(default_factory=list)  # row, its step, candidates
     preferred_drafts = "likeliest"
 
     def choose(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import TextStreamer
 
 import truedraft
-from arrivals import DECODERS, END, LONGEST, ROWS, added, decoded_alone, check, model, run_events, prompts
+from arrivals import DECODERS, END, LONGEST, ROWS, added, check, decoded_alone, model, prompts, run_events
 from nets import REGISTERED, drafter
 from truedraft.errors import Refused
 from truedraft.runtime import latency

@@ -1,4 +1,4 @@
-"""The drafter of CONTRIBUTING, added as it says: a file in a folder, or an entry point of another package."""
+"""The example drafter of CONTRIBUTING, added in both ways: as a file, and as an entry point of a package."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BLOCK = next(token.content for token in MarkdownIt().parse(TEXT) if token.type =
 STORY = "one day, a little girl named lily found a red ball"
 
 
-def read_anew() -> None:
-    """Forget which files and entry points the registry has found."""
+def clear_registry() -> None:
+    """Clear the registry's caches of files and entry points."""
     for found in vars(registry).values():
         if hasattr(found, "cache_clear"):
             found.cache_clear()
@@ -45,10 +45,10 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.
         (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-idea\nVersion: 1\n")
         (metadata / "entry_points.txt").write_text(f"[{group[1]}]\nmy-idea = my_idea:MyIdea\n")
         monkeypatch.syspath_prepend(str(tmp_path))
-    read_anew()
+    clear_registry()
     yield
     monkeypatch.undo()
-    read_anew()
+    clear_registry()
 
 
 @pytest.mark.parametrize("registered", ["file", "entry point"], indirect=True)

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList as Criteria
 
-from scripted import END, PAD, Lockstep, Likeliest, Plain, Pruning, RandomDrafts, Target, V, next_token
+from scripted import END, PAD, Likeliest, Lockstep, Plain, Pruning, RandomDrafts, Target, V, next_token
 from truedraft import DraftTree
 from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.accept._verification import Verification

@@ -1,4 +1,4 @@
-"""What goes wrong in a running engine ends the request that it belongs to; the others' texts are those had alone."""
+"""Errors in a running engine end only the requests of the failing part; the others have the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Planned(Exception):
 
 
 def failing(inner: Callable[..., Any], calls: int, error: type[BaseException] = Planned) -> Callable[..., Any]:
-    """`inner`, whose call of this number raises, counted from 0; the work of that call is done first."""
+    """`inner`, which raises after the work of its call number `calls`, counted from 0."""
     made = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -44,11 +44,11 @@ def failing(inner: Callable[..., Any], calls: int, error: type[BaseException] = 
 
 
 class Criterion(StoppingCriteria):
-    def __init__(self, asked: Callable[[], Any]):
-        self.asked = asked
+    def __init__(self, called: Callable[[], Any]):
+        self.called = called
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.asked()
+        self.called()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -76,12 +76,12 @@ def with_criterion(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
 
 
 def with_nan(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
-    """Scores that turn NaN: the engine itself refuses them."""
-    ask = fail(nothing)
+    """Scores that become NaN, which the engine refuses."""
+    call = fail(nothing)
 
     def spoil(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         try:
-            ask()
+            call()
         except Planned:
             return torch.full_like(scores, torch.nan)
         return scores
@@ -126,11 +126,11 @@ def with_rule(hook: str) -> Callable[..., dict[str, Any]]:
 def foreign_root(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
     """A draft that does not begin with the pending token."""
     own: Any = drafter("token-recycling", model(kind))
-    ask, propose = fail(nothing), own.propose
+    call, propose = fail(nothing), own.propose
 
     def proposed(rows: Any, budget: Any) -> Any:
         try:
-            ask()
+            call()
         except Planned:
             return [truedraft.DraftTree.chain(row.tokens[-1] + 1) for row in rows]
         return propose(rows, budget)
@@ -149,7 +149,7 @@ PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     **{f"drafter: {hook}": with_drafter(hook) for hook in ("open", "start", "propose", "observe", "end")},
     **{f"rule: {hook}": with_rule(hook) for hook in ("decide_all_nodes", "keys")},
 }
-ITS_OWN = {"NaN": Refused, "draft of another root": ValueError}  # what the engine raises
+ITS_OWN = {"NaN": Refused, "draft of another root": ValueError}  # errors of the engine itself
 
 
 def finish(engine: ContinuousEngine) -> None:
@@ -160,7 +160,7 @@ def finish(engine: ContinuousEngine) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_error_ends_only_the_request_of_its_part(plan: str, kind: str) -> None:
-    """In every part that a request brings along, at every call of it, between rows that came before and after."""
+    """In every part of a request, at every call of it, between rows that were admitted before and after."""
     shared = drafter("suffix", model(kind))
     failed = 0
     with truedraft.accelerate(model(kind), control="fixed").engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
@@ -179,7 +179,7 @@ def test_error_ends_only_the_request_of_its_part(plan: str, kind: str) -> None:
                 break
             failed += 1
             check_failed(victim, ITS_OWN.get(plan, Planned), given.get("streamer"))
-        assert failed and victim.error is None, "every call was one that failed"
+        assert failed and victim.error is None, "the fault was never raised, or always"
         report = engine.report()
         assert report.totals.ended["error"] == failed and report.running == report.waiting == 0
 
@@ -190,7 +190,7 @@ def check_failed(request: EngineRequest, error: type[Exception], streamer: Any) 
         request.result()
     report = request.report()
     assert report.tokens == len(request.tokens) and "ended by an error" in str(report)
-    assert all(done.emitted for done in report.passes), "a pass that it did not complete"
+    assert all(done.emitted for done in report.passes), "an incomplete pass was recorded"
     assert streamer is None or streamer.ended == 1
 
 
@@ -255,7 +255,7 @@ def test_an_interruption_closes_the_engine(plan: str) -> None:
 
 
 class Inside(Streamer):
-    """Does something whenever it is fed, and notes how that ended."""
+    """A streamer that makes a call whenever it is fed, and records the refusal."""
 
     def __init__(self, does: Callable[[], Any]):
         super().__init__()
@@ -289,7 +289,7 @@ def test_call_within_a_call_is_refused_and_the_outer_one_continues() -> None:
 
 
 def test_threads_take_turns() -> None:
-    """Each adds requests and steps until they are done; nobody's text is another one."""
+    """Each thread adds requests and steps until they are finished; every text is right."""
     shared = drafter("suffix", model())
     fast = truedraft.accelerate(model(), draft=shared)
     errors: list[BaseException] = []
@@ -338,7 +338,7 @@ def test_changed_model_is_detected_between_steps(monkeypatch: pytest.MonkeyPatch
 
 
 def test_checks_for_changes_take_a_small_fraction_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own: a comparison takes 3 s, a step 10 s."""
+    """With a simulated clock: a check takes 3 s, a step 10 s."""
     clock, compared = [0.0], []
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         monkeypatch.setattr("truedraft.continuous.time.perf_counter", lambda: clock[0])
@@ -373,7 +373,7 @@ def test_source_without_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPat
         free[0] = 1000
         with pytest.raises(NoRoom, match=r"2 rows x 31 positions needs .* 1,000 are free: shorten the source"):
             added(engine, 2, 12, None, None)
-        shorter = added(engine, 0, 4, 3, None)  # than one that is there: nothing more is needed
+        shorter = added(engine, 0, 4, 3, None)  # than the stored one: no more memory is needed
         free[0] = 1e12
         longer, behind = added(engine, 2, 12, None, None), added(engine, 4, 12, None, None)
         free[0] = 1000
@@ -382,12 +382,12 @@ def test_source_without_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPat
         for _ in range(3):
             assert engine.step() == [running]
         free[0] = 1e12
-        assert engine.step() == [running, longer], "it begins when there is memory"
+        assert engine.step() == [running, longer], "it begins once there is memory"
         engine.abort_request(longer)
         last = added(engine, 2, 12, None, None)
         free[0] = 1000
         finish(engine)
-        assert last.finish_reason == "length", "the memory of the one before it was there still"
+        assert last.finish_reason == "length", "it uses the memory of the aborted one"
         free[0] = 1e12
         never = added(engine, 2, 12, None, None)
         free[0] = 1000
@@ -405,7 +405,7 @@ def test_cache_that_does_not_fit_is_refused_and_leaves_no_state(monkeypatch: pyt
     with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 12, None, "default")
         engine.step()
-        free[0] = 10_000  # enough to compare passes with
+        free[0] = 10_000  # enough for the checks of a host
         with pytest.raises(NoRoom, match="64 rows x"):
             fast.engine(max_rows=64, max_tokens=LONGEST)
         finish(engine)
@@ -428,7 +428,7 @@ def test_engine_report_sums_its_requests() -> None:
         assert figures["tokens"] == sum(len(request.tokens) for request in requests)
         assert figures["ended"]["abort"] == 1 and figures["seconds"]["all"] >= figures["seconds"]["target"] > 0
         assert requests[3].report().interrupted and "aborted" in str(requests[3].report())
-    assert engine.report().as_dict() == figures, "it can be read when the engine is closed"
+    assert engine.report().as_dict() == figures, "it is available after close"
 
 
 def test_request_that_fails_before_a_pass_is_counted_without_one() -> None:
@@ -458,7 +458,7 @@ def test_result_requires_a_finished_request() -> None:
 
 
 def test_stored_error_does_not_reference_the_pass() -> None:
-    """The scores of a pass may be hundreds of megabytes; an error that is kept must not keep them."""
+    """The scores of a pass may be hundreds of megabytes: a stored error must not reference them."""
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 5, None, None, logits_processor=[failing(lambda ids, scores: scores, 2)])
         finish(engine)

@@ -1,4 +1,4 @@
-"""House net: cards are complete, knobs explained, imports one way, files short, every registered case run."""
+"""House net: cards complete, knobs commented, imports in one direction, files short, every method in every net."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_cards_are_complete_and_knobs_commented(kind: str, name: str) -> None:
         if not field.name.startswith("_"):
             (at,) = [i for i, line in enumerate(lines, 1) if re.match(rf"\s+{field.name}\s*:", line)]
             assert len(comments.get(at, "")) > 5, f"{name}.{field.name} has no trailing comment"
-    assert (sys.modules[method.__module__].__doc__ or "").strip(), "the file says what it does"
+    assert (sys.modules[method.__module__].__doc__ or "").strip(), "the file has a docstring"
 
 
 @pytest.mark.parametrize(("kind", "name"), METHODS)
@@ -67,18 +67,18 @@ def test_presets_can_be_built() -> None:
 
 
 def test_every_registered_drafter_and_preset_has_its_cases() -> None:
-    held = {name: [case[1:] for case in cases() if case[0] == name] for name in REGISTERED}
+    covered = {name: [case[1:] for case in cases() if case[0] == name] for name in REGISTERED}
     for name in registry.names("drafters"):
-        assert {(rule, processors) for rule, _, processors in held[name]} == set(SETTINGS)
-        assert {(rule, rows) for rule, rows, _ in held[name]} == {(rule, rows) for rule in RULES for rows in ROWS}
+        assert {(rule, processors) for rule, _, processors in covered[name]} == set(SETTINGS)
+        assert {(rule, rows) for rule, rows, _ in covered[name]} == {(rule, rows) for rule in RULES for rows in ROWS}
     for name in registry.presets("drafters"):
-        assert {rule for rule, _, _ in held[name]} == set(RULES)
+        assert {rule for rule, _, _ in covered[name]} == set(RULES)
 
 
-# package -> the packages of truedraft that it may import from; the engine knows contracts only
+# package -> the packages of truedraft that it may import from; the engine imports contracts only
 ALLOWED = {
-    # registry: the drafter at the bottom of a cascade is any, by name; runtime: modules of a drafter's own run by the
-    # compiled code that runs a target's
+    # registry: a cascade loads its last drafter by name; runtime: a drafter's own modules run by the compiled code
+    # that runs targets
     "drafters": {"registry", "runtime"}
     | {"tree", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
@@ -100,7 +100,7 @@ ALLOWED = {
     "delegate": set(),
     "errors": set(),
     "files": {"errors"},
-    # accelerated: drafters are trained on what their target says; drafters: the contract of those that learn
+    # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
     "stores": {"tree", "card", "errors", "files", "stores"},
     "registry": {"card", "declared", "errors"},
@@ -134,7 +134,7 @@ def test_imports_follow_the_table_and_files_are_short(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 400
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno <= 75, f"{node.name} is longer than it reads"
+            assert (node.end_lineno or 0) - node.lineno <= 75, f"{node.name} is too long"
 
 
 @pytest.mark.parametrize(

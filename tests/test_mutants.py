@@ -104,7 +104,7 @@ def masked(shape: TreeShape, mask: torch.Tensor) -> TreeShape:
 
 
 def arrivals() -> None:
-    """Four rows that events one after another, the first to leave before the last; one of them is cancelled."""
+    """Four rows admitted one after another; the first leaves before the last is admitted, one is cancelled."""
     add, step, abort = 3, (5, 0, 1), 9
     events = [(add, 0, 4), step, (add, 1, 11), step, (add, 2, 12), *[step] * 5, (abort, 1, 1), step, (add, 3, 13)]
     run_events(["token-recycling", "suffix"], events)

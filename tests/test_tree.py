@@ -20,7 +20,7 @@ TREES = 60
 
 
 def random_tree(seed: int, probes: bool = True) -> DraftTree:
-    """Up to twelve nodes, some of them probes with only probes below, with laws and confidences."""
+    """Up to twelve nodes with laws and confidences; some are probes, with only probes below."""
     rng = random.Random(seed)
     n = rng.randint(1, 12)
     parent = [-1] + [rng.randrange(max(0, i - 5), i) for i in range(1, n)]
@@ -44,14 +44,14 @@ def ancestors(tree: DraftTree, node: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Named(DraftTree):
-    """A tree with a field of nodes and one of the whole besides."""
+    """A tree with one more field of nodes, and one more of the whole tree."""
 
     names: tuple[str, ...] = field(default=(), metadata=by_node(lambda names, nodes: tuple(names[i] for i in nodes)))
     title: str = ""
 
 
 def test_selections_carry_every_field() -> None:
-    """Those that say something of nodes are picked with them, all others stay; a field that does neither fails."""
+    """Fields of nodes are selected with the nodes, the others are copied."""
     of_tree = {"draws", "title"}
     assert {f.name for f in fields(Named) if "select" not in f.metadata} == of_tree
     for seed in range(TREES):
@@ -251,11 +251,11 @@ def test_joined_drafts_keep_the_embeddings_of_probes(native: bool, monkeypatch: 
     for seed in range(TREES):
         given = [replace(random_tree(seed + 100 * i), draws="certain", dist=None) for i in range(2)]
         given = [replace(tree, tokens=(1, *tree.tokens[1:])) for tree in given]
-        known = {id(vector): (tree, i) for tree in given for i, vector in tree.embeds.items()}
+        origin = {id(vector): (tree, i) for tree in given for i, vector in tree.embeds.items()}
         whole = unions.union(given, 99).tree
-        for made in (whole, grafted(given[0], 0, given[1]), Calibration().proposed(row, placed(given[0], 0.5))):
-            made.check()
-            for node, vector in made.embeds.items():
-                tree, i = known[id(vector)]
-                assert [made.tokens[j] for j in made.path(node)] == [tree.tokens[j] for j in tree.path(i)]
-        assert len(whole.embeds) == len(known) and all(token >= 0 for token in whole.tokens)
+        for joined_tree in (whole, grafted(given[0], 0, given[1]), Calibration().proposed(row, placed(given[0], 0.5))):
+            joined_tree.check()
+            for node, vector in joined_tree.embeds.items():
+                tree, i = origin[id(vector)]
+                assert [joined_tree.tokens[j] for j in joined_tree.path(node)] == [tree.tokens[j] for j in tree.path(i)]
+        assert len(whole.embeds) == len(origin) and all(token >= 0 for token in whole.tokens)

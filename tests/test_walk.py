@@ -12,7 +12,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList as Criteria
 
-from scripted import END, PAD, Lockstep, Likeliest, Plain, V, next_token, random_draft
+from scripted import END, PAD, Likeliest, Lockstep, Plain, V, next_token, random_draft
 from truedraft import Refused
 from truedraft.accept._base import ArgmaxRule, AttributingRule, NodeRule, extra_probes
 from truedraft.accept._verification import Candidates, Verification, first_children
@@ -84,7 +84,7 @@ def walk(
     rule: NodeRule,
     stops: Stops,
 ) -> list[Accepted]:
-    """tokens: at every node, where they are decided."""
+    """tokens: at every node, where all were decided at once."""
     pass_ = Verification(rows, trees, scores, laws, stops, Replay([]), PAD, tokens)
     return rule.verify(pass_) if tokens is None else pass_.followed(tokens)
 
