@@ -125,9 +125,7 @@ def test_near_ties_are_counted_and_rechecked_node_by_node() -> None:
         assert counted.rate == expected and counted.inner.chosen == [(["a", "b"], rows)]
     rule = RecordingGreedy()
     again: Any = NearTies(rule, NO_PROCESSORS, noise=0.25, again=lambda row: torch.tensor(node(0.0, 5.0)))
-    assert again.decide_all_nodes(scores[None], [running], [], NO_PROCESSORS, None) is None, (
-        "recheck needs node by node"
-    )
+    assert again.decide_all_nodes(scores[None], [running], [], NO_PROCESSORS, None) is None
     assert again.choose(scores, ["a", "b"], [running, running], None) == [3, 1]
     assert rule.chosen[1] == (["b"], [running])
 

@@ -234,7 +234,7 @@ class Accelerated(StandIn):
 
         request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, reserve)
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
-        self._report = report = reports.begun(self.target, drafter, rule, self.control, watch.seconds)
+        self._report = report = reports.new_report(self.target, drafter, rule, self.control, watch.seconds)
         report.passes = request.passes
         report.notes += reports.notes_on(rows, laws, stops)
         engine, stream = Engine(self.target, self.control), Stream(call.streamer, rows, history)
@@ -258,7 +258,7 @@ class Accelerated(StandIn):
             raise
         finally:
             engine.close()
-            reports.ended(report, self.target, request.rule)
+            reports.complete(report, self.target, request.rule)
 
     def _drafter_of(self, config: GenerationConfig, call: Call) -> Drafter:
         references, assistant = call.references, call.assistant

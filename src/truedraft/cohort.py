@@ -61,7 +61,7 @@ def for_each(
     """Call `f(owner, *values of its rows)` for every group; its results, in the order of the rows."""
     if len(groups) == 1:
         return f(groups[0][0], *of_rows)
-    made: dict[int, V] = {}
+    results: dict[int, V] = {}
     for owner, places in groups:
-        made.update(zip(places, f(owner, *(select(values, places) for values in of_rows)), strict=True))
-    return [made[i] for i in range(len(made))]
+        results.update(zip(places, f(owner, *(select(values, places) for values in of_rows)), strict=True))
+    return [results[i] for i in range(len(results))]

@@ -150,7 +150,7 @@ class ContinuousEngine:
                 self._check(tokens, drafter.width + extra_probes(verifier, drafter.width))
 
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
-            report = reports.begun(target, drafter, verifier, self._control, {"all": 0.0})
+            report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes = request.passes
             return EngineRequest(request, seed, streamer, report)
 
@@ -331,7 +331,7 @@ class ContinuousEngine:
         try:
             if request._streamer is not None:
                 request._streamer.end()
-            reports.ended(report, self._target, inner.rule)
+            reports.complete(report, self._target, inner.rule)
         except Exception as error:
             inner.error = inner.error or error
         if inner.error is not None:

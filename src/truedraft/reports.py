@@ -16,7 +16,7 @@ from truedraft.targets._base import Target
 from truedraft.tree import Row
 
 
-def begun(target: Target, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
+def new_report(target: Target, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
     """The report of a call that begins: the names of its parts, and the reference of its guarantee."""
     dtype = str(target.dtype).removeprefix("torch.")
     report = Report(
@@ -28,7 +28,7 @@ def begun(target: Target, drafter: Drafter, rule: Rule, control: Control, second
     return report
 
 
-def ended(report: Report, target: Target, rule: Rule | NearTies) -> None:
+def complete(report: Report, target: Target, rule: Rule | NearTies) -> None:
     """Complete a report after the last pass: runtime, attributions, near-ties."""
     report.runtime = target.runtime
     if isinstance(rule, AttributingRule):

@@ -21,18 +21,18 @@ def tokens_by(
 ) -> list[int]:
     """The next token of each row, -1 where its scores are NaN. scores: (k, V) processed scores."""
     laws, tokens = scores.softmax(-1), [-1] * len(rows)
-    left: list[int] = []  # rows without an accepted child; in `laws` their residual law
+    rejected: list[int] = []  # rows without an accepted child; in `laws` their residual law
     invalid = laws[:, 0].isnan().tolist()
     for i, (children, row) in enumerate(zip(candidates, rows, strict=True)):
         token, law = (None, laws[i]) if invalid[i] else verify(laws[i], children, row, chance)
         if token is None:
             laws[i] = law
-            left.append(i)
+            rejected.append(i)
         else:
             tokens[i] = token
-    if left:
-        drawn = chance.pick(laws[left], [rows[i] for i in left])
-        for i, token in zip(left, drawn, strict=True):
+    if rejected:
+        drawn = chance.pick(laws[rejected], [rows[i] for i in rejected])
+        for i, token in zip(rejected, drawn, strict=True):
             tokens[i] = token
     return tokens
 
