@@ -29,8 +29,7 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 
 class Engine:
-    """Decodes rows, one pass per `step`, from their prompts to their ends; requests are admitted and cancelled between
-    steps.
+    """Decodes rows to their ends, one pass per `step`; requests are admitted and cancelled between steps.
 
     Errors: an exception from a part that belongs to requests (drafter, rule, processors, stopping criteria) is stored
     in `Request.error`; these requests leave with the current pass, the others are not affected. An exception from the
