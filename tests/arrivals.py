@@ -43,8 +43,8 @@ def plain_logits(prompt: tuple[int, ...], emitted: list[int], kind: str = "decod
     with torch.no_grad():
         if kind == "decoder":
             return model()(torch.tensor([[*prompt, *emitted]]), use_cache=False).logits[0, -1]
-        begun = [model(kind).config.decoder_start_token_id, *emitted]
-        ids, text = torch.tensor([prompt]), torch.tensor([begun])
+        decoder_ids = [model(kind).config.decoder_start_token_id, *emitted]
+        ids, text = torch.tensor([prompt]), torch.tensor([decoder_ids])
         return model(kind)(ids, decoder_input_ids=text, use_cache=False).logits[0, -1]
 
 

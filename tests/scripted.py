@@ -85,7 +85,7 @@ class Likeliest(NodeRule):
 
 
 class Target:
-    """Keeps what was committed of each slot, and scores trees behind it."""
+    """A target that stores the committed tokens of each slot, and scores trees after them."""
 
     def __init__(self, note: Callable[..., None], begins_with_drafts: bool = False):
         self.slots: list[list[int]] = []

@@ -160,8 +160,8 @@ def test_unsupported_requests_are_refused_and_do_not_affect_others() -> None:
             ({"rule": "block"}, "block"),
             ({"return_dict_in_generate": True}, "return_dict_in_generate"),
             ({"references": [[1, 2]], "draft": None}, "references were given, and plain does not use any"),
-            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for drafts"),
-            ({"assistant_model": model()}, "assistant_model asks for drafts"),
+            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens selects a drafter"),
+            ({"assistant_model": model()}, "assistant_model selects a drafter"),
             ({"draft": "token-recycling:nodes=400", "max_new_tokens": 40}, "drafts of 400 nodes .* max_tokens=189"),
         ):
             with pytest.raises(Refused, match=match):

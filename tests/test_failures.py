@@ -375,7 +375,7 @@ def test_source_without_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPat
             added(engine, 2, 12, None, None)
         shorter = added(engine, 0, 4, 3, None)  # than the stored one: no more memory is needed
         free[0] = 1e12
-        longer, behind = added(engine, 2, 12, None, None), added(engine, 4, 12, None, None)
+        longer, queued = added(engine, 2, 12, None, None), added(engine, 4, 12, None, None)
         free[0] = 1000
         while not shorter.finished:
             engine.step()
@@ -394,7 +394,7 @@ def test_source_without_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPat
         assert engine.step() == [never] and engine.step() == []
         assert isinstance(never.error, NoRoom) and never.finish_reason == "error" and never.tokens == []
         free[0] = 1e12
-        for request, *given in ((running, 1, 14, None), (shorter, 0, 4, 3), (behind, 4, 12, None), (last, 2, 12, None)):
+        for request, *given in ((running, 1, 14, None), (shorter, 0, 4, 3), (queued, 4, 12, None), (last, 2, 12, None)):
             check(request, *given, kind)  # type: ignore[arg-type]
         check_nothing_left(engine, [])
 

@@ -144,7 +144,7 @@ class ContinuousEngine:
             verifier = rule_for(self._own_rule(rule), bool(generation_config.do_sample), drafter)
             check_references(references, drafter, verifier)
             if generation_config.prompt_lookup_num_tokens is not None:
-                raise Refused("prompt_lookup_num_tokens asks for drafts: give draft='prompt-lookup' in its place")
+                raise Refused("prompt_lookup_num_tokens selects a drafter: give draft='prompt-lookup' instead")
 
             def check(rows: int, tokens: int) -> None:
                 self._check(tokens, drafter.width + extra_probes(verifier, drafter.width))
@@ -157,7 +157,7 @@ class ContinuousEngine:
         with exclusive([self]), exclusive(parts_of([given])), defaults():
             self._open()
             if kwargs.get("assistant_model") is not None:
-                raise Refused("assistant_model asks for drafts: give it as draft=")
+                raise Refused("assistant_model selects a drafter: give it as draft=")
             check_arguments(target, ids, kwargs)
             self._check_model()
             kwargs = with_stop_strings(target.encoded(ids, kwargs), self.model, self.tokenizer)

@@ -82,8 +82,8 @@ class Verification:
     """One pass over the rows of one request, given to `Rule.verify` before any of its tokens are emitted.
 
     Its methods emit what a rule accepts: they append tokens to the rows, apply the stopping criteria after each, and
-    return one `Accepted` per row. `emitted` does so for whole paths, `walked` node by node, `followed` for tokens that
-    are known at all nodes.
+    return one `Accepted` per row. `emitted` does so for whole paths, `walked` node by node, `followed` for tokens given
+    at all nodes.
 
     Args:
         rows, trees, scores: the rows, one draft for each, and the pass over these.
