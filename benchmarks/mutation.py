@@ -86,10 +86,10 @@ REASONS = (
     Reason(
         SAME, "*.tree.*", r"(?m)^\+.*(range\(len\(self\)\)|len\(self\) < depth|not 0 <= i < n|\(self\.probes\) or True)"
     ),
-    Reason(SAME, "*.accept.*", r"(?m)^\+.*(softmax\(\+1\)|odds >= 0|odds > drafted|\[1\] if row\.ended)"),
+    Reason(SAME, "*.accept.*", r"(?m)^\+.*(softmax\(\+1\)|p_token >= 0|p_token > q_token|\[1\] if row\.ended)"),
     Reason(SAME, "*._rounds.*", r"(?m)^\+.*(\[\+1\]|\[-2\]|laws\[:, 1\])"),
     Reason(SAME, "*.k_seq.x__tried__*"),
-    Reason(SAME, "*.tree.*", r"(?m)^\+.*(together|parts\[1\]\.hidden)"),
+    Reason(SAME, "*.tree.*", r"(?m)^\+.*(adjacent|parts\[1\]\.hidden)"),
     Reason(SAME, "*.engine.*", r'(?m)^\+.*(_cohort.* = ""|row\.room \+ row\.step|\) and False else \[values)'),
     Reason(SLOWER, "*.engine.*", r"(?m)^\+.*(id\(None\)|nodes \+ sum)"),
     Reason(SAME, "*._ties.*", r"(?m)^\+.*(\) and False else keys|len\(paths\[0\]\) - 2)"),

@@ -1,4 +1,4 @@
-"""The net of arrivals: requests that come and go while others run, each with the text that it has alone."""
+"""The arrivals net: requests are admitted and aborted while others run; each must have its text alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(kind: str = "decoder") -> PreTrainedModel:
 
 @cache
 def prompts(kind: str = "decoder") -> list[tuple[int, ...]]:
-    """Six of different lengths; of an encoder-decoder sources, the longest in the midst of them."""
+    """Six prompts of different lengths; for an encoder-decoder sources, of which the third is the longest."""
     if kind != "decoder":
         generator = torch.Generator().manual_seed(4)
         lengths = (4, 9, 31, 2, 17, 12)
@@ -39,18 +39,18 @@ def prompts(kind: str = "decoder") -> list[tuple[int, ...]]:
 
 
 def plain_logits(prompt: tuple[int, ...], emitted: list[int], kind: str = "decoder") -> torch.Tensor:
-    """(V,) of the next token by a plain forward over all of it."""
+    """(V,) logits of the next token by a plain forward over the whole prefix."""
     with torch.no_grad():
         if kind == "decoder":
             return model()(torch.tensor([[*prompt, *emitted]]), use_cache=False).logits[0, -1]
-        begun = [model(kind).config.decoder_start_token_id, *emitted]
-        ids, text = torch.tensor([prompt]), torch.tensor([begun])
+        decoder_ids = [model(kind).config.decoder_start_token_id, *emitted]
+        ids, text = torch.tensor([prompt]), torch.tensor([decoder_ids])
         return model(kind)(ids, decoder_input_ids=text, use_cache=False).logits[0, -1]
 
 
 @cache
-def alone(prompt: tuple[int, ...], steps: int, seed: int | None, kind: str = "decoder") -> list[int]:
-    """Plain decoding of a prompt by itself: by `model.generate`, or a forward a token and the noise of its place."""
+def decoded_alone(prompt: tuple[int, ...], steps: int, seed: int | None, kind: str = "decoder") -> list[int]:
+    """Plain decoding of one prompt: by `model.generate`, or with a seed by forwards and noise by position."""
     ids = torch.tensor([prompt])
     if seed is None:
         out = model(kind).generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=END, pad_token_id=0)
@@ -79,8 +79,8 @@ def kind_of(engine: ContinuousEngine) -> str:
 
 
 def check(request: EngineRequest, which: int, steps: int, seed: int | None, kind: str = "decoder") -> None:
-    """Its text is that which it has alone; of one that was aborted or failed, as far as it went."""
-    expected = alone(prompts(kind)[which], steps, seed, kind)
+    """The request's text equals that of plain decoding; of an aborted or failed one, it is a prefix of it."""
+    expected = decoded_alone(prompts(kind)[which], steps, seed, kind)
     if request.finish_reason in ("abort", "error"):
         assert request.tokens == expected[: len(request.tokens)]
     else:
@@ -88,8 +88,8 @@ def check(request: EngineRequest, which: int, steps: int, seed: int | None, kind
         assert request.finish_reason == ("stop" if END in expected else "length")
 
 
-def watch(engine: ContinuousEngine) -> None:
-    """At every pass the logits where each row stands are those of a plain forward over its tokens."""
+def check_logits(engine: ContinuousEngine) -> None:
+    """Check at every pass that the logits at each root are those of a plain forward over the row's tokens."""
     inner: Any = engine._engine
     decide, kind = inner._decide, kind_of(engine)
 
@@ -97,7 +97,7 @@ def watch(engine: ContinuousEngine) -> None:
         for row, logits in zip(rows, scores.logits[:, 0], strict=True):
             prompt = row.source or tuple(row.tokens[: row.prompt])
             plain = plain_logits(prompt, row.tokens[row.prompt :], kind)
-            assert (logits - plain).abs().max() < 1e-4 * plain.std(), f"the logits of {row.tokens} are others"
+            assert (logits - plain).abs().max() < 1e-4 * plain.std(), f"wrong logits after {row.tokens}"
         return decide(request, rows, trees, scores)
 
     inner._decide = checked
@@ -114,27 +114,29 @@ def check_nothing_left(engine: ContinuousEngine, drafts: Iterable[Any]) -> None:
             assert not getattr(part, "_states", {}) and not getattr(part, "_going", ()), "a row was left in a drafter"
 
 
-def play(names: list[str], events: list[tuple[int, int, int]], kind: str = "decoder", runtime: str = "auto") -> int:
-    """Admit, step and abort as `events` say, (what, which, how long); the number of events."""
+def run_events(
+    names: list[str], events: list[tuple[int, int, int]], kind: str = "decoder", runtime: str = "auto"
+) -> int:
+    """Add (0 to 3), step (4 to 8) and abort (9) by `events`, (kind, which, size); returns the number of events."""
     drafts: dict[str, Any] = {name: name if name == "auto" else drafter(name, model(kind)) for name in set(names)}
     fast = truedraft.accelerate(model(kind), draft=None, runtime=runtime)
-    known: list[tuple[EngineRequest, int, int, int | None]] = []
+    requests: list[tuple[EngineRequest, int, int, int | None]] = []
     with fast.engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
-        watch(engine)
-        for what, which, size in events:
-            if what < 4:
-                seed = None if what < 2 else size
-                known.append(
-                    (added(engine, which, size, seed, drafts[names[len(known) % len(names)]]), which, size, seed)
+        check_logits(engine)
+        for kind_of_event, which, size in events:
+            if kind_of_event < 4:
+                seed = None if kind_of_event < 2 else size
+                requests.append(
+                    (added(engine, which, size, seed, drafts[names[len(requests) % len(names)]]), which, size, seed)
                 )
-            elif what < 9:
+            elif kind_of_event < 9:
                 engine.step()
-            elif known:
-                engine.abort_request(known[which % len(known)][0])
+            elif requests:
+                engine.abort_request(requests[which % len(requests)][0])
         while engine.has_unfinished_requests():
             engine.step()
         check_nothing_left(engine, drafts.values())
-    for request in known:
+    for request in requests:
         assert request[0].finished
         if request[0].error is not None:
             raise request[0].error

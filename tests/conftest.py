@@ -1,4 +1,4 @@
-"""Tiny sharpened models of every family, and the cases that the registry spans."""
+"""Fixtures: seeds, folders, real checkpoints and prompts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _curves_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured curves go to a folder of the run, not to the user's cache."""
+def _temporary_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured cost curves are written to a folder of the run, not to the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     yield
 

@@ -1,4 +1,4 @@
-"""Drafters that try the engine: one that knows the answer, one that talks nonsense, one with probes, one with taps."""
+"""Drafters that test the engine: oracle, noise, drawn drafts, probes, taps, a view of the target."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Noise(Drafter):
         return self.size
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        return [self.tree(row, min(self.size, most)) for row, most in zip(rows, budget, strict=True)]
+        return [self.tree(row, min(self.size, nodes)) for row, nodes in zip(rows, budget, strict=True)]
 
     def tree(self, row: Row, nodes: int) -> DraftTree:
         self.random = random.Random(f"{self.seed} {row.tokens}")
@@ -44,10 +44,10 @@ class Noise(Drafter):
 
 @dataclass
 class Oracle(Noise):
-    """Knows each row's true continuation and hides up to `deep` tokens of it on a branch among random nodes."""
+    """Drafts up to `deep` tokens of each row's true continuation as a branch among random nodes."""
 
     answers: dict[int, list[int]] = field(default_factory=dict)  # row -> prompt and continuation
-    deep: int = 4  # tokens hidden at most
+    deep: int = 4  # most right tokens
 
     @property
     def width(self) -> int:
@@ -68,18 +68,18 @@ class Oracle(Noise):
 
 @dataclass
 class Sampler(Noise):
-    """Draws siblings from a law of its own and says which; depth two, siblings at the root."""
+    """Draws children from a random law, which it gives as `dist`: siblings at the root, one below the first."""
 
-    siblings: int = 2  # at the root
-    drawn: Draws = "independent"  # how
-    support: int = 2  # tokens that a law allows
+    siblings: int = 2  # children of the root
+    drawn: Draws = "independent"
+    support: int = 2  # tokens of probability above 0
 
     @property
     def draws(self) -> Draws:
         return self.drawn
 
     def law(self, tokens: Sequence[int]) -> torch.Tensor:
-        """A law that depends on the last token, fixed once and for all."""
+        """A random law that is a function of the last token."""
         scores = 2 * torch.randn(self.vocabulary, generator=torch.Generator().manual_seed(tokens[-1] + 100 * self.seed))
         return scores.masked_fill(scores < scores.topk(self.support).values[-1], -torch.inf).softmax(-1)
 
@@ -99,7 +99,7 @@ class Sampler(Noise):
 
 @dataclass
 class ProbeReader(Noise):
-    """Hangs a probe token below the root and below a draft, and drafts next what the probes' logits say."""
+    """Adds a probe below the root and below a draft, and drafts next the likeliest token of the last probe."""
 
     mask: int = 4  # the token that probes carry
 
@@ -148,9 +148,9 @@ class HiddenReader(Noise):
         for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             hidden = scores.hidden[-1][b]
             assert len(hidden) == scores.context[b] + len(tree)
-            mine = self.head(hidden[scores.context[b] :])
-            self.largest_error = max(self.largest_error, (mine - scores.logits[b, : len(tree)]).abs().max().item())
-            self.guess[row.index] = int(mine[0].topk(2).indices[1])
+            own = self.head(hidden[scores.context[b] :])
+            self.largest_error = max(self.largest_error, (own - scores.logits[b, : len(tree)]).abs().max().item())
+            self.guess[row.index] = int(own[0].topk(2).indices[1])
 
 
 @dataclass
@@ -176,20 +176,20 @@ class SelfDrafter(Drafter):
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         drafts: list[list[int]] = [[] for _ in rows]
         laws: list[list[torch.Tensor]] = [[] for _ in rows]
-        deepest = [min(self.size, most, row.room - row.step - 1) for row, most in zip(rows, budget, strict=True)]
-        while going := [i for i, most in enumerate(deepest) if len(drafts[i]) < most]:
-            trees = [DraftTree.chain((rows[i].tokens + drafts[i])[-1]) for i in going]
-            slots = [rows[i].slot for i in going]
+        deepest = [min(self.size, nodes, row.room - row.step - 1) for row, nodes in zip(rows, budget, strict=True)]
+        while active := [i for i, size in enumerate(deepest) if len(drafts[i]) < size]:
+            trees = [DraftTree.chain((rows[i].tokens + drafts[i])[-1]) for i in active]
+            slots = [rows[i].slot for i in active]
             scores = self.target.score(trees, self.view, slots)
-            self.target.advance(self.view, [(0,)] * len(going), slots)
-            behind = laws_of([rows[i] for i in going], [drafts[i] for i in going], scores.logits[:, 0])
-            for i, law in zip(going, behind, strict=True):
+            self.target.advance(self.view, [(0,)] * len(active), slots)
+            next_laws = laws_of([rows[i] for i in active], [drafts[i] for i in active], scores.logits[:, 0])
+            for i, law in zip(active, next_laws, strict=True):
                 tokens = self._chosen(rows[i], law, len(drafts[i])) if law.any() else []
                 deepest[i] = deepest[i] if tokens else 0
                 drafts[i] += tokens
                 laws[i].append(law)
         self.target.rewind()
-        return [self._offered(row, draft, law) for row, draft, law in zip(rows, drafts, laws, strict=True)]
+        return [self._tree(row, draft, law) for row, draft, law in zip(rows, drafts, laws, strict=True)]
 
     def _chosen(self, row: Row, law: torch.Tensor, depth: int) -> list[int]:
         request, preferred = row.request, self.preferred(row)
@@ -199,7 +199,7 @@ class SelfDrafter(Drafter):
             return request.chance.draw_with_target_noise(law, row, depth)
         return likeliest(law, 1)
 
-    def _offered(self, row: Row, draft: list[int], laws: list[torch.Tensor]) -> DraftTree:
+    def _tree(self, row: Row, draft: list[int], laws: list[torch.Tensor]) -> DraftTree:
         tree = DraftTree.chain(row.tokens[-1], draft)
         if self.preferred(row) != "law" or not draft:
             return tree

@@ -1,4 +1,4 @@
-"""Faults planted on purpose: what the nets (`test_mutants.py`) and the audit (`test_audit.py`) must both notice."""
+"""Planted faults, which both the nets (`test_mutants.py`) and the audit (`test_audit.py`) must detect."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def replaced(owner: Any, name: str, new: Any) -> Fault:
 
 
 def unchecked(fault: Fault) -> Fault:
-    """Without the check that `accelerate` makes, which would find the fault and call the model's own forward."""
+    """The fault without the check of `accelerate`, which would detect it and fall back to the model's forward."""
 
-    def growing(patch: pytest.MonkeyPatch) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
         fault(patch)
         patch.setattr("truedraft.targets.hosting.check_exact", lambda target: None)
 
-    return growing
+    return plant
 
 
 def _keep_first_nodes(self: RowCache, slot: int, path: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ def _any_child(self: DraftTree, node: int, token: int) -> int | None:
     return next(iter(self.shape.children[node]), None)
 
 
-def _only_the_length(self: Stops, rows: Sequence[Row]) -> None:
+def _length_limit_only(self: Stops, rows: Sequence[Row]) -> None:
     for row in rows:
         row.end = len(row.tokens) if row.step == self.steps else None
 
@@ -61,7 +61,7 @@ def _per_draw(self: StreamNoise, law: Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def noise_per_draw(patch: pytest.MonkeyPatch) -> None:
-    """Noise for every draw in the place of noise for every step."""
+    """New noise for every draw, instead of one noise per step."""
     patch.setattr(StreamNoise, "pick", _per_draw)
     patch.setattr(StreamNoise, "reached", lambda self, step: None)
 
@@ -71,7 +71,7 @@ def _scratch_committed(self: RowCache, slot: int, path: Sequence[int], skipped: 
 
 
 @contextmanager
-def _one_place_early(self: Cursor) -> Iterator[None]:
+def _one_position_early(self: Cursor) -> Iterator[None]:
     committed = list(self.lengths)
     self.lengths[:] = [max(n - 1, 0) for n in committed]
     try:
@@ -82,9 +82,9 @@ def _one_place_early(self: Cursor) -> Iterator[None]:
 
 SCRATCH_LEFT = replaced(RowCache, "rewind", lambda self: None)
 SCRATCH_COMMITTED = replaced(RowCache, "advance", _scratch_committed)
-COMMITTED_OVERWRITTEN = replaced(Cursor, "behind_scratch", _one_place_early)
+COMMITTED_OVERWRITTEN = replaced(Cursor, "behind_scratch", _one_position_early)
 FIRST_NODES_KEPT = replaced(RowCache, "commit", _keep_first_nodes)
 REJECTED_KEPT = replaced(RowCache, "commit", _keep_rejected)
-ACCEPTED_UNSEEN = replaced(DraftTree, "child", _any_child)
-DEAF_TO_EOS = replaced(Stops, "__call__", _only_the_length)
+ACCEPTED_UNVERIFIED = replaced(DraftTree, "child", _any_child)
+EOS_IGNORED = replaced(Stops, "__call__", _length_limit_only)
 STALE_HISTORY = replaced(History, "_catch_up", _every_other_token)

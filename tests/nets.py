@@ -1,4 +1,4 @@
-"""The nets: each holds a drafter, a rule and a model to plain `model.generate` or to plain forwards."""
+"""The nets: each compares a drafter, rule and model with plain `model.generate` or plain forwards."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 def turn(name: str, options: Sequence[T], count: int = 1) -> list[T]:
-    """The options that a registered drafter takes its turn with: by its place, so that together they take them all."""
+    """`count` of the options, by the index of a registered drafter, so that together the drafters cover all options."""
     first = count * REGISTERED.index(name)
     return [options[(first + i) % len(options)] for i in range(count)]
 
 
 class Counting(LogitsProcessor):
-    """A user's processor with a memory: its effect depends on how often and with what it was called."""
+    """A user's processor with state: its effect depends on the number of calls, and on all rows."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []
@@ -61,7 +61,7 @@ def two_in_three(batch: int, ids: torch.Tensor) -> list[int]:
     return [t for t in range(V) if (t + batch + len(ids)) % 3]
 
 
-PROCESSORS: dict[str, dict[str, Any]] = {  # processors and criteria as makers: they remember calls
+PROCESSORS: dict[str, dict[str, Any]] = {  # processors and criteria as factories: they have state
     "none": {},
     "warpers": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
     "penalties": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "bad_words_ids": [[7], [8, 9]]},
@@ -72,13 +72,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {  # processors and criteria as makers: 
 
 def made(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings for one call of `generate`."""
-    makers = ("logits_processor", "stopping_criteria")
-    return {k: v() if k in makers and callable(v) else v for k, v in settings.items()}
+    factories = ("logits_processor", "stopping_criteria")
+    return {k: v() if k in factories and callable(v) else v for k, v in settings.items()}
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What `model.generate` said, where the random stream stood then, and the processors that it called."""
+    """The output of `model.generate`, the state of the random stream after it, and the processors that it called."""
 
     text: torch.Tensor
     state: torch.Tensor
@@ -89,7 +89,7 @@ _GENERATED: dict[Any, Generated] = {}
 
 
 def generated(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **settings: Any) -> Generated:
-    """Plain `model.generate` under SEED, asked once for the same model, inputs and settings."""
+    """Plain `model.generate` under SEED, cached by model, inputs and settings."""
     key = _key((model, inputs, settings))
     if key not in _GENERATED:
         given = made(settings)
@@ -100,7 +100,7 @@ def generated(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **setting
 
 
 def _key(value: Any) -> Any:
-    """A value that can be looked up; what has no value of its own stands for itself."""
+    """A hashable key of a value; other objects are their own key."""
     if isinstance(value, torch.Tensor):
         return _key(value.tolist())
     if isinstance(value, GenerationConfig):
@@ -120,10 +120,9 @@ def drafter(
 ) -> Drafter | None:
     """A registered drafter, or one of the trial drafters made for this model and its true output.
 
-    Skips the test for a model that the drafter's card says it cannot serve. A drafter that has to be trained is one
-    that has learnt nothing.
+    Skips the test for a model that the drafter's card excludes. A drafter that needs training has random weights.
 
-    small: the model that drafts, for drafters that need one; else one much like the model.
+    small: the draft model, for drafters that need one; by default one similar to the model.
     other: knobs of a registered drafter.
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -164,7 +163,7 @@ def drafter(
 
 @cache
 def corpus_of(model: PreTrainedModel) -> Corpus:
-    """What a model says to a few prompts, for drafters that look things up."""
+    """A corpus of a model's outputs for a few prompts."""
     texts = generated(model, ragged(model, 5), max_new_tokens=60, do_sample=False).text
     return Corpus.built([text.tolist() for text in texts])
 
@@ -174,7 +173,7 @@ def padding_of(inputs: dict[str, torch.Tensor]) -> list[int]:
 
 
 def documents(draft: Drafter | None, answers: torch.Tensor) -> dict[str, Any]:
-    """For a drafter that copies from documents, one per row: its true text, but for every sixth token."""
+    """References for a drafter that uses them, one per row: its true text with every sixth token changed."""
     if draft is None or not draft.takes_references:
         return {}
     answers = answers.clone()
@@ -183,7 +182,7 @@ def documents(draft: Drafter | None, answers: torch.Tensor) -> dict[str, Any]:
 
 
 def eos_inside(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> int:
-    """A token that the first row says somewhere in the middle, to serve as end of text inside drafts."""
+    """A token that occurs late in the first row's output, to be the end of text inside drafts."""
     text = generated(model, inputs, max_new_tokens=30, **kwargs).text[0, inputs["input_ids"].shape[1] :].tolist()
     return max(set(text[5:]), key=text.index)
 
@@ -191,7 +190,7 @@ def eos_inside(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs
 def text_net(
     model: PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], control: str = "fixed", **settings: Any
 ) -> truedraft.Report:
-    """Output and random stream equal those of `model.generate`; processors given as makers are made for each side."""
+    """Output and random stream equal those of `model.generate`; processors are created anew for each side."""
     plain = generated(model, inputs, **settings)
     draft = drafter(name, model, plain.text, padding_of(inputs))
     fast = truedraft.accelerate(model, draft=draft, control=control)
@@ -200,10 +199,10 @@ def text_net(
     got = fast.generate(**inputs, **given, **documents(draft, plain.text))
     assert got.shape == plain.text.shape, f"shape {tuple(got.shape)}, plain {tuple(plain.text.shape)}"
     assert torch.equal(got, plain.text), f"first difference at {(got != plain.text).nonzero()[0].tolist()}"
-    assert torch.equal(torch.get_rng_state(), plain.state), "the random stream stands elsewhere"
+    assert torch.equal(torch.get_rng_state(), plain.state), "the random stream is in another state"
     for mine, theirs in zip(given.get("logits_processor", []), plain.processors, strict=True):
         if isinstance(mine, Counting):
-            assert mine.calls == theirs.calls, "a processor was called otherwise"
+            assert mine.calls == theirs.calls, "a processor was called differently"
     report = fast.report()
     assert report.tokens == sum(len(e.tokens) for p in report.passes for e in p.emitted)
     return report
@@ -219,7 +218,7 @@ def node_net(
     draft = drafter(name, model, expected, padding_of(inputs))
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
     compared = 0
-    standing: list[Any] = []  # the rows of the pass, in the order of their slots
+    current_rows: list[Any] = []  # in the order of their slots
     score = fast.target.score
 
     def checked(trees: Sequence[DraftTree], *under: Any) -> Scores:
@@ -230,7 +229,7 @@ def node_net(
         for b, tree in enumerate(trees):
             for leaf in (i for i, below in enumerate(tree.shape.children) if not below):
                 path = list(tree.path(leaf))
-                ids = standing[b].tokens[:-1] + [tree.tokens[i] for i in path]
+                ids = current_rows[b].tokens[:-1] + [tree.tokens[i] for i in path]
                 with torch.no_grad():
                     plain = model(torch.tensor([ids]), use_cache=False).logits[0, -len(path) :].double()
                 error = (scores.logits[b, path].double() - plain).abs().amax(-1) / plain.std(-1)
@@ -241,7 +240,7 @@ def node_net(
     propose = fast.drafter.propose
 
     def noted(rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        standing[:] = rows
+        current_rows[:] = rows
         return propose(rows, budget)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A target whose text is a function of the prefix, drafts of it, and plain decoding of it: engines without models."""
+"""A target without a model, whose next token is a function of the prefix, with a drafter, control and oracle for it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ V, END, PAD = 5, 4, 0
 
 
 def next_token(prefix: Sequence[int]) -> int:
-    """The text of the target: the token behind any prefix."""
+    """The target's next token after a prefix."""
     return random.Random(str(list(prefix))).randrange(V)
 
 
 def random_draft(rng: random.Random, row: Row, nodes: int = 12, drawn: bool = True) -> DraftTree:
-    """A random tree of fewer nodes than `nodes`, with probes and maybe laws, on which the right tokens are likely."""
+    """A random tree of fewer than `nodes` nodes, with probes, and laws if `drawn`; most tokens are right."""
     tokens, parent, probes = [row.tokens[-1]], [-1], set()
     paths = [list(row.tokens)]
     for i in range(1, rng.randint(1, nodes)):
@@ -43,7 +43,7 @@ def random_draft(rng: random.Random, row: Row, nodes: int = 12, drawn: bool = Tr
 
 @dataclass
 class Plain:
-    """A row as plain decoding would have it; `end` where it ended."""
+    """A row of plain decoding; `end` is the length at which it ended."""
 
     tokens: list[int]
     longest: int
@@ -56,8 +56,8 @@ class Plain:
             self.end = len(self.tokens)
 
 
-class Alongside(StoppingCriteria):
-    """A criterion of one's own, so that rows go in step; it ends the first row at a length, if any."""
+class Lockstep(StoppingCriteria):
+    """An unknown criterion, which forces lockstep; it ends the first row at `length`, if given."""
 
     def __init__(self, length: int | None = None):
         self.length = length
@@ -70,22 +70,22 @@ class Alongside(StoppingCriteria):
 
 @dataclass
 class Likeliest(NodeRule):
-    """The likeliest token, and what was offered where it was asked."""
+    """Chooses the likeliest token, and records each call of `choose`."""
 
-    asked: list[tuple[int, int, Candidates]] = field(default_factory=list)  # row, its step, offer
+    calls: list[tuple[int, int, Candidates]] = field(default_factory=list)  # row, its step, candidates
     preferred_drafts = "likeliest"
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
         assert isinstance(chance, Replay)
-        self.asked += [(row.index, row.step, offer) for row, offer in zip(rows, candidates, strict=True)]
+        self.calls += [(row.index, row.step, children) for row, children in zip(rows, candidates, strict=True)]
         best, token = scores.max(-1)
         return token.masked_fill(best.isnan(), -1).tolist()
 
 
 class Target:
-    """Keeps what was committed of each slot, and scores trees behind it."""
+    """A target that stores the committed tokens of each slot, and scores trees after them."""
 
     def __init__(self, note: Callable[..., None], begins_with_drafts: bool = False):
         self.slots: list[list[int]] = []
@@ -137,12 +137,12 @@ class Target:
 
 @dataclass
 class RandomDrafts(Drafter):
-    """Random drafts, deeper and larger than may be; what it was shown is checked against what it drafted."""
+    """Random drafts, some deeper and larger than allowed; checks in `observe` that rows have the accepted tokens."""
 
     note: Callable[..., None]
     seed: int = 0
     drawn: bool = False
-    most: int = 6  # nodes that it says it drafts
+    size: int = 6  # its declared width
     needs = Taps((1,))
     card = Card(paper="none", idea="For tests.", family="test")
 
@@ -159,7 +159,7 @@ class RandomDrafts(Drafter):
 
     @property
     def width(self) -> int:
-        return self.most
+        return self.size
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         self.note("propose")
@@ -171,9 +171,9 @@ class RandomDrafts(Drafter):
     ) -> None:
         self.note("observe")
         assert len(scores.logits) == len(rows) == len(trees) and scores.logits.shape[1] >= max(map(len, trees))
-        for row, tree, reached in zip(rows, trees, accepted, strict=True):
-            drafted = [tree.tokens[i] for i in reached.path]
-            assert row.tokens[-len(drafted) - 1 :] == [*drafted, reached.token][-len(row.tokens) :]
+        for row, tree, one in zip(rows, trees, accepted, strict=True):
+            drafted = [tree.tokens[i] for i in one.path]
+            assert row.tokens[-len(drafted) - 1 :] == [*drafted, one.token][-len(row.tokens) :]
         self.seen.append(([row.index for row in rows], list(trees), list(accepted)))
 
     def end(self, row: Row) -> None:
@@ -183,7 +183,7 @@ class RandomDrafts(Drafter):
 
 @dataclass
 class Pruning(Control):
-    """Asks for so many nodes, and cuts drafts to a random size."""
+    """Budgets 10 nodes and a row's index, prunes drafts to random sizes, and records its calls."""
 
     note: Callable[..., None]
     seed: int = 0

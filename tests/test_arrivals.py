@@ -1,4 +1,4 @@
-"""Requests that come and go while others run: each has the text that it has alone, and nothing is left behind."""
+"""Requests admitted and aborted while others run: each has the text of plain decoding, and no state remains."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from transformers import TextStreamer
 
 import truedraft
-from arrivals import DECODERS, END, LONGEST, ROWS, added, alone, check, model, play, prompts
+from arrivals import DECODERS, END, LONGEST, ROWS, added, check, decoded_alone, model, prompts, run_events
 from nets import REGISTERED, drafter
 from truedraft.errors import Refused
-from truedraft.runtime import latency as calibration
+from truedraft.runtime import latency
 
 KINDS = ["decoder", "encoder-decoder"]
 RUNTIMES = ["auto", "stock"]
@@ -24,30 +24,30 @@ EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1,
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_every_request_has_the_text_that_it_has_alone(name: str) -> None:
+def test_requests_have_their_text_alone(name: str) -> None:
     rng = random.Random(name)
     for _ in range(2):
-        play([name], [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)])
+        run_events([name], [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)])
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_every_request_behind_a_source_has_the_text_that_it_has_alone(name: str) -> None:
+def test_requests_of_encoder_decoders_have_their_text_alone(name: str) -> None:
     rng = random.Random(name)
     for runtime in RUNTIMES if _runs(name, "encoder-decoder", "stock") else RUNTIMES[:1]:
         events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)]
-        play([name], events, "encoder-decoder", runtime)
+        run_events([name], events, "encoder-decoder", runtime)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(events=EVENTS)
-def test_drafters_mix(events: list[tuple[int, int, int]]) -> None:
-    play(["auto", "plain", "draft-model", "token-recycling", "prompt-lookup"], events)
+def test_drafters_in_one_batch(events: list[tuple[int, int, int]]) -> None:
+    run_events(["auto", "plain", "draft-model", "token-recycling", "prompt-lookup"], events)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(events=EVENTS)
-def test_drafters_mix_behind_sources(events: list[tuple[int, int, int]]) -> None:
-    play(["auto", "plain", "draft-model", "token-recycling", "iad"], events, "encoder-decoder")
+def test_drafters_in_one_batch_of_encoder_decoders(events: list[tuple[int, int, int]]) -> None:
+    run_events(["auto", "plain", "draft-model", "token-recycling", "iad"], events, "encoder-decoder")
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_ten_thousand_events(kind: str) -> None:
     while count < EVENTS_IN_ALL:
         events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(60)]
         runtime = rng.choice(RUNTIMES)
-        count += play(rng.sample([n for n in names if _runs(n, kind, runtime)], 4), events, kind, runtime)
+        count += run_events(rng.sample([n for n in names if _runs(n, kind, runtime)], 4), events, kind, runtime)
 
 
 def _runs(name: str, kind: str, runtime: str) -> bool:
@@ -75,24 +75,24 @@ def _serves(name: str, kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_have_the_same_bits_in_any_company(kind: str) -> None:
-    """On the compiled pass a row's logits do not depend on who runs beside it."""
+def test_logits_of_a_row_are_the_same_bits_in_any_batch(kind: str) -> None:
+    """With the compiled pass a row's logits do not depend on the other rows."""
     seen: list[dict[int, torch.Tensor]] = []
-    for company in (False, True):
+    for shared in (False, True):
         with truedraft.accelerate(model(kind), draft=None).engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
             mine = added(engine, 3, 12, None, "token-recycling")
             inner: Any = engine._engine
             logits, decide = {}, inner._decide
 
             def noted(request: Any, rows: Any, trees: Any, scores: Any, kept: Any = logits, true: Any = decide) -> Any:
-                if rows[0].given is inner.rows[0].given:  # the first slot stays its own
+                if rows[0].given is inner.rows[0].given:  # it keeps the first slot
                     kept[rows[0].step] = scores.logits[0, 0].clone()
                 return true(request, rows, trees, scores)
 
             inner._decide = noted
             turn = 0
             while not mine.finished:
-                if company and turn in (0, 2):
+                if shared and turn in (0, 2):
                     added(engine, turn, 12, turn, "auto")
                 engine.step()
                 turn += 1
@@ -125,16 +125,16 @@ def test_generate_may_be_called_between_steps() -> None:
             out = fast.generate(
                 torch.tensor([prompts()[4]]), max_new_tokens=7, do_sample=False, eos_token_id=END, pad_token_id=0
             )
-            assert out[0, len(prompts()[4]) :].tolist() == alone(prompts()[4], 7, None)
+            assert out[0, len(prompts()[4]) :].tolist() == decoded_alone(prompts()[4], 7, None)
     check(request, 2, 14, 9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_costs_are_measured_while_others_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rows of another drafter begin with measuring, over a cache beside that of the rows that run."""
-    monkeypatch.setattr(calibration, "_path", lambda target: None)
-    monkeypatch.setattr(calibration, "SHARE", 1e3)
-    monkeypatch.setattr(calibration, "ROUNDS", 2)
+    """Costs of a second drafter are measured when its first rows begin, with a temporary cache."""
+    monkeypatch.setattr(latency, "_path", lambda target: None)
+    monkeypatch.setattr(latency, "SHARE", 1e3)
+    monkeypatch.setattr(latency, "ROUNDS", 2)
     with truedraft.accelerate(model(kind)).engine(max_rows=2, max_tokens=LONGEST) as engine:
         first = added(engine, 3, 14, 4, "default")
         engine.step()
@@ -146,7 +146,7 @@ def test_costs_are_measured_while_others_run(kind: str, monkeypatch: pytest.Monk
     check(second, 2, 9, None, kind)
 
 
-def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
+def test_unsupported_requests_are_refused_and_do_not_affect_others() -> None:
     fast = truedraft.accelerate(model())
     ids = torch.tensor([prompts()[0]])
     with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
@@ -160,8 +160,8 @@ def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
             ({"rule": "block"}, "block"),
             ({"return_dict_in_generate": True}, "return_dict_in_generate"),
             ({"references": [[1, 2]], "draft": None}, "references were given, and plain does not use any"),
-            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for drafts"),
-            ({"assistant_model": model()}, "assistant_model asks for drafts"),
+            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens selects a drafter"),
+            ({"assistant_model": model()}, "assistant_model selects a drafter"),
             ({"draft": "token-recycling:nodes=400", "max_new_tokens": 40}, "drafts of 400 nodes .* max_tokens=189"),
         ):
             with pytest.raises(Refused, match=match):
@@ -173,7 +173,7 @@ def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
         check(request, 1, 10, None)
         report = request.report()
         assert report.tokens == len(request.tokens) and report.seconds["all"] > 0
-        assert "tokens/s" in str(report) and "prefill" not in str(report), "passes were made for all requests together"
+        assert "tokens/s" in str(report) and "prefill" not in str(report), "passes are shared by all requests"
     with pytest.raises(Refused, match="closed"):
         engine.step()
     for sizes in ((0, 10), (2, 1), (True, 10), (2.0, 10)):
@@ -181,13 +181,13 @@ def test_what_cannot_be_is_refused_and_leaves_others_alone() -> None:
             fast.engine(max_rows=sizes[0], max_tokens=sizes[1])  # type: ignore[arg-type]
 
 
-def test_a_closed_engine_aborts_what_ran() -> None:
+def test_close_aborts_unfinished_requests() -> None:
     fast = truedraft.accelerate(model())
     with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
         running, waiting = (added(engine, i, 14, None, "default") for i in (0, 1))
         engine.step()
     assert running.finish_reason == waiting.finish_reason == "abort"
-    assert running.tokens == alone(prompts()[0], 14, None)[: len(running.tokens)] and waiting.tokens == []
+    assert running.tokens == decoded_alone(prompts()[0], 14, None)[: len(running.tokens)] and waiting.tokens == []
 
 
 def test_streamers_are_fed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,4 +203,8 @@ def test_streamers_are_fed_and_ended(capsys: pytest.CaptureFixture[str]) -> None
         )
         while not request.finished:
             engine.step()
-    assert [int(word) for word in capsys.readouterr().out.split()] == request.tokens == alone(prompts()[0], 6, None)
+    assert (
+        [int(word) for word in capsys.readouterr().out.split()]
+        == request.tokens
+        == decoded_alone(prompts()[0], 6, None)
+    )

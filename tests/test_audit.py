@@ -97,8 +97,8 @@ def plant_shift(patch: pytest.MonkeyPatch) -> None:
 TOKEN_FAULTS: dict[str, Fault] = {
     "KV of the first nodes in the place of the path's": faults.FIRST_NODES_KEPT,
     "KV of a rejected node kept": faults.REJECTED_KEPT,
-    "drafts accepted unseen": faults.ACCEPTED_UNSEEN,
-    "end of text leaks past an accepted run": faults.DEAF_TO_EOS,
+    "drafts accepted unseen": faults.ACCEPTED_UNVERIFIED,
+    "end of text leaks past an accepted run": faults.EOS_IGNORED,
     "noise per draw, not per step": faults.noise_per_draw,
     "position off by one in a ragged batch": plant_shift,
     "stale penalty history within a pass": faults.STALE_HISTORY,
@@ -214,7 +214,7 @@ def test_the_command_refuses(arguments: list[str], words: str, capsys: pytest.Ca
 
 
 def test_a_fault_makes_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    faults.ACCEPTED_UNSEEN(monkeypatch)
+    faults.ACCEPTED_UNVERIFIED(monkeypatch)
     prompt = ["--prompt", "Tom ran and ran and ran and ran and", "--draft", "prompt-lookup", "--max-new-tokens", "24"]
     assert main(["audit", "nano", *prompt]) == 1
     assert "NOT exact" in capsys.readouterr().out

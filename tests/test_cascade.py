@@ -158,7 +158,7 @@ def test_models_of_other_tokens_are_refused() -> None:
     model, other = tiny(), tiny("llama", vocabulary=40)
     with pytest.raises(Refused, match=r"know different tokens \(\[61, 40\]\)"):
         truedraft.accelerate(model, draft=cascade(model, other, lengths="1x1x1;1x1;1"))
-    with pytest.raises(Refused, match="knows 40 tokens, the model 61"):
+    with pytest.raises(Refused, match="has 40 tokens, the model 61"):
         truedraft.accelerate(model, draft=cascade(other))
     with pytest.raises(Refused, match="is a decoder, and the model that it would draft for is an encoder-decoder"):
         truedraft.accelerate(paired("t5"), draft=cascade(model))

@@ -1,4 +1,4 @@
-"""The drafter of CONTRIBUTING, added as it says: a file in a folder, or an entry point of another package."""
+"""The example drafter of CONTRIBUTING, added in both ways: as a file, and as an entry point of a package."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BLOCK = next(token.content for token in MarkdownIt().parse(TEXT) if token.type =
 STORY = "one day, a little girl named lily found a red ball"
 
 
-def read_anew() -> None:
-    """Forget which files and entry points the registry has found."""
+def clear_registry() -> None:
+    """Clear the registry's caches of files and entry points."""
     for found in vars(registry).values():
         if hasattr(found, "cache_clear"):
             found.cache_clear()
@@ -45,14 +45,14 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.
         (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-idea\nVersion: 1\n")
         (metadata / "entry_points.txt").write_text(f"[{group[1]}]\nmy-idea = my_idea:MyIdea\n")
         monkeypatch.syspath_prepend(str(tmp_path))
-    read_anew()
+    clear_registry()
     yield
     monkeypatch.undo()
-    read_anew()
+    clear_registry()
 
 
 @pytest.mark.parametrize("registered", ["file", "entry point"], indirect=True)
-def test_the_drafter_of_contributing_runs_by_its_name(registered: None) -> None:
+def test_example_drafter_runs_by_its_name(registered: None) -> None:
     listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
     assert "my-idea" in [entry["name"] for entry in listed["drafters"]]
     model, tokenizer = loading.load("nano")
@@ -67,5 +67,5 @@ def test_the_drafter_of_contributing_runs_by_its_name(registered: None) -> None:
         truedraft.accelerate(model, tokenizer, draft="my-idea:lenght=2")
 
 
-def test_nothing_of_it_is_left() -> None:
+def test_example_drafter_is_unregistered_afterwards() -> None:
     assert "my-idea" not in registry.names("drafters")

@@ -1,4 +1,4 @@
-"""The loop over a scripted target, against a loop that emits token by token: who leaves when, and what is recorded."""
+"""The engine over a scripted target, compared with plain decoding: texts, ends of rows, recorded passes, failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList as Criteria
 
-from scripted import END, PAD, Alongside, Likeliest, Plain, Pruning, RandomDrafts, Target, V, next_token
+from scripted import END, PAD, Likeliest, Lockstep, Plain, Pruning, RandomDrafts, Target, V, next_token
 from truedraft import DraftTree
 from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.accept._verification import Verification
@@ -30,26 +30,26 @@ from truedraft.stopwatch import Stopwatch
 from truedraft.tree import Accepted, Prompt, Row, Taps
 
 ROOM, SEEDS = 9, 12
-EARLY = 3  # tokens of the first row, where rows go in step
+EARLY = 3  # tokens of the first row in lockstep
 
 
 class Steps(Replay):
-    """A chance that notes how far rows are said to be."""
+    """A source of noise that records the steps given to `reached` and `passed`."""
 
     def __init__(self) -> None:
         super().__init__([])
-        self.at: list[int] = []
-        self.behind: list[int] = []
+        self.reached_steps: list[int] = []
+        self.passed_steps: list[int] = []
 
     def reached(self, step: int) -> None:
-        self.at.append(step)
+        self.reached_steps.append(step)
 
     def passed(self, step: int) -> None:
-        self.behind.append(step)
+        self.passed_steps.append(step)
 
 
 class Parts(Stopwatch):
-    """Knows the part whose time runs."""
+    """A stopwatch with the name of the part that is being timed."""
 
     part = ""
 
@@ -75,7 +75,7 @@ class Parts(Stopwatch):
 
 
 class Setting:
-    """An engine around a scripted target, its rows, and what happened."""
+    """An engine with a scripted target, drafter and control, one request, and a log of the calls of its parts."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Setting:
         if pads:
             criteria.append(EosTokenCriteria(END))
         if lockstep:
-            criteria.append(Alongside(4 + EARLY))
+            criteria.append(Lockstep(4 + EARLY))
             self.plain[0].longest = self.rows[0].prompt + EARLY
         stops = Stops(criteria, self.history, laws)
         assert stops.lockstep == lockstep
@@ -123,7 +123,7 @@ class Setting:
         return list(self.engine.run(self.request))
 
     def expected(self) -> list[tuple[list[int], int | None]]:
-        """Plain decoding; in step until the last row has ended."""
+        """Plain decoding; in lockstep until the last row has ended."""
         if not self.lockstep:
             for row in self.plain:
                 while row.end is None:
@@ -137,25 +137,25 @@ class Setting:
         return [(row.tokens, row.end) for row in self.rows]
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "rows by themselves": {},
+MODES: dict[str, dict[str, Any]] = {
+    "independent rows": {},
     "one row": {"rows": 1},
     "no end of text": {"pads": False},
-    "in step": {"lockstep": True},
-    "in step without padding": {"lockstep": True, "pads": False},
-    "tokens known before the walk": {"rule": Greedy()},
-    "in step, known": {"rule": Greedy(), "lockstep": True},
+    "lockstep": {"lockstep": True},
+    "lockstep without padding": {"lockstep": True, "pads": False},
+    "all nodes decided at once": {"rule": Greedy()},
+    "lockstep, all nodes decided at once": {"rule": Greedy(), "lockstep": True},
     "drawn drafts": {"drawn": True},
     "drafts before the first pass": {"begins_with_drafts": True},
     "no drafts": {"width": 0},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_text_is_that_of_plain_decoding(way: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_text_equals_plain_decoding(mode: str) -> None:
     most = 0
     for seed in range(SEEDS):
-        setting = Setting(seed, **WAYS[way])
+        setting = Setting(seed, **MODES[mode])
         passes = setting.decode()
         assert setting.found() == setting.expected()
         assert setting.target.slots == [] and setting.engine.rows == []
@@ -167,34 +167,34 @@ def test_the_text_is_that_of_plain_decoding(way: str) -> None:
                 assert 0 <= emission.drafted <= min(emission.offered, len(emission.tokens))
                 most = max(most, emission.drafted)
         assert emitted == {row.index: row.tokens[row.prompt : row.end] for row in setting.rows}
-    assert (most > 0) == (way != "no drafts")
+    assert (most > 0) == (mode != "no drafts")
 
 
-def test_what_a_pass_emitted_is_recorded() -> None:
+def test_passes_record_emitted_tokens() -> None:
     for seed in range(SEEDS):
-        for way in ("rows by themselves", "in step", "in step without padding"):
-            setting = Setting(seed, **WAYS[way])
+        for mode in ("independent rows", "lockstep", "lockstep without padding"):
+            setting = Setting(seed, **MODES[mode])
             passes = setting.decode()
             ends = {row.index: row.step if row.end is None else row.end - row.prompt for row in setting.rows}
             steps = Counter[int]()
             for done, (rows, trees, accepted) in zip(passes, setting.drafter.seen, strict=True):
                 assert done.width == max(map(len, trees))
                 expected = []
-                for row, tree, reached in zip(rows, trees, accepted, strict=True):
-                    text = [*(tree.tokens[i] for i in reached.path[1:]), reached.token]
+                for row, tree, one in zip(rows, trees, accepted, strict=True):
+                    text = [*(tree.tokens[i] for i in one.path[1:]), one.token]
                     text = text[: max(ends[row] - steps[row], 0)]
-                    steps[row] += len(reached.path)
+                    steps[row] += len(one.path)
                     if text:
                         verified = len(tree) - 1 - len(tree.probes)
-                        expected.append((row, tuple(text), min(len(reached.path) - 1, len(text)), verified))
+                        expected.append((row, tuple(text), min(len(one.path) - 1, len(text)), verified))
                 assert [(e.row, e.tokens, e.drafted, e.offered) for e in done.emitted] == expected
 
 
-def test_drafts_are_cut_to_what_can_be_emitted() -> None:
+def test_drafts_are_cut_to_the_tokens_that_can_be_emitted() -> None:
     cut = 0
     for seed in range(SEEDS):
-        for way in ("rows by themselves", "in step without padding", "drawn drafts"):
-            setting = Setting(seed, **WAYS[way])
+        for mode in ("independent rows", "lockstep without padding", "drawn drafts"):
+            setting = Setting(seed, **MODES[mode])
             given: list[tuple[Row, DraftTree, int]] = []
             propose = setting.drafter.propose
 
@@ -216,18 +216,18 @@ def test_drafts_are_cut_to_what_can_be_emitted() -> None:
                 setting.control.before, setting.control.pruned, passes, strict=True
             ):
                 for full, kept, tree in zip(before, kept_trees, trees, strict=True):
-                    assert tree is (full if way == "drawn drafts" else kept)
+                    assert tree is (full if mode == "drawn drafts" else kept)
     assert cut > 5
 
 
-def test_drafts_of_the_right_size_are_asked_for() -> None:
+def test_drafters_receive_the_budgets_of_the_control() -> None:
     setting = Setting(3)
     setting.decode()
     shown = setting.drafter.seen
     assert setting.drafter.budgets == [[10 + i for i in rows] for rows, _, _ in shown[1:]]
 
 
-def test_rows_that_wait_have_padding_as_deep_as_the_others_may_get() -> None:
+def test_ended_rows_in_lockstep_draft_padding_to_the_deepest_tree() -> None:
     waited = 0
     for seed, pads in itertools.product(range(SEEDS), (True, False)):
         setting = Setting(seed, lockstep=True, pads=pads)
@@ -235,31 +235,31 @@ def test_rows_that_wait_have_padding_as_deep_as_the_others_may_get() -> None:
         steps = [row.prompt for row in setting.rows]
         for pass_, (rows, trees, accepted) in enumerate(setting.drafter.seen):
             depth = max(max(tree.shape.depth) for tree in trees)
-            for i, tree, reached in zip(rows, trees, accepted, strict=True):
+            for i, tree, one in zip(rows, trees, accepted, strict=True):
                 if (end := setting.rows[i].end) is not None and steps[i] >= end and pads:
                     waited += depth > 0
                     assert tree.tokens[1:] == (PAD,) * depth and tree.parent == tuple(range(-1, depth))
                 elif pass_:
                     assert tree is setting.control.pruned[pass_ - 1][i]
-                steps[i] += len(reached.path)
+                steps[i] += len(one.path)
     assert waited > SEEDS
 
 
-def test_what_every_part_is_given_before_the_first_pass() -> None:
+def test_parts_are_initialised_before_the_first_pass() -> None:
     rule = Likeliest()
     rule.needs = Taps((2,))
     for lockstep in (False, True):
         setting = Setting(1, lockstep=lockstep, rule=rule)
         setting.decode()
         assert setting.target.taps.hidden == (1, 2)
-        assert all(row.request is None for row in setting.rows), "they do not keep each other"
+        assert all(row.request is None for row in setting.rows), "no reference cycle"
         assert setting.control.opened == [(setting.target, setting.drafter, lockstep, ROOM)]
         assert [row.index for row in setting.drafter.under_way] == [0, 1, 2]
         assert [row.index for row in setting.control.started] == [0, 1, 2]
-        assert len(setting.control.learnt) == len(setting.drafter.seen) - 1  # prompts are no drafts
+        assert len(setting.control.learnt) == len(setting.drafter.seen) - 1  # prefills are not observed by the control
 
 
-def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
+def test_order_and_timing_of_the_calls_in_a_pass() -> None:
     setting = Setting(1, rows=1)
     passes = setting.engine.run(setting.request)
     next(passes)
@@ -278,30 +278,30 @@ def test_the_order_of_a_pass_and_whose_time_it_is() -> None:
     setting = Setting(1, rows=1, begins_with_drafts=True)
     next(setting.engine.run(setting.request))
     assert setting.events[:6] == ["open", "start", "admit", "propose", "prune", "score"]
-    known = Setting(1, rule=Greedy())
-    known.decode()
-    assert "wait" not in known.events, "who knows every token has waited already"
+    decided = Setting(1, rule=Greedy())
+    decided.decode()
+    assert "wait" not in decided.events, "reading the logits has waited already"
 
 
-def test_chance_is_told_how_far_rows_are() -> None:
+def test_noise_is_notified_of_the_steps_of_rows() -> None:
     for seed in range(SEEDS):
         setting = Setting(seed)
-        steps, behind = [0] * 3, []
+        steps, passed = [0] * 3, []
         most = []
         setting.decode()
         left = {0, 1, 2}
         for rows, _, accepted in setting.drafter.seen:
-            for i, reached in zip(rows, accepted, strict=True):
-                steps[i] += len(reached.path)
+            for i, one in zip(rows, accepted, strict=True):
+                steps[i] += len(one.path)
             most.append(max(steps[i] for i in rows))
-            left -= {i for i, reached in zip(rows, accepted, strict=True) if reached.ended}
+            left -= {i for i, one in zip(rows, accepted, strict=True) if one.ended}
             if left:
-                behind.append(min(steps[i] for i in left))
-        assert setting.chance.at == most and setting.chance.behind == behind
+                passed.append(min(steps[i] for i in left))
+        assert setting.chance.reached_steps == most and setting.chance.passed_steps == passed
 
 
 class Probing(Likeliest, ProbingRule):
-    """Hangs a probe below every root, and looks at every pass."""
+    """Adds a probe below every root, and records every pass."""
 
     def extra_probes(self, width: int) -> int:
         return 1
@@ -317,7 +317,7 @@ class Probing(Likeliest, ProbingRule):
         return super().verify(pass_)
 
 
-def test_a_rule_adds_what_it_reads_and_verifies_every_pass() -> None:
+def test_rule_adds_probes_and_verifies_every_pass() -> None:
     rule = Probing()
     setting = Setting(5, rule=rule)
     setting.decode()
@@ -331,8 +331,8 @@ def test_a_rule_adds_what_it_reads_and_verifies_every_pass() -> None:
         assert all(len(tree) - 1 in tree.probes for tree in trees)
 
 
-class Deciding(Likeliest, ArgmaxRule):
-    """Decides all nodes at once, and by what it was given for it."""
+class DecidesAllNodes(Likeliest, ArgmaxRule):
+    """Decides all nodes at once, and records the arguments."""
 
     def decide_all_nodes(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> list[list[int]]:
         self.given = ([row.index for row in rows], len(trees), laws, chance)
@@ -342,15 +342,15 @@ class Deciding(Likeliest, ArgmaxRule):
         return scores
 
 
-def test_a_rule_that_decides_all_nodes_is_not_asked_again() -> None:
-    rule = Deciding()
+def test_rule_that_decides_all_nodes_is_not_called_per_node() -> None:
+    rule = DecidesAllNodes()
     setting = Setting(4, rule=rule, rows=1)
     setting.decode()
-    assert setting.found() == setting.expected() and rule.asked == []
+    assert setting.found() == setting.expected() and rule.calls == []
     assert rule.given == ([0], 1, setting.request.laws, setting.chance)
 
 
-def test_a_draft_begins_with_the_pending_token() -> None:
+def test_draft_without_the_pending_token_as_root_raises() -> None:
     setting = Setting(1, rows=1)
     setting.drafter.propose = lambda rows, budget: [DraftTree.chain(7)]  # type: ignore[method-assign]
     passes = setting.engine.run(setting.request)
@@ -358,10 +358,10 @@ def test_a_draft_begins_with_the_pending_token() -> None:
     pending = setting.rows[0].tokens[-1]
     with pytest.raises(ValueError, match=f"^a draft must begin with the pending token {pending}, got 7$"):
         next(passes)
-    assert setting.drafter.ended == setting.control.ended == [0], "rows are ended where the loop is cut short"
+    assert setting.drafter.ended == setting.control.ended == [0], "rows are ended although the step raised"
 
 
-def test_prompts_that_are_embeddings_begin_without_tokens() -> None:
+def test_rows_of_embedding_prompts_begin_without_tokens() -> None:
     setting = Setting(1, rows=2)
     for row in setting.rows:
         row.tokens, row.prompt = [], 0
@@ -373,7 +373,7 @@ def test_prompts_that_are_embeddings_begin_without_tokens() -> None:
     assert [tree.tokens for tree in setting.drafter.seen[0][1]] == [(0,), (0,)]
 
 
-def test_rows_that_are_left_are_ended_once() -> None:
+def test_remaining_rows_are_ended_once() -> None:
     for passes in (0, 1, 3):
         setting = Setting(0)
         running = setting.engine.run(setting.request)
@@ -386,7 +386,7 @@ def test_rows_that_are_left_are_ended_once() -> None:
         assert setting.engine.rows == [] and len(setting.drafter.ended) == (3 if passes else 0)
 
 
-def test_an_end_that_is_cut_short_is_made_up_for() -> None:
+def test_interrupted_close_is_completed_by_another() -> None:
     setting = Setting(0)
     running = setting.engine.run(setting.request)
     next(running)
@@ -406,15 +406,15 @@ def test_an_end_that_is_cut_short_is_made_up_for() -> None:
     assert setting.engine.rows == [] and sorted(setting.control.ended) == [0, 1, 2]
 
 
-def test_the_rows_that_were_given_stay_as_they_are() -> None:
+def test_row_list_of_the_request_is_not_modified() -> None:
     setting = Setting(2)
     given = list(setting.rows)
     setting.decode()
-    assert setting.rows == given, "the engine drops rows from a list of its own"
+    assert setting.rows == given, "the engine removes rows from a list of its own"
 
 
 @pytest.mark.parametrize("part", ["drafter", "control"])
-def test_every_row_has_a_draft(part: str) -> None:
+def test_missing_draft_of_a_row_raises(part: str) -> None:
     setting = Setting(1)
     if part == "drafter":
         propose = setting.drafter.propose
@@ -426,24 +426,24 @@ def test_every_row_has_a_draft(part: str) -> None:
         setting.decode()
 
 
-class Showing(Likeliest):
-    """A rule that keeps what it is shown of every pass."""
+class RecordingRule(Likeliest):
+    """A rule that records the rows and trees of every pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shown: list[tuple[list[Row], list[DraftTree]]] = []
+        self.recorded: list[tuple[list[Row], list[DraftTree]]] = []
 
     def verify(self, pass_: Verification) -> list[Accepted]:
         assert len(pass_.rows) == len(pass_.trees) == len(pass_.scores.logits)
-        self.shown.append((list(pass_.rows), list(pass_.trees)))
+        self.recorded.append((list(pass_.rows), list(pass_.trees)))
         return super().verify(pass_)
 
 
-def beside_each_other(seed: int) -> tuple[Engine, list[Setting], list[int]]:
-    """Three requests that come one after another, of three drafters; how many rows ran in each pass."""
+def overlapping(seed: int) -> tuple[Engine, list[Setting], list[int]]:
+    """Three requests with three drafters, admitted one after another; the numbers of running rows after each step."""
     rng = random.Random(seed)
     second = Setting(seed + 50, rows=2, rule=Greedy(), pads=False)
-    settings = [Setting(seed, rule=Showing()), second, Setting(seed + 90, rows=1)]
+    settings = [Setting(seed, rule=RecordingRule()), second, Setting(seed + 90, rows=1)]
     engine, ran = settings[0].engine, []
     for setting in settings:
         engine.admit(setting.request)
@@ -453,13 +453,13 @@ def beside_each_other(seed: int) -> tuple[Engine, list[Setting], list[int]]:
     return engine, settings, ran
 
 
-def test_requests_run_beside_each_other() -> None:
+def test_concurrent_requests_have_the_text_of_plain_decoding() -> None:
     most = 0
     for seed in range(SEEDS):
-        engine, settings, ran = beside_each_other(seed)
+        engine, settings, ran = overlapping(seed)
         while engine.running:
-            moved = engine.step()
-            assert moved and all(request.passes for request in moved)
+            advanced = engine.step()
+            assert advanced and all(request.passes for request in advanced)
         most = max(most, *ran)
         for setting in settings:
             assert setting.found() == setting.expected()
@@ -470,7 +470,7 @@ def test_requests_run_beside_each_other() -> None:
             )
         assert settings[0].target.slots == [] and engine.rows == []
         rule: Any = settings[0].rule
-        for (rows, trees), (mine, same, _) in zip(rule.shown, settings[0].drafter.seen, strict=True):
+        for (rows, trees), (mine, same, _) in zip(rule.recorded, settings[0].drafter.seen, strict=True):
             assert [row.index for row in rows] == mine and all(a is b for a, b in zip(trees, same, strict=True))
     assert most == 6
 
@@ -478,13 +478,13 @@ def test_requests_run_beside_each_other() -> None:
 def test_one_control_budgets_the_rows_of_all_drafters() -> None:
     mixed = 0
     for seed in range(SEEDS):
-        engine, settings, _ = beside_each_other(seed)
+        engine, settings, _ = overlapping(seed)
         control: Any = settings[0].control
         while engine.running:
             running = list(engine.rows)
             done, prompts = len(control.budgeted), bool(engine._waiting)
             engine.step()
-            assert prompts or control.budgeted[done:] == [running], "in the order of their slots, in one call"
+            assert prompts or control.budgeted[done:] == [running], "all rows in the order of their slots, in one call"
         assert [(drafter, room) for _, drafter, _, room in control.opened] == [(s.drafter, ROOM) for s in settings]
         assert control.started == [row for setting in settings for row in setting.rows]
         assert sorted(control.ended) == sorted(i for setting in settings for i in setting.drafter.ended)
@@ -499,9 +499,9 @@ def test_one_control_budgets_the_rows_of_all_drafters() -> None:
     assert mixed > SEEDS
 
 
-def test_a_request_is_cancelled_where_it_is() -> None:
+def test_cancelled_request_keeps_its_tokens_and_others_continue() -> None:
     for seed in range(SEEDS):
-        engine, settings, _ = beside_each_other(seed)
+        engine, settings, _ = overlapping(seed)
         waiting = Setting(seed + 130, rows=1)
         engine.admit(waiting.request)
         left = settings[1]
@@ -519,7 +519,7 @@ def test_a_request_is_cancelled_where_it_is() -> None:
             assert setting.found() == setting.expected()
 
 
-def test_all_that_drafters_and_rules_ask_for_is_tapped() -> None:
+def test_taps_are_the_union_of_drafters_and_rules() -> None:
     first, second = Setting(0), Setting(1)
     first.rule.needs, second.rule.needs = Taps((2,)), Taps((4, 1))
     engine = first.engine
@@ -534,8 +534,8 @@ def test_all_that_drafters_and_rules_ask_for_is_tapped() -> None:
 
 
 @pytest.mark.parametrize("hook", ["open", "start", "propose", "observe", "end"])
-def test_a_request_fails_alone(hook: str) -> None:
-    """Its drafter raises at any call: its rows leave as they were, and the others are not touched."""
+def test_failing_drafter_ends_only_its_request(hook: str) -> None:
+    """Its drafter raises at any call: its rows leave with the tokens so far, and the others are not affected."""
     for seed, calls in itertools.product(range(4), range(5)):
         settings = [Setting(seed + 40 * i, rows=1 + i) for i in range(3)]
         engine, broken = settings[0].engine, settings[1]
@@ -548,14 +548,14 @@ def test_a_request_fails_alone(hook: str) -> None:
             return inner(*given)
 
         setattr(broken.drafter, hook, fail)
-        moved = []
+        advanced = []
         for setting in settings:
             engine.admit(setting.request)
-            moved += engine.step()
+            advanced += engine.step()
         while engine.running:
-            moved += engine.step()
+            advanced += engine.step()
         assert isinstance(broken.request.error, RuntimeError) == (len(made) > calls)
-        assert broken.request in moved
+        assert broken.request in advanced
         for row, (text, _) in zip(broken.rows, broken.expected(), strict=True):
             assert row.tokens == text[: len(row.tokens)] and (row.tokens == text or broken.request.error)
         for setting in (settings[0], settings[2]):
@@ -563,7 +563,7 @@ def test_a_request_fails_alone(hook: str) -> None:
         assert settings[0].target.slots == engine.rows == []
 
 
-def test_what_ends_a_request_early_is_raised_where_it_runs_by_itself() -> None:
+def test_run_raises_the_error_of_its_request() -> None:
     setting = Setting(1, rows=2)
     setting.drafter.observe = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""What goes wrong in a running engine ends the request that it belongs to; the others' texts are those had alone."""
+"""Errors in a running engine end only the requests of the failing part; the others have the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Planned(Exception):
 
 
 def failing(inner: Callable[..., Any], calls: int, error: type[BaseException] = Planned) -> Callable[..., Any]:
-    """`inner`, whose call of this number raises, counted from 0; the work of that call is done first."""
+    """`inner`, which raises after the work of its call number `calls`, counted from 0."""
     made = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -44,11 +44,11 @@ def failing(inner: Callable[..., Any], calls: int, error: type[BaseException] = 
 
 
 class Criterion(StoppingCriteria):
-    def __init__(self, asked: Callable[[], Any]):
-        self.asked = asked
+    def __init__(self, called: Callable[[], Any]):
+        self.called = called
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.asked()
+        self.called()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -76,12 +76,12 @@ def with_criterion(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
 
 
 def with_nan(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
-    """Scores that turn NaN: the engine itself refuses them."""
-    ask = fail(nothing)
+    """Scores that become NaN, which the engine refuses."""
+    call = fail(nothing)
 
     def spoil(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         try:
-            ask()
+            call()
         except Planned:
             return torch.full_like(scores, torch.nan)
         return scores
@@ -126,11 +126,11 @@ def with_rule(hook: str) -> Callable[..., dict[str, Any]]:
 def foreign_root(fail: Callable[..., Any], kind: str) -> dict[str, Any]:
     """A draft that does not begin with the pending token."""
     own: Any = drafter("token-recycling", model(kind))
-    ask, propose = fail(nothing), own.propose
+    call, propose = fail(nothing), own.propose
 
     def proposed(rows: Any, budget: Any) -> Any:
         try:
-            ask()
+            call()
         except Planned:
             return [truedraft.DraftTree.chain(row.tokens[-1] + 1) for row in rows]
         return propose(rows, budget)
@@ -149,7 +149,7 @@ PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     **{f"drafter: {hook}": with_drafter(hook) for hook in ("open", "start", "propose", "observe", "end")},
     **{f"rule: {hook}": with_rule(hook) for hook in ("decide_all_nodes", "keys")},
 }
-ITS_OWN = {"NaN": Refused, "draft of another root": ValueError}  # what the engine raises
+ITS_OWN = {"NaN": Refused, "draft of another root": ValueError}  # errors of the engine itself
 
 
 def finish(engine: ContinuousEngine) -> None:
@@ -159,8 +159,8 @@ def finish(engine: ContinuousEngine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_error_ends_the_request_that_it_belongs_to(plan: str, kind: str) -> None:
-    """In every part that a request brings along, at every call of it, between rows that came before and after."""
+def test_error_ends_only_the_request_of_its_part(plan: str, kind: str) -> None:
+    """In every part of a request, at every call of it, between rows that were admitted before and after."""
     shared = drafter("suffix", model(kind))
     failed = 0
     with truedraft.accelerate(model(kind), control="fixed").engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
@@ -179,7 +179,7 @@ def test_an_error_ends_the_request_that_it_belongs_to(plan: str, kind: str) -> N
                 break
             failed += 1
             check_failed(victim, ITS_OWN.get(plan, Planned), given.get("streamer"))
-        assert failed and victim.error is None, "every call was one that failed"
+        assert failed and victim.error is None, "the fault was never raised, or always"
         report = engine.report()
         assert report.totals.ended["error"] == failed and report.running == report.waiting == 0
 
@@ -190,11 +190,11 @@ def check_failed(request: EngineRequest, error: type[Exception], streamer: Any) 
         request.result()
     report = request.report()
     assert report.tokens == len(request.tokens) and "ended by an error" in str(report)
-    assert all(done.emitted for done in report.passes), "a pass that it did not complete"
+    assert all(done.emitted for done in report.passes), "an incomplete pass was recorded"
     assert streamer is None or streamer.ended == 1
 
 
-def test_a_drafter_that_several_share_ends_all_that_it_drafts_for() -> None:
+def test_failing_shared_drafter_ends_all_its_requests() -> None:
     shared: Any = drafter("token-recycling", model())
     with truedraft.accelerate(model(), control="fixed").engine(max_rows=3, max_tokens=LONGEST) as engine:
         other = added(engine, 0, 12, None, "suffix")
@@ -212,7 +212,7 @@ def test_a_drafter_that_several_share_ends_all_that_it_drafts_for() -> None:
 
 
 @pytest.mark.parametrize("part", ["target", "control", "commit"])
-def test_what_belongs_to_no_request_closes_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_target_or_control_closes_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = truedraft.accelerate(model())
     engine = fast.engine(max_rows=2, max_tokens=LONGEST)
     requests = [added(engine, which, 12, None, "token-recycling") for which in (0, 1, 2)]
@@ -255,7 +255,7 @@ def test_an_interruption_closes_the_engine(plan: str) -> None:
 
 
 class Inside(Streamer):
-    """Does something whenever it is fed, and notes how that ended."""
+    """A streamer that makes a call whenever it is fed, and records the refusal."""
 
     def __init__(self, does: Callable[[], Any]):
         super().__init__()
@@ -268,7 +268,7 @@ class Inside(Streamer):
         self.refusals.append(str(refused.value))
 
 
-def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on() -> None:
+def test_call_within_a_call_is_refused_and_the_outer_one_continues() -> None:
     fast = truedraft.accelerate(model())
     with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
         other = added(engine, 2, 9, None, "default")
@@ -289,7 +289,7 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on() -> None:
 
 
 def test_threads_take_turns() -> None:
-    """Each adds requests and steps until they are done; nobody's text is another one."""
+    """Each thread adds requests and steps until they are finished; every text is right."""
     shared = drafter("suffix", model())
     fast = truedraft.accelerate(model(), draft=shared)
     errors: list[BaseException] = []
@@ -318,7 +318,7 @@ def test_threads_take_turns() -> None:
         check_nothing_left(engine, [shared])
 
 
-def test_a_changed_model_is_noticed_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_model_is_detected_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = tiny.__wrapped__("llama", torch.float32)
     engine = truedraft.accelerate(changed).engine(max_rows=1, max_tokens=LONGEST)
     request = engine.add_request(torch.tensor(prompts()[3]), max_new_tokens=30, do_sample=False)
@@ -337,8 +337,8 @@ def test_a_changed_model_is_noticed_between_steps(monkeypatch: pytest.MonkeyPatc
     engine.close()
 
 
-def test_noticing_changes_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own: a comparison takes 3 s, a step 10 s."""
+def test_checks_for_changes_take_a_small_fraction_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a simulated clock: a check takes 3 s, a step 10 s."""
     clock, compared = [0.0], []
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         monkeypatch.setattr("truedraft.continuous.time.perf_counter", lambda: clock[0])
@@ -364,7 +364,7 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: free[0])
 
 
-def test_a_source_for_which_there_is_no_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_without_memory_is_refused_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, free = "encoder-decoder", [1e12]
     with_memory(monkeypatch, free)
     with truedraft.accelerate(model(kind)).engine(max_rows=2, max_tokens=LONGEST) as engine:
@@ -373,46 +373,46 @@ def test_a_source_for_which_there_is_no_memory_is_refused_or_waits(monkeypatch: 
         free[0] = 1000
         with pytest.raises(NoRoom, match=r"2 rows x 31 positions needs .* 1,000 are free: shorten the source"):
             added(engine, 2, 12, None, None)
-        shorter = added(engine, 0, 4, 3, None)  # than one that is there: nothing more is needed
+        shorter = added(engine, 0, 4, 3, None)  # than the stored one: no more memory is needed
         free[0] = 1e12
-        longer, behind = added(engine, 2, 12, None, None), added(engine, 4, 12, None, None)
+        longer, queued = added(engine, 2, 12, None, None), added(engine, 4, 12, None, None)
         free[0] = 1000
         while not shorter.finished:
             engine.step()
         for _ in range(3):
             assert engine.step() == [running]
         free[0] = 1e12
-        assert engine.step() == [running, longer], "it begins when there is memory"
+        assert engine.step() == [running, longer], "it begins once there is memory"
         engine.abort_request(longer)
         last = added(engine, 2, 12, None, None)
         free[0] = 1000
         finish(engine)
-        assert last.finish_reason == "length", "the memory of the one before it was there still"
+        assert last.finish_reason == "length", "it uses the memory of the aborted one"
         free[0] = 1e12
         never = added(engine, 2, 12, None, None)
         free[0] = 1000
         assert engine.step() == [never] and engine.step() == []
         assert isinstance(never.error, NoRoom) and never.finish_reason == "error" and never.tokens == []
         free[0] = 1e12
-        for request, *given in ((running, 1, 14, None), (shorter, 0, 4, 3), (behind, 4, 12, None), (last, 2, 12, None)):
+        for request, *given in ((running, 1, 14, None), (shorter, 0, 4, 3), (queued, 4, 12, None), (last, 2, 12, None)):
             check(request, *given, kind)  # type: ignore[arg-type]
         check_nothing_left(engine, [])
 
 
-def test_a_cache_that_does_not_fit_is_refused_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_does_not_fit_is_refused_and_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, free = truedraft.accelerate(model()), [1e12]
     with_memory(monkeypatch, free)
     with fast.engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 12, None, "default")
         engine.step()
-        free[0] = 10_000  # enough to compare passes with
+        free[0] = 10_000  # enough for the checks of a host
         with pytest.raises(NoRoom, match="64 rows x"):
             fast.engine(max_rows=64, max_tokens=LONGEST)
         finish(engine)
         check(request, 0, 12, None)
 
 
-def test_the_report_of_an_engine_adds_up() -> None:
+def test_engine_report_sums_its_requests() -> None:
     with truedraft.accelerate(model(), control="fixed").engine(max_rows=2, max_tokens=LONGEST) as engine:
         requests = [added(engine, which, 5 + 3 * which, None, "token-recycling") for which in range(4)]
         passes = 0
@@ -428,17 +428,17 @@ def test_the_report_of_an_engine_adds_up() -> None:
         assert figures["tokens"] == sum(len(request.tokens) for request in requests)
         assert figures["ended"]["abort"] == 1 and figures["seconds"]["all"] >= figures["seconds"]["target"] > 0
         assert requests[3].report().interrupted and "aborted" in str(requests[3].report())
-    assert engine.report().as_dict() == figures, "it can be read when the engine is closed"
+    assert engine.report().as_dict() == figures, "it is available after close"
 
 
-def test_a_request_that_fails_before_its_pass_counts_for_none() -> None:
+def test_request_that_fails_before_a_pass_is_counted_without_one() -> None:
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 5, None, **with_drafter("start")(lambda inner: failing(inner, 0), "decoder"))
         assert engine.step() == [request] and engine.step() == []
         assert engine.report().totals.passes == 0 and engine.report().as_dict()["ended"] == {"error": 1}
 
 
-def test_a_request_of_another_engine_is_not_aborted() -> None:
+def test_request_of_another_engine_is_refused() -> None:
     fast = truedraft.accelerate(model())
     with fast.engine(max_rows=1, max_tokens=LONGEST) as engine, fast.engine(max_rows=1, max_tokens=LONGEST) as other:
         request = added(engine, 0, 9, None, "default")
@@ -448,7 +448,7 @@ def test_a_request_of_another_engine_is_not_aborted() -> None:
         check(request, 0, 9, None)
 
 
-def test_a_result_is_had_of_a_finished_request() -> None:
+def test_result_requires_a_finished_request() -> None:
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 5, None, "default")
         with pytest.raises(Refused, match="not finished"):
@@ -457,8 +457,8 @@ def test_a_result_is_had_of_a_finished_request() -> None:
         assert request.result() == request.tokens
 
 
-def test_what_failed_does_not_hold_on_to_the_pass() -> None:
-    """The scores of a pass may be hundreds of megabytes; an error that is kept must not keep them."""
+def test_stored_error_does_not_reference_the_pass() -> None:
+    """The scores of a pass may be hundreds of megabytes: a stored error must not reference them."""
     with truedraft.accelerate(model()).engine(max_rows=1, max_tokens=LONGEST) as engine:
         request = added(engine, 0, 5, None, None, logits_processor=[failing(lambda ids, scores: scores, 2)])
         finish(engine)

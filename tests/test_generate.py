@@ -52,10 +52,10 @@ def test_scores_and_logits_equal_transformers(rows: int, sample: bool, fast: tru
     got = fast.generate(**inputs, **kwargs)
     assert torch.equal(got.sequences, expected.sequences)
     length = inputs["input_ids"].shape[1]
-    for mine, theirs in ((got.scores, expected.scores), (got.logits, expected.logits)):
-        assert len(mine) == len(theirs)
+    for own, theirs in ((got.scores, expected.scores), (got.logits, expected.logits)):
+        assert len(own) == len(theirs)
         ended = torch.zeros(rows, dtype=torch.bool)
-        for t, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        for t, (a, b) in enumerate(zip(own, theirs, strict=True)):
             assert torch.allclose(a[~ended], b[~ended], atol=1e-4)
             assert rows == 1 or torch.allclose(a[ended], b[ended], atol=1e-4)
             ended |= torch.isin(expected.sequences[:, length + t], torch.tensor([11, 12, 13]))
@@ -63,11 +63,11 @@ def test_scores_and_logits_equal_transformers(rows: int, sample: bool, fast: tru
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_streamer_receives_the_steps_of_transformers(rows: int, fast: truedraft.Accelerated) -> None:
-    inputs, mine, theirs = ragged(tiny(), rows), Recorder(), Recorder()
+    inputs, own, theirs = ragged(tiny(), rows), Recorder(), Recorder()
     kwargs: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=[11, 12], pad_token_id=0)
     tiny().generate(**inputs, streamer=theirs, **kwargs)
-    fast.generate(**inputs, streamer=mine, **kwargs)
-    assert mine.got == theirs.got and mine.ended == theirs.ended == 1
+    fast.generate(**inputs, streamer=own, **kwargs)
+    assert own.got == theirs.got and own.ended == theirs.ended == 1
 
 
 def test_prompt_of_embeddings(fast: truedraft.Accelerated) -> None:
@@ -238,7 +238,7 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
     "a control that is none": (lambda f: truedraft.accelerate(tiny(), control=3), "control=3"),
     "references twice": (
         lambda f: f.generate(_IDS, references=[[5]], prompt_lookup_num_tokens=3, max_new_tokens=4),
-        "ask for different drafts",
+        "select different drafters",
     ),
     "report before anything": (lambda f: truedraft.accelerate(tiny()).report(), "nothing to report"),
     "unknown drafter": (lambda f: truedraft.accelerate(tiny(), draft="promt-lookup"), "did you mean 'prompt-lookup'"),

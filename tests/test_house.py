@@ -1,4 +1,4 @@
-"""House net: cards are complete, knobs explained, imports one way, files short, every registered case run."""
+"""House net: cards complete, knobs commented, imports in one direction, files short, every method in every net."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 @pytest.mark.parametrize(("kind", "name"), METHODS)
-def test_a_card_is_complete_and_every_knob_explained(kind: str, name: str) -> None:
+def test_cards_are_complete_and_knobs_commented(kind: str, name: str) -> None:
     method = registry.method(kind, name)
     card = method.card
     assert card.paper and card.idea.endswith(".") and card.family
@@ -44,11 +44,11 @@ def test_a_card_is_complete_and_every_knob_explained(kind: str, name: str) -> No
         if not field.name.startswith("_"):
             (at,) = [i for i, line in enumerate(lines, 1) if re.match(rf"\s+{field.name}\s*:", line)]
             assert len(comments.get(at, "")) > 5, f"{name}.{field.name} has no trailing comment"
-    assert (sys.modules[method.__module__].__doc__ or "").strip(), "the file says what it does"
+    assert (sys.modules[method.__module__].__doc__ or "").strip(), "the file has a docstring"
 
 
 @pytest.mark.parametrize(("kind", "name"), METHODS)
-def test_what_is_read_of_a_method_is_what_it_is_once_imported(kind: str, name: str) -> None:
+def test_declaration_read_from_source_equals_the_imported_one(kind: str, name: str) -> None:
     method = registry.method(kind, name)
     read = declared(method.__module__)
     assert dict(read.presets) == dict(method.card.presets)
@@ -62,25 +62,25 @@ def test_signs_of_compositions() -> None:
     assert "".join(_compose.KINDS) == registry.SIGNS
 
 
-def test_a_listed_preset_can_be_built() -> None:
+def test_presets_can_be_built() -> None:
     for kind in registry.KINDS:
         for preset in registry.presets(kind):
             registry.load(kind, preset)
 
 
-def test_every_registered_drafter_and_preset_is_a_case() -> None:
-    held = {name: [case[1:] for case in cases() if case[0] == name] for name in REGISTERED}
+def test_every_registered_drafter_and_preset_has_its_cases() -> None:
+    covered = {name: [case[1:] for case in cases() if case[0] == name] for name in REGISTERED}
     for name in registry.names("drafters"):
-        assert {(rule, processors) for rule, _, processors in held[name]} == set(SETTINGS)
-        assert {(rule, rows) for rule, rows, _ in held[name]} == {(rule, rows) for rule in RULES for rows in ROWS}
+        assert {(rule, processors) for rule, _, processors in covered[name]} == set(SETTINGS)
+        assert {(rule, rows) for rule, rows, _ in covered[name]} == {(rule, rows) for rule in RULES for rows in ROWS}
     for name in registry.presets("drafters"):
-        assert {rule for rule, _, _ in held[name]} == set(RULES)
+        assert {rule for rule, _, _ in covered[name]} == set(RULES)
 
 
-# package -> the packages of truedraft that it may import from; the engine knows contracts only
+# package -> the packages of truedraft that it may import from; the engine imports contracts only
 ALLOWED = {
-    # registry: the drafter at the bottom of a cascade is any, by name; runtime: modules of a drafter's own run by the
-    # compiled code that runs a target's
+    # registry: a cascade loads its last drafter by name; runtime: a drafter's own modules run by the compiled code
+    # that runs targets
     "drafters": {"registry", "runtime"}
     | {"tree", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
@@ -102,7 +102,7 @@ ALLOWED = {
     "delegate": set(),
     "errors": set(),
     "files": {"errors"},
-    # accelerated: drafters are trained on what their target says; drafters: the contract of those that learn
+    # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
     "stores": {"tree", "card", "errors", "files", "stores"},
     "registry": {"card", "declared", "errors"},
@@ -127,7 +127,7 @@ def imports(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
-def test_imports_point_one_way_and_files_stay_short(file: Path) -> None:
+def test_imports_follow_the_table_and_files_are_short(file: Path) -> None:
     room = file.relative_to(SOURCE).parts[0].removesuffix(".py")
     if room in ALLOWED:
         assert imports(file) <= ALLOWED[room] | ({"drafters"} if room == "control" else set())
@@ -143,7 +143,7 @@ def test_imports_point_one_way_and_files_stay_short(file: Path) -> None:
 @pytest.mark.parametrize(
     "file", [file for file in FILES if "targets" not in file.relative_to(SOURCE).parts], ids=lambda f: f.name
 )
-def test_nobody_outside_targets_asks_what_kind_of_target_it_has(file: Path) -> None:
+def test_only_targets_distinguish_kinds_of_targets(file: Path) -> None:
     source = file.read_text()
     assert "is_encoder_decoder" not in source
     imported = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)}

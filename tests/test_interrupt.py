@@ -54,7 +54,7 @@ class Recorder(BaseStreamer):
         self.ended += 1
 
 
-class Press(LogitsProcessor):
+class Raising(LogitsProcessor):
     """A processor that raises at its n-th call."""
 
     def __init__(self, error: BaseException, calls: int = 0):
@@ -67,20 +67,20 @@ class Press(LogitsProcessor):
         return scores
 
 
-def pressing(passes: int, error: BaseException | None = None) -> Callable[[Pass], None]:
+def raising_after(passes: int, error: BaseException | None = None) -> Callable[[Pass], None]:
     """An `on_pass` that raises after `passes` passes."""
     seen = []
 
-    def press(done: Pass) -> None:
+    def interrupt(done: Pass) -> None:
         seen.append(done)
         if len(seen) == passes:
             raise error or KeyboardInterrupt
 
-    return press
+    return interrupt
 
 
-def left(part: Any) -> list[Any]:
-    """What a drafter or a control still holds of rows."""
+def state_left(part: Any) -> list[Any]:
+    """The state of rows that a drafter or control still has."""
     held = [getattr(part, name, None) for name in ("_states", "_rows", "_shadows", "_emitted", "_cache", "_running")]
     held += [
         calibration._rows
@@ -90,14 +90,14 @@ def left(part: Any) -> list[Any]:
     for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
         held += [] if reader is None else [reader.standing, reader.written, reader._confirmed, reader.target.cache]
     for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
-        held += left(inner)
+        held += state_left(inner)
     return [kept for kept in held if kept]
 
 
 def check_clean(fast: truedraft.Accelerated) -> None:
-    if left(fast.drafter) or left(fast.control):
-        gc.collect()  # frames that the exception held
-    assert not left(fast.drafter) and not left(fast.control) and fast.target.cache is None
+    if state_left(fast.drafter) or state_left(fast.control):
+        gc.collect()  # frames that the exception references
+    assert not state_left(fast.drafter) and not state_left(fast.control) and fast.target.cache is None
 
 
 def check_partial(stopped: Any, fast: truedraft.Accelerated, expected: torch.Tensor, start: int) -> None:
@@ -107,9 +107,9 @@ def check_partial(stopped: Any, fast: truedraft.Accelerated, expected: torch.Ten
     for emission in (e for done in stopped.report.passes for e in done.emitted):
         emitted[emission.row] += len(emission.tokens)
     assert stopped.output.shape == (len(expected), start + max(emitted.values(), default=0))
-    for b, (mine, theirs) in enumerate(zip(stopped.output.tolist(), expected.tolist(), strict=True)):
+    for b, (own, theirs) in enumerate(zip(stopped.output.tolist(), expected.tolist(), strict=True)):
         end = start + emitted[b]
-        assert mine[:end] == theirs[:end] and set(mine[end:]) <= {0}
+        assert own[:end] == theirs[:end] and set(own[end:]) <= {0}
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
@@ -120,10 +120,10 @@ def test_ctrl_c_carries_the_partial_output(passes: int, sample: bool) -> None:
     torch.manual_seed(1)
     expected = tiny().generate(**inputs, **{**kwargs, "streamer": None})
     torch.manual_seed(1)
-    with pytest.raises(KeyboardInterrupt) as arrived:
-        fast.generate(**inputs, **kwargs, on_pass=pressing(passes))
-    assert type(arrived.value) is KeyboardInterrupt  # a subclass does not end a script as Ctrl-C does
-    check_partial(arrived.value, fast, expected, inputs["input_ids"].shape[1])
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fast.generate(**inputs, **kwargs, on_pass=raising_after(passes))
+    assert type(raised.value) is KeyboardInterrupt  # a subclass does not end a script as Ctrl-C does
+    check_partial(raised.value, fast, expected, inputs["input_ids"].shape[1])
     assert kwargs["streamer"].ended == 1 and "interrupted" in str(fast.report())
     check_clean(fast)
     torch.manual_seed(1)
@@ -133,9 +133,9 @@ def test_ctrl_c_carries_the_partial_output(passes: int, sample: bool) -> None:
 def test_ctrl_c_before_the_first_token_returns_the_prompt() -> None:
     fast = truedraft.accelerate(tiny(), draft=None)
     kwargs: dict[str, Any] = dict(return_dict_in_generate=True, output_scores=True, do_sample=False, max_new_tokens=4)
-    with pytest.raises(KeyboardInterrupt) as arrived:
-        fast.generate(IDS, logits_processor=[Press(KeyboardInterrupt())], **kwargs)
-    assert torch.equal(arrived.value.output.sequences, IDS) and arrived.value.output.scores == ()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fast.generate(IDS, logits_processor=[Raising(KeyboardInterrupt())], **kwargs)
+    assert torch.equal(raised.value.output.sequences, IDS) and raised.value.output.scores == ()
 
 
 def test_ctrl_c_within_a_pass_removes_its_tokens() -> None:
@@ -143,9 +143,9 @@ def test_ctrl_c_within_a_pass_removes_its_tokens() -> None:
     kwargs: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     expected = tiny().generate(**inputs, **kwargs)
     for calls in range(1, TOKENS - 1):
-        with pytest.raises(KeyboardInterrupt) as arrived:
-            fast.generate(**inputs, **kwargs, logits_processor=[Press(KeyboardInterrupt(), calls)])
-        output = arrived.value.output
+        with pytest.raises(KeyboardInterrupt) as raised:
+            fast.generate(**inputs, **kwargs, logits_processor=[Raising(KeyboardInterrupt(), calls)])
+        output = raised.value.output
         length = output.sequences.shape[1]
         assert torch.equal(output.sequences, expected.sequences[:, :length])
         assert len(output.scores) == length - inputs["input_ids"].shape[1] <= calls
@@ -156,7 +156,7 @@ def test_script_stops_at_ctrl_c() -> None:
     fast, done = truedraft.accelerate(tiny(), draft=None), []
     with pytest.raises(KeyboardInterrupt):
         for turn in range(3):
-            fast.generate(IDS, max_new_tokens=4, do_sample=False, on_pass=pressing(2) if turn == 1 else None)
+            fast.generate(IDS, max_new_tokens=4, do_sample=False, on_pass=raising_after(2) if turn == 1 else None)
             done.append(turn)
     assert done == [0]
 
@@ -166,7 +166,7 @@ def test_ctrl_c_in_a_chat_keeps_the_conversation() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     chat = truedraft.Chat(truedraft.accelerate(model, tokenizer, draft=None), max_new_tokens=5, do_sample=False)
     with pytest.raises(KeyboardInterrupt):
-        chat.send("one day", on_pass=pressing(2))
+        chat.send("one day", on_pass=raising_after(2))
     assert chat.messages == []
     assert chat.send("one day") and len(chat.messages) == 2
 
@@ -174,10 +174,10 @@ def test_ctrl_c_in_a_chat_keeps_the_conversation() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"on_pass": pressing(3, RuntimeError("no more"))},
+        {"on_pass": raising_after(3, RuntimeError("no more"))},
         {"streamer": Recorder(breaks=True)},
-        {"logits_processor": [Press(MemoryError(), 4)]},
-        {"logits_processor": [Press(GeneratorExit(), 4)]},
+        {"logits_processor": [Raising(MemoryError(), 4)]},
+        {"logits_processor": [Raising(GeneratorExit(), 4)]},
         {"stopping_criteria": [lambda ids, scores: 1 / (5 - ids.shape[1]) > 9]},
     ],
     ids=["on_pass", "streamer", "memory", "exit", "criterion"],
@@ -195,26 +195,26 @@ def test_other_exceptions_are_unchanged_and_leave_no_state(given: dict[str, Any]
 def test_reader_of_a_streamer_does_not_block() -> None:
     fast = truedraft.accelerate(tiny(), draft=None)
     tokenizer: AutoTokenizer = load("nano")[1]
-    for given, error in (({"on_pass": pressing(2)}, KeyboardInterrupt), ({"num_beams": 3}, Refused)):
+    for given, error in (({"on_pass": raising_after(2)}, KeyboardInterrupt), ({"num_beams": 3}, Refused)):
         streamer = TextIteratorStreamer(tokenizer, timeout=20)
-        arrived: list[BaseException] = []
+        raised: list[BaseException] = []
 
-        def call(given: Any = given, streamer: Any = streamer, arrived: Any = arrived) -> None:
+        def call(given: Any = given, streamer: Any = streamer, raised: Any = raised) -> None:
             try:
                 fast.generate(IDS, max_new_tokens=9, do_sample=False, streamer=streamer, **given)
             except BaseException as e:
-                arrived.append(e)
+                raised.append(e)
 
         thread = threading.Thread(target=call)
         thread.start()
         assert isinstance("".join(streamer), str)
         thread.join()
-        assert [type(e) for e in arrived] == [error]
+        assert [type(e) for e in raised] == [error]
 
 
 @dataclass
 class Counting(Noise):
-    """Counts the calls for rows."""
+    """Counts the calls of `end` by row."""
 
     def start(self, rows: Sequence[Row]) -> None:
         self.started, self.over = list(rows), Counter[Row]()
@@ -228,19 +228,19 @@ def test_every_row_is_ended_exactly_once() -> None:
     fast = truedraft.accelerate(tiny(), draft=counting, control="fixed")
     for error in (None, KeyboardInterrupt(), RuntimeError()):
         with pytest.raises(type(error)) if error else nullcontext():
-            fast.generate(**inputs, **GREEDY, on_pass=pressing(4, error) if error else None)
+            fast.generate(**inputs, **GREEDY, on_pass=raising_after(4, error) if error else None)
         assert counting.over == Counter(dict.fromkeys(counting.started, 1)) and len(counting.over) == 3
 
 
-# The functions at which rows begin and end, in every part that keeps state of them.
+# The functions in which rows begin and end, in every part with state of rows.
 WATCHED: list[Callable[..., Any]] = [
     engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._prompted, engine.Engine._drafted,
-    engine.Engine._verified, engine.Engine._walked, engine.Engine.close, engine.Engine._end, engine.Engine._leave,
+    engine.Engine._verified, engine.Engine._verified_of, engine.Engine.close, engine.Engine._end, engine.Engine._leave,
     engine.Engine._retire, engine.Engine._begin, engine.Engine._observe, engine.Engine._guarded,
     continuous.ContinuousEngine.step, continuous.ContinuousEngine.abort_request, continuous.ContinuousEngine.close,
-    continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._moved,
+    continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._after_pass,
     continuous.ContinuousEngine._finish, accelerated.Accelerated._decode, prepared.request_of,
-    Verification.walked, Verification.emitted, Verification._alone,
+    Verification.walked, Verification.emitted, Verification._emit_row,
     _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe,
     _calibration.Calibration.end, _calibration.Calibration._history,
     _compose.Many.start, _compose.Many.end, _compose.Many.observe, cost.Cost.start, cost.Cost.end, cost.Cost.observe,
@@ -280,53 +280,53 @@ def check_every_line(make: Callable[[], truedraft.Accelerated], inputs: dict[str
         assert torch.equal(fast.generate(**inputs, **GREEDY), expected)
     spots = [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())]
     start = expected.shape[1] if fast.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-    pressed = 0
+    interrupted = 0
     for spot, nth in spots:
         fast.forget()
         times = Counter[tuple[CodeType, int]]()
 
-        def press(code: CodeType, line: int, spot: Any = spot, nth: int = nth, times: Any = times) -> None:
+        def interrupt(code: CodeType, line: int, spot: Any = spot, nth: int = nth, times: Any = times) -> None:
             times[code, line] += 1
             if (code, line) == spot and times[spot] == nth:
                 sys.settrace(None)
                 raise KeyboardInterrupt
 
         try:
-            with traced(press):
+            with traced(interrupt):
                 fast.generate(**inputs, **GREEDY)
-        except KeyboardInterrupt as arrived:
-            pressed += 1
-            if hasattr(arrived, "output") and not fast.model.config.is_encoder_decoder:
-                check_partial(arrived, fast, expected, start)
+        except KeyboardInterrupt as raised:
+            interrupted += 1
+            if hasattr(raised, "output") and not fast.model.config.is_encoder_decoder:
+                check_partial(raised, fast, expected, start)
         check_clean(fast)
         assert torch.equal(fast.generate(**inputs, **GREEDY), expected), spot
         check_clean(fast)
-    return pressed
+    return interrupted
 
 
 def test_ctrl_c_at_every_line_with_lookup_drafters() -> None:
-    pressed = check_every_line(
+    interrupted = check_every_line(
         lambda: truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling"), ragged(tiny(), 2)
     )
-    assert pressed > 130
+    assert interrupted > 130
 
 
 def test_ctrl_c_at_every_line_with_a_draft_model() -> None:
     model = tiny(dtype=torch.float32)
-    pressed = check_every_line(
+    interrupted = check_every_line(
         lambda: truedraft.accelerate(model, draft=sibling(model), control="fixed"), ragged(model, 2)
     )
-    assert pressed > 90
+    assert interrupted > 90
 
 
 def run(running: continuous.ContinuousEngine, streamers: list[Recorder]) -> list[EngineRequest]:
-    """Three requests, of which the second is aborted; those that there are when it ends."""
+    """Run three requests and abort the second; returns those that were added."""
     requests: list[EngineRequest] = []
     with suppress(KeyboardInterrupt), running:
         for length in (5, 3, 4):
             ids = ragged(tiny(), 3)["input_ids"][2, -length:]
             untraced = sys.gettrace()
-            sys.settrace(None)  # what is raised while a request is added leaves no request
+            sys.settrace(None)  # an interrupted add_request returns no request to check
             requests.append(running.add_request(ids, **GREEDY, streamer=streamers[len(requests)]))
             sys.settrace(untraced)
             running.step()
@@ -337,34 +337,34 @@ def run(running: continuous.ContinuousEngine, streamers: list[Recorder]) -> list
 
 
 def test_ctrl_c_at_every_line_of_a_running_engine() -> None:
-    """Every request has ended, its streamer too, and begins as it would have; nothing is left in any part."""
+    """Every request and its streamer have ended, with a prefix of the text; no state is left in any part."""
     fast = truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling", control="fixed")
     reached = Counter[tuple[CodeType, int]]()
     with traced(lambda code, line: reached.update([(code, line)])):
         expected = [request.tokens for request in run(fast.engine(2, 32), [Recorder() for _ in range(3)])]
     assert len(expected) == 3 and len(expected[0]) == TOKENS
-    pressed = 0
+    interrupted = 0
     for spot, nth in [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())]:
         fast.forget()
         times = Counter[tuple[CodeType, int]]()
 
-        def press(code: CodeType, line: int, spot: Any = spot, nth: int = nth, times: Any = times) -> None:
+        def interrupt(code: CodeType, line: int, spot: Any = spot, nth: int = nth, times: Any = times) -> None:
             times[code, line] += 1
             if (code, line) == spot and times[spot] == nth:
                 sys.settrace(None)
                 raise KeyboardInterrupt
 
         running, streamers = fast.engine(2, 32), [Recorder() for _ in range(3)]
-        with traced(press):
+        with traced(interrupt):
             requests = run(running, streamers)
-        pressed += times[spot] >= nth
+        interrupted += times[spot] >= nth
         running.close()
         for request, streamer, text in zip(requests, streamers, expected, strict=False):
             assert request.finished and streamer.ended >= 1, spot
             assert request.tokens == text[: len(request.tokens)], spot
             assert request.report().tokens == len(request.tokens), spot
-        assert running._target.cache is None and not left(fast.drafter), spot
-    assert pressed > 130
+        assert running._target.cache is None and not state_left(fast.drafter), spot
+    assert interrupted > 130
 
 
 def test_ctrl_c_with_an_encoder_decoder() -> None:
@@ -373,10 +373,10 @@ def test_ctrl_c_with_an_encoder_decoder() -> None:
     ids = torch.tensor([[5, 6, 7, 5, 6, 7, 1]])
     kwargs: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, num_beams=1)
     expected = model.generate(ids, **kwargs)
-    with pytest.raises(KeyboardInterrupt) as arrived:
-        fast.generate(ids, **kwargs, on_pass=pressing(2))
-    length = arrived.value.output.shape[1]
-    assert length > 1 and torch.equal(arrived.value.output, expected[:, :length])
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fast.generate(ids, **kwargs, on_pass=raising_after(2))
+    length = raised.value.output.shape[1]
+    assert length > 1 and torch.equal(raised.value.output, expected[:, :length])
     check_clean(fast)
     assert torch.equal(fast.generate(ids, **kwargs), expected)
 

@@ -1,7 +1,7 @@
-"""What rules make of a pass, by enumeration of every draw, flip and pick on tiny vocabularies.
+"""Rules on whole passes and at single nodes, by enumeration of every draw, flip and pick on tiny vocabularies.
 
-The oracles are the laws themselves: the text of a pass must have the target's law, and drafts must be kept as often as
-the formulas of the papers say.
+The oracles are the laws themselves: the text of a pass must have the target's law, and drafts must be accepted with the
+probabilities of the papers' formulas.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PAIRS = [
 
 @cache
 def law(kind: str, prefix: tuple[int, ...]) -> Tensor:
-    """The law of the target, or of the drafter, behind a prefix."""
+    """(V,) the law of the target, or of the drafter, after a prefix."""
     seed = int("1" + "".join(map(str, prefix)), 4) + (10_000 if kind == "drafter" else 0)
     return (1.2 * torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).softmax(-1)
 
@@ -56,7 +56,7 @@ def law(kind: str, prefix: tuple[int, ...]) -> Tensor:
 def emitted(
     rule: Rule, rows: Sequence[Row], trees: Sequence[DraftTree], chance: Chance, *processors: LogitsProcessor
 ) -> list[tuple[int, ...]]:
-    """One pass: what every row emits. Rows stand at the same length."""
+    """The tokens that each row emits in one pass. Rows have the same length."""
     logits = torch.zeros(len(rows), max(map(len, trees)), V, dtype=torch.float64)
     for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
         for node in range(len(tree)):
@@ -92,7 +92,7 @@ def certain(*tokens: int) -> Drafting:
 
 
 def last(chance: Replay, row: Row) -> DraftTree:
-    """A certain token and one drawn from the rest of the law, and below the first another that is drawn."""
+    """A certain token and one drawn from the rest of the law; below the first, one drawn token."""
     q = law("drafter", tuple(row.tokens))
     rest = q.index_fill(0, q.argmax(), 0.0) / (1 - q.max())
     first, below = int(q.argmax()), law("drafter", (*row.tokens, int(q.argmax())))
@@ -101,7 +101,7 @@ def last(chance: Replay, row: Row) -> DraftTree:
 
 
 def two(chance: Replay, row: Row) -> DraftTree:
-    """Two siblings drawn each by itself."""
+    """Two siblings, drawn independently."""
     q = law("drafter", tuple(row.tokens))
     return DraftTree((row.tokens[-1], *chance.draw(q, row, 2)), (-1, 0, 0), (q, None, None), draws="independent")
 
@@ -109,7 +109,7 @@ def two(chance: Replay, row: Row) -> DraftTree:
 def law_of_texts(
     rule: Rule, drafting: Drafting, start: Row, *processors: LogitsProcessor
 ) -> dict[tuple[int, ...], float]:
-    """The law of three tokens, those behind the pass by plain sampling."""
+    """The law of three tokens: those of the pass, continued by plain sampling."""
     found: dict[tuple[int, ...], float] = {}
 
     def once(chance: Replay) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def law_of_texts(
 
 
 def target(start: Row, text: tuple[int, ...], *processors: LogitsProcessor) -> Tensor:
-    """The processed law behind a text."""
+    """The law after a text, after processors."""
     prefix = (*start.tokens, *text)
     ids = torch.tensor([[0] * (start.prompt - 1) + [start.tokens[0], *prefix[start.prompt :]]])
     ids[0, : start.prompt] = 0  # the prompt as `History` was given it
@@ -156,8 +156,8 @@ def test_texts_have_the_law_of_the_target(rule: str, drafting: Drafting) -> None
             assert found.get(text, 0.0) == pytest.approx(expected, abs=1e-6)
 
 
-def kept_of_chains(start: Row, depth: int, drafter: Callable[[tuple[int, ...]], Tensor]) -> float:
-    """Block verification keeps the first i tokens x of a chain with E[w_i], w_i = min(w_(i-1) p(x_i) / q(x_i), 1)."""
+def accepted_of_chains(start: Row, depth: int, drafter: Callable[[tuple[int, ...]], Tensor]) -> float:
+    """By the paper, i tokens x of a chain are accepted with E[w_i], w_i = min(w_(i-1) p(x_i) / q(x_i), 1)."""
     mean = 0.0
     for text in itertools.chain.from_iterable(itertools.product(range(V), repeat=i + 1) for i in range(depth)):
         chance, weight = 1.0, 1.0
@@ -169,8 +169,8 @@ def kept_of_chains(start: Row, depth: int, drafter: Callable[[tuple[int, ...]], 
     return mean
 
 
-def kept_of_a_block(drafting: Drafting, start: Row) -> float:
-    """How many tokens down the first children are kept, on average."""
+def accepted_by_block(drafting: Drafting, start: Row) -> float:
+    """The mean number of accepted tokens along the first children."""
 
     def once(chance: Replay) -> int:
         tree = drafting(chance, start)
@@ -182,7 +182,7 @@ def kept_of_a_block(drafting: Drafting, start: Row) -> float:
     return sum(kept * probability for kept, probability in outcomes(once))
 
 
-def test_a_block_keeps_as_much_as_the_paper_says() -> None:
+def test_block_accepts_as_much_as_the_paper_states() -> None:
     for start in STARTS:
         n = len(start.tokens)
         likeliest = torch.eye(V)[law("drafter", tuple(start.tokens)).argmax()]
@@ -194,11 +194,11 @@ def test_a_block_keeps_as_much_as_the_paper_says() -> None:
             (last, 2, lambda prefix, n=n, q=likeliest: q if len(prefix) == n else law("drafter", prefix)),  # type: ignore[misc]
         ]
         for drafting, depth, drafter in cases:
-            expected = kept_of_chains(start, depth, drafter)
-            assert kept_of_a_block(drafting, start) == pytest.approx(expected, abs=1e-6)
+            expected = accepted_of_chains(start, depth, drafter)
+            assert accepted_by_block(drafting, start) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_pass_emits_what_its_block_keeps_and_one_token_more() -> None:
+def test_pass_emits_the_accepted_block_and_one_token() -> None:
     start, verifier = STARTS[1], registry.load("accept", "block")
 
     def once(chance: Replay) -> int:
@@ -206,11 +206,11 @@ def test_a_pass_emits_what_its_block_keeps_and_one_token_more() -> None:
         return len(emitted(verifier, [row], [chain(2)(chance, row)], chance)[0])
 
     mean = sum(length * probability for length, probability in outcomes(once))
-    assert mean == pytest.approx(1 + kept_of_a_block(chain(2), start), abs=1e-6)
+    assert mean == pytest.approx(1 + accepted_by_block(chain(2), start), abs=1e-6)
 
 
-def test_blocks_of_several_rows_do_not_mix() -> None:
-    """One row has ended and waits; of the others each text has its own law."""
+def test_blocks_of_several_rows_are_independent() -> None:
+    """In lockstep, with one ended row: the text of each other row has its own law."""
     verifier = registry.load("accept", "block")
     starts = [(1,), (2, 0), (0, 2)]
     found: list[dict[int, float]] = [{}, {}]
@@ -222,17 +222,17 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
         history = History(torch.zeros(3, 2), ROOM, 0, rows)
         laws = Laws(LogitsProcessorList(), history)
         stops = Stops(
-            StoppingCriteriaList([MaxLengthCriteria(2 + ROOM), EosTokenCriteria(V), Together()]), history, laws
+            StoppingCriteriaList([MaxLengthCriteria(2 + ROOM), EosTokenCriteria(V), Lockstep()]), history, laws
         )
         assert stops.lockstep and stops.pads
         logits = torch.zeros(3, 3, V, dtype=torch.float64)
         for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             for node in range(len(tree)):
                 logits[b, node] = law("target", (*row.tokens, *tree.tokens[1 : node + 1])).log()
-        noted = Picking(chance)
-        verifier.verify(Verification(rows, trees, Scores(logits, {}, [0] * 3), laws, stops, noted, 0))
-        assert 1 not in noted.flipped and rows[1].tokens[2:] == [0] * len(rows[0].tokens[1:])
-        assert len({row.step for row in rows}) == 1, "as far as the shortest of them"
+        recorded = RecordingNoise(chance)
+        verifier.verify(Verification(rows, trees, Scores(logits, {}, [0] * 3), laws, stops, recorded, 0))
+        assert 1 not in recorded.flipped and rows[1].tokens[2:] == [0] * len(rows[0].tokens[1:])
+        assert len({row.step for row in rows}) == 1, "rows emit the same number of tokens"
         return [(rows[0].tokens[1],), (rows[2].tokens[2],)]
 
     for texts, probability in outcomes(once):
@@ -242,7 +242,7 @@ def test_blocks_of_several_rows_do_not_mix() -> None:
         assert [counts[t] for t in range(V)] == pytest.approx(law("target", start).tolist(), abs=1e-6)
 
 
-def test_a_block_is_judged_by_processed_laws() -> None:
+def test_block_verifies_against_processed_laws() -> None:
     verifier, start = registry.load("accept", "block"), STARTS[1]
     processors = (RepetitionPenaltyLogitsProcessor(2.0), TemperatureLogitsWarper(0.7))
     found = law_of_texts(verifier, chain(2), start, *processors)
@@ -253,7 +253,7 @@ def test_a_block_is_judged_by_processed_laws() -> None:
         assert found.get(text, 0.0) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_chain_is_judged_where_nothing_is_left_but_rounding() -> None:
+def test_block_accepts_a_chain_whose_residual_is_rounding() -> None:
     p = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
     q = p[0] - torch.tensor([1e-8, 0.0])
     tree = DraftTree((1, 0, 1), (-1, 0, 1), (q, p[1] - torch.tensor([1e-20, 0.0]), None), draws="one")
@@ -261,53 +261,53 @@ def test_a_chain_is_judged_where_nothing_is_left_but_rounding() -> None:
     assert kept == 2 and left.tolist() == [0.5, 0.5]
 
 
-def test_a_chain_ends_where_its_token_cannot_be() -> None:
+def test_chain_ends_before_a_token_of_probability_zero() -> None:
     p, row = torch.tensor([[0.75, 0.25, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), Row(0, [1], 1, 9)
     kept, left = _verified(p, DraftTree.chain(1, [2, 0]), [0, 1, 2], row, StreamNoise(1))
     assert kept == 0 and left.tolist() == [0.75, 0.25, 0.0]
     tree = DraftTree((1, 0, 0), (-1, 0, 1), (p[0], p[1], None), draws="one")
-    kept, left = _verified(p, tree, [0, 1, 2], row, Unlikely())
-    assert kept == 0 and left.tolist() == p[0].tolist(), "refused by rounding alone, the law stays"
+    kept, left = _verified(p, tree, [0, 1, 2], row, Rejecting())
+    assert kept == 0 and left.tolist() == p[0].tolist(), "rejected by rounding alone: the law is unchanged"
 
 
-def test_a_mass_too_small_to_be_added_to_one_is_a_mass() -> None:
+def test_residual_mass_below_rounding_of_one_counts() -> None:
     p = torch.tensor([[1.0, 0.0], [1.0, 1e-30], [1.0, 0.0]])
     tree = DraftTree((1, 0, 0), (-1, 0, 1), (torch.tensor([1.0, 0.0]),) * 2 + (None,), draws="one")
     assert _verified(p, tree, [0, 1, 2], Row(0, [1], 1, 9), StreamNoise(1))[0] == 2
 
 
-class Together(StoppingCriteria):
-    """A criterion of one's own: rows go in lockstep."""
+class Lockstep(StoppingCriteria):
+    """An unknown criterion, which forces lockstep."""
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-class Stranger(LogitsProcessor):
+class Unknown(LogitsProcessor):
     pass
 
 
-def test_a_block_refuses_processors_that_it_cannot_look_behind() -> None:
+def test_block_refuses_unknown_processors() -> None:
     verifier, history = registry.load("accept", "block"), History(torch.zeros(1, 1), 3, 0, [Row(0, [1], 1, 3)])
     sentence = (
-        "^rule='block' must know the laws behind drafted tokens before they are said, and Stranger may count its calls "
+        "^rule='block' needs the laws after drafted tokens before these are emitted, and Unknown may count its calls "
         "or look across rows: use rule='rejection'$"
     )
     with pytest.raises(Refused, match=sentence):
-        verifier.begin_call(Laws(LogitsProcessorList([Stranger()]), history))
+        verifier.begin_call(Laws(LogitsProcessorList([Unknown()]), history))
     verifier.begin_call(Laws(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), history))
 
 
-# one node: how often drafts are kept
+# one node: the probability of acceptance
 
 
-def at_a_node(rule: str, p: Tensor, offered: Callable[[Replay], Candidates]) -> tuple[list[float], float]:
-    """The law of the token at a node and the chance that it is one of the offered."""
+def at_a_node(rule: str, p: Tensor, drafted_children: Callable[[Replay], Candidates]) -> tuple[list[float], float]:
+    """The law of the token at a node, and the probability that it is one of the children."""
     verifier, row = registry.load("accept", rule), Row(0, [1], 1, ROOM)
     found, kept = [0.0] * len(p), 0.0
 
     def once(chance: Replay) -> tuple[int, bool]:
-        children = offered(chance)
+        children = drafted_children(chance)
         (token,) = verifier.choose(p.log()[None], [children], [row], chance)
         return token, token in children.tokens
 
@@ -327,20 +327,20 @@ def without(q: Tensor, token: int) -> Tensor:
     return rest / rest.sum() if rest.sum() > 0 else rest
 
 
-def beyond(p: Tensor, q: Tensor) -> Tensor:
+def residual(p: Tensor, q: Tensor) -> Tensor:
     rest = (p - q).clamp_min(0)
     return rest / rest.sum() if rest.sum() > 1e-12 else p
 
 
-def missed(p: Tensor, q: Tensor, count: int, distinct: bool) -> float:
-    """The chance that recursive rejection keeps none of the siblings, by its recursion over what is left of p."""
+def rejected(p: Tensor, q: Tensor, count: int, distinct: bool) -> float:
+    """The probability that recursive rejection accepts no sibling, by its recursion over the residual law."""
     if count == 0 or q.sum() == 0:
         return 1.0
     refused = 0.0
     for token in range(len(p)):
         chance = float(q[token]) - min(float(p[token]), float(q[token]))
         if chance > 0:
-            refused += chance * missed(beyond(p, q), without(q, token) if distinct else q, count - 1, distinct)
+            refused += chance * rejected(residual(p, q), without(q, token) if distinct else q, count - 1, distinct)
     return refused
 
 
@@ -349,12 +349,12 @@ def pairs() -> list[tuple[Tensor, Tensor]]:
     return made + [(law("target", (i,)), law("drafter", (i, i))) for i in range(3)]
 
 
-class Picking(Chance):
-    """Another chance, with the rows that it was asked for and the laws that tokens were picked from."""
+class RecordingNoise(Chance):
+    """Another source of noise, with a record of flips by row, and of picks by row and law."""
 
     def __init__(self, chance: Chance):
         self.chance = chance
-        self.asked: list[tuple[int, list[float]]] = []
+        self.picked: list[tuple[int, list[float]]] = []
         self.flipped: list[int] = []
 
     def flip(self, probability: float, row: Row) -> bool:
@@ -363,12 +363,12 @@ class Picking(Chance):
         return self.chance.flip(probability, row)
 
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
-        self.asked += [(row.index, line.tolist()) for row, line in zip(rows, law, strict=True)]
+        self.picked += [(row.index, line.tolist()) for row, line in zip(rows, law, strict=True)]
         return self.chance.pick(law, rows)
 
 
 @pytest.mark.parametrize("rule", BY_LAW)
-def test_drafts_drawn_at_a_node(rule: str) -> None:
+def test_drawn_children_keep_the_law(rule: str) -> None:
     accepts_draws = registry.method("accept", rule).accepts_draws
     kinds: list[tuple[Draws, int]] = [("one", 1), ("independent", 2), ("independent", 3), ("distinct", 2)]
     for (p, q), (draws, count) in itertools.product(pairs(), kinds):
@@ -377,15 +377,15 @@ def test_drafts_drawn_at_a_node(rule: str) -> None:
             assert found == pytest.approx(p.tolist(), abs=1e-6), (p, q, draws, count)
 
 
-def test_one_draft_is_kept_as_often_as_the_laws_agree() -> None:
+def test_one_draft_is_accepted_with_the_overlap_of_the_laws() -> None:
     for (p, q), rule in itertools.product(pairs(), BY_LAW):
         agree = float(p.minimum(q).sum())
-        missed_and_drawn = at_a_node(rule, p, siblings(q, 1, "one"))[1]
-        assert missed_and_drawn == pytest.approx(agree, abs=1e-6)
+        accepted = at_a_node(rule, p, siblings(q, 1, "one"))[1]
+        assert accepted == pytest.approx(agree, abs=1e-6)
 
 
-def test_rejection_judges_the_first_sibling_alone() -> None:
-    """What is drawn after a refusal may be a sibling by chance, and no more."""
+def test_rejection_verifies_only_the_first_sibling() -> None:
+    """The second sibling does not change the law of the token."""
     for (p, q), first, second in itertools.product(pairs(), range(V), range(V)):
         if q[first] > 0:
             one, two = (Candidates(tokens, "independent", q) for tokens in ((first,), (first, second)))
@@ -393,60 +393,60 @@ def test_rejection_judges_the_first_sibling_alone() -> None:
             assert alone == pytest.approx(beside)
 
 
-def test_siblings_are_kept_in_turn() -> None:
+def test_multi_round_accepts_with_the_recursion_of_the_paper() -> None:
     row = Row(0, [1], 1, ROOM)
     for (p, q), (draws, count) in itertools.product(pairs(), [("independent", 2), ("independent", 3), ("distinct", 2)]):
         verifier = registry.load("accept", "multi-round")
-        refused = none_kept(verifier, p, siblings(q, count, draws), row)
-        assert refused == pytest.approx(missed(p, q, count, draws == "distinct"), abs=1e-6)
+        refused = none_accepted(verifier, p, siblings(q, count, draws), row)
+        assert refused == pytest.approx(rejected(p, q, count, draws == "distinct"), abs=1e-6)
 
 
-def none_kept(verifier: Rule, p: Tensor, offered: Callable[[Replay], Candidates], row: Row) -> float:
-    """The chance that a token is drawn because no draft was kept."""
+def none_accepted(verifier: Rule, p: Tensor, drafted_children: Callable[[Replay], Candidates], row: Row) -> float:
+    """The probability that no draft is accepted, so that a token is drawn."""
 
     def once(chance: Replay) -> bool:
-        noted = Picking(chance)
-        verifier.choose(p.log()[None], [offered(chance)], [row], noted)
-        return bool(noted.asked)
+        recorded = RecordingNoise(chance)
+        verifier.choose(p.log()[None], [drafted_children(chance)], [row], recorded)
+        return bool(recorded.picked)
 
     return sum(probability for drawn, probability in outcomes(once) if drawn)
 
 
-def test_k_seq_keeps_each_draft_alike() -> None:
-    """With the least g for which 1 - (1 - b)^k <= g b, b = sum of min(q, p/g), all k are refused with (1 - b)^k."""
+def test_k_seq_accepts_each_draft_with_the_probability_of_the_paper() -> None:
+    """With the least g for which 1 - (1 - b)^k <= g b, b = sum of min(q, p/g), all k are rejected with (1 - b)^k."""
     verifier, row = registry.load("accept", "k-seq"), Row(0, [1], 1, ROOM)
     for (p, q), k in itertools.product(pairs(), (1, 2, 3)):
 
         def kept(g: float) -> float:
             return float(q.minimum(p / g).sum())
 
-        def over(g: float) -> float:
+        def excess(g: float) -> float:
             return 1 - (1 - kept(g)) ** k - g * kept(g)
 
-        g = 1.0 if over(1.0) <= 1e-12 else brentq(over, 1.0, k)
-        refused = none_kept(verifier, p, siblings(q, k, "independent"), row)
+        g = 1.0 if excess(1.0) <= 1e-12 else brentq(excess, 1.0, k)
+        refused = none_accepted(verifier, p, siblings(q, k, "independent"), row)
         assert refused == pytest.approx((1 - kept(g)) ** k, abs=1e-5)
 
 
-def test_certain_drafts_and_one_drawn_are_kept_as_well_as_can_be() -> None:
+def test_certain_and_one_drawn_child_are_accepted_optimally() -> None:
     for p, q in pairs():
         first = int(q.argmax())
         rest = without(q, first)
         if rest.sum() == 0:
             continue
 
-        def offered(chance: Replay) -> Candidates:
+        def drafted_children(chance: Replay) -> Candidates:
             return Candidates((first, *chance.draw(rest, Row(0, [1], 1, ROOM))), "last", rest)
 
         for rule in ("greedy-multi-draft", "multi-round"):
-            found, kept = at_a_node(rule, p, offered)
+            found, kept = at_a_node(rule, p, drafted_children)
             assert found == pytest.approx(p.tolist(), abs=1e-6)
             best = truedraft.accept.optimal_acceptance(p, [q, q], "last")
             assert kept == pytest.approx(best, abs=1e-6) if rule == "greedy-multi-draft" else kept <= best + 1e-6
 
 
 @pytest.mark.parametrize("rule", ["rejection", "multi-round", "greedy-multi-draft"])
-def test_certain_drafts_at_a_node(rule: str) -> None:
+def test_certain_children_keep_the_law(rule: str) -> None:
     for (p, _), tokens in itertools.product(pairs(), [(), (0,), (2, 1), (1, 1, 0), (0, 1, 2)]):
         found, kept = at_a_node(rule, p, lambda chance, t=tokens: Candidates(t))  # type: ignore[misc]
         assert found == pytest.approx(p.tolist(), abs=1e-6)
@@ -454,8 +454,8 @@ def test_certain_drafts_at_a_node(rule: str) -> None:
             assert kept == pytest.approx(sum(float(p[t]) for t in set(tokens)), abs=1e-6)
 
 
-class Sure(Chance):
-    """What is possible at all comes true; the likeliest token is picked."""
+class Accepting(Chance):
+    """Accepts whatever has a probability above 0; picks the likeliest token."""
 
     def flip(self, probability: float, row: Row) -> bool:
         return probability > 0
@@ -466,10 +466,10 @@ class Sure(Chance):
 
 
 @pytest.mark.parametrize("rule", BY_LAW)
-def test_rows_are_judged_each_by_its_own_law(rule: str) -> None:
-    """Of five rows one keeps its draft, one cannot, one has none, and two have no law."""
-    broken = [torch.nan] * V
-    laws = [[1.0, 0.0, 0.0], broken, [0.0, 0.25, 0.75], [0.4, 0.6, 0.0], broken]
+def test_rows_are_verified_against_their_own_laws(rule: str) -> None:
+    """Of five rows one accepts its draft, one cannot, one has none, and two have NaN."""
+    nan = [torch.nan] * V
+    laws = [[1.0, 0.0, 0.0], nan, [0.0, 0.25, 0.75], [0.4, 0.6, 0.0], nan]
     q = torch.tensor([1.0, 0.0, 0.0])
     half = torch.tensor([0.5, 0.5, 0.0])
     candidates = [
@@ -480,68 +480,68 @@ def test_rows_are_judged_each_by_its_own_law(rule: str) -> None:
         Candidates(()),
     ]
     rows = [Row(i, [1], 1, ROOM) for i in range(5)]
-    chance = Picking(Sure())
+    chance = RecordingNoise(Accepting())
     assert registry.load("accept", rule).choose(torch.tensor(laws).log(), candidates, rows, chance) == [0, -1, 2, 1, -1]
-    asked = dict(chance.asked)
-    assert [row for row, _ in chance.asked] == [1, 2, 3, 4], "one call, and none for the row that keeps its draft"
-    assert asked[2] == pytest.approx([0, 0.25, 0.75]) and asked[3] == pytest.approx([0.4, 0.6, 0.0])
+    picked = dict(chance.picked)
+    assert [row for row, _ in chance.picked] == [1, 2, 3, 4], "one call, without the row that accepts its draft"
+    assert picked[2] == pytest.approx([0, 0.25, 0.75]) and picked[3] == pytest.approx([0.4, 0.6, 0.0])
 
 
-def test_nothing_is_drawn_where_every_draft_is_kept() -> None:
+def test_accepted_draft_needs_no_draw() -> None:
     q = torch.tensor([1.0, 0.0, 0.0])
     for rule in BY_LAW:
-        verifier, row, chance = registry.load("accept", rule), Row(0, [1], 1, ROOM), Picking(Sure())
-        assert verifier.choose(q.log()[None], [Candidates((0,), "one", q)], [row], chance) == [0] and not chance.asked
+        verifier, row, chance = registry.load("accept", rule), Row(0, [1], 1, ROOM), RecordingNoise(Accepting())
+        assert verifier.choose(q.log()[None], [Candidates((0,), "one", q)], [row], chance) == [0] and not chance.picked
 
 
-class Unlikely(Sure):
-    """Refuses whatever is left to chance, as rounding may."""
+class Rejecting(Accepting):
+    """Rejects whatever has a probability below 1, as rounding may."""
 
     def flip(self, probability: float, row: Row) -> bool:
         return False
 
 
-def test_a_law_of_which_nothing_is_left_stays() -> None:
+def test_empty_residual_is_replaced_by_the_law_itself() -> None:
     q, row = torch.tensor([1.0, 0.0, 0.0]), Row(0, [1], 1, ROOM)
     for rule in ("greedy-multi-draft", "k-seq"):
-        chance = Picking(Unlikely())
+        chance = RecordingNoise(Rejecting())
         registry.load("accept", rule).choose(q.log()[None], [Candidates((0,), "one", q)], [row], chance)
-        assert chance.asked == [(0, q.tolist())]
+        assert chance.picked == [(0, q.tolist())]
     almost = torch.tensor([1 - 2**-24, 0.0, 0.0])
     verifier = in_order()
-    token, law = verifier(almost, Candidates((0,)), row, Unlikely())
+    token, law = verifier(almost, Candidates((0,)), row, Rejecting())
     assert token is None and torch.equal(law, almost)
     only = torch.tensor([1.0, 0.0, 0.0])
-    token, law = verifier(almost, Candidates((0,), "one", only), row, Unlikely())
+    token, law = verifier(almost, Candidates((0,), "one", only), row, Rejecting())
     assert token is None and torch.equal(law, almost)
     half = torch.tensor([0.5, 0.5, 0.0])
-    token, law = verifier(half, Candidates((0, 0), "distinct", only), row, Unlikely())
+    token, law = verifier(half, Candidates((0, 0), "distinct", only), row, Rejecting())
     assert token is None and law.tolist() == [0.0, 1.0, 0.0]
 
 
-def test_rules_draw_where_the_laws_lie() -> None:
-    """Whatever device torch makes tensors on unless it is told."""
+def test_rules_keep_the_device_of_the_laws() -> None:
+    """Whatever torch's default device is."""
     row, p = Row(0, [1], 1, ROOM), torch.tensor([0.5, 0.3, 0.2])
     tree = DraftTree.chain(1, [0, 1])
     with torch.device("meta"):
         for tokens in ((0,), (0, 1)):
-            found = in_order()(p, Candidates(tokens), row, Unlikely())[1]
+            found = in_order()(p, Candidates(tokens), row, Rejecting())[1]
             assert found.device == p.device
-        assert _verified(p.expand(3, V), tree, [0, 1, 2], row, Unlikely())[1].tolist() == pytest.approx([0, 0.6, 0.4])
+        assert _verified(p.expand(3, V), tree, [0, 1, 2], row, Rejecting())[1].tolist() == pytest.approx([0, 0.6, 0.4])
 
 
-def test_weights_are_brought_to_a_law() -> None:
+def test_weights_are_normalised() -> None:
     otherwise = torch.tensor([0.0, 1.0, 0.0])
     assert as_law(torch.tensor([3.0, -1.0, 1.0]), otherwise).tolist() == [0.75, 0.0, 0.25]
     assert as_law(torch.tensor([0.25, 0.0, 0.25]), otherwise).tolist() == [0.5, 0.0, 0.5]
     assert as_law(torch.tensor([0.0, -0.5, 0.0]), otherwise) is otherwise
 
 
-# rules that know the token whatever was drafted
+# rules whose token does not depend on drafts
 
 
-class Known(StreamNoise):
-    """Noise that can be read at every node at once, as on an accelerator."""
+class GivenNoise(StreamNoise):
+    """Noise that is given at every node at once, as on an accelerator."""
 
     noise = torch.tensor([[[0.5, 1.0, 2.0], [3.0, 0.1, 1.0]]])
 
@@ -550,25 +550,25 @@ class Known(StreamNoise):
         return self.noise
 
 
-def test_seeded_knows_every_node_where_its_noise_is_known() -> None:
+def test_seeded_decides_all_nodes_if_their_noise_is_given() -> None:
     verifier, row, tree = registry.load("accept", "seeded"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.5], [4.0, 0.5, 0.0]]])
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
     for laws, scale in ((Laws(LogitsProcessorList(), history), 1.0), (warped, 2.0)):
-        expected = ((scale * logits).softmax(-1) / Known.noise).argmax(-1).tolist()
-        assert verifier.decide_all_nodes(logits, [row], [tree], laws, Known(1)) == expected
+        expected = ((scale * logits).softmax(-1) / GivenNoise.noise).argmax(-1).tolist()
+        assert verifier.decide_all_nodes(logits, [row], [tree], laws, GivenNoise(1)) == expected
         assert verifier.decide_all_nodes(logits, [row], [tree], laws, StreamNoise(1)) is None
     logits[0, 1, 2] = torch.nan
-    assert verifier.decide_all_nodes(logits, [row], [tree], warped, Known(1))[0][1] == -1
+    assert verifier.decide_all_nodes(logits, [row], [tree], warped, GivenNoise(1))[0][1] == -1
     for laws in (
         Laws(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]), history),
         Laws(LogitsProcessorList(), history, keep_scores=True),
     ):
-        assert verifier.decide_all_nodes(logits, [row], [tree], laws, Known(1)) is None
+        assert verifier.decide_all_nodes(logits, [row], [tree], laws, GivenNoise(1)) is None
 
 
-def test_seeded_draws_as_the_noise_of_a_step_has_it() -> None:
+def test_seeded_draws_as_torch_multinomial() -> None:
     verifier, rows = registry.load("accept", "seeded"), [Row(i, [1], 1, ROOM) for i in range(2)]
     scores = torch.randn(2, 50)
     torch.manual_seed(3)
@@ -577,7 +577,7 @@ def test_seeded_draws_as_the_noise_of_a_step_has_it() -> None:
     assert verifier.choose(scores, [Candidates(()), Candidates((3,))], rows, StreamNoise(2)) == expected
 
 
-def test_greedy_is_the_first_likeliest_token() -> None:
+def test_greedy_chooses_the_first_of_the_likeliest_tokens() -> None:
     verifier, row, tree = registry.load("accept", "greedy"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.0], [4.0, 0.5, 0.0]]])
@@ -589,7 +589,7 @@ def test_greedy_is_the_first_likeliest_token() -> None:
     assert verifier.decide_all_nodes(logits, [row], [tree], warped, StreamNoise(1)) is None
 
 
-def test_the_module_of_rules_has_the_yardstick() -> None:
+def test_accept_exports_the_optimal_acceptance() -> None:
     from truedraft.accept._optimum import optimal_acceptance
 
     assert truedraft.accept.optimal_acceptance is optimal_acceptance

@@ -70,7 +70,7 @@ def test_the_law_of_the_output_is_the_targets(name: str, rule: str) -> None:
         and method.accepts_draws is not None
         and draft.draws not in method.accepts_draws
     ):
-        with pytest.raises(truedraft.Refused, match="cannot judge the drafts"):
+        with pytest.raises(truedraft.Refused, match="cannot verify the drafts"):
             fast.generate(torch.tensor([prompt]), do_sample=True)
         return
     measured: dict[tuple[int, ...], float] = {}

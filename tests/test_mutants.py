@@ -1,4 +1,4 @@
-"""Mutants: faults planted on purpose, each of which a named net must catch."""
+"""Mutants: planted faults, each of which a named net must detect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import faults
 import test_failures
-from arrivals import play
+from arrivals import run_events
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
 from nets import RULES, drafter, eos_inside, node_net, text_net
@@ -31,7 +31,7 @@ from truedraft.runtime.program import Program
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Row, Shape
+from truedraft.tree import Row, TreeShape
 
 Net = Callable[[], Any]
 
@@ -59,18 +59,18 @@ def text_with_eos() -> None:
     text("greedy", eos_token_id=eos_inside(tiny(), inputs), pad_token_id=0)()
 
 
-def reshaped(change: Callable[[Shape], Shape]) -> Fault:
-    def growing(patch: pytest.MonkeyPatch) -> None:
+def reshaped(change: Callable[[TreeShape], TreeShape]) -> Fault:
+    def plant(patch: pytest.MonkeyPatch) -> None:
         true = trees.shape_of
         patch.setattr(trees, "shape_of", lambda parent: change(true(parent)))
 
-    return growing
+    return plant
 
 
-def misread(kind: Kind, **fields: int) -> Fault:
-    """Operations of a kind with other numbers in them."""
+def wrong_operands(kind: Kind, **fields: int) -> Fault:
+    """Operations of a kind with wrong operands."""
 
-    def growing(patch: pytest.MonkeyPatch) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
         true = Program.op
 
         def op(self: Program, of: Kind, *args: Any, **given: Any) -> Any:
@@ -81,7 +81,7 @@ def misread(kind: Kind, **fields: int) -> Fault:
 
         patch.setattr(Program, "op", op)
 
-    return unchecked(growing)
+    return unchecked(plant)
 
 
 true_leave = Engine._leave
@@ -96,26 +96,26 @@ def overshoot(self: Stops, rows: Sequence[Row]) -> None:
         row.end = len(row.tokens) if row.tokens[-1] in self.eos or row.step == self.steps + 1 else None
 
 
-def masked(shape: Shape, mask: torch.Tensor) -> Shape:
-    """A shape whose mask says something else."""
+def masked(shape: TreeShape, mask: torch.Tensor) -> TreeShape:
+    """The shape with another mask."""
     other = replace(shape)
     other.__dict__["mask"] = mask
     return other
 
 
 def arrivals() -> None:
-    """Four rows that come one after another, the first to leave before the last; one of them is cancelled."""
+    """Four rows admitted one after another; the first leaves before the last is admitted, one is cancelled."""
     add, step, abort = 3, (5, 0, 1), 9
-    come = [(add, 0, 4), step, (add, 1, 11), step, (add, 2, 12), *[step] * 5, (abort, 1, 1), step, (add, 3, 13)]
-    play(["token-recycling", "suffix"], come)
+    events = [(add, 0, 4), step, (add, 1, 11), step, (add, 2, 12), *[step] * 5, (abort, 1, 1), step, (add, 3, 13)]
+    run_events(["token-recycling", "suffix"], events)
 
 
 def view() -> None:
     text_net(tiny(), "view", ragged(tiny(), 3), max_new_tokens=40, **RULES["greedy"])
 
 
-def view_of_the_whole() -> None:
-    """A view that skips nothing drafts what the model itself says."""
+def view_of_all_layers() -> None:
+    """A view that skips no layer drafts the model's own output."""
     report = text_net(tiny(), "view-whole", ragged(tiny(), 3), max_new_tokens=40, **RULES["greedy"])
     assert report.acceptance_rate == 1.0
 
@@ -125,7 +125,7 @@ def cut_model() -> None:
 
 
 def view_arrivals() -> None:
-    """Rows that draft by the whole model as a view, of which the first leaves; every draft is right."""
+    """Rows that draft by a view of all layers, of which the first leaves; every draft is accepted."""
     fast = accelerate(tiny(), draft=drafter("view-whole", tiny()), control="fixed")
     with fast.engine(max_rows=3, max_tokens=48) as engine:
         requests = [
@@ -137,15 +137,15 @@ def view_arrivals() -> None:
     assert all(request.result() and request.report().acceptance_rate == 1.0 for request in requests)
 
 
-def arrivals_behind_sources() -> None:
-    """The first to leave has the shortest source, and the last slot, which takes its place, a longer one."""
+def arrivals_of_encoder_decoders() -> None:
+    """The first row to leave has the shortest source; the row of the last slot, which is moved, a longer one."""
     add, step = 3, (5, 0, 1)
-    come = [(add, 3, 3), step, (add, 1, 14), step, (add, 2, 14), *[step] * 9, (add, 0, 13)]
-    play(["token-recycling"], come, "encoder-decoder")
+    events = [(add, 3, 3), step, (add, 1, 14), step, (add, 2, 14), *[step] * 9, (add, 0, 13)]
+    run_events(["token-recycling"], events, "encoder-decoder")
 
 
 def failures() -> None:
-    test_failures.test_an_error_ends_the_request_that_it_belongs_to("processor", "decoder")
+    test_failures.test_error_ends_only_the_request_of_its_part("processor", "decoder")
 
 
 def sources_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
@@ -154,23 +154,23 @@ def sources_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
 
 
 def narrower(self: SourceLayer, width: int) -> None:
-    """Longer sources take the place of those that are kept."""
+    """Widening for a longer source drops the stored ones."""
     self.clear(width)
 
 
 def tokens_of_failed_requests_kept(patch: pytest.MonkeyPatch) -> None:
-    true = Engine._walked
+    true = Engine._verified_of
 
-    def walked(self: Engine, request: Any, rows: Sequence[Row], *rest: Any) -> Any:
+    def verified(self: Engine, request: Any, rows: Sequence[Row], *rest: Any) -> Any:
         for row in rows:
             row.tokens = Undeleted(row.tokens)
         return true(self, request, rows, *rest)
 
-    patch.setattr(Engine, "_walked", walked)
+    patch.setattr(Engine, "_verified_of", verified)
 
 
 class Undeleted(list[int]):
-    """From which nothing is taken back, and to which another token comes in the attempt."""
+    """A list from which nothing can be deleted; an attempt appends a token."""
 
     def __delitem__(self, where: Any) -> None:
         self.append(0)
@@ -181,7 +181,7 @@ def prompts_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Nodes, "add_chain", lambda self, slot, *rest: true(self, 0, *rest))
 
 
-def noise_of_the_latest(patch: pytest.MonkeyPatch) -> None:
+def noise_of_the_latest_request(patch: pytest.MonkeyPatch) -> None:
     true, latest = PositionNoise.__init__, []
 
     def made(self: PositionNoise, seeds: Any) -> None:
@@ -205,15 +205,15 @@ def commit_from_the_first(self: DecoderTarget, paths: Sequence[Sequence[int]], f
 
 
 def slots_move_up(self: Engine, slot: int) -> None:
-    """Where the last row takes the place of the one that left."""
+    """Later rows move up by one, where the cache moves the last row into the free slot."""
     self._cohort = None
     self._end(self.rows[slot])
     self.target.release(slot)
     del self.rows[slot]
 
 
-def slots_not_followed(self: Engine, slot: int) -> None:
-    """The row that takes the place of the one that left keeps its old number."""
+def stale_slot(self: Engine, slot: int) -> None:
+    """The row that is moved into the free slot keeps its old slot number."""
     moved, old = self.rows[-1], self.rows[-1].slot
     true_leave(self, slot)
     moved.slot = old
@@ -221,13 +221,13 @@ def slots_not_followed(self: Engine, slot: int) -> None:
 
 MUTANTS: dict[str, tuple[Fault, Net]] = {
     "lost tree mask": (reshaped(lambda s: masked(s, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
-    "tree read as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
+    "tree attended to as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
     "positions by node index": (reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth))))), nodes),
     "lost ancestors in a compiled pass": (
         unchecked(reshaped(lambda s: replace(s, extras=tuple(e[-1:] for e in s.extras)))),
         nodes_compiled,
     ),
-    "tree read as a chain in a compiled pass": (
+    "tree attended to as a chain in a compiled pass": (
         unchecked(reshaped(lambda s: replace(s, run=tuple(range(1, len(s.run) + 1)), extras=((),) * len(s.run)))),
         nodes_compiled,
     ),
@@ -235,49 +235,55 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
         unchecked(reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth)))))),
         nodes_compiled,
     ),
-    "rows dealt to the experts of another node": (misread(Kind.DEAL, top=1), nodes_of_experts),
-    "the first expert in the place of all": (misread(Kind.LINEAR, apart=0), nodes_of_experts),
-    "routing weights as they are": (misread(Kind.ROUTE, mode=0), nodes_of_experts),
+    "nodes routed to the experts of another node": (wrong_operands(Kind.DEAL, top=1), nodes_of_experts),
+    "the first expert instead of each": (wrong_operands(Kind.LINEAR, apart=0), nodes_of_experts),
+    "routing weights not normalised": (wrong_operands(Kind.ROUTE, mode=0), nodes_of_experts),
     "commit of the first k nodes": (faults.FIRST_NODES_KEPT, nodes),
     "rejected KV kept": (faults.REJECTED_KEPT, nodes),
     "overshot length": (replaced(Stops, "__call__", overshoot), text()),
-    "end of text ignored inside a draft": (faults.DEAF_TO_EOS, text_with_eos),
+    "end of text ignored inside a draft": (faults.EOS_IGNORED, text_with_eos),
     "stale penalty history": (faults.STALE_HISTORY, text(repetition_penalty=1.8)),
     "noise tied to the draws made": (faults.noise_per_draw, text("seeded")),
     "second-best token": (replaced(Greedy, "decide_all_nodes", second_best), text()),
-    "unverified drafts accepted": (faults.ACCEPTED_UNSEEN, text()),
-    "a new row's KV over a running row's": (unchecked(prompts_in_the_first_slot), arrivals),
-    "another row's noise": (noise_of_the_latest, arrivals),
-    "a cancelled row's drafter state kept": (replaced(Engine, "_end", lambda self, row: None), arrivals),
-    "scratch of a view left in the cache": (faults.SCRATCH_LEFT, view_of_the_whole),
-    "scratch of a view taken for committed": (faults.SCRATCH_COMMITTED, view),
-    "a view that writes over committed KV": (faults.COMMITTED_OVERWRITTEN, view),
-    "a row's slot not followed when others leave": (replaced(Engine, "_leave", slots_not_followed), view_arrivals),
-    "layers of a view that run": (replaced(SkippableLayers, "without", lambda *_: nullcontext()), cut_model),
-    "rows move up where slots are swapped": (replaced(Engine, "_leave", slots_move_up), arrivals),
+    "unverified drafts accepted": (faults.ACCEPTED_UNVERIFIED, text()),
+    "a new row's KV written over a running row's": (unchecked(prompts_in_the_first_slot), arrivals),
+    "another row's noise": (noise_of_the_latest_request, arrivals),
+    "drafter state of a cancelled row kept": (replaced(Engine, "_end", lambda self, row: None), arrivals),
+    "scratch of a view left in the cache": (faults.SCRATCH_LEFT, view_of_all_layers),
+    "scratch of a view committed": (faults.SCRATCH_COMMITTED, view),
+    "committed KV overwritten by a view": (faults.COMMITTED_OVERWRITTEN, view),
+    "slot number of a moved row not updated": (replaced(Engine, "_leave", stale_slot), view_arrivals),
+    "skipped layers of a view executed": (replaced(SkippableLayers, "without", lambda *_: nullcontext()), cut_model),
+    "rows shifted where slots are swapped": (replaced(Engine, "_leave", slots_move_up), arrivals),
     "new rows' KV committed to the first slots": (
         replaced(DecoderTarget, "commit", commit_from_the_first),
         arrivals,
     ),
-    "a new row's source over a running row's": (unchecked(sources_in_the_first_slot), arrivals_behind_sources),
-    "a row's source left behind where it moves": (
-        replaced(SourceLayer, "move", lambda self, source, target: None),
-        arrivals_behind_sources,
+    "a new row's source written over a running row's": (
+        unchecked(sources_in_the_first_slot),
+        arrivals_of_encoder_decoders,
     ),
-    "kept sources lost to a longer one": (replaced(SourceLayer, "widen", narrower), arrivals_behind_sources),
-    "a failed request's pass kept": (tokens_of_failed_requests_kept, failures),
-    "a pass shown to a request that failed in it": (replaced(Cohort, "without_failed", lambda self: self), failures),
+    "source not moved with its row": (
+        replaced(SourceLayer, "move", lambda self, source, target: None),
+        arrivals_of_encoder_decoders,
+    ),
+    "sources dropped when widened for a longer one": (
+        replaced(SourceLayer, "widen", narrower),
+        arrivals_of_encoder_decoders,
+    ),
+    "tokens of a failed request's pass kept": (tokens_of_failed_requests_kept, failures),
+    "pass observed by a request that failed in it": (replaced(Cohort, "without_failed", lambda self: self), failures),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_net_is_green_without_the_fault(name: str) -> None:
+def test_net_passes_without_the_fault(name: str) -> None:
     MUTANTS[name][1]()
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_net_catches_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    growing, net = MUTANTS[name]
-    growing(monkeypatch)
+def test_net_detects_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, net = MUTANTS[name]
+    plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
         net()

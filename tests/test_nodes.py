@@ -19,13 +19,13 @@ def test_every_architecture(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral", "gemma2", "gpt2", "opt", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_dtypes(architecture: str, dtype: torch.dtype) -> None:
-    # unsharpened: in bf16 the question is the mask and the positions, not the chaos of large weights
+    # unsharpened: in bf16 the mask and positions are tested, not the error growth of large weights
     model = tiny(architecture, dtype, sharpen=1.0)
     tolerance = 1e-4 if dtype == torch.float32 else 0.15
     name = "oracle" if dtype == torch.float32 else "noise"
     if dtype == torch.bfloat16:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "equal", lambda *_: True)  # bf16 ties may fall otherwise; the nodes are the question
+            patch.setattr(torch, "equal", lambda *_: True)  # in bf16 ties may change the text; only nodes are tested
             assert node_net(model, name, tolerance=tolerance) > 50
     else:
         assert node_net(model, name, tolerance=tolerance) > 50
@@ -37,5 +37,5 @@ def test_every_drafter(name: str) -> None:
 
 
 def test_eager_attention_over_a_sliding_window() -> None:
-    # fp32: in fp64 transformers' own left-padded eager windows stray from the same prompt alone
+    # fp32: in fp64 transformers' eager sliding windows differ between left-padded and single prompts
     assert node_net(tiny("mistral", torch.float32, attention="eager"), "oracle", tolerance=1e-4) > 50

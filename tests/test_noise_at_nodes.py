@@ -1,4 +1,4 @@
-"""Tokens that the seeded rule decides before the walk: the same text, and the same state of the random stream."""
+"""All nodes decided at once by the seeded rule: the same text, and the same state of the random stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_text_and_random_stream_equal_generate(processors: str, ends: bool) -> N
     text_net(model(), "oracle", inputs, **given)
 
 
-def test_all_nodes_are_decided_at_once_where_laws_depend_on_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_nodes_are_decided_at_once_if_laws_depend_on_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(**ragged(model(), 2), max_new_tokens=20, do_sample=True, top_k=9, pad_token_id=0)
     fast = truedraft.accelerate(model(), control="fixed")
     torch.manual_seed(2)
@@ -45,7 +45,7 @@ def test_all_nodes_are_decided_at_once_where_laws_depend_on_logits_alone(monkeyp
         patch.setattr(Seeded, "choose", lambda *_: pytest.fail("called step by step"))
         torch.manual_seed(2)
         assert torch.equal(fast.generate(**given), expected)
-    by_row = fast.generate(**given, seed=4)  # noise made on the host is drawn step by step
+    by_row = fast.generate(**given, seed=4)  # noise from the host is drawn step by step
     monkeypatch.setattr("truedraft.chance.far", lambda device: False)
     assert torch.equal(fast.generate(**given, seed=4), by_row)
 

@@ -1,4 +1,4 @@
-"""Rules of one's own, by either contract, in `generate`; and that a rule alone decides what it decides in a batch."""
+"""Custom rules, by either contract, in `generate`; and `accept` on single rows compared with `verify` on a batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from truedraft.tree import DraftTree, Row, Scores
 
 
 @dataclass
-class Own(Rule):
+class CustomRule(Rule):
     card = Card(paper="none", idea="The likeliest token, down the tree.", family="own")
     guarantee, samples, preferred_drafts = "tokens", False, "likeliest"
 
@@ -50,7 +50,7 @@ class Own(Rule):
 
 
 @dataclass
-class OwnByNode(NodeRule):
+class CustomNodeRule(NodeRule):
     card = Card(paper="none", idea="The likeliest token.", family="own")
     guarantee, samples, preferred_drafts = "tokens", False, "likeliest"
 
@@ -61,14 +61,14 @@ class OwnByNode(NodeRule):
 
 
 class Even(StoppingCriteria):
-    """A criterion of one's own, for which rows go in lockstep: it ends a row where most of its last tokens are even."""
+    """An unknown criterion, which forces lockstep: it ends a row where most of its last tokens are even."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return (input_ids[:, -9:] % 2 == 0).sum(-1) > 6
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "default": {},
     "penalty": {"repetition_penalty": 1.3},
     "stop string": {"stop_strings": ["b", "k"], "tokenizer": SPELT},
     "lockstep": {"stopping_criteria": StoppingCriteriaList([Even()])},
@@ -78,8 +78,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("rule", [Own, OwnByNode])
-def test_a_rule_of_one_s_own_says_what_the_model_says(rule: type[Rule], setting: str, ended: bool) -> None:
+@pytest.mark.parametrize("rule", [CustomRule, CustomNodeRule])
+def test_custom_rule_gives_the_output_of_generate(rule: type[Rule], setting: str, ended: bool) -> None:
     model, given = tiny(), SETTINGS[setting]
     for inputs in (ragged(model, 3), ragged(model, 1)):
         settings = dict(max_new_tokens=30, do_sample=False, pad_token_id=0, **given)
@@ -95,8 +95,8 @@ def test_a_rule_of_one_s_own_says_what_the_model_says(rule: type[Rule], setting:
             assert torch.equal(found, expected)
         else:
             assert torch.equal(found.sequences, expected.sequences)
-            for mine, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
-                assert torch.allclose(torch.stack(mine), torch.stack(theirs), atol=1e-5)
+            for own, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
+                assert torch.allclose(torch.stack(own), torch.stack(theirs), atol=1e-5)
         assert fast.report().mean_acceptance_length > 1.2 and fast.report().rule == "test-own-rules"
 
 
@@ -105,26 +105,26 @@ class Counting(LogitsProcessor):
         return scores
 
 
-def test_processors_of_unknown_kind_need_a_rule_that_goes_node_by_node() -> None:
+def test_unknown_processors_require_a_node_rule() -> None:
     model = tiny()
     settings = dict(max_new_tokens=8, do_sample=False, logits_processor=[Counting()])
     for inputs in (ragged(model, 1), ragged(model, 3)):
-        with pytest.raises(truedraft.Refused, match=r"'test-own-rules' must know.*Counting.*use rule='greedy'"):
-            truedraft.accelerate(model, rule=Own()).generate(**inputs, **settings)
-        found = truedraft.accelerate(model, rule=OwnByNode()).generate(**inputs, **settings)
+        with pytest.raises(truedraft.Refused, match=r"'test-own-rules' needs the laws.*Counting.*use rule='greedy'"):
+            truedraft.accelerate(model, rule=CustomRule()).generate(**inputs, **settings)
+        found = truedraft.accelerate(model, rule=CustomNodeRule()).generate(**inputs, **settings)
         assert torch.equal(found, generated(model, inputs, max_new_tokens=8, do_sample=False).text)
 
 
-def test_near_ties_are_rechecked_for_rules_that_show_them_alone() -> None:
+def test_recheck_refuses_a_rule_without_keys() -> None:
     with pytest.raises(truedraft.Refused, match=r"ties='recheck'.*test-own-rules"):
-        truedraft.accelerate(tiny(), rule=Own(), ties="recheck")
+        truedraft.accelerate(tiny(), rule=CustomRule(), ties="recheck")
 
 
 ALONE = [(kind, name) for kind in ("accept", "accept.lossy") for name in registry.names(kind) if name != "nest"]
 
 
 def drafted(rng: random.Random, row: Row, rule: Rule) -> DraftTree:
-    """A random tree, drawn in a way that the rule judges."""
+    """A random tree, with children drawn in a way that the rule accepts."""
     tree = random_draft(rng, row, 9)
     draws = "independent" if rule.accepts_draws is None else next(iter(rule.accepts_draws - {"certain"}))
     if draws == "one":
@@ -134,8 +134,8 @@ def drafted(rng: random.Random, row: Row, rule: Rule) -> DraftTree:
 
 
 @pytest.mark.parametrize(("kind", "name"), ALONE)
-def test_a_rule_alone_decides_what_it_decides_in_a_batch(kind: str, name: str) -> None:
-    """`accept` on each row, nothing emitted, and `verify` on all of them: the same paths, tokens and noise."""
+def test_accept_on_one_row_equals_verify_on_a_batch(kind: str, name: str) -> None:
+    """`accept` on each row and `verify` on all of them give the same paths and tokens, and use the same noise."""
     longest = 0
     for seed in range(30):
         rng = random.Random(seed)

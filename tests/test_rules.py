@@ -1,4 +1,4 @@
-"""Acceptance rules alone: the law of what they say, by enumeration over drafts, flips and picks."""
+"""Acceptance rules by themselves: the law of their tokens, by enumeration over drafts, flips and picks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LAWS = {
 }
 
 
-def _offered(q: Tensor, siblings: int, draws: Draws, chance: Replay, row: Row) -> Candidates:
-    """What a drafter with the law q offers."""
+def _drafted(q: Tensor, siblings: int, draws: Draws, chance: Replay, row: Row) -> Candidates:
+    """The children that a drafter with the law q drafts."""
     if draws == "last" and siblings:
         certain = likeliest(q, siblings - 1)
         rest = q.index_fill(0, torch.tensor(certain, dtype=torch.long), 0.0)
@@ -43,7 +43,7 @@ def _offered(q: Tensor, siblings: int, draws: Draws, chance: Replay, row: Row) -
     return Candidates(tuple(chance.draw(q, row, siblings, draws == "distinct")), draws, q)
 
 
-def _judges(rule: str, draws: Draws) -> bool:
+def _accepts(rule: str, draws: Draws) -> bool:
     accepts_draws = registry.method("accept", rule).accepts_draws
     return accepts_draws is None or draws in accepts_draws
 
@@ -53,16 +53,16 @@ CASES = [
     for rule in BY_NODE
     for draws in ("one", "independent", "distinct", "last")
     for siblings in ((0, 1) if draws == "one" else (1, 2, 3))
-    if _judges(rule, draws)
+    if _accepts(rule, draws)
 ]
 
 
-def _law_of(rule: str, p: Tensor, offered: object, row: Row) -> tuple[list[float], float]:
-    """The law of what the rule says, and how often that was drafted."""
+def _law_of(rule: str, p: Tensor, drafted_children: object, row: Row) -> tuple[list[float], float]:
+    """The law of the rule's token, and the probability that it was drafted."""
     verifier, emitted, kept = registry.load("accept", rule), [0.0] * SIZE, 0.0
 
     def once(chance: Replay) -> tuple[int, bool]:
-        children = offered(chance) if callable(offered) else offered
+        children = drafted_children(chance) if callable(drafted_children) else drafted_children
         (token,) = verifier.choose(p.log()[None], [children], [row], chance)
         return token, token in children.tokens
 
@@ -74,52 +74,52 @@ def _law_of(rule: str, p: Tensor, offered: object, row: Row) -> tuple[list[float
 
 @pytest.mark.parametrize(("rule", "draws", "siblings"), CASES)
 @pytest.mark.parametrize("laws", LAWS)
-def test_drawn_drafts_leave_the_law_as_it_is(rule: str, laws: str, draws: Draws, siblings: int) -> None:
+def test_drawn_drafts_keep_the_law(rule: str, laws: str, draws: Draws, siblings: int) -> None:
     p, q = (torch.tensor(law) for law in LAWS[laws])
     row = Row(0, [1], 1, 9)
-    emitted, kept = _law_of(rule, p, lambda chance: _offered(q, siblings, draws, chance, row), row)
+    emitted, kept = _law_of(rule, p, lambda chance: _drafted(q, siblings, draws, chance, row), row)
     assert emitted == pytest.approx(p.tolist(), abs=1e-6)
     if siblings:
         most = optimal_acceptance(p, [q] * siblings, draws)
         assert kept <= most + 1e-6
         if siblings == 1 or (rule, draws) == ("greedy-multi-draft", "last"):
-            assert kept == pytest.approx(most, abs=1e-6), "the best that any rule can keep"
+            assert kept == pytest.approx(most, abs=1e-6), "the optimum of any rule"
 
 
 @pytest.mark.parametrize("tokens", [(), (0,), (3, 1), (2, 2, 0), (0, 1, 2, 3)])
 @pytest.mark.parametrize("laws", LAWS)
-@pytest.mark.parametrize("rule", [rule for rule in BY_NODE if _judges(rule, "certain")])
-def test_certain_drafts_leave_the_law_as_it_is(rule: str, laws: str, tokens: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rule", [rule for rule in BY_NODE if _accepts(rule, "certain")])
+def test_certain_drafts_keep_the_law(rule: str, laws: str, tokens: tuple[int, ...]) -> None:
     p, row = torch.tensor(LAWS[laws][0]), Row(0, [1], 1, 9)
     emitted, kept = _law_of(rule, p, Candidates(tokens), row)
     assert emitted == pytest.approx(p.tolist(), abs=1e-6)
-    if rule in ("multi-round", "greedy-multi-draft"):  # as much as any rule can keep
+    if rule in ("multi-round", "greedy-multi-draft"):  # the optimum of any rule
         assert kept == pytest.approx(sum(p[t].item() for t in set(tokens)), abs=1e-6)
 
 
-def test_siblings_without_replacement_are_kept_more_often() -> None:
+def test_siblings_without_replacement_are_accepted_more_often() -> None:
     p, q = (torch.tensor(law) for law in LAWS["alike"])
     row = Row(0, [1], 1, 9)
     kept = [
-        _law_of("multi-round", p, lambda chance, d=draws: _offered(q, 2, d, chance, row), row)[1]
+        _law_of("multi-round", p, lambda chance, d=draws: _drafted(q, 2, d, chance, row), row)[1]
         for draws in ("independent", "distinct")
     ]
     assert torch.minimum(p, q).sum() < kept[0] < kept[1]
 
 
-def test_each_draft_is_worth_something_to_k_seq() -> None:
+def test_k_seq_accepts_more_with_each_draft() -> None:
     p, q = (torch.tensor(law) for law in LAWS["alike"])
     row = Row(0, [1], 1, 9)
     kept, most = [], []
     for k in (1, 2, 3):
-        kept.append(_law_of("k-seq", p, lambda chance, k=k: _offered(q, k, "independent", chance, row), row)[1])
+        kept.append(_law_of("k-seq", p, lambda chance, k=k: _drafted(q, k, "independent", chance, row), row)[1])
         most.append(optimal_acceptance(p, [q] * k))
     assert kept[0] < kept[1] < kept[2]
     assert all(k >= (1 - 1 / math.e) * m for k, m in zip(kept, most, strict=True))
 
 
 @pytest.mark.parametrize("rule", BY_NODE)
-def test_nan_is_said(rule: str) -> None:
+def test_nan_scores_give_token_minus_one(rule: str) -> None:
     scores = torch.full((1, SIZE), torch.nan)
     row = Row(0, [1], 1, 9)
     assert registry.load("accept", rule).choose(scores, [Candidates((2,))], [row], StreamNoise(1)) == [-1]
@@ -137,9 +137,9 @@ def test_fresh_noise_does_not_depend_on_neighbours() -> None:
 
 
 def _block(p: list[Tensor], q: list[Tensor], rule: str) -> tuple[dict[tuple[int, ...], float], float]:
-    """The law of two tokens and a third by a rule that judges two drafted ones, and the mean accepted length.
+    """The law of three tokens, after verification of two drafted ones, and the mean number of emitted tokens.
 
-    p, q: laws of the next token where the prefix makes no difference.
+    p, q: next-token laws of target and drafter by step, the same after any prefix.
     """
     verifier = registry.load("accept", rule)
     laws, row = torch.stack([law.log() for law in p]), Row(0, [1], 1, 9)
@@ -151,7 +151,7 @@ def _block(p: list[Tensor], q: list[Tensor], rule: str) -> tuple[dict[tuple[int,
         tree = DraftTree((1, one, two), (-1, 0, 1), (q[0], q[1], None), draws="one")
         probs = TargetProbs(row, tree, laws, Laws(LogitsProcessorList(), History(torch.tensor([[1]]), 9, 0, [row])))
         path, token = verifier.accept(tree, probs, row, chance)
-        assert row.tokens == [1], "what is accepted is not emitted yet"
+        assert row.tokens == [1], "accept does not emit"
         return *(tree.tokens[node] for node in path[1:]), token
 
     for tokens, probability in outcomes(once):
@@ -162,7 +162,7 @@ def _block(p: list[Tensor], q: list[Tensor], rule: str) -> tuple[dict[tuple[int,
 
 
 def _continued(tokens: tuple[int, ...], p: list[Tensor]) -> list[tuple[tuple[int, ...], float]]:
-    """A run, filled up to three tokens as plain sampling would go on."""
+    """The tokens, continued to three by plain sampling: (text, probability)."""
     found = [(tokens, 1.0)]
     for i in range(len(tokens), 3):
         found = [((*emitted, t), w * float(p[i][t])) for emitted, w in found for t in range(SIZE)]
@@ -170,7 +170,7 @@ def _continued(tokens: tuple[int, ...], p: list[Tensor]) -> list[tuple[tuple[int
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_chain_judged_as_a_whole_has_the_same_law_and_keeps_more(seed: int) -> None:
+def test_block_keeps_the_law_and_accepts_more_than_rejection(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     p, q = ([torch.randn(SIZE, generator=g, dtype=torch.float64).softmax(-1) for _ in range(3)] for _ in range(2))
     (block, longer), (_, shorter) = _block(p, q, "block"), _block(p, q, "rejection")
@@ -180,23 +180,23 @@ def test_a_chain_judged_as_a_whole_has_the_same_law_and_keeps_more(seed: int) ->
     assert longer > shorter + 1e-3
 
 
-def _lossy(spec: str, p: list[float], offered: Candidates) -> int:
+def _lossy(spec: str, p: list[float], drafted_children: Candidates) -> int:
     (token,) = registry.load("accept.lossy", spec).choose(
-        torch.tensor([p]).log(), [offered], [Row(0, [1], 1, 9)], Replay([])
+        torch.tensor([p]).log(), [drafted_children], [Row(0, [1], 1, 9)], Replay([])
     )
     return token
 
 
-def test_what_lossy_rules_keep() -> None:
+def test_tokens_accepted_by_lossy_rules() -> None:
     p = [0.5, 0.3, 0.15, 0.05]  # exp(-entropy) is 0.32
-    assert _lossy("typical:delta=0.5", p, Candidates((2, 1))) == 1, "the likelier of those that are likely enough"
-    assert _lossy("typical:epsilon=0.2,delta=1.0", p, Candidates((2,))) == 0, "0.15 is not enough"
+    assert _lossy("typical:delta=0.5", p, Candidates((2, 1))) == 1, "the likelier of two above the threshold"
+    assert _lossy("typical:epsilon=0.2,delta=1.0", p, Candidates((2,))) == 0, "0.15 is below the threshold"
     assert _lossy("top-beta:beta=2", p, Candidates((1,))) == 1 and _lossy("top-beta:beta=2", p, Candidates((2,))) == 0
-    assert _lossy("top-beta:gap=0.4", p, Candidates((1,))) == 0, "too far behind the likeliest"
+    assert _lossy("top-beta:gap=0.4", p, Candidates((1,))) == 0, "the gap to the likeliest is too large"
 
 
 @pytest.mark.parametrize("laws", LAWS)
-def test_lenience_says_no_token_too_often(laws: str) -> None:
+def test_lenience_bounds_the_probability_of_every_token(laws: str) -> None:
     p, q = (torch.tensor(law) for law in LAWS[laws])
     row, emitted, kept = Row(0, [1], 1, 9), {}, {}
     for lenience in (1.0, 0.5):
@@ -212,13 +212,13 @@ def test_lenience_says_no_token_too_often(laws: str) -> None:
 
 
 def _once(verifier: NodeRule, p: Tensor, q: Tensor, row: Row, chance: Replay) -> tuple[int, bool]:
-    offered = Candidates(tuple(chance.draw(q, row)), "one", q)
-    (token,) = verifier.choose(p.log()[None], [offered], [row], chance)
-    return token, token in offered.tokens
+    drafted_children = Candidates(tuple(chance.draw(q, row)), "one", q)
+    (token,) = verifier.choose(p.log()[None], [drafted_children], [row], chance)
+    return token, token in drafted_children.tokens
 
 
 @pytest.mark.parametrize("name", registry.names("accept.lossy"))
-def test_a_lossy_rule_is_asked_for_and_says_so(name: str) -> None:
+def test_lossy_rules_need_their_prefix_and_are_reported(name: str) -> None:
     model = tiny()
     with pytest.raises(truedraft.Refused, match=f"lossy/{name}"):
         truedraft.accelerate(model, rule=name)
@@ -231,9 +231,9 @@ def test_a_lossy_rule_is_asked_for_and_says_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["stock", "auto"])
-def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
-    """The token at each node is the likeliest of two plain forwards mixed: the row's, and one behind the draft, the
-    prompt and the draft so far."""
+def test_reflective_mixes_the_laws_of_two_plain_forwards(runtime: str) -> None:
+    """The token at each node is the likeliest of the mixture of two plain forwards: one after the row, and one after
+    the row, the draft, the prompt and the draft up to the node."""
     model, share = tiny("llama", torch.float32), 0.5
     target = truedraft.accelerate(model, runtime=runtime).target
     rule = registry.load("accept.lossy", "reflective", prompt="abc", share=share)
@@ -246,7 +246,7 @@ def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
     row, prompt = Row(0, [3, 1, 4], 3, 9), SPELT("abc")["input_ids"]
     laws = Laws(LogitsProcessorList(), History(torch.tensor([[3, 1, 4]]), 9, 0, [row]))
     target.reserve(1, 30)
-    first, kept, otherwise = [plain()], [], 0
+    first, kept, changed = [plain()], [], 0
     for token in range(model.config.vocab_size):
         draft = (token, 8, 9)
         agrees = int(torch.lerp(first[0], plain(*draft, *prompt), share).argmax()) == token
@@ -256,7 +256,7 @@ def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
         second = [plain(*draft, *prompt, *draft[:depth]) for depth in range(3)]
         mixed = [torch.lerp(a, b, share) for a, b in zip(first, second, strict=False)] + first[3:]
         expected = [int(law.argmax()) for law in mixed]
-        otherwise += expected != [int(law.argmax()) for law in first]
+        changed += expected != [int(law.argmax()) for law in first]
         (tree,) = rule.add_probes([DraftTree((4, *draft, 0), (-1, 0, 1, 2, 3), probes=frozenset({4}))])
         assert tree.drafted == 3 and len(tree) == 5 + len(prompt) + 2 <= 5 + rule.extra_probes(3)
         target.prefill([Prompt(torch.tensor([3, 1, 4]))])
@@ -266,10 +266,10 @@ def test_the_second_look_sees_the_draft_and_the_prompt(runtime: str) -> None:
         kept.append(next((i for i in range(3) if draft[i] != expected[i]), 3))
         assert (path, found) == (list(range(kept[-1] + 1)), expected[kept[-1]])
     target.cache = None
-    assert otherwise and len(set(kept)) > 1, "a second look changed what is kept"
+    assert changed and len(set(kept)) > 1, "the second law changed what is accepted"
 
 
-def test_a_share_of_nothing_is_greedy() -> None:
+def test_reflective_with_share_zero_is_greedy() -> None:
     model = tiny()
     rule = registry.load("accept.lossy", "reflective", share=0.0)
     fast = truedraft.accelerate(model, SPELT, draft=sibling(model), rule=rule, control="fixed")

@@ -129,7 +129,7 @@ def test_unsuitable_draft_models_are_refused() -> None:
         truedraft.accelerate(tiny("bart"), draft=decoder)
     with pytest.raises(Refused, match="is an encoder-decoder, and the model that it would draft for is a decoder"):
         truedraft.accelerate(decoder, draft=tiny("t5"))
-    with pytest.raises(Refused, match="knows 33 tokens, the model 61"):
+    with pytest.raises(Refused, match="has 33 tokens, the model 61"):
         truedraft.accelerate(tiny("t5"), draft=smaller("t5", vocab_size=33))
     fast = truedraft.accelerate(tiny("bart"), draft=smaller("bart"))
     states = torch.randn(1, 5, 32)

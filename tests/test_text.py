@@ -1,4 +1,4 @@
-"""Text net: greedy and seeded output is that of `model.generate`, with every drafter."""
+"""Text net: greedy and seeded output equals that of `model.generate`, with every drafter."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TREES = 60
 
 
 def random_tree(seed: int, probes: bool = True) -> DraftTree:
-    """Up to twelve nodes, some of them probes with only probes below, with laws and confidences."""
+    """Up to twelve nodes with laws and confidences; some are probes, with only probes below."""
     rng = random.Random(seed)
     n = rng.randint(1, 12)
     parent = [-1] + [rng.randrange(max(0, i - 5), i) for i in range(1, n)]
@@ -44,14 +44,14 @@ def ancestors(tree: DraftTree, node: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Named(DraftTree):
-    """A tree with a field of nodes and one of the whole besides."""
+    """A tree with one more field of nodes, and one more of the whole tree."""
 
     names: tuple[str, ...] = field(default=(), metadata=by_node(lambda names, nodes: tuple(names[i] for i in nodes)))
     title: str = ""
 
 
-def test_every_field_is_carried() -> None:
-    """Those that say something of nodes are picked with them, all others stay; a field that does neither fails."""
+def test_selections_carry_every_field() -> None:
+    """Fields of nodes are selected with the nodes, the others are copied."""
     of_tree = {"draws", "title"}
     assert {f.name for f in fields(Named) if "select" not in f.metadata} == of_tree
     for seed in range(TREES):
@@ -131,7 +131,7 @@ def _below(tree: DraftTree, probe: int, chosen: set[int]) -> bool:
     return next(i for i in reversed(ancestors(tree, probe)) if i not in tree.probes) in chosen
 
 
-def test_trees_without_laws_or_confidences_stay_so() -> None:
+def test_selections_of_certain_trees_have_no_laws_or_confidences() -> None:
     tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 1), probes=frozenset({2}))
     for part in (tree.cut(3), tree.bare(), tree.shallow(1), tree.drafting(1)):
         assert part.dist is None and part.confidence is None and part.draws == "certain"
@@ -224,7 +224,7 @@ def test_scores_of_parts_are_joined_and_split() -> None:
 
 
 @pytest.mark.parametrize("seed", range(TREES))
-def test_probes_hang_behind_the_nodes_that_there_are(seed: int) -> None:
+def test_with_probes_appends_nodes(seed: int) -> None:
     tree = random_tree(seed)
     n, vector = len(tree), torch.zeros(2)
     more = tree.with_probes((7, 8, 9), (0, n, n - 1), {1: vector})
@@ -233,7 +233,7 @@ def test_probes_hang_behind_the_nodes_that_there_are(seed: int) -> None:
     assert more.embeds[n + 1] is vector and more.dist is not None and more.dist[n:] == (None,) * 3
 
 
-def test_embeddings_are_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_of_verified_nodes_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "CHECKS", False)
     tree = DraftTree((1, 2, 3), (-1, 0, 0), probes=frozenset({2}), embeds={1: torch.zeros(2)})
     with pytest.raises(ValueError, match=r"^embeddings are for probes, \[2\], and nodes \[1\] have one$"):
@@ -244,20 +244,18 @@ def test_embeddings_are_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_embeddings_stay_with_their_probes_where_drafts_are_joined(
-    native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_drafts_keep_the_embeddings_of_probes(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         monkeypatch.setattr(unions, "compiled", lambda: None)
     row = Row(0, [1], 1, 9)
     for seed in range(TREES):
         given = [replace(random_tree(seed + 100 * i), draws="certain", dist=None) for i in range(2)]
         given = [replace(tree, tokens=(1, *tree.tokens[1:])) for tree in given]
-        known = {id(vector): (tree, i) for tree in given for i, vector in tree.embeds.items()}
+        origin = {id(vector): (tree, i) for tree in given for i, vector in tree.embeds.items()}
         whole = unions.union(given, 99).tree
-        for made in (whole, grafted(given[0], 0, given[1]), Calibration().proposed(row, placed(given[0], 0.5))):
-            made.check()
-            for node, vector in made.embeds.items():
-                tree, i = known[id(vector)]
-                assert [made.tokens[j] for j in made.path(node)] == [tree.tokens[j] for j in tree.path(i)]
-        assert len(whole.embeds) == len(known) and all(token >= 0 for token in whole.tokens)
+        for joined_tree in (whole, grafted(given[0], 0, given[1]), Calibration().proposed(row, placed(given[0], 0.5))):
+            joined_tree.check()
+            for node, vector in joined_tree.embeds.items():
+                tree, i = origin[id(vector)]
+                assert [joined_tree.tokens[j] for j in joined_tree.path(node)] == [tree.tokens[j] for j in tree.path(i)]
+        assert len(whole.embeds) == len(origin) and all(token >= 0 for token in whole.tokens)

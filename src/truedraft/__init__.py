@@ -1,4 +1,4 @@
-"""Generation with transformers, several tokens per pass, exactly what the model alone would have said."""
+"""Generation with transformers, several tokens per pass, with exactly the output of the model alone."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""`accelerate(model)`: a model's own `generate`, faster, with the same result."""
+"""`accelerate(model)`: the `generate` of a `transformers` model in fewer passes, with the same result."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from truedraft.targets.unwrapping import unwrapped
 
 
 class Accelerated(StandIn):
-    """A model with drafts; made by `accelerate`. What it does not answer itself, the model does; see `StandIn`.
+    """A model with a faster `generate`; made by `accelerate`. Other attributes are the model's; see `StandIn`.
 
     Attributes:
-        model: the model as it was given, untouched.
-        target, drafter, rule, control: the parts in play; `rule` is None where each call chooses.
+        model: the model that was given, unchanged.
+        target, drafter, rule, control: the parts in use; `rule` is None where each call chooses greedy or seeded.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class Accelerated(StandIn):
         self._complete()
 
     def _call(self) -> AbstractContextManager[None]:
-        """The turn of a call: calls of other threads wait, as do those of models that share a part with this one."""
+        """Exclusive use during a call: calls of other threads wait, also of models that share a part with this one."""
         parts = self, *parts_of([self.drafter]), self.rule, self.control
         return exclusive([part for part in parts if part is not None])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
-        """A deep copy of the model, accelerated in the same way; drafters have learnt nothing yet."""
+        """A deep copy of the model, accelerated in the same way; its drafters start without learnt state."""
         draft, rule, control = (renewed(part, memo) for part in self._parts)
-        memo[id(self)] = made = Accelerated(
+        memo[id(self)] = copied = Accelerated(
             copy.deepcopy(self.model, memo), self.tokenizer, draft, rule, control, *self._hosting, self.ties
         )
-        return made
+        return copied
 
     def __repr__(self) -> str:
         return (
@@ -96,29 +96,29 @@ class Accelerated(StandIn):
         """Figures of the last call of `generate`.
 
         Raises:
-            Refused: nothing was generated yet.
+            Refused: there was no call yet.
         """
         if self._report is None:
             raise Refused("there is nothing to report: call generate() first")
         return self._report
 
     def forget(self) -> None:
-        """Drafters forget what they learnt of earlier calls: their texts, and how often which drafts were right."""
+        """Drop what drafters have learnt in earlier calls: texts, and acceptance statistics."""
         with self._call():
             self.drafter.forget()
 
     def save_memory(self, path: str | PathLike[str]) -> None:
-        """Write what drafters keep of earlier outputs, with their namespaces, to a file; whole or not at all.
+        """Write the earlier outputs that drafters keep, with their namespaces, to a file, atomically.
 
         Raises:
             Refused: the drafter keeps no outputs.
-            OSError: the file cannot be written; what stood there still does.
+            OSError: the file cannot be written; a file that existed is unchanged.
         """
         with self._call():
             max(self._memories(), key=lambda memory: memory.limit).save(path, self.tokenizer)
 
     def load_memory(self, path: str | PathLike[str]) -> None:
-        """Add what `save_memory` wrote to what drafters keep.
+        """Add the outputs in a file of `save_memory` to those that drafters keep.
 
         Raises:
             Refused: the drafter keeps no outputs; or the file is damaged, or of a model with other tokens.
@@ -148,34 +148,34 @@ class Accelerated(StandIn):
         """`model.generate`, with its arguments and its return value, in fewer passes.
 
         Greedy: the tokens of `model.generate`. With `do_sample=True`: the tokens that `model.generate` samples
-        under the same `torch.manual_seed`; torch's random stream stands afterwards where it would have stood.
-        A `streamer` is ended however the call ends. One call runs at a time: calls from other threads wait for it. A
-        model that was changed since the last call, in more than the values of its weights, is compared with its own
-        forward again first.
+        under the same `torch.manual_seed`; torch's generator is left in the state in which it would leave it.
+        A `streamer` is ended even after an error. One call runs at a time: calls from other threads wait for it. If
+        the model was changed since the last call, in more than the values of its weights, passes are first compared
+        with its own forward again.
 
         Args:
             inputs: (batch, length) prompt ids, as in `model.generate`; left-padded batches with their `attention_mask`.
-                Of an encoder-decoder the sources, the first documents that drafts are copied from.
+                For an encoder-decoder the sources, which are also the first documents that drafts copy from.
             generation_config: as in `model.generate`.
             references: documents that the output may copy from, for drafters and rules that use them: texts or token
                 ids, for every row; or one such list per row.
-            seed: draw the noise of each row from (seed, row, position) instead of torch's stream, so that a row's
-                text does not depend on its neighbours; a list gives each row a seed of its own.
+            seed: makes the noise of each row a function of (seed, row, position) instead of torch's stream, so that a
+                row's text does not depend on the other rows; a list gives each row a seed of its own.
             chance: another source of noise.
-            namespace: whose text it is, for drafters that keep what was said for later calls: they offer it to the
-                same namespace alone. One for every row, or a list.
-            on_pass: called after every pass with what it emitted.
-            **kwargs: whatever `model.generate` takes.
+            namespace: owner of the text, for drafters that keep outputs for later calls: they draft from them only for
+                the same namespace. One for all rows, or a list.
+            on_pass: called after every pass, with the tokens that it emitted.
+            **kwargs: other arguments of `model.generate`.
 
         Returns:
             (batch, length) token ids, or with `return_dict_in_generate=True` a `GenerateDecoderOnlyOutput` (or
             `GenerateEncoderDecoderOutput`, of sequences, scores and logits) without `past_key_values`.
 
         Raises:
-            Refused: a setting that cannot be honoured exactly, named before anything is computed; or a call inside a
+            Refused: a setting that cannot be honoured exactly, named before anything is computed; or a call within a
                 call.
-            KeyboardInterrupt: Ctrl-C. Once decoding has begun, the exception's `output` is what had been generated by
-                the last pass that was completed, as it would have been returned, and its `report` that of `report()`.
+            KeyboardInterrupt: Ctrl-C. Once decoding has begun, the exception's `output` is the return value for the
+                tokens up to the last complete pass, and its `report` that of `report()`.
         """
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
@@ -194,16 +194,16 @@ class Accelerated(StandIn):
                 self.target.free()
 
     def engine(self, max_rows: int = 8, max_tokens: int = 2048) -> ContinuousEngine:
-        """A running batch of requests, each with settings of its own, that come and go between steps; see
-        `ContinuousEngine`. It makes passes and sizes drafts by itself; `generate` may be called beside it.
+        """A running batch that requests enter and leave between steps (continuous batching); see `ContinuousEngine`.
+        It has a cache and a control of its own, so `generate` may be called while it exists.
 
         Args:
             max_rows: requests that run at once.
-            max_tokens: of a request's prompt and output together, at most; sources of an encoder-decoder are not
+            max_tokens: most tokens of a request, prompt and output together; sources of an encoder-decoder are not
                 counted.
 
         Raises:
-            Refused: the sizes make no sense, or the cache does not fit in memory.
+            Refused: a size is not an integer or too small, or the cache does not fit in memory.
         """
         if self.ties != "keep":
             raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
@@ -223,7 +223,7 @@ class Accelerated(StandIn):
         truedraft_call: Call,
         **model_kwargs: Any,
     ) -> Any:
-        """The decode loop that `model.generate` calls once it has prepared everything."""
+        """The decode loop, which `model.generate` calls as `custom_generate` with what it has prepared."""
         call, watch = truedraft_call, Stopwatch()
         prepared = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         check_settings(generation_config)
@@ -235,7 +235,7 @@ class Accelerated(StandIn):
 
         request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, reserve)
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
-        self._report = report = reports.begun(self.target, drafter, rule, self.control, watch.seconds)
+        self._report = report = reports.new_report(self.target, drafter, rule, self.control, watch.seconds)
         report.passes = request.passes
         report.notes += reports.notes_on(rows, laws, stops)
         engine, stream = Engine(self.target, self.control), Stream(call.streamer, rows, history)
@@ -259,16 +259,16 @@ class Accelerated(StandIn):
             raise
         finally:
             engine.close()
-            reports.ended(report, self.target, request.rule)
+            reports.complete(report, self.target, request.rule)
 
     def _drafter_of(self, config: GenerationConfig, call: Call) -> Drafter:
         references, assistant = call.references, call.assistant
-        ways = {
+        drafting = {
             "references": references, "assistant_model": assistant,
             "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
         }  # fmt: skip
-        if len(given := [name for name, value in ways.items() if value is not None]) > 1:
-            raise Refused(f"{' and '.join(given)} ask for different drafts: give one of them")
+        if len(given := [name for name, value in drafting.items() if value is not None]) > 1:
+            raise Refused(f"{' and '.join(given)} select different drafters: give one of them")
         if assistant is not None:
             return self._assistant(assistant, config)
         if (length := config.prompt_lookup_num_tokens) is not None:
@@ -277,8 +277,7 @@ class Accelerated(StandIn):
         return self.drafter
 
     def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
-        """The drafter that `assistant_model` stands for, with the lengths that transformers knows; kept until another
-        is asked for."""
+        """The drafter of an `assistant_model`, with the lengths that transformers would use; kept for later calls."""
         model = unwrapped(model)
         settings = getattr(model, "generation_config", None)
         knobs: dict[str, Any] = {}
@@ -304,29 +303,29 @@ def accelerate(
     quantize: str | None = None,
     ties: str = "keep",
 ) -> Accelerated:
-    """A model whose `generate` drafts and verifies, and says what the model alone would have said.
+    """A model whose `generate` drafts and verifies, with the output of `model.generate`.
 
     Args:
-        model: a decoder language model or an encoder-decoder of `transformers`, in eval mode; it is not changed, unless
-            `quantize` is given. One that PEFT or `torch.compile` has wrapped is taken out of that, where this is exact.
-        tokenizer: needed only where text is (stop strings, references as text).
+        model: a decoder language model or an encoder-decoder of `transformers`, in eval mode; not changed unless
+            `quantize` is given. A wrapper of PEFT or `torch.compile` is removed where that is exact.
+        tokenizer: required only for text (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
             model with the same tokenizer, or None for plain decoding; "auto" needs no training and uses references
-            where they are given.
+            if there are any.
         rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples: both give the
-            tokens of `model.generate`. The others sample other tokens of the same law (`truedraft methods` lists
-            them); "lossy/NAME" is a lossy one, whose text is not the model's own.
-        control: how much is drafted; "cost" measures what pays on this machine, "fixed" always drafts in full.
-        runtime: "auto" makes passes by compiled code where it can stand in for the model's forward (on the CPU, for
-            the common architectures): faster, and the same to the last bit at any width; on a GPU by CUDA graphs
-            captured from the model's forward. "stock" always calls the model's own forward.
+            tokens of `model.generate`. Others sample different tokens of the same distribution (`truedraft methods`
+            lists them); "lossy/NAME" is a lossy one, which changes the distribution.
+        control: sets the sizes of drafts; "cost" from costs measured on this machine, "fixed" always drafts in full.
+        runtime: "auto" makes passes by compiled code where it can replace the model's forward (on the CPU, for the
+            common architectures): faster, and the same bits at any width; on a GPU by CUDA graphs captured from the
+            model's forward. "stock" always calls the model's own forward.
         strict: refuse where a pass could depend on how many tokens it verifies (floating point rounds differently at
             different widths); with the compiled pass it cannot.
         quantize: "int8" or "int4" quantises the weights of the model itself, by torchao: fewer bytes to read, another
-            model. What is said is then exactly what the quantised model says, and `model.generate` says it too.
-        ties: "recheck" scores tokens whose best two are closer than the rounding of this dtype again as
-            `model.generate` does, by the model's own forward a token at a time: near its text in bf16, at about its
-            cost. "keep" keeps those of the pass.
+            model. The output is then exactly that of the quantised model, as is that of `model.generate`.
+        ties: "recheck" recomputes choices between tokens whose scores differ by less than the rounding of this dtype,
+            as `model.generate` computes them, by the model's own forward one token at a time: near its text in bf16,
+            at about its cost. "keep" keeps the choices of the pass.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly or quantised, or a name is unknown.

@@ -1,4 +1,4 @@
-"""The rows of one pass, grouped by what they bring along."""
+"""The rows of one pass, grouped by request and by drafter."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ V = TypeVar("V")
 class Cohort:
     """The rows of one pass, in the order of their slots.
 
-    first: the slot of the first.
-    requests, drafters: whose they are and who drafts for them, each with the places of its rows among these.
+    first: slot of the first row.
+    requests, drafters: each request and each drafter of the rows, with the indices into `rows` of its own.
     """
 
     rows: Sequence[Row]
@@ -33,33 +33,33 @@ class Cohort:
         return cls(list(rows), first, requests, by_owner([row.request.drafter for row in rows]))
 
     def without_failed(self) -> Cohort:
-        """The same pass, of which requests that failed see nothing more."""
+        """The same rows, without failed requests in `requests` and `drafters`."""
         requests = [(request, places) for request, places in self.requests if not request.error]
-        going = {place for _, places in requests for place in places}
-        drafters = [(drafter, [i for i in places if i in going]) for drafter, places in self.drafters]
+        active = {place for _, places in requests for place in places}
+        drafters = [(drafter, [i for i in places if i in active]) for drafter, places in self.drafters]
         return replace(self, requests=requests, drafters=[(drafter, own) for drafter, own in drafters if own])
 
 
 def by_owner(owners: Sequence[K]) -> list[tuple[K, list[int]]]:
-    """Each owner once, with the places that are its own."""
-    found: dict[int, tuple[K, list[int]]] = {}
+    """Each distinct object once, in the order of first occurrence, with the indices at which it occurs."""
+    groups: dict[int, tuple[K, list[int]]] = {}
     for place, owner in enumerate(owners):
-        found.setdefault(id(owner), (owner, []))[1].append(place)
-    return list(found.values())
+        groups.setdefault(id(owner), (owner, []))[1].append(place)
+    return list(groups.values())
 
 
 def select(values: Sequence[V], places: Sequence[int]) -> Sequence[V]:
-    """The values at some places; without a copy where they are all."""
+    """The values at these indices; the sequence itself, uncopied, where these are all."""
     return values if len(places) == len(values) else [values[i] for i in places]
 
 
 def for_each(
     groups: Sequence[tuple[K, Sequence[int]]], f: Callable[..., list[V]], *of_rows: Sequence[object]
 ) -> list[V]:
-    """What `f` makes of every group's part, in the order of the rows."""
+    """Call `f(owner, *values of its rows)` for every group; its results, in the order of the rows."""
     if len(groups) == 1:
         return f(groups[0][0], *of_rows)
-    made: dict[int, V] = {}
+    results: dict[int, V] = {}
     for owner, places in groups:
-        made.update(zip(places, f(owner, *(select(values, places) for values in of_rows)), strict=True))
-    return [made[i] for i in range(len(made))]
+        results.update(zip(places, f(owner, *(select(values, places) for values in of_rows)), strict=True))
+    return [results[i] for i in range(len(results))]

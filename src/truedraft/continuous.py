@@ -1,4 +1,4 @@
-"""Requests that come and go while others run: continuous batching, driven a step at a time."""
+"""Continuous batching: requests enter and leave a running batch between steps, which the caller makes."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from truedraft.stats import EngineReport, Totals
 from truedraft.stopwatch import Stopwatch
 from truedraft.targets.hosting import hosted
 
-DRAFTS = 256  # positions beyond a row's tokens, for drafts and probes
-
-SHARE = 0.02  # of the time, at most, for noticing between steps that the model was changed
+DRAFTS = 256  # positions of the cache beyond a row's tokens, for drafts and probes
+CHECKING = 0.02  # most of the time that is spent on detecting, between steps, a model that was changed
 
 
 class ContinuousEngine:
-    """A running batch of requests with settings of their own; made by `Accelerated.engine`.
+    """A running batch of requests, each with settings of its own; made by `Accelerated.engine`.
 
-    A request's text is the one that `generate` gives it alone, whoever runs beside it and whenever it came: greedy, or
-    sampled with the same `seed`. Requests for which there is no slot wait for one, first come first served.
+    Use: `add_request` at any time, `step` while `has_unfinished_requests()`, then `close`, or a `with` block.
 
-    What a part of one request raises ends that request alone: its `finish_reason` is "error". A drafter that several
-    share ends all of those that it was called for. What belongs to none of them (the target's pass, the control,
-    Ctrl-C) is raised by `step` and closes the engine.
+    Text: that which `generate` returns for the request alone, greedy or sampled with the same `seed`; it does not
+    depend on the other requests, nor on when it was added. Requests without a slot wait, first come first served.
 
-    Calls from several threads take turns; one inside another (from a streamer, a processor) is refused. `close` it, or
-    use it in a `with` block.
+    Errors: an exception from a part of one request (processor, stopping criterion, streamer, rule, drafter) ends that
+    request, with `finish_reason` "error"; one from a drafter that requests share ends those that it was called for. An
+    exception from the target or the control, or Ctrl-C, is raised by `step` and closes the engine.
+
+    Threads: calls from several threads take turns; a call within a call (from a streamer, a processor) is refused.
 
     Args:
         max_rows: requests that run at once.
-        max_tokens: of a request's prompt and output together, at most; sources of an encoder-decoder are not counted.
+        max_tokens: most tokens of a request, prompt and output together; sources of an encoder-decoder are not counted.
 
     Raises:
-        Refused: the sizes make no sense, or the cache does not fit in memory.
+        Refused: a size is not an integer or too small, or the cache does not fit in memory.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class ContinuousEngine:
         self._watch.attach(self._engine)
         self._step = self._watch.timed("all", self._engine.step)
         self._totals = Totals()
-        self._compared = (0.0, 0.0)  # when the model was last compared with what it was, and the seconds that took
+        self._compared = (0.0, 0.0)  # time of the last check for changes, and its seconds
         self._waiting: deque[EngineRequest] = deque()
-        self._running: dict[int, tuple[EngineRequest, float]] = {}  # by the request's identity, and since when
+        self._running: dict[int, tuple[EngineRequest, float]] = {}  # id(request) -> the request, time of admission
 
     def __enter__(self) -> ContinuousEngine:
         return self
@@ -95,7 +95,7 @@ class ContinuousEngine:
         return bool(self._waiting or self._running)
 
     def room(self) -> int:
-        """Slots for requests that could begin with the next step; one with a long source may also wait for memory."""
+        """Number of requests that could still begin with the next step; long sources may also wait for memory."""
         return self.max_rows - len(self._running) - len(self._waiting)
 
     def add_request(
@@ -110,20 +110,20 @@ class ContinuousEngine:
         streamer: Any = None,
         **kwargs: Any,
     ) -> EngineRequest:
-        """A request, which begins with the next step for which there is a slot.
+        """Add a request; it begins with the next step for which there is a slot.
 
         Args:
-            input_ids: (1, length) or (length,) token ids of the prompt; of an encoder-decoder those of the source.
+            input_ids: (1, length) or (length,) token ids of the prompt, or of the source of an encoder-decoder.
             draft: a drafter, its name, or None for none; by default the drafter of the accelerated model.
             rule: an acceptance rule or its name; by default that of the accelerated model.
-            seed: noise comes from (seed, position); drawn from torch's stream where it is not given.
+            seed: the noise of a token is a function of (seed, position); by default a seed from torch's generator.
             references, namespace: as in `generate`.
-            streamer: is given the prompt at once, tokens as they are emitted, and ended with the request.
-            **kwargs: what `model.generate` takes.
+            streamer: receives the prompt at once and each token once it is emitted; ended with the request.
+            **kwargs: arguments of `model.generate`.
 
         Raises:
-            Refused: a setting that cannot be honoured exactly, a prompt of several rows, one that does not fit with the
-                tokens that it may emit, or a source for which there is no memory (`NoRoom`).
+            Refused: a setting that cannot be honoured exactly, a prompt of several rows, prompt and output longer than
+                `max_tokens`, or a source for which there is no memory (`NoRoom`).
         """
         ids = input_ids[None] if isinstance(input_ids, Tensor) and input_ids.dim() == 1 else input_ids
         if isinstance(ids, Tensor) and len(ids) != 1:
@@ -140,63 +140,63 @@ class ContinuousEngine:
             check_settings(generation_config)
             prepared = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
             if prepared.returns:
-                raise Refused("return_dict_in_generate: a request has its tokens alone; leave it out")
+                raise Refused("return_dict_in_generate: a request returns tokens alone; leave it out")
             drafter = fitted(given, target, self.tokenizer)
             verifier = rule_for(self._own_rule(rule), bool(generation_config.do_sample), drafter)
             check_references(references, drafter, verifier)
             if generation_config.prompt_lookup_num_tokens is not None:
-                raise Refused("prompt_lookup_num_tokens asks for drafts: give draft='prompt-lookup' in its place")
+                raise Refused("prompt_lookup_num_tokens selects a drafter: give draft='prompt-lookup' instead")
 
             def check(rows: int, tokens: int) -> None:
                 self._check(tokens, drafter.width + extra_probes(verifier, drafter.width))
 
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
-            report = reports.begun(target, drafter, verifier, self._control, {"all": 0.0})
+            report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes = request.passes
             return EngineRequest(request, seed, streamer, report)
 
         with exclusive([self]), exclusive(parts_of([given])), defaults():
             self._open()
             if kwargs.get("assistant_model") is not None:
-                raise Refused("assistant_model asks for drafts: give it as draft=")
+                raise Refused("assistant_model selects a drafter: give it as draft=")
             check_arguments(target, ids, kwargs)
             self._check_model()
             kwargs = with_stop_strings(target.encoded(ids, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
-            made: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
-            self._waiting.append(made)
-        return made
+            added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
+            self._waiting.append(added)
+        return added
 
     @torch.no_grad()
     def step(self) -> list[EngineRequest]:
-        """One pass: over the prompts of requests for which a slot has become free, or over all that run.
+        """Make one pass: over the prompts of waiting requests for which a slot is free, else over drafts of all rows.
 
         Returns:
-            The requests that have new tokens, and those that ended.
+            The requests that took part in the pass, and those that ended.
 
         Raises:
             Refused: the model was changed, or this is a call within a call; nothing was computed.
-            BaseException: what no request is to blame for, an interruption included; the engine is closed.
+            BaseException: from the target or the control, or an interruption; the engine is closed.
         """
         with exclusive([self]):
             engine = self._open()
-            if time.perf_counter() > self._compared[0] + self._compared[1] / SHARE:
+            if time.perf_counter() > self._compared[0] + self._compared[1] / CHECKING:
                 self._check_model()
             with self._changing():
-                moved = self._admit(engine)
+                advanced = self._admit(engine)
                 if engine.running:
                     ran = self._step()
                     self._totals.passes = engine.passes
                     for request in [self._running[id(request)][0] for request in ran]:
-                        self._moved(request)
-                        moved.append(request)
-        return moved
+                        self._after_pass(request)
+                        advanced.append(request)
+        return advanced
 
     def abort_request(self, request: EngineRequest) -> None:
-        """End a request where it is; nothing happens to one that is finished.
+        """End a request after the tokens that it has emitted; no effect on a finished one.
 
         Raises:
-            Refused: it is one of another engine, or this is a call within a call.
+            Refused: the request is one of another engine, or this is a call within a call.
         """
         with exclusive([self]):
             if not request.finished:
@@ -211,9 +211,9 @@ class ContinuousEngine:
                     self._finish(request, "abort")
 
     def report(self) -> EngineReport:
-        """Figures of all its requests so far."""
+        """Figures of all requests so far."""
         totals = copy.deepcopy(self._totals)
-        for request, _ in list(self._running.values()):  # other threads may be at it
+        for request, _ in list(self._running.values()):  # a copy: another thread may change it
             totals.add(request.report())
         return EngineReport(
             self._target.runtime, name_of(self._control), totals, len(self._waiting), len(self._running),
@@ -221,7 +221,7 @@ class ContinuousEngine:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Abort what is unfinished, and free the cache."""
+        """Abort unfinished requests, and free the cache."""
         with exclusive([self]):
             if self._engine is not None:
                 with self._changing():
@@ -233,7 +233,7 @@ class ContinuousEngine:
         try:
             self._engine.close()
         except BaseException:
-            self._engine.close()  # once more, where an interruption cut it short
+            self._engine.close()  # completes a call that was interrupted
             raise
         finally:
             for request in self._unfinished():
@@ -247,7 +247,7 @@ class ContinuousEngine:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """This thread's turn with the drafters too, which other models may share. Cut short, it closes the engine."""
+        """Exclusive use of the drafters, which other models may share; an exception within closes the engine."""
         drafters = [request._request.drafter for request in self._unfinished()]
         with exclusive(parts_of(drafters)), defaults():
             try:
@@ -262,7 +262,7 @@ class ContinuousEngine:
         return self._engine
 
     def _check(self, tokens: int, drafts: int) -> None:
-        """Raises Refused where a request, or a draft at its end, is longer than there is room for."""
+        """Raises Refused where a request, or a draft at its end, does not fit in the cache."""
         if tokens > self.max_tokens:
             raise Refused(
                 f"{tokens} tokens of prompt and output are more than max_tokens={self.max_tokens} of the engine: lower "
@@ -270,27 +270,27 @@ class ContinuousEngine:
             )
         if tokens + drafts > self.max_tokens + DRAFTS:
             raise Refused(
-                f"drafts of {drafts} nodes may not fit behind {tokens} tokens: give a drafter of fewer, or make an "
+                f"drafts of {drafts} nodes may not fit after {tokens} tokens: give a drafter of fewer, or make an "
                 f"engine with max_tokens={tokens + drafts - DRAFTS}"
             )
 
     def _own_rule(self, rule: str | Rule | None) -> Rule | None:
-        """A rule of a request's own: some keep what they found in the request's text."""
+        """A rule for one request alone: some rules have state of the text. None: that of `model.generate`."""
         given = self._rule if rule is None else rule
         if given is None or isinstance(given, str):
             return None if given is None else part(given, "accept", Rule)
         return copy.copy(part(given, "accept", Rule))
 
     def _check_model(self) -> None:
-        """Raises Refused where the model is not what the engine was made for."""
-        begun = time.perf_counter()
+        """Raises Refused where the model was changed since the engine was made."""
+        start = time.perf_counter()
         if self._target.changed:
             raise Refused("the model was changed since the engine was made: close it, and make another one")
         now = time.perf_counter()
-        self._compared = now, now - begun
+        self._compared = now, now - start
 
     def _admit(self, engine: Engine) -> list[EngineRequest]:
-        """Requests begin for which there are a slot and memory, first come first served; those that never can end."""
+        """Admit waiting requests in order, as far as there are slots and memory; returns those that can never begin."""
         ended = []
         while self._waiting and len(self._running) < self.max_rows:
             request = self._waiting[0]
@@ -298,7 +298,7 @@ class ContinuousEngine:
                 self._target.check_room(request._request.prompts)
             except NoRoom as error:
                 if self._running:
-                    break  # until these have ended
+                    break  # running requests may free memory
                 request._request.error = error
                 self._finish(request, "error")
                 ended.append(request)
@@ -308,8 +308,8 @@ class ContinuousEngine:
             self._waiting.popleft()
         return ended
 
-    def _moved(self, request: EngineRequest) -> None:
-        """After a pass that a request took part in: its streamer is fed, and where it has ended, so is the request."""
+    def _after_pass(self, request: EngineRequest) -> None:
+        """Feed the streamer of a request after a pass; finish the request if its row has ended or failed."""
         inner, row = request._request, request._row
         request.report().seconds["all"] = time.perf_counter() - self._running[id(inner)][1]
         reason: Reason | None = None
@@ -332,7 +332,7 @@ class ContinuousEngine:
         try:
             if request._streamer is not None:
                 request._streamer.end()
-            reports.ended(report, self._target, inner.rule)
+            reports.complete(report, self._target, inner.rule)
         except Exception as error:
             inner.error = inner.error or error
         if inner.error is not None:

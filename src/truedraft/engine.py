@@ -1,4 +1,18 @@
-"""The causal loop: draft a tree for every row, score all in one pass, keep what the target would have said itself."""
+"""The decode loop of speculative decoding: drafts of all rows are verified by one pass of the target per step.
+
+A step (`Engine.step`), in order:
+
+    admit    new rows begin; their prompts have a pass of their own (prefill), which is verified like any other
+    budget   the control sets the number of nodes to draft for each row
+    draft    each drafter proposes a tree for each of its rows; the control prunes; rules add their probes
+    score    one pass of the target over all trees: logits at every node, and the tapped hidden states
+    verify   the rule of each row accepts a path of its tree and chooses the token that follows; both are emitted
+    commit   the KV of the accepted paths becomes permanent, that of the other nodes is dropped
+    observe  drafters and control receive the pass, rejected nodes included
+    retire   rows that ended leave
+
+No method is named here: drafters, rules and controls are used through their contracts (`Drafter`, `Rule`, `Control`).
+"""
 
 from __future__ import annotations
 
@@ -15,16 +29,19 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
 
 class Engine:
-    """Rows that run, a pass at a time, from their prompts to their ends. Requests come and go between passes.
+    """Decodes rows to their ends, one pass per `step`; requests are admitted and cancelled between steps.
 
-    The target's cache is reserved by whoever makes the engine, for as many rows as ever run at once.
+    Errors: an exception from a part that belongs to requests (drafter, rule, processors, stopping criteria) is stored
+    in `Request.error`; these requests leave with the current pass, the others are not affected. An exception from the
+    target or the control, or an interruption, leaves a pass incomplete: call `close`.
 
-    What a part raises that requests brought along (their drafter, rule, processors or stopping criteria) is kept as
-    `Request.error`: these requests leave with the pass under way, and others are not touched. What the target or the
-    control raises, or an interruption, leaves a pass half made: the engine is to be closed.
+    Args:
+        target: the model; its cache must have been reserved for all rows that will run at once.
+        control: sets the sizes of drafts; it changes speed, never text.
 
-    rows: those that run, in the order of their slots.
-    passes: made so far.
+    Attributes:
+        rows: the running rows; `rows[i].slot == i`.
+        passes: number of passes so far, prefills included.
     """
 
     def __init__(self, target: Target, control: Control):
@@ -32,24 +49,31 @@ class Engine:
         self.rows: list[Row] = []
         self.passes = 0
         self._waiting: list[Request] = []
-        self._failed: list[Request] = []  # in the step under way
-        self._cohort: Cohort | None = None  # of all rows, until one comes or goes
-        # parts of a pass that are timed from outside, as `_measure`, `_decide`, `_begin` and `_observe` are
+        self._failed: list[Request] = []  # in the current step
+        self._cohort: Cohort | None = None  # all rows; None once a row has entered or left
+        # parts of a pass that `Stopwatch.attach` replaces by timed ones, as it does `_measure`, `_decide`, ...
         self._read, self._score = target.admit, target.score
         self._budget, self._prune, self._learn = control.budget, control.prune, control.observe
         self._draft: Callable[[Drafter, Sequence[Row], Sequence[int]], list[DraftTree]] = _drafts_of
 
     @property
     def running(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether any row runs or waits to begin."""
         return bool(self.rows or self._waiting)
 
     def admit(self, request: Request) -> None:
-        """Rows that begin with the next step."""
+        """Add a request; its rows begin with the next step."""
         self._waiting.append(request)
 
     def step(self) -> list[Request]:
-        """One pass, over the prompts of new rows or over drafts of all rows; the requests that it moved or ended."""
+        """Make one pass: over the prompts of new rows if there are any, else over drafts of all rows.
+
+        Returns:
+            The requests that took part in the pass, or that failed.
+
+        Raises:
+            BaseException: from the target or the control, or an interruption.
+        """
         self._failed = []
         new = self._admitted() if self._waiting else []
         if not self.rows:
@@ -59,16 +83,20 @@ class Engine:
         before = [len(row.tokens) for row in cohort.rows]
         accepted = self._verified(cohort, trees, scores)
         self.target.commit([one.path for one in accepted], cohort.first)
-        going = cohort.without_failed() if self._failed else cohort
-        self._observe(going, trees, scores, accepted)
+        active = cohort.without_failed() if self._failed else cohort
+        self._observe(active, trees, scores, accepted)
         if cohort is self._cohort:
             self._learn(cohort.rows, trees, accepted)
-        moved = _recorded(going, before, trees, accepted)
+        advanced = _recorded(active, before, trees, accepted)
         self._retire(cohort, accepted)
-        return moved + [request for request in self._failed if request not in moved]
+        return advanced + [request for request in self._failed if request not in advanced]
 
     def run(self, request: Request) -> Iterator[Pass]:
-        """One request to its end, a pass at a time; `row.tokens` grows as it goes. Raises what ends it early."""
+        """Decode one request to its end; yields each pass, after `row.tokens` has grown by it.
+
+        Raises:
+            Exception: the request's `error`.
+        """
         self.admit(request)
         try:
             while self.running:
@@ -79,7 +107,7 @@ class Engine:
             self.close()
 
     def cancel(self, request: Request) -> None:
-        """End the rows of a request where they are."""
+        """End the rows of a request after the tokens that they have emitted."""
         if request in self._waiting:
             self._waiting.remove(request)
         for slot in reversed(range(len(self.rows))):
@@ -87,27 +115,27 @@ class Engine:
                 self._leave(slot)
 
     def close(self) -> None:
-        """End the rows that are left, wherever a step was cut short; once more, even if that was cut short itself."""
+        """End all rows. Valid after an incomplete step, and again after an interrupted call of `close` itself."""
         self._waiting.clear()
         self._cohort = None
-        left = list(self.rows)
+        rows = list(self.rows)
         while self.rows:
             self._end(self.rows[-1])
             self.rows.pop()
-        for row in left:  # one of them may have been there twice
+        for row in rows:  # after an interrupted `_leave` one of them may be in `self.rows` twice
             row.request = None  # type: ignore[assignment]
 
     def _admitted(self) -> list[Request]:
-        """New rows begin; the requests of those that did."""
+        """Begin the rows of waiting requests; returns the requests that did not fail."""
         requests, first = list(self._waiting), len(self.rows)
-        known = {id(row.request.drafter) for row in self.rows}
+        open_drafters = {id(row.request.drafter) for row in self.rows}
         self._cohort = None
         self.rows += [row for request in requests for row in request.rows]
         self._waiting.clear()
         self.target.taps = _taps(self.rows)
         for drafter, places in by_owner([row.request.drafter for row in self.rows[first:]]):
             rows = select(self.rows[first:], places)
-            if id(drafter) not in known:
+            if id(drafter) not in open_drafters:
                 self._measure(drafter, rows)
                 self._guarded(rows, drafter.open)
         self._begin(requests)
@@ -126,7 +154,7 @@ class Engine:
                 self._guarded(request.rows, request.drafter.start, request.rows)
 
     def _prompted(self, requests: Sequence[Request]) -> tuple[Cohort, list[DraftTree], Scores]:
-        """The prompts' own pass of new rows; where they need none, they join the others' at once."""
+        """The prefill of new rows: their trees are roots alone. If the target needs none, the pass is over drafts."""
         prompts = [prompt for request in requests for prompt in request.prompts]
         if (scores := self._read(prompts)) is None:
             return self._drafted()
@@ -135,7 +163,7 @@ class Engine:
         return new, [DraftTree.chain(row.tokens[-1] if row.tokens else 0) for row in new.rows], scores
 
     def _drafted(self) -> tuple[Cohort, list[DraftTree], Scores]:
-        """Drafts of all rows, and the pass over them."""
+        """Draft trees of all rows, and the scores of the pass over them."""
         if self._cohort is None:
             self._cohort = Cohort.of(self.rows)
         cohort = self._cohort
@@ -145,10 +173,10 @@ class Engine:
         return cohort, trees, self._score(trees)
 
     def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
-        def drafted(drafter: Drafter, rows: Sequence[Row], most: Sequence[int]) -> list[DraftTree]:
+        def drafted(drafter: Drafter, rows: Sequence[Row], nodes: Sequence[int]) -> list[DraftTree]:
             try:
-                drafts, nodes = self._draft(drafter, rows, most), 1 + drafter.width
-                return [_fitted(row, tree, nodes) for row, tree in zip(rows, drafts, strict=True)]
+                drafts, most = self._draft(drafter, rows, nodes), 1 + drafter.width
+                return [_fitted(row, tree, most) for row, tree in zip(rows, drafts, strict=True)]
             except Exception as error:
                 self._fail(rows, error)
                 return [DraftTree.chain(row.tokens[-1]) for row in rows]
@@ -156,7 +184,7 @@ class Engine:
         return for_each(cohort.drafters, drafted, cohort.rows, budget)
 
     def _probed(self, request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
-        """Drafts with what the rule reads besides."""
+        """Drafts with the probes of the request's rule, and padding for rows that have ended."""
         try:
             padded = _padded(request, rows, trees)
             return padded if request.probing is None else request.probing.add_probes(padded)
@@ -165,31 +193,31 @@ class Engine:
             return trees
 
     def _verified(self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores) -> list[Accepted]:
-        """How far each row's own rule goes along its tree."""
+        """The accepted path and next token of each row, by its request's rule."""
         accepted: list[Accepted | None] = [None] * len(trees)
         for request, places in cohort.requests:
-            found = self._walked(request, select(cohort.rows, places), select(trees, places), scores.of(places))
-            for place, one in zip(places, found, strict=True):
+            verified = self._verified_of(request, select(cohort.rows, places), select(trees, places), scores.of(places))
+            for place, one in zip(places, verified, strict=True):
                 accepted[place] = one
         return accepted  # type: ignore[return-value]
 
-    def _walked(
+    def _verified_of(
         self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
     ) -> list[Accepted]:
-        """The same of one request; where it fails, its rows emit nothing and leave."""
-        texts = [(len(row.tokens), row.end) for row in rows]
+        """The same for the rows of one request. If it fails, its rows are reset to before the pass, and leave."""
+        before = [(len(row.tokens), row.end) for row in rows]
         try:
             if not request.error:
                 tokens = self._decide(request, rows, trees, scores)
                 pad = request.history.pad
-                found = request.rule.verify(
+                accepted = request.rule.verify(
                     Verification(rows, trees, scores, request.laws, request.stops, request.chance, pad, tokens)
                 )
                 request.chance.reached(max(row.step for row in rows))
-                return found
+                return accepted
         except Exception as error:
             self._fail(rows, error)
-        for row, (length, end) in zip(rows, texts, strict=True):
+        for row, (length, end) in zip(rows, before, strict=True):
             del row.tokens[length:]
             row.end = end
         return [Accepted((0,), -1, True)] * len(rows)
@@ -197,16 +225,16 @@ class Engine:
     def _observe(
         self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        """Show drafters the pass as it was."""
+        """Give drafters the pass and what was accepted of it."""
         for drafter, places in cohort.drafters:
             rows = select(cohort.rows, places)
-            seen = select(trees, places), scores.of(places), select(accepted, places)
-            self._guarded(rows, drafter.observe, rows, *seen)
+            own = select(trees, places), scores.of(places), select(accepted, places)
+            self._guarded(rows, drafter.observe, rows, *own)
 
-    def _guarded(self, rows: Sequence[Row], hook: Callable[..., None], *given: object) -> None:
-        """A hook of a part that rows brought along; where it fails, their requests do."""
+    def _guarded(self, rows: Sequence[Row], hook: Callable[..., None], *args: object) -> None:
+        """Call a hook of a part that belongs to these rows; if it raises, their requests fail."""
         try:
-            hook(*given)
+            hook(*args)
         except Exception as error:
             self._fail(rows, error)
 
@@ -219,8 +247,10 @@ class Engine:
     def _decide(
         self, request: Request, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores
     ) -> Sequence[Sequence[int]] | None:
-        """The rule's token at every node, where it decides them at once; here the host waits for the pass, as part
-        of it."""
+        """The rule's token at every node if it decides all nodes at once, else None.
+
+        In either case the host waits here for the device, so that the time of the pass includes the wait.
+        """
         rule, tokens = request.argmax, None
         if rule is not None:
             tokens = rule.decide_all_nodes(scores.logits, rows, trees, request.laws, request.chance)
@@ -237,9 +267,9 @@ class Engine:
         self.control.end(row)
 
     def _leave(self, slot: int) -> None:
-        """Free a slot; as in the cache, the last one in use takes its place.
+        """End the row in a slot and free the slot; the row of the last slot moves into it, as in the cache.
 
-        Wherever this is cut short, every row that was not ended is among `rows` still.
+        If this is interrupted at any point, every row that was not ended is still in `rows`.
         """
         self._cohort, row = None, self.rows[slot]
         self._end(row)
@@ -247,20 +277,20 @@ class Engine:
         self.rows[slot] = self.rows[-1]
         self.rows[slot].slot = slot
         self.rows.pop()
-        row.request = None  # type: ignore[assignment]  # or they would keep each other
+        row.request = None  # type: ignore[assignment]  # breaks the reference cycle
 
     def _retire(self, cohort: Cohort, accepted: Sequence[Accepted]) -> None:
-        """Rows that ended or failed leave."""
+        """Remove rows that ended or failed."""
         for place in reversed(range(len(accepted))):
             if accepted[place].ended or cohort.rows[place].request.error:
                 self._leave(cohort.first + place)
         for request, places in cohort.requests:
-            if going := [cohort.rows[i].step for i in places if not accepted[i].ended]:
-                request.chance.passed(min(going))
+            if steps := [cohort.rows[i].step for i in places if not accepted[i].ended]:
+                request.chance.passed(min(steps))
 
 
 def _taps(rows: Sequence[Row]) -> Taps:
-    """What drafters and rules ask to see."""
+    """The taps of all drafters and rules of these rows."""
     taps = Taps()
     for request in {id(row.request): row.request for row in rows}.values():
         taps = taps | request.drafter.needs | request.rule.needs
@@ -272,7 +302,7 @@ def _drafts_of(drafter: Drafter, rows: Sequence[Row], budget: Sequence[int]) -> 
 
 
 def _fitted(row: Row, tree: DraftTree, nodes: int) -> DraftTree:
-    """The first nodes of a drafter's tree, without those that could not be emitted any more."""
+    """A drafter's tree, cut to its first `nodes` nodes and to the depth that the row can still emit."""
     if tree.tokens[0] != row.tokens[-1]:
         raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
     tree.check_embeds()
@@ -280,7 +310,7 @@ def _fitted(row: Row, tree: DraftTree, nodes: int) -> DraftTree:
 
 
 def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:
-    """Rows that ended and wait for the others say padding, as deep as the others may get."""
+    """Trees in which rows that ended, and are kept in lockstep, draft padding to the depth of the deepest tree."""
     if not request.stops.pads or not any(row.ended for row in rows):
         return trees
     pad, depth = request.history.pad, max(max(tree.shape.depth) for tree in trees)
@@ -291,19 +321,19 @@ def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> li
 
 
 def _unpicked(drafts: Sequence[DraftTree], pruned: Sequence[DraftTree]) -> list[DraftTree]:
-    """Drafts that were drawn stay whole: a choice among them after the draw would change the law of what is said."""
+    """Pruned drafts, except drawn ones, which stay whole: selecting among drawn tokens would change their law."""
     return [draft if draft.dist is not None else kept for draft, kept in zip(drafts, pruned, strict=True)]
 
 
 def _recorded(
     cohort: Cohort, before: Sequence[int], trees: Sequence[DraftTree], accepted: Sequence[Accepted]
 ) -> list[Request]:
-    """Add the pass to every request that took part in it; these requests."""
+    """Append the pass to `passes` of every request that took part in it; returns these requests."""
     for request, places in cohort.requests:
         emitted = []
         for i in places:
             row, tree = cohort.rows[i], trees[i]
-            if tokens := tuple(row.tokens[before[i] : row.end]):  # a row that waits for the others emits nothing
+            if tokens := tuple(row.tokens[before[i] : row.end]):  # empty for an ended row in lockstep
                 drafted = min(len(accepted[i].path) - 1, len(tokens))
                 emitted.append(Emission(row.index, tokens, drafted, tree.drafted))
         request.passes.append(Pass(max(len(trees[i]) for i in places), tuple(emitted)))

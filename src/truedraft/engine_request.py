@@ -1,4 +1,4 @@
-"""What a running engine gives for a request: its tokens as they come, how it ended, and its figures."""
+"""A request of a running engine, as its caller sees it: tokens so far, how it ended, figures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class EngineRequest:
     """A request of one row; made by `ContinuousEngine.add_request`.
 
     Attributes:
-        seed: what the noise of its tokens is drawn from, with their positions.
-        finish_reason: "stop" (an end-of-text token or another stopping criterion), "length" (as many tokens as it may
-            have), "abort", "error", or None while it waits or runs.
+        seed: the seed of its noise: a token is drawn by a function of (seed, position).
+        finish_reason: "stop" (an end-of-text token or another stopping criterion), "length" (the most tokens were
+            emitted), "abort", "error", or None while it waits or runs.
     """
 
     def __init__(self, request: Request, seed: int, streamer: Any, report: Report):
@@ -33,7 +33,7 @@ class EngineRequest:
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids that it has emitted, the prompt left out."""
+        """The token ids emitted so far, without the prompt."""
         row = self._row
         return row.tokens[row.prompt : row.end]
 
@@ -43,8 +43,8 @@ class EngineRequest:
 
     @property
     def error(self) -> Exception | None:
-        """What one of its own parts raised (a processor, a stopping criterion, its streamer, rule or drafter), or why
-        it could not be admitted; None where nothing went wrong."""
+        """The exception that one of its parts raised (processor, stopping criterion, streamer, rule, drafter), or
+        with which it was not admitted; None where there was none."""
         return self._request.error
 
     def result(self) -> list[int]:
@@ -61,7 +61,7 @@ class EngineRequest:
         return self.tokens
 
     def report(self) -> Report:
-        """Figures of the passes that it completed; "all" are the seconds since it was admitted, whoever else ran."""
+        """Figures of its passes so far. `seconds["all"]` is the time since it was admitted, in which others ran too."""
         return self._report
 
     def __repr__(self) -> str:

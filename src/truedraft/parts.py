@@ -1,4 +1,4 @@
-"""Drafters, rules and controls from what callers give: themselves, their names, or a model that drafts."""
+"""Drafters, rules and controls from arguments of callers: an instance, a name, or a draft model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ DRAWN = {
 
 
 def part(given: Any, kind: str, base: type) -> Any:
-    """A drafter, rule or control, from itself or its name."""
+    """A drafter, rule or control from an instance or a name.
+
+    Raises:
+        Refused: it is neither, or the name is unknown.
+    """
     if isinstance(given, str):
         return registry.load(kind, given)
     if isinstance(given, base):
@@ -36,7 +40,7 @@ def part(given: Any, kind: str, base: type) -> Any:
 
 
 def drafter_of(given: Any) -> Drafter:
-    """A drafter from itself, its name, a model that is to draft, or None."""
+    """A drafter from an instance, a name, a draft model, or None for no drafts."""
     if given is None:
         return Plain()
     if isinstance(given := unwrapped(given), PreTrainedModel):
@@ -45,15 +49,15 @@ def drafter_of(given: Any) -> Drafter:
 
 
 def parts_of(drafters: Sequence[Drafter]) -> list[Drafter]:
-    """Drafters and those that they are composed of: whoever uses one uses all."""
+    """The drafters and the drafters that they are composed of."""
     return [part for drafter in drafters for part in (drafter, *getattr(drafter, "parts", ()))]
 
 
 def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Drafter:
-    """A drafter made ready for a target; it may have drafted for another one since.
+    """The drafter, bound to this target if it was not, or was bound to another.
 
     Raises:
-        Refused: it cannot draft for this one.
+        Refused: it cannot draft for this target.
     """
     vocabulary, before = target.vocabulary, drafter.bound
     if before is None or before.target() is not target:
@@ -67,15 +71,17 @@ def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase 
 
 
 def rule_for(rule: Rule | None, samples: bool, drafter: Drafter) -> Rule:
-    """The rule that was given, or that of `model.generate`'s own tokens.
+    """The given rule, by default the one that emits the tokens of `model.generate`.
+
+    samples: `do_sample` of the call.
 
     Raises:
-        Refused: it cannot judge the drafter's drafts, or samples where greedy decoding is asked for, or the other way.
+        Refused: the rule cannot verify the drafter's drafts, or it samples and the call does not, or the reverse.
     """
     rule = rule or registry.load("accept", "seeded" if samples else "greedy")
     if rule.accepts_draws is not None and drafter.width and drafter.draws not in rule.accepts_draws:
         raise Refused(
-            f"rule={name_of(rule)!r} cannot judge the drafts of {name_of(drafter)}, which are {DRAWN[drafter.draws]}: "
+            f"rule={name_of(rule)!r} cannot verify the drafts of {name_of(drafter)}, which are {DRAWN[drafter.draws]}: "
             "use rule='multi-round'"
         )
     if rule.samples != samples:
@@ -85,7 +91,7 @@ def rule_for(rule: Rule | None, samples: bool, drafter: Drafter) -> Rule:
 
 
 def check_references(references: Any, drafter: Drafter, rule: Rule | None) -> None:
-    """Raises Refused where documents were given and nobody looks into them."""
+    """Raises Refused where documents were given that neither drafter nor rule uses."""
     if references is not None and not drafter.takes_references and not isinstance(rule, AttributingRule):
         raise Refused(
             f"references were given, and {name_of(drafter)} does not use any: leave them out, or accelerate with "
@@ -94,7 +100,7 @@ def check_references(references: Any, drafter: Drafter, rule: Rule | None) -> No
 
 
 def check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
-    """Raises Refused where a drafter has other tokens than the target."""
+    """Raises Refused where a drafter's vocabulary is not the target's."""
     name = name_of(drafter)
     if drafter.tokenizer is not None and tokenizer is not None:
         if drafter.tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -106,6 +112,6 @@ def check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None
         raise Refused(f"{name} has a tokenizer of its own: give accelerate() the model's, so they can be compared")
     elif drafter.vocab_size not in (None, vocabulary):
         raise Refused(
-            f"{name} knows {drafter.vocab_size} tokens, the model {vocabulary}: use a drafter made for this model, or, "
+            f"{name} has {drafter.vocab_size} tokens, the model {vocabulary}: use a drafter made for this model, or, "
             "if only the padding differs, give accelerate() the tokenizer and the draft model by its name"
         )

@@ -1,4 +1,4 @@
-"""The report of a call: the methods used, and the reference of its guarantee."""
+"""The report of a call: as it begins, and as it ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from truedraft.targets._base import Target
 from truedraft.tree import Row
 
 
-def begun(target: Target, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
-    """The report at the beginning of a call."""
+def new_report(target: Target, drafter: Drafter, rule: Rule, control: Control, seconds: dict[str, float]) -> Report:
+    """The report of a call that begins: the names of its parts, and the reference of its guarantee."""
     dtype = str(target.dtype).removeprefix("torch.")
     report = Report(
         name_of(drafter), name_of(rule), rule.guarantee, name_of(control), target.runtime, dtype=dtype,
@@ -28,8 +28,8 @@ def begun(target: Target, drafter: Drafter, rule: Rule, control: Control, second
     return report
 
 
-def ended(report: Report, target: Target, rule: Rule | NearTies) -> None:
-    """Complete a report after the last pass."""
+def complete(report: Report, target: Target, rule: Rule | NearTies) -> None:
+    """Complete a report after the last pass: runtime, attributions, near-ties."""
     report.runtime = target.runtime
     if isinstance(rule, AttributingRule):
         report.attributions = rule.attributions()
@@ -38,7 +38,7 @@ def ended(report: Report, target: Target, rule: Rule | NearTies) -> None:
 
 
 def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
-    """Why rows advanced together, where they did."""
+    """The note on why rows advanced in lockstep; none where they did not."""
     if len(rows) == 1 or not stops.lockstep:
         return []
     if unknown := laws.unknown_processors + stops.unknown_processors:

@@ -1,4 +1,4 @@
-"""What rows bring along that were asked for together."""
+"""A request: rows of one call, with the parts that draft, choose and end their tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from truedraft.tree import Prompt, Row
 
 @dataclass(eq=False)
 class Request:
-    """Rows of one call, and how their tokens are drafted, chosen and ended; other requests may run beside it.
+    """Rows of one call, and the parts that decide their tokens. An engine runs several requests in one batch.
 
-    rows: all of them, in the order of the call; `Row.index` is the place of each.
-    prompts: what each begins with.
-    passes: those that it took part in, as far as it has run.
-    error: what a part of it raised, which ended it.
+    rows: in the order of the call: `rows[i].index == i`.
+    prompts: one per row.
+    drafter, rule: what proposes drafts, and what accepts them.
+    laws: the logits processors.
+    stops: the stopping criteria.
+    chance: the source of random numbers.
+    history: padded token ids of all rows, for processors and criteria.
+    passes: the passes that its rows took part in, so far.
+    error: the exception that ended it; None where there was none.
     """
 
     rows: Sequence[Row]
@@ -44,14 +49,14 @@ class Request:
             row.request = self
 
     def check(self) -> None:
-        """Raise what ended it, once."""
+        """Raise `error`, if there is one, and clear it."""
         if self.error is not None:
             try:
                 raise self.error
             finally:
-                self.error = None  # or they would keep each other
+                self.error = None  # breaks the reference cycle
 
     @property
     def steps(self) -> int:
-        """Tokens that one of its rows may still emit, at most."""
+        """Most tokens that any of its rows may still emit."""
         return max(row.room - row.step for row in self.rows)

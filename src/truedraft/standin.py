@@ -1,4 +1,4 @@
-"""An object in the place of a model: attributes and methods of the model, for scripts and pipelines written for it."""
+"""A proxy of a model: it has the model's attributes and methods, so that scripts and pipelines for the model run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from truedraft.errors import Refused
 
 
 class StandIn:
-    """A stand-in for `model`: attributes that it does not have itself are read from the model, and set on it.
+    """A proxy of `model`: attributes that it does not have itself are read from the model, and set on it.
 
     Nothing is copied: `config`, `generation_config`, `device`, `forward`, `num_parameters` ... are the model's own.
     Methods of the model that return the model (`to`, `eval`, `half` ...) return this instead. `isinstance` and
@@ -37,7 +37,7 @@ class StandIn:
         return type(vars(self)["model"]) if "model" in vars(self) else type(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; no drafts take part in it."""
+        """The model's forward, without drafts."""
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,7 @@
-"""What passes between the parts: a draft tree, the scores of its nodes, what was accepted of it."""
+"""The data that the parts of the engine exchange: rows, draft trees, scores of a pass, accepted paths.
+
+Everywhere: V is the size of the vocabulary, H that of a hidden state, n the number of nodes of a tree.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from truedraft.request import Request
 
-# How the children of a node come about. certain: fixed by the context (lookup, top-k); one: a single child, drawn;
-# independent: each drawn by itself; distinct: drawn in order, without replacement; last: all fixed but the last, which
-# is drawn from what they leave.
+# How the children of a node were chosen. certain: fixed by the context (lookup, top-k); one: a single child, drawn;
+# independent: drawn with replacement; distinct: drawn in order, without replacement; last: all fixed but the last,
+# which is drawn from the law without these.
 Draws = Literal["certain", "one", "independent", "distinct", "last"]
 
-# Which drafts serve a rule best: the likeliest tokens, those that the target's own noise draws from the drafter's law,
-# or tokens drawn freely from that law, which the rule judges by it.
+# Which drafts a rule accepts most of: likeliest: the drafter's likeliest tokens; noise: tokens drawn from the drafter's
+# law with the noise that the target will draw with; law: tokens drawn from that law with independent noise.
 PreferredDrafts = Literal["likeliest", "noise", "law"]
 
 T = TypeVar("T")
@@ -28,19 +31,26 @@ CHECKS = os.environ.get("TRUEDRAFT_CHECK", "") not in ("", "0")
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
-    """What follows from the parents alone; made once per distinct tree shape."""
+class TreeShape:
+    """What follows from the parents of a tree alone; computed once per distinct shape.
+
+    depth: (n,) 0 for the root.
+    children: (n,) indices of each node's children, in order.
+    order: (n,) index of each node among its siblings.
+    run: (n,) length of the longest 0, 1, 2, ... that a node's path from the root begins with.
+    extras: (n,) the rest of its path.
+    """
 
     parent: tuple[int, ...]
     depth: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
-    order: tuple[int, ...]  # 0 for a first child, 1 for a second, ...
-    run: tuple[int, ...]  # how many of the first nodes, 0, 1, 2 ..., a node's path begins with
-    extras: tuple[tuple[int, ...], ...]  # the rest of its path
+    order: tuple[int, ...]
+    run: tuple[int, ...]
+    extras: tuple[tuple[int, ...], ...]
 
     @cached_property
     def mask(self) -> Tensor:
-        """(n, n) bool: mask[i, j] where j is i or an ancestor of i."""
+        """(n, n) bool: mask[i, j] is True where j is i or an ancestor of i."""
         mask = torch.eye(len(self.parent), dtype=torch.bool)
         for i in range(1, len(self.parent)):
             mask[i] |= mask[self.parent[i]]
@@ -48,7 +58,8 @@ class Shape:
 
 
 @lru_cache(maxsize=4096)
-def shape_of(parent: tuple[int, ...]) -> Shape:
+def shape_of(parent: tuple[int, ...]) -> TreeShape:
+    """The shape of the tree with these parents."""
     n = len(parent)
     depth, order, run = [0] * n, [0] * n, [1] * n
     children: list[list[int]] = [[] for _ in range(n)]
@@ -62,11 +73,11 @@ def shape_of(parent: tuple[int, ...]) -> Shape:
             run[i] = i + 1
         else:
             run[i], extras[i] = run[p], (*extras[p], i)
-    return Shape(parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run), tuple(extras))
+    return TreeShape(parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run), tuple(extras))
 
 
 def _first(nodes: Sequence[int]) -> bool:
-    """Whether some nodes are the first ones, which keep their numbers."""
+    """Whether nodes are given as a range, that is, are the first ones, which keep their indices."""
     return isinstance(nodes, range)
 
 
@@ -90,29 +101,28 @@ def _keyed(values: dict[int, T], nodes: Sequence[int]) -> dict[int, T]:
 
 
 def by_node(select: Callable[[Any, Sequence[int]], Any]) -> dict[str, Any]:
-    """Metadata of a tree's field with values of its nodes. select: (value, some of the nodes) -> the value of these."""
+    """Metadata of a field with one entry per node. select: (the field's value, node indices) -> its value for these."""
     return {"select": select}
 
 
 @cache
-def _selections(kind: type) -> tuple[tuple[str, Callable[[Any, Sequence[int]], Any]], ...]:
-    return tuple((f.name, f.metadata["select"]) for f in fields(kind) if "select" in f.metadata)
+def _selections(cls: type) -> tuple[tuple[str, Callable[[Any, Sequence[int]], Any]], ...]:
+    return tuple((f.name, f.metadata["select"]) for f in fields(cls) if "select" in f.metadata)
 
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """The pending token (node 0) and candidate tokens below it. A chain is a tree.
+    """A draft: the pending token (node 0, the root) and candidate tokens below it. A chain is a tree.
 
-    tokens: (n,) token ids; node 0 is the last emitted token, not yet in the KV cache.
+    tokens: (n,) token ids; node 0 is the last emitted token, whose KV is not in the cache yet.
     parent: (n,) index of each node's parent; `parent[0] == -1`, `parent[i] < i`.
-    dist: entry i is the (V,) law that the drawn children of node i were drawn from, None where it has none; None for
-        the whole where all children are certain, that is, point masses.
-    draws: how children come about.
+    dist: entry i is the (V,) distribution that the drawn children of node i were drawn from, None where it has none;
+        None for the whole tree where `draws` is "certain" (point masses).
     probes: nodes that are read but never verified (mask tokens, prompt tokens, window entries).
-    confidence: (n,) the chance of each node to be right if its parent is, as the drafter has learnt it; None where it
-        has not. The root's is 1.
-    embeds: probe -> (H,) the input embedding that is read there in the place of its token's, for probes that are no
-        tokens (trained mask and prompt embeddings).
+    draws: how children were chosen; see `Draws`.
+    confidence: (n,) the drafter's estimate, in [0, 1], that a node is right if its parent is; 1 for the root; None
+        where the drafter makes none.
+    embeds: probe -> (H,) input embedding that replaces that of its token (trained mask and prompt embeddings).
     """
 
     tokens: tuple[int, ...] = field(metadata=by_node(_entries))
@@ -128,7 +138,7 @@ class DraftTree:
             self.check()
 
     def check(self) -> None:
-        """Raises ValueError where the tree breaks its own contract; run on every tree when TRUEDRAFT_CHECK is set."""
+        """Raises ValueError where the tree violates its contract; run on every tree when TRUEDRAFT_CHECK is set."""
         n = len(self.tokens)
         if n == 0 or len(self.parent) != n:
             raise ValueError(f"{n} tokens need as many parents, got {len(self.parent)}")
@@ -143,11 +153,11 @@ class DraftTree:
             raise ValueError(f"dist belongs to drawn children, and draws is {self.draws!r}")
         if self.dist is not None and len(self.dist) != n:
             raise ValueError(f"dist needs one law per node, got {len(self.dist)} for {n} nodes")
-        if self.confidence is not None and (len(self.confidence) != n or not all(0 <= h <= 1 for h in self.confidence)):
+        if self.confidence is not None and (len(self.confidence) != n or not all(0 <= c <= 1 for c in self.confidence)):
             raise ValueError(f"confidence needs one chance per node, got {self.confidence} for {n} nodes")
 
     def check_embeds(self) -> None:
-        """Raises ValueError where nodes that are to be verified have embeddings: they are tokens."""
+        """Raises ValueError where a node that is not a probe has an embedding."""
         if self.embeds and not self.embeds.keys() <= self.probes:
             raise ValueError(
                 f"embeddings are for probes, {sorted(self.probes)}, and nodes {sorted(self.embeds)} have one"
@@ -157,7 +167,7 @@ class DraftTree:
     def chain(cls, root: int, draft: Iterable[int] = (), confidence: Iterable[float] | None = None) -> DraftTree:
         """The pending token `root` followed by `draft`, each token the only child of the one before.
 
-        confidence: of the drafted tokens.
+        confidence: one per drafted token.
         """
         tokens = (root, *draft)
         return cls(tokens, _chain_parents(len(tokens)), confidence=None if confidence is None else (1.0, *confidence))
@@ -166,16 +176,16 @@ class DraftTree:
         return len(self.tokens)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TreeShape:
         return shape_of(self.parent)
 
     @property
     def drafted(self) -> int:
-        """Nodes that stand for verification: neither the root nor probes."""
+        """Number of nodes to verify: neither the root nor probes."""
         return len(self.tokens) - 1 - len(self.probes)
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, if there is one to verify."""
+        """The child of `node` with this token, probes excluded; None where there is none."""
         child = node
         for _ in range(self.parent.count(node)):
             child = self.parent.index(node, child + 1)
@@ -191,17 +201,17 @@ class DraftTree:
         return tuple(reversed(steps))
 
     def cut(self, nodes: int) -> DraftTree:
-        """The first `nodes` nodes: closed under parents, since parents come first."""
+        """The tree of the first `nodes` nodes."""
         if nodes >= len(self):
             return self
         return self._kept(range(nodes))
 
     def bare(self) -> DraftTree:
-        """The nodes that stand for verification alone."""
+        """The tree without its probes."""
         return self._kept([i for i in range(len(self)) if i not in self.probes]) if self.probes else self
 
     def drafting(self, nodes: int) -> DraftTree:
-        """The first `nodes` nodes that stand for verification, and the probes below them and the root."""
+        """The tree of the first `nodes` nodes to verify, with the probes below these and the root."""
         chosen = [0]
         for i in range(1, len(self)):
             if self.parent[i] in chosen and (i in self.probes or nodes > 0):
@@ -210,7 +220,7 @@ class DraftTree:
         return self if len(chosen) == len(self) else self._kept(chosen)
 
     def shallow(self, depth: int) -> DraftTree:
-        """The nodes at most `depth` below the root; probes of kept nodes may be lost with their depth."""
+        """The tree of the nodes at depth `depth` or less; deeper probes are dropped too."""
         if len(self) <= depth or max(self.shape.depth) <= depth:
             return self
         return self._kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
@@ -218,9 +228,9 @@ class DraftTree:
     def with_probes(
         self, tokens: Sequence[int], parent: Sequence[int], embeds: Mapping[int, Tensor] | None = None
     ) -> DraftTree:
-        """The tree with probes behind its nodes.
+        """The tree with more probes after its nodes.
 
-        parent: of each, among all nodes. embeds: by place among the new probes.
+        tokens, parent: of the new probes; parents are indices into all nodes. embeds: by index among the new probes.
         """
         n, more = len(self), len(tokens)
         return self.replaced(
@@ -233,9 +243,9 @@ class DraftTree:
         )
 
     def _kept(self, nodes: Sequence[int]) -> DraftTree:
-        """Some of the nodes, a range of the first or a list; one whose parent is left out must be left out too."""
-        kind: Any = type(self)
-        values = ((name, getattr(self, name), select) for name, select in _selections(kind))
+        """The tree of these nodes: a range from 0, or ascending indices that include each node's parent."""
+        cls: Any = type(self)
+        values = ((name, getattr(self, name), select) for name, select in _selections(cls))
         return self.replaced(**{name: select(value, nodes) for name, value, select in values if value})
 
     def replaced(self, **changes: Any) -> Self:
@@ -253,11 +263,13 @@ def _chain_parents(n: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a row begins with: token ids, or embeddings (length, H) in their place.
+    """What the target reads before the first pass over drafts.
 
-    states, source_mask: of an encoder-decoder, the encoder's output (source length, H) for the source, and (source
-        length,) 0 where that is padding.
-    source: the token ids of that source, without padding; empty where there is none, or it is no text.
+    ids: (length,) token ids. None where `embeds` are given instead.
+    embeds: (length, H) input embeddings.
+    states: (source length, H) encoder output; encoder-decoders only.
+    source_mask: (source length,) 0 where the source is padding; encoder-decoders only.
+    source: token ids of the source, without padding; empty for decoders, and where the source is not text.
     """
 
     ids: Tensor | None = None
@@ -272,9 +284,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Taps:
-    """What a drafter asks to see of every pass, besides the logits.
+    """What a drafter or rule requires of every pass besides logits. `a | b` is the union.
 
-    hidden: layers whose output is wanted, as in `output_hidden_states`: 0 the embeddings, -1 the last, normed.
+    hidden: layers whose output is required, numbered as in `output_hidden_states`: 0 for the embeddings, -1 for the
+        last layer after the final norm.
     """
 
     hidden: tuple[int, ...] = ()
@@ -285,11 +298,12 @@ class Taps:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What one pass of the target says.
+    """The output of one pass of the target.
 
-    logits: (rows, width, V) raw logits at every node; rows with fewer nodes are padded at the end.
-    hidden: layer -> one (m, H) tensor per row, for the layers tapped; the nodes are its last entries.
-    context: (rows,) positions in `hidden` before node 0: the prompt but its last token after a prefill, else 0.
+    logits: (rows, width, V) at every node, before logits processors; rows with fewer nodes are padded at the end.
+    hidden: layer -> one (context + n, H) tensor per row, for the tapped layers; node i of row r is entry
+        `context[r] + i`.
+    context: (rows,) number of positions before node 0: after a prefill the prompt without its last token, else 0.
     """
 
     logits: Tensor
@@ -297,17 +311,17 @@ class Scores:
     context: Sequence[int]
 
     def of(self, places: Sequence[int]) -> Scores:
-        """Those of some rows, in their order; without a copy where they are neighbours."""
+        """The scores of these rows, in this order; logits are not copied where the rows are adjacent."""
         if len(places) == len(self.context):
             return self
-        together = places[-1] - places[0] == len(places) - 1
-        logits = self.logits[places[0] : places[-1] + 1] if together else self.logits[list(places)]
+        adjacent = places[-1] - places[0] == len(places) - 1
+        logits = self.logits[places[0] : places[-1] + 1] if adjacent else self.logits[list(places)]
         hidden = {layer: [states[i] for i in places] for layer, states in self.hidden.items()}
         return Scores(logits, hidden, [self.context[i] for i in places])
 
 
 def joined(parts: Sequence[Scores]) -> Scores:
-    """The scores of prompts that were read one after another, in their order."""
+    """The scores of several passes over different rows as those of one."""
     if len(parts) == 1:
         return parts[0]
     return Scores(
@@ -319,11 +333,11 @@ def joined(parts: Sequence[Scores]) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The accepted path of one row's tree and the token that follows it.
+    """What was accepted of one row's tree.
 
     path: node indices from the root (0) on; their KV becomes permanent.
-    token: the correction or bonus token, the next pending token.
-    ended: the row leaves the batch.
+    token: the correction or bonus token, which is the next pending token.
+    ended: whether the row leaves the batch.
     """
 
     path: tuple[int, ...]
@@ -335,17 +349,17 @@ class Accepted:
 class Row:
     """One sequence in the engine.
 
-    index: its place in the caller's batch.
-    tokens: prompt and emitted tokens, without padding; the last one is the pending token.
-    prompt: how many of them are prompt.
-    room: how many more tokens may be emitted, at most.
-    references: token ids of documents that the output may copy from; `stores/references.py` reads them bit by bit.
-    ends: tokens that end the row.
-    end: length of `tokens` where the row ended; padding may stand behind it while other rows go on.
-    namespace: whose row it is; what is kept of it for later rows is offered to rows of the same namespace alone.
-    given: what the target reads before the first pass; of an encoder-decoder with the states of its source.
-    request: what it came with, a `Request`, while it runs.
-    slot: its slot in the target's cache while it runs; it changes when another row leaves.
+    index: its index in the caller's batch.
+    tokens: prompt and emitted tokens, without left padding; the last one is the pending token.
+    prompt: number of prompt tokens.
+    room: most tokens that may be emitted.
+    references: documents that the output may copy from, as token ids; text is tokenized as it is read.
+    ends: token ids that end the row.
+    end: length of `tokens` at which the row ended, None while it runs; in lockstep padding may follow.
+    namespace: owner of the text: what drafters keep of it is offered only to rows of the same namespace.
+    given: its prompt, with the encoder states of an encoder-decoder.
+    request: the `Request` that it belongs to, while it runs.
+    slot: its slot in the target's cache, while it runs; it may change when another row leaves.
     """
 
     index: int
@@ -366,14 +380,14 @@ class Row:
 
     @property
     def step(self) -> int:
-        """Tokens emitted so far: the step of `transformers` generate that samples the next one."""
+        """Number of tokens emitted so far: the step at which `model.generate` would choose the next one."""
         return len(self.tokens) - self.prompt
 
     def after(self, tokens: Iterable[int]) -> Row:
-        """A copy of the row as it will stand once it has emitted these tokens."""
+        """A copy of the row as it will be after it has emitted these tokens."""
         return replace(self, tokens=[*self.tokens, *tokens])
 
     @property
     def source(self) -> tuple[int, ...]:
-        """Token ids of the source of an encoder-decoder; empty where there is none, or it is no text."""
+        """Token ids of the source of an encoder-decoder; empty for decoders, and where the source is not text."""
         return () if self.given is None else self.given.source

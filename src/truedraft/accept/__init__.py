@@ -1,4 +1,4 @@
-"""Acceptance rules: how much of a draft is kept. One file per rule."""
+"""Acceptance rules: which path of a draft is accepted, and the token that follows it. One file per rule."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""What a rule is."""
+"""The contract of an acceptance rule, and its variants: by node, by argmax, with probes, with attributions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from truedraft.tree import Accepted, DraftTree, Draws, PreferredDrafts, Row, Tap
 
 
 class Rule(ABC):
-    """Decides how much of a row's draft is kept, and the token behind it.
+    """An acceptance rule: accepts a path of a row's draft tree, and chooses the token that follows it.
 
-    guarantee: `tokens` (identical to the reference for a given seed), `distribution`, or `none` (lossy: a rule under
-        `accept/lossy`, reached by asking for it).
-    samples: whether the rule draws from the target's distribution, as `do_sample=True` asks.
-    preferred_drafts: the drafts that serve it best.
-    accepts_draws: the kinds of drafts that it can judge; None for all.
-    needs: what it asks to see of every pass.
+    A rule implements `accept`, for one row; or `choose`, for one node of each of several rows (`NodeRule`).
+
+    guarantee: `tokens` (identical to the reference, for a given seed), `distribution` (same law), or `none` (lossy;
+        such rules are under `accept/lossy`).
+    samples: whether tokens are drawn (`do_sample=True`) or chosen without noise.
+    preferred_drafts: the drafts of which it accepts most; see `PreferredDrafts`.
+    accepts_draws: the kinds of drafts that it can verify; None for all.
+    needs: what it requires of every pass besides logits.
     """
 
     card: ClassVar[Card]
@@ -37,45 +39,51 @@ class Rule(ABC):
     needs: Taps = Taps()
 
     def bind(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Before a call: the target's model, and its tokenizer where that was given.
+        """Called before each call, with the target's model and its tokenizer, None where none was given.
 
         Raises:
-            Refused: it cannot judge this model's text, needs a tokenizer, or a knob makes no sense.
+            Refused: the rule does not support the model, requires a tokenizer, or has an invalid knob.
         """
 
     def begin_call(self, laws: Laws) -> None:
-        """Before the first pass of a call, with the logits processors that it asks for.
+        """Called before the first pass of a call, with its logits processors.
 
         Raises:
-            Refused: what the call asks for cannot be had with this rule.
+            Refused: the rule does not support a setting of the call. By default: processors that may count their
+                calls or look across rows, since `accept` evaluates drafted prefixes that may not be emitted.
         """
         if laws.unknown_processors:
             raise Refused(
-                f"rule={_name(self)!r} must know the laws behind drafted tokens before they are said, and "
+                f"rule={_name(self)!r} needs the laws after drafted tokens before these are emitted, and "
                 f"{laws.unknown_processors[0]} may count its calls or look across rows: use rule="
                 f"{'rejection' if self.samples else 'greedy'!r}"
             )
 
     @abstractmethod
     def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
-        """The path of nodes that are kept, from the root (0) on, and the token behind the last of them.
+        """The accepted path of one row's tree, and the token that follows it.
 
-        The token is -1 where its distribution is NaN. What would follow a token that ends the row may be part of the
-        path: it is not emitted. The row stands at the root; `row.after(tokens)` is as it will stand further on, which
-        `chance.pick` must be given there.
+        Args:
+            tree: the row's draft; at least a root.
+            probs: the target's distribution at each node, `probs[node]`, (V,), after all logits processors.
+            row: the row as it is at the root. Below the root `chance.pick` must be given `row.after(drafted tokens)`.
+            chance: the source of all random numbers.
 
-        tree: of at least the root. probs: the target's distributions at its nodes.
+        Returns:
+            The indices of the accepted nodes, from the root (0) down, and the token after the last of them: -1 where
+            its distribution is NaN. The path may go on after a token that ends the row; such tokens are not emitted.
         """
 
     def verify(self, pass_: Verification) -> list[Accepted]:
-        """A pass over drafts of rows of one request: what is accepted of each is emitted, up to where the row ends."""
+        """Accept and emit for all rows of one request, each up to where it ends; one `Accepted` per row."""
         return pass_.emitted(lambda i: self.accept(pass_.trees[i], pass_.probs(i), pass_.rows[i], pass_.chance))
 
 
 class NodeRule(Rule):
-    """A rule that chooses the next token node by node; the draft is kept as far as it is the same.
+    """A rule that chooses the next token at one node at a time; a path is accepted as far as its tokens were chosen.
 
-    Rows are judged together, each node after the tokens before it were emitted, so that any processor may be in play.
+    All rows of a request are verified together, and a node only after the tokens before it were emitted: so any logits
+    processor is supported.
     """
 
     def begin_call(self, laws: Laws) -> None:
@@ -85,48 +93,49 @@ class NodeRule(Rule):
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        """The next token of each of k rows, -1 where its scores are NaN.
+        """The next token of each of k rows; -1 where its scores are NaN.
 
-        scores: (k, V) processed scores at the node where each row stands.
-        candidates: the k nodes' children.
+        scores: (k, V) scores after all logits processors, at the current node of each row.
+        candidates: the children of these k nodes.
+        rows: the k rows, with the tokens up to these nodes.
         """
 
     def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
-        path, standing = [0], row
+        path, current = [0], row
         while True:
             node = path[-1]
-            offered = candidates(tree, node, probs.hidden)
-            (token,) = self.choose(probs.scores([node]), [offered], [standing], chance)
+            children = candidates(tree, node, probs.hidden)
+            (token,) = self.choose(probs.scores([node]), [children], [current], chance)
             if (below := tree.child(node, token)) is None:
                 return path, token
             path.append(below)
-            standing = standing.after([token])
+            current = current.after([token])
 
     def verify(self, pass_: Verification) -> list[Accepted]:
         return pass_.walked(self.choose)
 
 
 class ArgmaxRule(NodeRule):
-    """A rule whose token at a node is the one with the largest key: its score, or its probability over noise."""
+    """A rule that chooses the token with the largest key: its score, or its probability divided by noise."""
 
     def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> list[list[int]] | None:
-        """The token at every node at once, where that can be had before anything is emitted and costs less; else None.
+        """The token at every node, where all can be computed at once and at less cost; else None.
 
-        logits: (rows, nodes, V) raw.
+        logits: (rows, nodes, V) before logits processors.
         """
         return None
 
     @abstractmethod
     def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
-        """Like the scores, what the tokens just chosen have the largest of; None where the noise shows none.
+        """The keys of the last choice, in the shape of `scores`; None where the source of noise does not give them.
 
-        scores: (k, V) that `choose` was given, or (rows, nodes, V) that `decide_all_nodes` was.
+        scores: the argument of the last `choose`, (k, V), or `decide_all_nodes`, (rows, nodes, V).
         """
 
     def floor(self, best: Tensor, margin: float) -> Tensor:
-        """What the largest keys might fall to if scores fell by `margin`."""
+        """The largest keys, lowered as if their scores were lower by `margin`."""
         return best - margin
 
     def verify(self, pass_: Verification) -> list[Accepted]:
@@ -134,23 +143,23 @@ class ArgmaxRule(NodeRule):
 
 
 class ProbingRule(Rule):
-    """A rule that reads more of a pass than drafts: positions of its own, which it adds as probes."""
+    """A rule that adds probes of its own to drafts, and reads the logits there."""
 
     @abstractmethod
     def extra_probes(self, width: int) -> int:
-        """Nodes that `add_probes` adds to a draft of `width` nodes, at most."""
+        """Most nodes that `add_probes` adds to a draft of `width` nodes."""
 
     @abstractmethod
     def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """Drafts with the rule's probes; the drafted nodes and their order stay."""
+        """The drafts with the rule's probes; drafted nodes keep their indices."""
 
 
 class AttributingRule(Rule):
-    """A rule that looks into documents that the caller gives (`row.references`), and reports what comes from them."""
+    """A rule that uses documents of the caller (`row.references`), and reports which output comes from them."""
 
     @abstractmethod
     def attributions(self) -> tuple[Attribution, ...]:
-        """After a call: which spans of the output stand where in the documents."""
+        """The spans of the output of the last call that are copies, with their places in the documents."""
 
 
 def _name(rule: Rule) -> str:
@@ -158,5 +167,5 @@ def _name(rule: Rule) -> str:
 
 
 def extra_probes(rule: Rule, width: int) -> int:
-    """Nodes that a rule adds to a draft of `width` nodes, at most."""
+    """Most nodes that a rule adds to a draft of `width` nodes."""
     return rule.extra_probes(width) if isinstance(rule, ProbingRule) else 0

@@ -1,4 +1,4 @@
-"""The most that any rule could keep of several drafts: a yardstick for the rules.
+"""The highest acceptance probability of any rule for several drafts: an upper bound to compare rules with.
 
 Sun et al. (SpecTr, arXiv 2310.15141, section 3) pose it as optimal transport with membership cost; by duality it is
 min over sets H of tokens of p(H) + 1 - P(all drafts in H) (Hu et al., arXiv 2502.18779, theorem 2).
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from truedraft.tree import Draws
 
-ROUNDS = 500  # of the search for H where drafts have laws of their own
+ROUNDS = 500  # most iterations of the search for H, where drafts have different laws
 CLOSE = 1e-9
 
 
@@ -56,12 +56,11 @@ def _by_ratio(p: Tensor, q: Tensor, n: int, distinct: bool) -> float:
 
 
 def _all_inside(q: Tensor, n: int) -> Tensor:
-    """(V + 1,) the chances that n draws from q without replacement all fall on the first 0, 1, ... V tokens.
+    """(V + 1,) the probabilities that n draws from q without replacement are all among the first 0, 1, ... V tokens.
 
-    Such draws are the first n arrivals of exponential clocks with rates q. At a time t clock x has rung with
-    probability 1 - exp(-q_x t); n of the first m must have when the earliest of the others rings, whose rate is what
-    they sum to.
-    The integral over that time is a sum at even steps of log t.
+    Such draws are the first n arrivals of exponential clocks with rates q. By time t clock x has rung with probability
+    1 - exp(-q_x t); n of the first m clocks must have rung before the first of the others, whose total rate is the sum
+    of theirs. The integral over that time is computed as a sum at equal steps of log t.
     """
     n = min(n, int(q.count_nonzero()))
     step = 0.05
@@ -83,7 +82,7 @@ def _least(p: Tensor, laws: Sequence[Tensor]) -> float:
     """min over H of p(H) + 1 - the product of q(H): the minimum of a submodular function, by its minimum-norm point.
 
     Fujishige and Isotani, "A submodular function minimization algorithm based on the minimum-norm base", 2011, with
-    Wolfe's algorithm for the point. The search ends when its bounds, which it has from both sides, meet.
+    Wolfe's algorithm for the point. The search ends when its upper and lower bounds meet.
     """
 
     def prefixes(order: Tensor) -> Tensor:

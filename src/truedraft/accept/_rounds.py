@@ -1,4 +1,4 @@
-"""Drafts judged at a node against the target's law: what the rejection rules share."""
+"""Verification of a node's children against the target's law: what the rejection rules share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from truedraft.accept._verification import Candidates
 from truedraft.chance import Chance
 from truedraft.tree import Row
 
-# (law of the target, what is offered, row, chance) -> the draft that is kept, or None and the law to draw from instead
+# (the target's law, the children, row, chance) -> the accepted token, or None and the law to draw from instead
 Verify = Callable[[Tensor, Candidates, Row, Chance], tuple[int | None, Tensor]]
 
 
@@ -21,35 +21,37 @@ def tokens_by(
 ) -> list[int]:
     """The next token of each row, -1 where its scores are NaN. scores: (k, V) processed scores."""
     laws, tokens = scores.softmax(-1), [-1] * len(rows)
-    left: list[int] = []  # rows where no draft was kept, the law that is left in place of theirs
-    broken = laws[:, 0].isnan().tolist()
+    rejected: list[int] = []  # rows without an accepted child; in `laws` their residual law
+    invalid = laws[:, 0].isnan().tolist()
     for i, (children, row) in enumerate(zip(candidates, rows, strict=True)):
-        token, law = (None, laws[i]) if broken[i] else verify(laws[i], children, row, chance)
+        token, law = (None, laws[i]) if invalid[i] else verify(laws[i], children, row, chance)
         if token is None:
             laws[i] = law
-            left.append(i)
+            rejected.append(i)
         else:
             tokens[i] = token
-    if left:
-        drawn = chance.pick(laws[left], [rows[i] for i in left])
-        for i, token in zip(left, drawn, strict=True):
+    if rejected:
+        drawn = chance.pick(laws[rejected], [rows[i] for i in rejected])
+        for i, token in zip(rejected, drawn, strict=True):
             tokens[i] = token
     return tokens
 
 
-def in_order(most: int | None = None) -> Verify:
-    """Drafts one after the other, each against what those before it left of the law; at most so many, or all."""
-    return partial(_in_order, most)
+def in_order(count: int | None = None) -> Verify:
+    """Verify the first `count` children, or all, one after the other, each against the residual law of those before."""
+    return partial(_in_order, count)
 
 
-def _in_order(most: int | None, p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+def _in_order(
+    count: int | None, p: Tensor, children: Candidates, row: Row, chance: Chance
+) -> tuple[int | None, Tensor]:
     q = None
-    for i, token in enumerate(children.tokens[:most]):
+    for i, token in enumerate(children.tokens[:count]):
         if i == children.fixed:
             q = children.dist
-        drafted = 1.0 if q is None else float(q[token])
-        odds = float(p[token])
-        if odds > 0 and (odds >= drafted or chance.flip(odds / drafted, row)):
+        q_token = 1.0 if q is None else float(q[token])
+        p_token = float(p[token])
+        if p_token > 0 and (p_token >= q_token or chance.flip(p_token / q_token, row)):
             return token, p
         p = _without(p, token) if q is None else as_law(p - q, p)
         if q is not None and children.draws == "distinct":
@@ -62,9 +64,9 @@ def _without(law: Tensor, token: int) -> Tensor:
 
 
 def as_law(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Weights brought to a sum of 1, those below 0 (rounding) counted as 0; or `otherwise` where all are 0.
+    """Weights normalised to a sum of 1, negative ones (rounding) as 0; `otherwise` where all are 0.
 
-    Nothing is left of a law only where drafts cover it wholly, and then none is refused.
+    A residual law is 0 everywhere only if the draft's law covers the target's, and then no child is refused.
     """
     weights = weights.clamp_min(0)
     total = weights.sum()

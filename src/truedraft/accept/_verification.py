@@ -1,4 +1,4 @@
-"""A pass that is to be verified: what rules read of it, and how what they accept is emitted."""
+"""The verification of a pass: what rules read of it, and the emission of what they accept."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from truedraft.sampling import Laws
 from truedraft.stopping import Stops
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores
 
-Verdict = tuple[Sequence[int], int]  # the accepted path, from the root on, and the token behind it
+Verdict = tuple[Sequence[int], int]  # the accepted path, from the root on, and the token that follows it
 
 
 @dataclass
 class Candidates:
-    """What the draft offers below a node.
+    """The children of a node of a draft, probes excluded.
 
-    tokens: the children's, in the order in which they came about.
-    draws: how they did.
-    dist: (V,) the law that those were drawn from that were drawn; None where none was.
-    hidden: layer -> (H,) its output at the node, for rules that `need` it; None where nothing is tapped.
+    tokens: their token ids, in the order in which they were chosen or drawn.
+    draws: how they were chosen; see `Draws`.
+    dist: (V,) distribution that the drawn children were drawn from; None where all are certain.
+    hidden: layer -> (H,) hidden state at the node, for tapped layers; None where nothing is tapped.
     """
 
     tokens: tuple[int, ...]
@@ -34,7 +34,7 @@ class Candidates:
 
     @property
     def fixed(self) -> int:
-        """How many of the first tokens are certain."""
+        """Number of certain children; these come first."""
         if self.dist is None:
             return len(self.tokens)
         return max(len(self.tokens) - 1, 0) if self.draws == "last" else 0
@@ -45,13 +45,12 @@ Choose = Callable[[Tensor, Sequence[Candidates], Sequence[Row], Chance], list[in
 
 
 class TargetProbs:
-    """The target's next-token distributions at the nodes of one row's draft, computed when they are asked for.
+    """The target's next-token distributions at the nodes of one row's draft, computed on access: `probs[node]`, (V,).
 
-    Each is that of the node's own prefix, after all logits processors: the row's tokens, then the drafted ones.
-    `probs[node]` is (V,).
+    Each is that after all logits processors, applied to the node's own prefix: the row's tokens and the drafted ones.
 
-    logits: (nodes, V) raw, probes included.
-    hidden: (node, layer) -> (H,) the output of a tapped layer at a node; None where nothing is tapped.
+    logits: (nodes, V) before logits processors, probes included.
+    hidden: (node, layer) -> (H,) hidden state of a tapped layer; None where nothing is tapped.
     """
 
     def __init__(
@@ -73,20 +72,24 @@ class TargetProbs:
         return self.scores(nodes).softmax(-1)
 
     def scores(self, nodes: Sequence[int]) -> Tensor:
-        """(k, V) processed scores at k nodes, of which `of` takes the softmax."""
+        """(k, V) scores at k nodes after all logits processors; `of` is their softmax."""
         drafts = [[self.tree.tokens[i] for i in self.tree.path(node)[1:]] for node in nodes]
         return self._laws.of_drafts([self.row] * len(drafts), drafts, self.logits[list(nodes)])
 
 
 @dataclass(eq=False, slots=True)
 class Verification:
-    """One pass over drafts of the rows of one request, before anything of it is emitted.
+    """One pass over the rows of one request, given to `Rule.verify` before any of its tokens are emitted.
+
+    Its methods emit what a rule accepts: they append tokens to the rows, apply the stopping criteria after each, and
+    return one `Accepted` per row. `emitted` does so for whole paths, `walked` node by node, `followed` for tokens given
+    at all nodes.
 
     Args:
-        rows, trees, scores: the rows, their drafts, and what the target made of these.
-        laws, stops, chance: the request's processors, stopping criteria and noise.
-        pad: the token of rows that have ended and go on in lockstep.
-        tokens: the rule's token at every node, where it decided all nodes at once.
+        rows, trees, scores: the rows, one draft for each, and the pass over these.
+        laws, stops, chance: logits processors, stopping criteria and source of noise of the request.
+        pad: the token that ended rows emit in lockstep.
+        tokens: the rule's token at every node, where it has decided all nodes at once; else None.
     """
 
     rows: Sequence[Row]
@@ -99,33 +102,33 @@ class Verification:
     tokens: Sequence[Sequence[int]] | None = None
 
     def probs(self, place: int) -> TargetProbs:
-        """Those of one row."""
+        """The target's distributions for the row at this index."""
         logits = self.scores.logits[place, : len(self.trees[place])]
         return TargetProbs(self.rows[place], self.trees[place], logits, self.laws, self._states(place))
 
     def emitted(self, verdict: Callable[[int], Verdict]) -> list[Accepted]:
-        """Rows emit the tokens of their paths and the one behind, as far as plain decoding would have come.
+        """Emit the tokens of accepted paths and the tokens that follow, up to where plain decoding would have ended.
 
-        verdict: a row's place -> its path and token; not asked of rows that go on with padding.
+        verdict: index of a row -> its accepted path and token; not called for ended rows, which emit padding.
         """
         if not self.stops.lockstep:
-            return [self._alone(i, *verdict(i)) for i in range(len(self.rows))]
+            return [self._emit_row(i, *verdict(i)) for i in range(len(self.rows))]
         waits = [row.ended and self.stops.pads for row in self.rows]
-        return self._together([self._padded(i, [0]) if wait else verdict(i) for i, wait in enumerate(waits)])
+        return self._emit_lockstep([self._padded(i, [0]) if wait else verdict(i) for i, wait in enumerate(waits)])
 
     def followed(self, tokens: Sequence[Sequence[int]]) -> list[Accepted]:
-        """The same with paths as far as drafts agree with the token at every node."""
+        """The same for paths along which each drafted token is the one of `tokens` at the node before it."""
         return self.emitted(lambda i: agreed(self.trees[i], tokens[i]))
 
     def _padded(self, place: int, path: Sequence[int]) -> Verdict:
-        """A row that has ended goes on with padding, as far as that was drafted."""
+        """The path and token of an ended row, which emits padding as far as that was drafted."""
         tree, path = self.trees[place], list(path)
         while (below := tree.child(path[-1], self.pad)) is not None:
             path.append(below)
         return path, self.pad
 
-    def _alone(self, place: int, path: Sequence[int], token: int) -> Accepted:
-        """One row by itself, up to where it ends."""
+    def _emit_row(self, place: int, path: Sequence[int], token: int) -> Accepted:
+        """Emit for one row, up to where it ends."""
         row, drafted, stops, kept = self.rows[place], self.trees[place].tokens, self.stops, 0
         _check(token)
         for kept, node in enumerate(path, 1):
@@ -137,8 +140,8 @@ class Verification:
                 break
         return Accepted(tuple(path[:kept]), row.tokens[-1], row.ended)
 
-    def _together(self, verdicts: list[Verdict]) -> list[Accepted]:
-        """All rows in lockstep, up to where the first of them has nothing more to emit, or all have ended."""
+    def _emit_lockstep(self, verdicts: list[Verdict]) -> list[Accepted]:
+        """Emit for all rows, one token each at a time, until the first row has no more or all have ended."""
         over, kept = False, 0
         _check(min(token for _, token in verdicts))
         while not over and kept < min(len(path) for path, _ in verdicts):
@@ -159,29 +162,29 @@ class Verification:
         ]
 
     def walked(self, choose: Choose) -> list[Accepted]:
-        """Follow every row's tree from its root for as long as what is chosen was drafted; emit as it goes.
+        """Choose at each row's root, then at the child with the chosen token for as long as there is one; emit all.
 
-        Only nodes on accepted paths are ever judged, each after the tokens before it were emitted, so processors and
-        criteria see the prefixes that plain decoding would show them.
+        Only nodes on accepted paths are evaluated, each after the tokens before it were emitted, so processors and
+        criteria are called with the prefixes of plain decoding.
         """
         rows, trees, stops = self.rows, self.trees, self.stops
         paths: list[list[int]] = [[0] for _ in rows]
         alive = list(range(len(rows)))
         while alive:
-            standing = [rows[i] for i in alive]
+            current = [rows[i] for i in alive]
             nodes = [paths[i][-1] for i in alive]
-            offered = [self._candidates(i, node) for i, node in zip(alive, nodes, strict=True)]
-            scores = self.laws(standing, self.scores.logits[alive, nodes])
-            tokens = choose(scores, offered, standing, self.chance)
+            children = [self._candidates(i, node) for i, node in zip(alive, nodes, strict=True)]
+            scores = self.laws(current, self.scores.logits[alive, nodes])
+            tokens = choose(scores, children, current, self.chance)
             _check(min(tokens))
-            for row, token in zip(standing, tokens, strict=True):
+            for row, token in zip(current, tokens, strict=True):
                 row.tokens.append(self.pad if row.ended and stops.pads else token)
-            stops(standing)
+            stops(current)
             below = [
                 None if row.ended and not stops.lockstep else trees[i].child(node, row.tokens[-1])
-                for row, i, node in zip(standing, alive, nodes, strict=True)
+                for row, i, node in zip(current, alive, nodes, strict=True)
             ]
-            if stops.lockstep and (None in below or all(row.ended for row in standing)):
+            if stops.lockstep and (None in below or all(row.ended for row in current)):
                 break
             alive = [i for i, child in zip(alive, below, strict=True) if child is not None]
             for i, child in zip(alive, filter(None, below), strict=True):
@@ -203,7 +206,7 @@ class Verification:
 
 
 def candidates(tree: DraftTree, node: int, hidden: Callable[[int, int], Tensor] | None = None) -> Candidates:
-    """What hangs below a node. hidden: (node, layer) -> (H,) states, where any are tapped."""
+    """The children of a node. hidden: (node, layer) -> (H,) hidden state, None where nothing is tapped."""
     children = [c for c in tree.shape.children[node] if c not in tree.probes]
     return Candidates(
         tuple(tree.tokens[c] for c in children),
@@ -214,9 +217,9 @@ def candidates(tree: DraftTree, node: int, hidden: Callable[[int, int], Tensor] 
 
 
 def agreed(tree: DraftTree, tokens: Sequence[int]) -> Verdict:
-    """The path of drafted tokens that are those at the nodes above them, and the token at its end.
+    """The longest path along which each drafted token is the chosen one at its parent, and the token after it.
 
-    tokens: at every node, the one that follows it.
+    tokens: (nodes,) the chosen next token at every node.
     """
     path = [0]
     while (below := tree.child(path[-1], tokens[path[-1]])) is not None:
@@ -225,7 +228,7 @@ def agreed(tree: DraftTree, tokens: Sequence[int]) -> Verdict:
 
 
 def first_children(tree: DraftTree) -> list[int]:
-    """The nodes from the root down the first children, probes left out."""
+    """The path from the root down to a leaf by first children, probes excluded."""
     nodes = [0]
     while below := [c for c in tree.shape.children[nodes[-1]] if c not in tree.probes]:
         nodes.append(below[0])
@@ -233,6 +236,6 @@ def first_children(tree: DraftTree) -> list[int]:
 
 
 def _check(token: int) -> None:
-    """Raises Refused for -1, which stands for a token of scores that are NaN."""
+    """Raises Refused for -1, the token of scores that are NaN."""
     if token < 0:
         raise Refused("the target's logits are NaN: check its weights and dtype (float16 overflows)")

@@ -1,8 +1,8 @@
-"""Block verification: a drafted chain judged as a whole, which keeps more of it than token by token.
+"""Block verification: verifies a drafted chain as a whole, which accepts more of it than token by token.
 
 Sun et al., "Block Verification Accelerates Speculative Decoding", ICLR 2025 (arXiv 2403.10444), algorithm 2. A token
-that would be refused by itself may stay if the tokens behind it make up for it; no rule that judges chains keeps more
-on average. Of siblings the first alone is judged. Certain drafts count as drawn from point masses.
+that would be rejected by itself may be accepted if the tokens after it compensate; no rule for chains accepts more on
+average. Of siblings only the first is verified. Certain drafts are treated as drawn from point masses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from truedraft.tree import DraftTree, PreferredDrafts, Row
 class Block(Rule):
     card = Card(
         paper="arXiv 2403.10444 (2024)",
-        idea="Judge a drafted chain as a whole: a doubtful token stays if those behind it make up for it.",
+        idea="Verify a drafted chain as a whole: an unlikely token is accepted if those after it compensate.",
         family="rejection",
         published="PaLM 2 S drafted by XXS, 8 tokens: 5 to 8 % faster than token by token on eight tasks.",
     )
@@ -43,39 +43,39 @@ class Block(Rule):
 
 
 def _verified(p: Tensor, tree: DraftTree, chain: Sequence[int], row: Row, chance: Chance) -> tuple[int, Tensor]:
-    """How many tokens of a chain are kept, and the law of the one that follows. p: (nodes, V) the target's laws."""
+    """The number of accepted tokens of a chain, and the law of the next. p: (nodes, V) the target's laws."""
     end, weight = 0, 1.0
-    together = 1.0  # how much more the target likes the tokens so far than the draft did, at most 1
+    ratio = 1.0  # running product of p/q over the tokens so far, clipped to 1 at each
     for i in range(1, len(chain)):
         token, q = tree.tokens[chain[i]], _drawn_from(tree, chain[i - 1])
-        together = min(together * float(p[i - 1, token]) / (1.0 if q is None else float(q[token])), 1.0)
-        if together == 0.0:
+        ratio = min(ratio * float(p[i - 1, token]) / (1.0 if q is None else float(q[token])), 1.0)
+        if ratio == 0.0:
             break
-        if chance.flip(_enough(p, tree, chain, i, together), row):
-            end, weight = i, together
+        if chance.flip(_enough(p, tree, chain, i, ratio), row):
+            end, weight = i, ratio
     if end + 1 == len(chain):
         return end, p[end]
     return end, as_law(_beyond(p, tree, chain, end, weight), p[end])
 
 
-def _enough(p: Tensor, tree: DraftTree, chain: Sequence[int], i: int, together: float) -> float:
-    """The chance that the first i tokens are kept, whatever becomes of those behind them."""
+def _enough(p: Tensor, tree: DraftTree, chain: Sequence[int], i: int, ratio: float) -> float:
+    """The probability of accepting the first i tokens, independent of the result for those after them."""
     if i + 1 == len(chain):
-        return together
-    mass = float(_beyond(p, tree, chain, i, together).sum())
-    return mass / (mass + (1 - together)) if mass > 0 else 0.0  # a mass may be too small to be added to 1
+        return ratio
+    mass = float(_beyond(p, tree, chain, i, ratio).sum())
+    return mass / (mass + (1 - ratio)) if mass > 0 else 0.0  # `mass + 1` may round to 1
 
 
-def _beyond(p: Tensor, tree: DraftTree, chain: Sequence[int], i: int, together: float) -> Tensor:
-    """What of the target's law behind i tokens, times their weight, the law of the next draft does not cover."""
-    weights, q = p[i] * together, _drawn_from(tree, chain[i])
+def _beyond(p: Tensor, tree: DraftTree, chain: Sequence[int], i: int, ratio: float) -> Tensor:
+    """(V,) max(ratio * p - q, 0) after i tokens, with q the law of the next drafted token."""
+    weights, q = p[i] * ratio, _drawn_from(tree, chain[i])
     if q is None:
         return weights.index_fill_(0, torch.tensor([tree.tokens[chain[i + 1]]], device=p.device), 0.0)
     return weights.sub_(q).clamp_min_(0)
 
 
 def _drawn_from(tree: DraftTree, node: int) -> Tensor | None:
-    """The law of a node's first child; None where it is certain."""
+    """The law that a node's first child was drawn from; None where it is certain."""
     law = None if tree.dist is None else tree.dist[node]
     if tree.draws == "last" and len(tree.shape.children[node]) > 1:
         return None

@@ -1,4 +1,4 @@
-"""Greedy: the likeliest token at every node; the draft is kept as far as it agrees.
+"""Greedy: chooses the likeliest token at every node; a draft is accepted as far as it agrees.
 
 Stern et al., "Blockwise Parallel Decoding", NeurIPS 2018 (arXiv 1811.03115), section 3.
 The same tokens as plain greedy decoding, with any drafter and any tree.

@@ -1,8 +1,8 @@
-"""Greedy multi-draft: drafts of which all but the last are certain, judged as well as can be.
+"""Greedy multi-draft: optimal verification of siblings of which all but the last are certain.
 
-Hu et al., "Towards Optimal Multi-Draft Speculative Decoding", ICLR 2025 (arXiv 2502.18779), section 4: the drawn draft
-is judged by itself, with min(1, p/q); what is left of p then falls on the certain ones as it may. A draft is said with
-p(certain) + sum over the others of min(p, q), which is the optimum for drafts of this kind.
+Hu et al., "Towards Optimal Multi-Draft Speculative Decoding", ICLR 2025 (arXiv 2502.18779), section 4: the drawn child
+is accepted with min(1, p/q), else the token is drawn from the residual law, and may be one of the certain children. A
+child is emitted with probability p(certain) + sum over the others of min(p, q), the optimum for such drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from truedraft.tree import Draws, PreferredDrafts, Row
 class GreedyMultiDraft(NodeRule):
     card = Card(
         paper="arXiv 2502.18779 (2025)",
-        idea="Keep the one drawn draft with min(1, p/q); else draw from what is left, a certain draft perhaps.",
+        idea="Accept the one drawn child with min(1, p/q); else draw from the residual law, perhaps a certain child.",
         family="rejection",
         published="Acceptance above recursive rejection and K-SEQ at equal numbers of drafts.",
     )
@@ -41,7 +41,7 @@ class GreedyMultiDraft(NodeRule):
 
 
 def _last(p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
-    """The drawn draft if it is kept, or None and the law that is left. p: (V,)."""
+    """The drawn child if it is accepted, else None and the residual law. p: (V,) the target's law."""
     q = children.dist
     if q is None or not children.tokens:
         return None, p

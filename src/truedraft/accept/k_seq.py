@@ -1,8 +1,9 @@
-"""K-SEQ: independent drafts one after the other, each with a chance that all of them together can afford.
+"""K-SEQ: verifies independent drafts one after the other, with acceptance scaled so that all k can be tried.
 
 Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023 (arXiv 2310.15141), algorithm 2.
-Each of k drafts from q is kept with min(1, p / (g q)); g, between 1 and k, is the least that leaves a law for the case
-that none is. Within 1 - 1/e of the best that k independent drafts allow. With one draft it is `rejection`.
+Each of k drafts from q is accepted with min(1, p / (g q)); g, between 1 and k, is the least for which the residual law
+is not negative. Accepts at least 1 - 1/e of what the best rule for k independent drafts does. With one draft it is
+`rejection`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.tree import Draws, PreferredDrafts, Row
 
-STEPS, CLOSE = 60, 1e-7  # of the search for g, at most; and how near it comes
+STEPS, CLOSE = 60, 1e-7  # most iterations of the search for g; its tolerance
 
 
 @dataclass
 class KSeq(NodeRule):
     card = Card(
         paper="arXiv 2310.15141 (2023)",
-        idea="Keep each of k independent drafts with min(1, p/(g q)), with the g that lets all k be tried.",
+        idea="Accept each of k independent drafts with min(1, p/(g q)), with the least g for which k can be tried.",
         family="rejection",
         published="PaLM 2 Bison drafted by Gecko on LM1B, 8 continuations of 8: 2.13x (single draft 1.55x).",
     )
@@ -43,7 +44,7 @@ class KSeq(NodeRule):
 
 
 def _tried(p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
-    """The first draft that is kept, or None and the law that is left. p: (V,)."""
+    """The first draft that is accepted, or None and the residual law. p: (V,) the target's law."""
     q, k = children.dist, len(children.tokens)
     if q is None or not k:
         return None, p
@@ -57,9 +58,9 @@ def _tried(p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[i
 
 
 def _least(p: Tensor, q: Tensor, k: int) -> float:
-    """The least g for which what is kept stays within p: 1 - (1 - b)^k <= g b, with b what one draft keeps.
+    """The least g with 1 - (1 - b)^k <= g b, where b = sum of min(q, p/g) is the acceptance of one draft.
 
-    Found between bounds by regula falsi with halved weights (the Illinois method).
+    Found between 1 and k by regula falsi with halved weights (the Illinois method).
     """
 
     def beyond(g: float) -> float:
@@ -83,4 +84,5 @@ def _least(p: Tensor, q: Tensor, k: int) -> float:
 
 
 def _any(kept: float, k: int) -> float:
+    """The probability that any of k drafts is accepted, each with `kept`."""
     return 1 - (1 - kept) ** k

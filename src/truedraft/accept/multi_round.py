@@ -1,9 +1,9 @@
-"""Multi-round: the drafted siblings one after the other, each accepted or its law taken away from the target's.
+"""Multi-round: verifies siblings one after the other; each is accepted, or its law subtracted from the target's.
 
 Recursive rejection sampling: Miao et al., "SpecInfer", 2023 (arXiv 2305.09781), section 4.3, for siblings drawn
 independently; Jeon et al., "Recursive Speculative Decoding", 2024 (arXiv 2402.14160), theorem 3.1, and Yang et al.
-(arXiv 2401.06706) for siblings drawn without replacement, which accepts more. Children that are certain (lookup) are
-point masses, and there the rule is the best that any can be. With one child a node it is `rejection`.
+(arXiv 2401.06706) for siblings drawn without replacement, which accepts more. Certain children (lookup) are point
+masses, for which no rule accepts more. With one child per node it is `rejection`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from truedraft.tree import PreferredDrafts, Row
 class MultiRound(NodeRule):
     card = Card(
         paper="arXiv 2305.09781 (2023)",
-        idea="Accept each sibling with min(1, p/q); where one is refused, go on with what of p its law does not cover.",
+        idea="Accept each sibling with min(1, p/q); after a rejection verify the next against the residual law.",
         family="rejection",
     )
     guarantee: ClassVar[Guarantee] = "distribution"

@@ -1,8 +1,8 @@
-"""Rejection: keep a drafted token with probability min(1, p/q), else draw from what of p exceeds q.
+"""Rejection sampling: accepts a drafted token with probability min(1, p/q), else draws from max(p - q, 0), normalised.
 
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023 (arXiv 2211.17192),
-section 2.3; Chen et al., 2023 (arXiv 2302.01318), algorithm 2. One draft per node is judged: of siblings the first
-alone (`multi-round` judges all). Text follows the target's law; it is not the text of plain sampling under one seed.
+section 2.3; Chen et al., 2023 (arXiv 2302.01318), algorithm 2. Of siblings only the first is verified (`multi-round`
+verifies all). The text has the target's law; it is not the text of plain sampling under the same seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from truedraft.tree import PreferredDrafts, Row
 class Rejection(NodeRule):
     card = Card(
         paper="arXiv 2211.17192 (2023)",
-        idea="Keep a drafted token with probability min(1, p/q), else draw from what of p exceeds q.",
+        idea="Accept a drafted token with probability min(1, p/q), else draw from max(p - q, 0), normalised.",
         family="rejection",
         published="T5-XXL drafted by T5-small, sampling: 2.6x on translation, 2.3x on summaries (TPU v4).",
     )

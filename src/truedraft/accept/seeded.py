@@ -1,9 +1,9 @@
-"""Seeded: the token that the target itself would sample there under this seed; the draft is kept as far as it agrees.
+"""Seeded: chooses the token that plain sampling under the seed would draw; a draft is accepted as far as it agrees.
 
-The noise of a step does not depend on what was drafted, so the text is that of plain sampling under the same seed
-(`torch.manual_seed` and `model.generate`, token for token), and its law is the target's. Matching the target's own
-sample as a rule: Leviathan et al., arXiv 2211.17192, section 3.5, in the strict form; it accepts less often than
-rejection sampling does when drafts are sampled, and exactly as often when they are certain (lookup).
+The noise of a step does not depend on drafts, so the text is that of plain sampling under the same seed
+(`torch.manual_seed` and `model.generate`, token for token), and its law is the target's. Acceptance by comparison with
+the target's own sample: Leviathan et al., arXiv 2211.17192, section 3.5, in the strict form; it accepts less often than
+rejection sampling if drafts are sampled, and exactly as often if they are certain (lookup).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Seeded(ArgmaxRule):
         return chance.pick(scores.softmax(-1), rows)
 
     def keys(self, scores: Tensor, chance: Chance) -> Tensor | None:
-        return getattr(chance, "keys", None)  # a caller's own source of noise may have none
+        return getattr(chance, "keys", None)  # a caller's source of noise may not have them
 
     def floor(self, best: Tensor, margin: float) -> Tensor:
         return best * math.exp(-margin)

@@ -1,4 +1,4 @@
-"""What callers bring to `generate`, read and checked before anything is computed."""
+"""The arguments of `generate`: parsed and checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from truedraft.tree import Prompt
 
 Document = str | Sequence[int] | Tensor
 
-# Arguments of generate that have no meaning here, each with its remedy.
+# Arguments of generate that are not supported, each with its remedy.
 ARGUMENTS = {
     "assistant_tokenizer": "draft models with another tokenizer are not supported yet; drop it if they share one",
     "past_key_values": "truedraft keeps a cache of its own; give the whole prompt",
@@ -28,7 +28,7 @@ ARGUMENTS = {
     "position_ids": "positions follow from the attention mask",
     "synced_gpus": "one process decodes one batch",
 }
-# Settings that change what is computed and that the engine does not do: the neutral value, and why not.
+# Settings that the engine does not support: the neutral value, and the reason.
 SETTINGS = {
     "num_beams": (1, "beam search is not supported; num_beams=1 searches greedily"),
     "num_beam_groups": (1, "group beam search is not supported"),
@@ -77,7 +77,7 @@ def _check_neutral(values: Mapping[str, Any]) -> None:
 def with_stop_strings(
     kwargs: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    """Stop strings as a ready criterion: `generate` forgets the tokenizer when a decode loop is given to it.
+    """The arguments with stop strings as a criterion: `generate` passes no tokenizer on to a decode loop.
 
     Raises:
         Refused: there is no tokenizer.
@@ -95,7 +95,7 @@ def with_stop_strings(
 
 
 def sources_of(inputs: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """(batch, length) token ids of the sources that `generate` is given, with padding; None where they are no text."""
+    """(batch, length) token ids of the sources of a call, with padding; None where they are not token ids."""
     ids = prompt_ids(inputs, kwargs)
     return ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
 
@@ -105,7 +105,7 @@ def check_lengths(target: Target, longest: int, steps: int) -> None:
     context, hard = target.context, target.hard_limit
     if context is not None and longest > context:
         raise Refused(f"the prompt has {longest} tokens, the model's context has {context}: shorten the prompt")
-    if hard is not None and longest + steps - 1 > hard:  # the last token is not read any more
+    if hard is not None and longest + steps - 1 > hard:  # the last token is never read
         raise Refused(
             f"{longest} prompt tokens and {steps} new ones exceed the model's {hard} learned positions: "
             f"set max_new_tokens to at most {hard - longest + 1}"
@@ -113,7 +113,11 @@ def check_lengths(target: Target, longest: int, steps: int) -> None:
 
 
 def chance_of(seed: int | Sequence[int] | None, batch: int) -> Chance:
-    """Where the noise of sampling comes from: torch's stream, or (seed, row, position)."""
+    """The source of the noise of sampling: torch's stream, or a function of (seed, row, position).
+
+    Raises:
+        Refused: a seed is no integer from 0 to 2**64 - 1, or there is not one for each row.
+    """
     if seed is None:
         return StreamNoise(batch)
     if isinstance(seed, Sequence) and not isinstance(seed, str):
@@ -133,7 +137,7 @@ def namespaces_of(given: Any, batch: int) -> list[str]:
     """Each row's namespace.
 
     Raises:
-        Refused: neither a text nor one text for each row.
+        Refused: neither a string nor one string for each row.
     """
     if isinstance(given, str):
         return [given] * batch
@@ -150,7 +154,7 @@ def references_of(
     """Each row's documents; text is tokenized as it is read.
 
     Raises:
-        Refused: not documents, text without a tokenizer, ids outside the vocabulary, or lists for another batch.
+        Refused: not documents, text without a tokenizer, ids outside the vocabulary, or not one list for each row.
     """
     if references is None:
         return [()] * batch
@@ -167,8 +171,8 @@ def references_of(
     ]
 
 
-def behind(prompts: Sequence[Prompt], given: Sequence[References | tuple[()]]) -> list[References | tuple[()]]:
-    """The source of each row, if it has one, before the documents that it was given."""
+def with_sources(prompts: Sequence[Prompt], given: Sequence[References | tuple[()]]) -> list[References | tuple[()]]:
+    """Each row's documents, with its source, if it has one, as the first."""
     return [
         References([prompt.source, *(documents.documents if isinstance(documents, References) else ())])
         if prompt.source

@@ -1,4 +1,4 @@
-"""From what `model.generate` has prepared to a request that an engine runs."""
+"""The request of a call, from what `model.generate` has prepared."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from truedraft.accept._base import ArgmaxRule, Rule
 from truedraft.accept._ties import NearTies
 from truedraft.call.arguments import (
-    behind,
     chance_of,
     check_lengths,
     namespaces_of,
     references_of,
+    with_sources,
 )
 from truedraft.call.rechecking import reference_of
 from truedraft.chance import Chance
@@ -33,7 +33,7 @@ from truedraft.tree import Row
 
 @dataclass(frozen=True)
 class Call:
-    """What a call adds to `model.generate`, carried through it to the decode loop."""
+    """Arguments of a call beyond those of `model.generate`, which passes them on to the decode loop."""
 
     references: Any = None
     assistant: PreTrainedModel | None = None
@@ -57,7 +57,7 @@ class Prepared:
 
     @property
     def returns(self) -> bool:
-        """Whether an output of several parts is to be returned."""
+        """Whether the call returns an output object instead of token ids."""
         return bool(self.config.return_dict_in_generate)
 
 
@@ -71,12 +71,15 @@ def request_of(
     ties: str,
     reserve: Callable[[int, int], None],
 ) -> Request:
-    """The rows of a call, and how their tokens are drafted, chosen and ended.
+    """The request of a call: its rows, bound to their parts.
 
-    reserve: makes room for so many rows of so many tokens; drafts and probes of a pass come on top.
+    Args:
+        ties: see `accelerate`.
+        reserve: called with the numbers of rows and of tokens per row; reserves the cache for these, and for the nodes
+            of a pass.
 
     Raises:
-        Refused: a setting that cannot be honoured exactly, or what does not fit.
+        Refused: a setting that cannot be honoured exactly, or a prompt that does not fit the context or memory.
     """
     input_ids, config = prepared.input_ids, prepared.config
     rule.bind(target.model, tokenizer)
@@ -87,18 +90,18 @@ def request_of(
     check_lengths(target, most, steps)
     references = references_of(call.references, batch, tokenizer, target.vocabulary)
     if drafter.takes_references and target.one_vocabulary:
-        references = behind(prompts, references)
+        references = with_sources(prompts, references)
     namespaces = namespaces_of(call.namespace, batch)
     chance = call.chance or chance_of(call.seed, batch)
     reserve(batch, most + steps)
     target.check_room(prompts)
 
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-    ids = [[] if p.ids is None else p.ids.tolist() for p in prompts]
+    prompt_ids = [[] if p.ids is None else p.ids.tolist() for p in prompts]
     ends = ends_of(prepared.criteria)
     rows = [
-        Row(i, own, len(own), steps, references[i], ends, namespace=namespaces[i], given=prompts[i])
-        for i, own in enumerate(ids)
+        Row(i, ids, len(ids), steps, references[i], ends, namespace=namespaces[i], given=prompts[i])
+        for i, ids in enumerate(prompt_ids)
     ]
     history = History(input_ids, steps, pad, rows)
     returns = prepared.returns

@@ -1,4 +1,4 @@
-"""What `ties="recheck"` asks for, checked, and made where a call can have it."""
+"""`ties="recheck"`: checks of whether a call supports it, and the source of recomputed logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from truedraft.tree import Row
 
 
 def check_ties(ties: str, target: Target, rule: Rule | None) -> None:
-    """Raises Refused for a value of `ties` that is unknown, or that this target or rule cannot serve."""
+    """Raises Refused for a value of `ties` that is unknown, or that this target or rule does not support."""
     if ties not in ("keep", "recheck"):
         raise Refused(f"ties={ties!r}: give 'keep', or 'recheck' (near-ties scored again as model.generate does)")
     if ties == "recheck" and target.reads_sources:
@@ -28,7 +28,7 @@ def check_ties(ties: str, target: Target, rule: Rule | None) -> None:
 
 
 def reference_of(ties: str, target: Target, rows: int, capacity: int, laws: Laws) -> Callable[[Row], Tensor] | None:
-    """Where the logits of near-ties come from in a call, if not from the pass.
+    """A function that recomputes the (V,) logits of a row's next token, for near-ties; None for `ties="keep"`.
 
     Raises:
         Refused: a processor may count its calls; or there is no memory for a second cache.

@@ -1,4 +1,4 @@
-"""Streamers of `transformers`: tokens passed to them while a call runs, and their end with it."""
+"""Streamers of `transformers`: fed with tokens while a call runs, and ended with it."""
 
 from __future__ import annotations
 

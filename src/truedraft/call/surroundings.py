@@ -13,9 +13,9 @@ from truedraft.errors import Refused
 
 
 class CallLock:
-    """A lock for the time of a call: calls of other threads wait, and a call within a call is refused.
+    """A lock held during a call: calls of other threads wait, and a call within a call is refused.
 
-    A copy of the object that it belongs to has a lock of its own.
+    A copy of the object that it belongs to gets a lock of its own.
     """
 
     def __init__(self) -> None:
@@ -49,15 +49,15 @@ def exclusive(parts: Sequence[Any]) -> Iterator[None]:
     """
     locks = {id(lock): lock for lock in (vars(part).setdefault("_call_lock", CallLock()) for part in parts)}
     with ExitStack() as stack:
-        for _, lock in sorted(locks.items()):  # in one order everywhere, so that no two calls wait for each other
+        for _, lock in sorted(locks.items()):  # one global order, against deadlocks
             stack.enter_context(lock.held())
         yield
 
 
 @contextmanager
 def defaults() -> Iterator[None]:
-    """torch's default settings, whatever the caller has set: tensors are created on the CPU where no device is named,
-    and outside of inference mode, because later calls write to them."""
+    """torch's default settings in place of the caller's: the CPU as default device, and no inference mode, because
+    later calls write to tensors that are created here."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -104,10 +104,10 @@ def bench(
 
             attained = attain(loaded, reader, todo, show, rounds)
         elif not roofline:
-            theirs = _baselines(model, assistant, loaded, dtype) if baselines else []
+            of_transformers = _baselines(model, assistant, loaded, dtype) if baselines else []
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
             sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
-            interrupted = _compare(figures, sides, theirs, todo, loaded, reader, *settings, show)
+            interrupted = _compare(figures, sides, of_transformers, todo, loaded, reader, *settings, show)
     if html is not None:
         weights = quantize or str(loaded.dtype).removeprefix("torch.")
         facts = {"model": model, "weights": weights, **origin(context.obj)}

@@ -77,7 +77,7 @@ def _described(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "paper", entry["paper"]
 
 
-def _knobs(values: dict[str, Any], takes: Mapping[str, str] = MappingProxyType({})) -> str:
+def _knobs(values: dict[str, Any], ranges: Mapping[str, str] = MappingProxyType({})) -> str:
     """Knobs with their values and, in brackets, their ranges."""
-    shown = (f"{knob}={value}" + (f" ({takes[knob]})" if knob in takes else "") for knob, value in values.items())
+    shown = (f"{knob}={value}" + (f" ({ranges[knob]})" if knob in ranges else "") for knob, value in values.items())
     return ", ".join(shown)

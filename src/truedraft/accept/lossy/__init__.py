@@ -1,1 +1,1 @@
-"""Rules that keep more of a draft than the model itself would have said. Reached by asking: rule="lossy/NAME"."""
+"""Lossy rules, which change the distribution of the text to accept more of a draft: `rule="lossy/NAME"`."""

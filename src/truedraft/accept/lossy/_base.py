@@ -1,4 +1,4 @@
-"""What a lossy rule is."""
+"""The contract of a lossy rule."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from truedraft.card import Guarantee
 
 
 class LossyRule(Rule):
-    """A rule whose text is not the model's own, and which says so in every report."""
+    """A rule that changes the distribution of the text; every report of it states so."""
 
     guarantee: ClassVar[Guarantee] = "none"
 
 
 class LossyNodeRule(LossyRule, NodeRule):
-    """One that chooses node by node."""
+    """A lossy rule that chooses the next token at one node at a time."""

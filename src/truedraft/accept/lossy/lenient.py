@@ -1,8 +1,8 @@
-"""Lenient: rejection sampling that forgives a factor.
+"""Lenient: rejection sampling with acceptance probabilities raised by a factor.
 
-Leviathan, Kalman and Matias, ICML 2023 (arXiv 2211.17192), appendix A.5: drafts are judged as if their law had been
-`lenience` times what it was. Lossy: no token is said more than 1/lenience times as often as the model would say it.
-With lenience 1 it is `rejection`. Of siblings the first alone is judged.
+Leviathan, Kalman and Matias, ICML 2023 (arXiv 2211.17192), appendix A.5: drafts are verified as if their law was
+`lenience` times q. Lossy: a token is emitted with at most 1/lenience times its probability under the model. With
+lenience 1 it is `rejection`. Of siblings only the first is verified.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from truedraft.tree import PreferredDrafts, Row
 class Lenient(LossyNodeRule):
     card = Card(
         paper="arXiv 2211.17192 (2023), appendix A.5",
-        idea="Keep a drafted token with min(1, p/(l q)), where l below 1 forgives.",
+        idea="Accept a drafted token with min(1, p/(l q)), with a lenience l below 1.",
         family="lossy",
         published="T5-XXL drafted by T5-small: acceptance 0.62 at l 1, 0.71 at 0.5, 0.76 at 0.3, 0.84 at 0.1 (memory).",
     )
@@ -37,9 +37,9 @@ class Lenient(LossyNodeRule):
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
     ) -> list[int]:
-        return tokens_by(scores, candidates, rows, chance, self._forgiving)
+        return tokens_by(scores, candidates, rows, chance, self._verified)
 
-    def _forgiving(self, p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
+    def _verified(self, p: Tensor, children: Candidates, row: Row, chance: Chance) -> tuple[int | None, Tensor]:
         if not children.tokens:
             return None, p
         token = children.tokens[0]

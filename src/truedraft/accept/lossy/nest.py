@@ -1,17 +1,17 @@
-"""NEST: the model's law mixed with what followed its nearest hidden states in given texts, and drafts judged leniently.
+"""NEST: mixes the model's law with the next tokens of similar hidden states in given texts; accepts drafts leniently.
 
 Li et al., "Nearest Neighbor Speculative Decoding for LLM Generation and Attribution", 2024 (arXiv 2405.19325). The law
-of the next token is l p_model + (1 - l) p_neighbours, with l from how far the nearest neighbour stands out. A drafted
-token x is kept with min(1, p(x) / (gamma max p)), otherwise one is drawn from the mixture. With `nest` as the drafter
-this is the method as published; with another, the mixture without its spans. Lossy by intent: the output says what the
-texts say, and the report says which of its spans stand where in them (`report().attributions`).
+of the next token is l p_model + (1 - l) p_neighbours, with l from the relative distance of the nearest neighbour. A
+drafted token x is accepted with min(1, p(x) / (gamma max p)), else a token is drawn from the mixture p. With the
+drafter `nest` this is the method as published; with another, the mixture without its spans. Lossy by intent: the output
+follows the texts, and `report().attributions` lists the spans that were copied, with their places.
 
-What logits processors rule out is never said: of the neighbours' law the part is taken that the model's allows. With
-top-k or top-p that is little, so leave them off (`top_k=0`) for texts that the model does not know.
+Tokens that logits processors exclude are never emitted: the neighbours' law is restricted to the model's support. With
+top-k or top-p that is small, so leave them off (`top_k=0`) for texts that the model was not trained on.
 
-Other than in the authors' code, states are compared at a common scale (`stores/neighbours.py`), the temperature is the
-caller's, a span begins behind a token that was drawn, not with it, and a place may be copied from more than once
-(`no_repeat_ngram_size` forbids it).
+Unlike in the authors' code, states are compared at a common scale (`stores/neighbours.py`), the temperature is the
+caller's, a span begins after a drawn token, not with it, and a place may be copied from more than once
+(`no_repeat_ngram_size` prevents it).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from truedraft.tree import PreferredDrafts, Row, Taps
 
 @dataclass
 class Copy:
-    """A span of a row's output that is followed in a source.
+    """A span of a row's output that equals a span of a text.
 
-    start: of its first token in the output. place: of that token in the texts. drafted: whether any of it was.
+    start: step of its first token. place: index of that token in the texts. drafted: whether any token was drafted.
     """
 
     near: Near
@@ -54,7 +54,7 @@ class Copy:
 class Nest(LossyNodeRule, AttributingRule):
     card = Card(
         paper="arXiv 2405.19325 (2024)",
-        idea="Mix into the model's law what given texts say after like hidden states, and keep long spans of them.",
+        idea="Mix the model's law with next tokens of similar hidden states in given texts; accept long spans of them.",
         family="lossy",
         needs=("references",),
         published="1.8x over Llama-2-Chat 70B alone, with better quality and attribution than kNN-LM.",
@@ -62,11 +62,11 @@ class Nest(LossyNodeRule, AttributingRule):
     samples: ClassVar[bool] = True
     preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
-    layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
-    k: int = knob(1024, 1, 1_000_000)  # neighbours looked for; authors' code, published a few hundred to 1024
-    alpha: float = knob(0.3, -1e6, 1e6)  # nearest over farthest at which they count half; authors' demo, unverified
-    tau: float = knob(0.1, 0, 1e6, open=True)  # how fast that changes; authors' demo, unverified
-    gamma: float = knob(5e-4, 0, 1e9)  # share of the likeliest token's chance that suffices; authors' demo, unverified
+    layer: int = knob(-2, -1024, 1024)  # whose states are compared, -1 for the last; that of the authors' code
+    k: int = knob(1024, 1, 1_000_000)  # neighbours of a search; authors' code, published a few hundred to 1024
+    alpha: float = knob(0.3, -1e6, 1e6)  # nearest over farthest at which their weight is 1/2; authors' demo, unverified
+    tau: float = knob(0.1, 0, 1e6, open=True)  # scale of that sigmoid; authors' demo, unverified
+    gamma: float = knob(5e-4, 0, 1e9)  # fraction of the largest probability that suffices; authors' demo, unverified
 
     def __post_init__(self) -> None:
         self._search = Search(self.store, self.layer, self.k, self.alpha, self.tau)
@@ -78,7 +78,7 @@ class Nest(LossyNodeRule, AttributingRule):
     def begin_call(self, laws: Laws) -> None:
         if not any(map(self._search.has, laws.history.rows)):
             raise Refused(
-                "rule='lossy/nest' has no text to look in: give generate() references of two tokens or more, "
+                "rule='lossy/nest' has no text to search: give generate() references of two tokens or more, "
                 "or the rule a store"
             )
         self._copies: dict[int, Copy] = {}
@@ -93,8 +93,8 @@ class Nest(LossyNodeRule, AttributingRule):
             law = _mixed(p, near[row.index])
             enough = self.gamma * float(law.max())
             for token in children.tokens:
-                odds = float(law[token])
-                if odds > 0 and (odds >= enough or chance.flip(odds / enough, row)):
+                p_token = float(law[token])
+                if p_token > 0 and (p_token >= enough or chance.flip(p_token / enough, row)):
                     return token, law
             return None, law
 
@@ -105,13 +105,13 @@ class Nest(LossyNodeRule, AttributingRule):
         return tokens
 
     def _near(self, row: Row, children: Candidates) -> Near | None:
-        """The neighbours of the state where the row stands."""
+        """The neighbours of the hidden state at the row's current node."""
         assert children.hidden is not None
         at = self._search.at(row, children.hidden(self._search.layer)[None])
         return None if at is None else at(0)
 
     def _follow(self, row: Row, near: Near | None, token: int, drafted: bool) -> None:
-        """Go on with the copy that the row is in, or begin another."""
+        """Extend the row's current copy by a token, or end it and begin another."""
         copy = self._copies.get(row.index)
         if copy is not None and copy.near.store.behind(copy.place, copy.length + 1)[copy.length :] == [token]:
             copy.length += 1
@@ -134,8 +134,8 @@ class Nest(LossyNodeRule, AttributingRule):
 
 
 def _mixed(p: Tensor, near: Near | None) -> Tensor:
-    """The target's law and the neighbours', each by its weight. p: (V,)."""
+    """(V,) the mixture of the target's law and the neighbours'. p: (V,)."""
     if near is None:
         return p
-    theirs = near.law(len(p)).masked_fill_(p == 0, 0.0)
-    return as_law(near.doubt * p + (1 - near.doubt) * theirs, p)
+    q = near.law(len(p)).masked_fill_(p == 0, 0.0)
+    return as_law(near.doubt * p + (1 - near.doubt) * q, p)

@@ -1,9 +1,9 @@
-"""Reflective verification: the target judges a draft a second time, with the whole of it before its eyes.
+"""Reflective verification: the target scores a drafted chain a second time, with the whole chain in its context.
 
 "Think Before You Accept: Semantic Reflective Verification for Faster Speculative Decoding", 2025; built from its
-abstract. Behind a drafted chain the same pass reads a short prompt and the chain once more; what the target says
-there, knowing the draft, is mixed into its laws, and the likeliest token of the mixture is said. Lossy; with `share` 0
-it is `greedy`. Worth trying only with models that follow instructions; each pass is about twice as wide.
+abstract. After a drafted chain the same pass reads a short prompt and the chain once more; the target's laws there are
+mixed with those at the chain, and the likeliest token of the mixture is emitted. Lossy; with `share` 0 it is `greedy`.
+Meant for models that follow instructions; each pass is about twice as wide.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from truedraft.tree import DraftTree, PreferredDrafts, Row
 class Reflective(LossyRule, ProbingRule):
     card = Card(
         paper="Think Before You Accept (2025)",
-        idea="Ask the model about the draft in the same pass, and mix what it says then into what it says first.",
+        idea="Score the draft a second time in the same pass, after a prompt to repeat it, and mix the two laws.",
         family="lossy",
-        published="5 to 15 % on top of statistical verification, at like task scores.",
+        published="5 to 15 % faster than statistical verification, at similar task scores.",
     )
     samples: ClassVar[bool] = False
     preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
-    share: float = knob(0.3, 0, 1)  # of the second look, 0 is exact; the paper's knob between quality and speed
+    share: float = knob(0.3, 0, 1)  # weight of the second law, 0 is exact; the paper's knob between quality and speed
     prompt: str = knob(" Read it again and repeat it: ")  # between the draft and its repetition; of one's own making
 
     def bind(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -48,10 +48,10 @@ class Reflective(LossyRule, ProbingRule):
         return width + len(self._prompt) if width else 0
 
     def add_probes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        return [self._with_question(tree) for tree in trees]
+        return [self._repeated(tree) for tree in trees]
 
-    def _with_question(self, tree: DraftTree) -> DraftTree:
-        """A draft with the prompt and its first chain once more behind that chain, as probes."""
+    def _repeated(self, tree: DraftTree) -> DraftTree:
+        """A draft with probes after its first chain: the prompt, and the chain once more."""
         chain = first_children(tree)
         if len(chain) == 1:
             return tree
@@ -60,7 +60,7 @@ class Reflective(LossyRule, ProbingRule):
 
     def accept(self, tree: DraftTree, probs: TargetProbs, row: Row, chance: Chance) -> Verdict:
         chain = first_children(tree)
-        # read behind the prompt's last token, and behind each repeated one
+        # node of the chain -> the probe with its second law: the prompt's last token, then each repeated token
         again = dict(zip(chain[:-1], range(len(tree) - (len(chain) - 1), len(tree)), strict=True))
         path = [0]
         while True:

@@ -1,4 +1,4 @@
-"""Top-beta: greedy decoding that also keeps a drafted token which is nearly the likeliest.
+"""Top-beta: greedy decoding that also accepts drafted tokens among the likeliest.
 
 Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq Generation", 2022 (arXiv
 2203.16487), and GAD++ (Xia et al., "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding", arXiv
@@ -24,14 +24,14 @@ from truedraft.tree import PreferredDrafts, Row
 class TopBeta(LossyNodeRule):
     card = Card(
         paper="arXiv 2205.10350 (2022)",
-        idea="Keep a drafted token among the few likeliest, if it is not far behind the first.",
+        idea="Accept a drafted token among the few likeliest, if its log-probability is close to the largest.",
         family="lossy",
         published="GAD++ on WMT14 English-German: 3.0x to 4.5x at the quality of beam search, GAD 2.3x to 3.1x.",
     )
     samples: ClassVar[bool] = False
     preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
-    beta: int = knob(3, 1, 1_000_000)  # rank that is good enough, 1 is greedy; published 3 and 5
-    gap: float = knob(1.0, 0, 1e9)  # log-probability that a kept token may be behind the likeliest; published 1 to 6
+    beta: int = knob(3, 1, 1_000_000)  # lowest accepted rank, 1 is greedy; published 3 and 5
+    gap: float = knob(1.0, 0, 1e9)  # largest difference of log-probability from the likeliest; published 1 to 6
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance

@@ -1,8 +1,8 @@
-"""Typical acceptance: keep a drafted token that the target finds likely enough, given how unsure it is.
+"""Typical acceptance: accepts a drafted token whose probability is high for the entropy of the target's law.
 
-Cai et al., "Medusa", ICML 2024 (arXiv 2401.10774), section 2.3.1. Lossy: drafts are favoured over what the law would
-have drawn, so text gets more typical than the model's own; with `delta` so large that `epsilon` decides, and that at 1,
-nothing is kept and the law is the model's.
+Cai et al., "Medusa", ICML 2024 (arXiv 2401.10774), section 2.3.1. Lossy: drafts are preferred to a draw from the law,
+so text is more typical than the model's own; with `epsilon` 1 and a large `delta` no draft is accepted, and the law is
+the model's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from truedraft.tree import PreferredDrafts, Row
 class Typical(LossyNodeRule):
     card = Card(
         paper="arXiv 2401.10774 (2024)",
-        idea="Keep a drafted token that is likely enough for how unsure the model is.",
+        idea="Accept a drafted token whose probability exceeds a threshold that falls with the entropy of the law.",
         family="lossy",
         published="Medusa, Vicuna 7B: about a tenth faster than greedy acceptance (from memory).",
     )
     samples: ClassVar[bool] = True
     preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
-    epsilon: float = knob(0.09, 0, 1)  # probability that is always enough; published 0.09 (posterior threshold)
-    delta: float = knob(0.3, 0, 1e6)  # share of exp(-entropy) that is enough too; published 0.3, the threshold's root
+    epsilon: float = knob(0.09, 0, 1)  # probability that is always sufficient; published 0.09 (posterior threshold)
+    delta: float = knob(
+        0.3, 0, 1e6
+    )  # fraction of exp(-entropy) that is sufficient too; published 0.3, the threshold's root
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
