@@ -36,7 +36,7 @@ class ReferenceCache:
             if i in skipped:
                 continue
             seen, values = layer.update(keys + 1000 * i, -keys - 1000 * i)
-            assert seen.shape == values.shape == (last - first, HEADS, self.cache.cursor.view, SIZE)
+            assert seen.shape == values.shape == (last - first, HEADS, self.cache.cursor.extent, SIZE)
             for row, (slot, line) in enumerate(zip(range(first, last), keys[:, 0, :, 0].tolist(), strict=True)):
                 expected = self.rows[slot] + line
                 assert seen[row, :, : len(expected), 0].tolist() == [[x + 1000 * i for x in expected]] * HEADS
@@ -82,15 +82,15 @@ def test_passes_commits_and_releases_match_lists(seed: int) -> None:
 
 def test_cursor_positions_of_passes() -> None:
     cursor = Cursor(4, 20)
-    assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (0, 0, 0, 0, True)
+    assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 0, 0, 0, True)
     cursor.lengths += [3, 3, 5]
     cursor.begin(0, 2, 4, CPU)
-    assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (0, 2, 4, 7, True)
+    assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 2, 4, 7, True)
     cursor.begin(1, 3, 2, CPU)
-    assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (1, 3, 2, 7, False)
+    assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (1, 3, 2, 7, False)
     assert cursor.place.tolist() == [[3, 4], [5, 6]] and cursor.row.tolist() == [[0], [1]]
     cursor.replayed(torch.tensor([[6, 7, 8], [1, 2, 3]]), 16)
-    assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (0, 2, 3, 16, False)
+    assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 2, 3, 16, False)
     assert cursor.place.tolist() == [[6, 7, 8], [1, 2, 3]] and cursor.row.tolist() == [[0], [1]]
 
 

@@ -293,7 +293,7 @@ def test_a_capture_that_fails_late_is_reported(monkeypatch: pytest.MonkeyPatch) 
 def test_wrong_graphs_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecoderTarget, "_runner", lambda self, _: (GraphPass(self._stock(), uncaptured), None))
     with monkeypatch.context() as patch:
-        patch.setattr(Padded, "seen", lambda self, view: self.ancestors.new_ones(*self.ids.shape, view))
+        patch.setattr(Padded, "seen", lambda self, extent: self.ancestors.new_ones(*self.ids.shape, extent))
         with pytest.raises(Refused, match="differs from plain decoding"):
             check_exact(DecoderTarget(tiny("llama", torch.float32)))
     with pytest.raises(Refused, match=r"strict=True needs the compiled pass.*not on the CPU"):

@@ -23,7 +23,7 @@ class Cursor:
     partial: layers that have not written all of the scratch.
     first, last: the slots that take part in the pass.
     width: positions that the pass writes per slot.
-    view: positions that the pass may read, the longest row's length and the width.
+    extent: positions that the pass may read, the longest row's length and the width.
     level: whether all rows of the pass have one length; where not, `row` and `place` say where it writes.
     row, place: (rows, 1) and (rows, width) indices.
     """
@@ -36,7 +36,7 @@ class Cursor:
         self.lengths: list[int] = []
         self.scratch: list[int] = []
         self.partial: frozenset[int] = frozenset()
-        self.first = self.last = self.width = self.view = 0
+        self.first = self.last = self.width = self.extent = 0
         self.level = True
 
     @contextmanager
@@ -53,15 +53,15 @@ class Cursor:
     def begin(self, first: int, last: int, width: int, device: torch.device) -> None:
         lengths = self.lengths[first:last]
         self.first, self.last, self.width = first, last, width
-        self.view = max(lengths) + width
+        self.extent = max(lengths) + width
         self.level = min(lengths) == max(lengths)
         if not self.level:
             self._scatter(torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device))
 
-    def replayed(self, place: Tensor, view: int) -> None:
+    def replayed(self, place: Tensor, extent: int) -> None:
         """A pass over the first slots that looks in `place`, (rows, width), where to write whenever it is replayed."""
         self.first, (self.last, self.width) = 0, place.shape
-        self.view, self.level = view, False
+        self.extent, self.level = extent, False
         self._scatter(place)
 
     def _scatter(self, place: Tensor) -> None:
@@ -113,10 +113,10 @@ class RowLayer(SlotLayer):
         else:
             keys[c.row, :, c.place] = key_states.transpose(1, 2)
             values[c.row, :, c.place] = value_states.transpose(1, 2)
-        return keys[:, :, : c.view], values[:, :, : c.view]
+        return keys[:, :, : c.extent], values[:, :, : c.extent]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cursor.view, 0
+        return self.cursor.extent, 0
 
     def get_seq_length(self) -> int:
         c = self.cursor

@@ -103,20 +103,20 @@ class ForwardPass(Runner):
             ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
             return self.forward({"input_ids": ids}, None, positions, taps)
         nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
-        return self.forward_nodes(nodes, cursor.view, taps, embeds)
+        return self.forward_nodes(nodes, cursor.extent, taps, embeds)
 
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
         """Whether the pass is a single node that sees all of its row."""
         cursor = self.cache.cursor
-        return len(trees) == cursor.width == 1 and (self.window is None or cursor.view <= self.window)
+        return len(trees) == cursor.width == 1 and (self.window is None or cursor.extent <= self.window)
 
-    def forward_nodes(self, nodes: Padded, view: int, taps: Taps, embeds: Tensor | None = None) -> Any:
-        """The model's own output at nodes that see the first `view` places of their rows at most.
+    def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Any:
+        """The model's own output at nodes that see the first `extent` places of their rows at most.
 
         embeds: (rows, width, H) in the place of the nodes' tokens.
         """
         inputs = {"input_ids": nodes.ids} if embeds is None else {"inputs_embeds": embeds}
-        return self.forward(inputs, self.mask(nodes, view), nodes.positions, taps)
+        return self.forward(inputs, self.mask(nodes, extent), nodes.positions, taps)
 
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.
@@ -153,12 +153,12 @@ class ForwardPass(Runner):
         """Of what `forward` returned, (rows, width, H) by layer: the embeddings first, the last layer's normed."""
         return out.hidden_states
 
-    def mask(self, nodes: Padded, view: int) -> Any:
-        """What each node sees of the first `view` places, (rows, 1, width, view), as the model takes it."""
-        seen = nodes.seen(view)
+    def mask(self, nodes: Padded, extent: int) -> Any:
+        """What each node sees of the first `extent` places, (rows, 1, width, extent), as the model takes it."""
+        seen = nodes.seen(extent)
         if self.window is None:
             return self._attention_mask(seen)
-        near = seen if view <= self.window else seen & nodes.near(view, self.window)
+        near = seen if extent <= self.window else seen & nodes.near(extent, self.window)
         if "full_attention" in self.layer_types:
             return {"full_attention": self._attention_mask(seen), "sliding_attention": self._attention_mask(near)}
         return self._attention_mask(near)

@@ -26,7 +26,7 @@ from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
 
-VIEW = 256  # positions that a pass reads at least, where the cache has as many
+EXTENT = 256  # positions that a pass reads at least, where the cache has as many
 KEPT = 32  # graphs at most; the one replayed longest ago goes first
 
 Outputs = tuple[Tensor, ...]
@@ -163,7 +163,7 @@ class GraphPass(Runner):
         cursor, width = self.stock.cache.cursor, max(map(len, trees))
         rows = bucket(len(trees), cursor.slots)
         ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]
-        reads = bucket(max(VIEW, *ends), cursor.capacity)
+        reads = bucket(max(EXTENT, *ends), cursor.capacity)
         idle = rows - len(trees)  # free slots score a lone token
         padded = [*trees, *[DraftTree.chain(0)] * idle]
         nodes = Padded.of(padded, cursor.lengths + [0] * idle, bucket(width), self.stock.device)
@@ -176,11 +176,11 @@ class GraphPass(Runner):
         }
         return Scores(logits[: len(trees), :width].clone(), hidden, [0] * len(trees))
 
-    def _replayed(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Outputs:
-        key = (*nodes.ids.shape, view, taps.hidden, embeds is not None)
+    def _replayed(self, nodes: Padded, embeds: Tensor | None, extent: int, taps: Taps) -> Outputs:
+        key = (*nodes.ids.shape, extent, taps.hidden, embeds is not None)
         self.cold = key not in self._captured
         if self.cold:
-            self._captured[key] = self._made(nodes, embeds, view, taps)
+            self._captured[key] = self._made(nodes, embeds, extent, taps)
             if len(self._captured) > KEPT:
                 self._captured.popitem(last=False)
         self._captured.move_to_end(key)
@@ -190,12 +190,12 @@ class GraphPass(Runner):
             captured.embeds.copy_(embeds)
         return captured.run()
 
-    def _made(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Captured:
+    def _made(self, nodes: Padded, embeds: Tensor | None, extent: int, taps: Taps) -> Captured:
         inputs = nodes.to(self.stock.device)
 
         def run() -> Outputs:
-            self.stock.cache.cursor.replayed(inputs.places, view)
-            out = self.stock.forward_nodes(inputs, view, taps, embeds)
+            self.stock.cache.cursor.replayed(inputs.places, extent)
+            out = self.stock.forward_nodes(inputs, extent, taps, embeds)
             return (out.logits, *(self.stock.hidden_states(out)[layer] for layer in taps.hidden))
 
         try:

@@ -60,26 +60,26 @@ class Padded:
         """Take over what another of the same shape holds; from pinned memory, without waiting for the device."""
         self.buffer.copy_(other.buffer, non_blocking=True)
 
-    def seen(self, view: int) -> Tensor:
-        """What each node sees of its row: all that is committed, and its ancestors; (rows, width, view) bool."""
-        offset = self._offset(view)
+    def seen(self, extent: int) -> Tensor:
+        """What each node sees of its row: all that is committed, and its ancestors; (rows, width, extent) bool."""
+        offset = self._offset(extent)
         # where offset is negative, a place is committed, and seen by all as the root is
         nearest = self._node(offset)[:, None].expand(-1, self.ids.shape[1], -1)
         return self.ancestors.gather(2, nearest) & (offset < self.ids.shape[1])[:, None]
 
-    def near(self, view: int, window: int) -> Tensor:
-        """The places less than `window` positions behind each node; (rows, width, view) bool."""
-        return self.positions[:, :, None] - self.placed(view)[:, None] < window
+    def near(self, extent: int, window: int) -> Tensor:
+        """The places less than `window` positions behind each node; (rows, width, extent) bool."""
+        return self.positions[:, :, None] - self.placed(extent)[:, None] < window
 
-    def placed(self, view: int) -> Tensor:
-        """The position of what lies at each of the first `view` places; (rows, view)."""
-        offset = self._offset(view)
-        place = torch.arange(view, device=offset.device)
+    def placed(self, extent: int) -> Tensor:
+        """The position of what lies at each of the first `extent` places; (rows, extent)."""
+        offset = self._offset(extent)
+        place = torch.arange(extent, device=offset.device)
         return torch.where(offset < 0, place, self.positions.gather(1, self._node(offset)))
 
-    def _offset(self, view: int) -> Tensor:
-        """How far each place lies behind the first that a pass may write; (rows, view)."""
-        return torch.arange(view, device=self.lengths.device) - self.lengths[:, None]
+    def _offset(self, extent: int) -> Tensor:
+        """How far each place lies behind the first that a pass may write; (rows, extent)."""
+        return torch.arange(extent, device=self.lengths.device) - self.lengths[:, None]
 
     def _node(self, offset: Tensor) -> Tensor:
         return offset.clamp(0, self.ids.shape[1] - 1)

@@ -67,7 +67,7 @@ class Positions:
 
     @contextmanager
     def at(self, ids: Tensor, positions: Tensor, places: Tensor) -> Iterator[None]:
-        """A pass over nodes `ids` at `positions`, (rows, width), that sees cached places at `places`, (rows, view)."""
+        """A pass over nodes `ids` at `positions`, (rows, width), that sees cached places at `places`, (rows, extent)."""
         overrides: list[Override] = []
         if self.embedding is not None:
             here = self._table[positions]

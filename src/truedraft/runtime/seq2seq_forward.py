@@ -55,11 +55,11 @@ class Seq2SeqPass(ForwardPass):
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
         return False
 
-    def forward_nodes(self, nodes: Padded, view: int, taps: Taps, embeds: Tensor | None = None) -> Any:
+    def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Any:
         if all(self.cache.is_updated.values()):
             self.cache.show()
-        with self._positions.at(nodes.ids, nodes.positions, nodes.placed(view)):
-            return super().forward_nodes(nodes, view, taps, embeds)
+        with self._positions.at(nodes.ids, nodes.positions, nodes.placed(extent)):
+            return super().forward_nodes(nodes, extent, taps, embeds)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
         cursor, cache = self.cache.cursor, self.cache

@@ -25,7 +25,7 @@ from truedraft.runtime._base import Runner
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long_prompt
-from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
+from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.inputs import check_text, text_prompts
@@ -207,7 +207,7 @@ class DecoderTarget:
             )
         kept = None
         if isinstance(self.runner, GraphPass):
-            capacity += -capacity % VIEW  # so that calls of about this length find the same cache, and its graphs
+            capacity += -capacity % EXTENT  # so that calls of about this length find the same cache, and its graphs
             kept = self.runner.kept(rows, capacity)
         self.cache = self._allocated(rows, capacity) if kept is None else kept
 
