@@ -115,7 +115,7 @@ class CrossAttentionPass(CompiledPass):
 
     def _complete(self, given: Pass, nodes: Nodes) -> None:
         counts = self.seq2seq_cache.counts
-        given.sources, given.source_mask = (
+        given.sources, given.source_lengths = (
             self.seq2seq_cache.source_mask.shape[1],
             array([counts[slot] for slot in nodes.slot]),
         )
