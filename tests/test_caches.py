@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.caches.rows import Cursor, RowCache
+from truedraft.caches.rows import CacheCursor, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_passes_commits_and_releases_match_lists(seed: int) -> None:
 
 
 def test_cursor_positions_of_passes() -> None:
-    cursor = Cursor(4, 20)
+    cursor = CacheCursor(4, 20)
     assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 0, 0, 0, True)
     cursor.lengths += [3, 3, 5]
     cursor.begin(0, 2, 4, CPU)
@@ -232,7 +232,7 @@ def test_scratch_does_not_outlive_commits_and_rows() -> None:
 
 
 def test_committed_lengths_come_back_from_a_pass_that_fails() -> None:
-    cursor = Cursor(2, 20)
+    cursor = CacheCursor(2, 20)
     cursor.lengths += [3, 5]
     cursor.scratch = [1, 2]
     with pytest.raises(ZeroDivisionError), cursor.behind_scratch():

@@ -14,7 +14,7 @@ import truedraft
 from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PassCost, PerRow
-from truedraft.drafters._calibration import EDGES, Calibration, Tally, follow, settled
+from truedraft.drafters._calibration import EDGES, Calibration, BinCounts, follow, settled
 from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
 from truedraft.drafters._trees import counted_in_python
 from truedraft.stores import union as union_module
@@ -138,7 +138,7 @@ def test_a_union_holds_the_likeliest_paths_of_all(native: str, monkeypatch: pyte
 def test_estimates_are_set_right_alike_in_c_and_in_python() -> None:
     rng = random.Random(1)
     forms = [(follow, settled), (compiled().follow, compiled().settled)]
-    tallies = [(Tally(), Tally()) for _ in forms]
+    tallies = [(BinCounts(), BinCounts()) for _ in forms]
     for _ in range(300):
         tree = random_tree(rng)
         assert tree.confidence is not None

@@ -30,7 +30,7 @@ class Known:
     def __init__(self, kept: Curve):
         self.kept = kept
 
-    def go_on(self, steps: int, known: Curve | None) -> Curve | None:
+    def measure(self, steps: int, known: Curve | None) -> Curve | None:
         return known
 
 
@@ -252,7 +252,7 @@ def test_probes_are_read_where_they_pay_and_tried_where_they_may(tokens: float, 
         on = probing.decide(0.1, 0.015 * spent)
         read += on
         spent += 1.1 if on else 1.0
-        probing.saw(tokens if on else 1.0, 1.1 if on else 1.0)
+        probing.observe(tokens if on else 1.0, 1.1 if on else 1.0)
     assert least <= read / 2000 <= most
 
 
@@ -265,7 +265,7 @@ def test_probes_are_tried_again_in_later_calls() -> None:
         for _ in range(300):
             read += (on := probing.decide(0.1, 0.015 * spent))
             spent += 1.1 if on else 1.0
-            probing.saw(1.0, 1.1 if on else 1.0)
+            probing.observe(1.0, 1.1 if on else 1.0)
         tried.append(read)
     assert min(tried) > 0
 
@@ -355,7 +355,7 @@ def test_what_drafts_lose_stays_within_the_slack(control: Cost) -> None:
 
 
 def test_nothing_is_drafted_before_passes_were_seen_and_soon_after() -> None:
-    fresh = SimpleNamespace(kept=None, guess=lambda: Curve.typical(1, 1e-3), go_on=lambda steps, known: known)
+    fresh = SimpleNamespace(kept=None, guess=lambda: Curve.typical(1, 1e-3), measure=lambda steps, known: known)
     control, row = opened(DRAFTER, fresh), row_of()
     control.start([row])
     sizes = []

@@ -95,7 +95,7 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
     capture(traced if architecture in TRACED else uncaptured)
     model, rng = model_on(device, architecture), random.Random(3)
     both = [DecoderTarget(model, "auto"), DecoderTarget(model, "stock")]
-    both[1].runner, both[1].why_stock = both[1]._stock(), None
+    both[1].runner, both[1].fallback_reason = both[1]._stock(), None
     for target in both:
         target.taps = Taps((0, -1))
         target.reserve(4, 100)
@@ -119,7 +119,7 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
             if step == 3:
                 target.prefill(prompts(device, 11))
         rows += (step == 3) - (step == 2)
-    assert isinstance(both[0].runner, GraphPass), both[0].why_stock
+    assert isinstance(both[0].runner, GraphPass), both[0].fallback_reason
     assert both[0].cache is not None and both[1].cache is not None and both[0].cache.lengths == both[1].cache.lengths
 
 
@@ -160,7 +160,7 @@ def test_sizes_come_in_buckets() -> None:
 
 def test_pass_costs_are_measured_on_captured_sizes() -> None:
     target = target_of("llama")
-    measured = LatencyProfile(target).go_on(100_000, None)
+    measured = LatencyProfile(target).measure(100_000, None)
     assert measured is not None and measured.widths[-1] == 64
     assert len(target.runner._captured) == 7 and not target.cold
     target.reserve(1, 400)

@@ -13,7 +13,7 @@ import truedraft
 from drafters_for_tests import Noise
 from models import V, ragged, sibling, tiny
 from truedraft import Card, DraftTree, registry
-from truedraft.audit.listener import Listener
+from truedraft.audit.tracer import Tracer
 from truedraft.drafters._base import Drafter, PassCost, PerRow
 from truedraft.drafters._compose import KINDS, Merge
 from truedraft.drafters._joint import Joint
@@ -93,7 +93,7 @@ def wholes(first: Loaded, second: Loaded) -> dict[str, Any]:
         **{sign: kind([first, second]) for sign, kind in KINDS.items()},
         "nested": Merge([Merge([first, Noise(vocabulary=V)]), second]),
         "cs-drafting": Merge([first, cascade]),
-        "overheard": Listener(Merge([first, second])),  # type: ignore[arg-type]
+        "overheard": Tracer(Merge([first, second])),  # type: ignore[arg-type]
     }
 
 

@@ -40,13 +40,13 @@ def _generates() -> None:
 
 def test_a_curve_is_measured_once_and_kept(folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
-    first = LatencyProfile(target).go_on(100_000, None)
+    first = LatencyProfile(target).measure(100_000, None)
     assert first is not None and first.widths == WIDTHS and list(first.seconds) == sorted(first.seconds)
     (file,) = folder.iterdir()
     kept = json.loads(file.read_text())["times"]
     assert list(kept) == list(map(str, WIDTHS)) and {passes for _, passes in kept.values()} == {3}
     again = LatencyProfile(target)
-    assert again.kept == first and again.complete and again.go_on(100_000, again.kept) is again.kept
+    assert again.kept == first and again.complete and again.measure(100_000, again.kept) is again.kept
 
 
 DAMAGED: list[Any] = [
@@ -61,14 +61,14 @@ DAMAGED: list[Any] = [
 @pytest.mark.parametrize("content", DAMAGED, ids=lambda content: str(content)[:24])
 def test_a_damaged_file_is_measured_anew(content: Any, folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
-    good = LatencyProfile(target).go_on(100_000, None)
+    good = LatencyProfile(target).measure(100_000, None)
     (file,) = folder.iterdir()
     if isinstance(content, dict):
         content = json.dumps(content if "times" in content else {"times": {"2": [1.0, 1], **content}})
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     damaged = LatencyProfile(target)
     assert damaged.kept is None and not damaged.complete
-    damaged.go_on(100_000, None)
+    damaged.measure(100_000, None)
     assert good is not None and LatencyProfile(target).kept is not None
 
 
@@ -130,11 +130,11 @@ def test_measuring_takes_a_share_of_the_work(folder: Path, monkeypatch: pytest.M
     target = DecoderTarget(tiny("qwen2"))
     clock = Clock(target, monkeypatch)
     fresh = LatencyProfile(target)
-    assert fresh.go_on(8, None) is None and clock.passes == 0
+    assert fresh.measure(8, None) is None and clock.passes == 0
     known, widest, due = None, 0, 8
     for steps in (64, 200, 300, 512, 2000, 8000):
         begun, due = clock.now, due + steps
-        known = fresh.go_on(steps, known)
+        known = fresh.measure(steps, known)
         unknown = 64 / 4 + 0.75 - calibration.TYPICAL[-1]  # what the first pass of the widest takes unforeseen
         assert clock.now - begun <= calibration.SHARE * due * 1.05 + 1 + unknown
         due = due if clock.now == begun else 0
@@ -150,7 +150,7 @@ def test_processes_go_on_where_earlier_ones_stopped(folder: Path, monkeypatch: p
     Clock(target, monkeypatch)
     for _ in range(60):
         fresh = LatencyProfile(target)
-        fresh.go_on(600, fresh.kept)
+        fresh.measure(600, fresh.kept)
         (file,) = folder.glob("*")
         kept.append([passes for _, passes in json.loads(file.read_text())["times"].values()])
     sums = [sum(passes) for passes in kept]
@@ -173,7 +173,7 @@ def test_a_pass_that_waited_for_other_work_is_made_up_for(folder: Path, monkeypa
     monkeypatch.setattr(target, "score", waiting)
     fresh, known = LatencyProfile(target), None
     for call in range(40):
-        known = fresh.go_on(400, known)
+        known = fresh.measure(400, known)
         if not slow and call < 3:
             assert known is not None and known(8) <= max(known(16), 8 / 4 + 0.75)
     assert not slow and known is not None
@@ -183,9 +183,9 @@ def test_a_pass_that_waited_for_other_work_is_made_up_for(folder: Path, monkeypa
 
 def test_short_calls_are_measured_for_together(folder: Path, quick: None) -> None:
     fresh, known = LatencyProfile(DecoderTarget(tiny("qwen2"))), None
-    assert [fresh.go_on(20, None) is None for _ in range(3)] == [True] * 3
+    assert [fresh.measure(20, None) is None for _ in range(3)] == [True] * 3
     for _ in range(3000):
-        known = fresh.go_on(40, known)
+        known = fresh.measure(40, known)
         if fresh.complete:
             break
     assert known is not None and fresh.complete
@@ -194,7 +194,7 @@ def test_short_calls_are_measured_for_together(folder: Path, quick: None) -> Non
 def test_measuring_leaves_torch_and_the_target_alone(folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
     state = torch.get_rng_state()
-    assert LatencyProfile(target).go_on(100_000, None) is not None
+    assert LatencyProfile(target).measure(100_000, None) is not None
     assert target.cache is None and torch.equal(torch.get_rng_state(), state)
 
 
@@ -205,4 +205,4 @@ def test_a_scratch_cache_that_does_not_fit_breaks_no_call(folder: Path, monkeypa
         raise truedraft.errors.NoRoom("full")
 
     monkeypatch.setattr(target, "reserve", full)
-    assert LatencyProfile(target).go_on(100_000, None) is None and target.cache is None
+    assert LatencyProfile(target).measure(100_000, None) is None and target.cache is None

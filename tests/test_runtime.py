@@ -33,7 +33,7 @@ def threads() -> Iterator[None]:
 def target_of(architecture: str, dtype: torch.dtype, runtime: str = "auto") -> DecoderTarget:
     """By compiled passes alone, prompts too."""
     target = DecoderTarget(tiny(architecture, dtype), runtime, strict=True)
-    assert target.why_stock is None
+    assert target.fallback_reason is None
     return target
 
 
@@ -145,7 +145,7 @@ def test_it_is_the_model_s_forward_but_for_rounding(architecture: str, dtype: to
 def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None:
     model = tiny(architecture, torch.float32)
     fast = truedraft.accelerate(model, control="fixed")
-    assert fast.target.why_stock is None
+    assert fast.target.fallback_reason is None
     given = dict(**ragged(model, 5), max_new_tokens=40, do_sample=sample, pad_token_id=0)
     torch.manual_seed(3)
     plain = model.generate(**given)
@@ -265,7 +265,7 @@ def test_a_head_wider_than_the_configuration_says() -> None:
     given = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     given |= {"output_logits": True, "return_dict_in_generate": True}
     ours, plain = fast.generate(**given).logits, model.generate(**given).logits
-    assert fast.target.why_stock is None
+    assert fast.target.fallback_reason is None
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, plain, strict=True))
 
 
@@ -281,8 +281,8 @@ def test_a_hook_added_later_is_run() -> None:
 
 def test_strict_is_honoured_and_stock_is_not_strict() -> None:
     model = tiny("llama", torch.float32)
-    assert truedraft.accelerate(model, strict=True).target.why_stock is None
-    with pytest.raises(Refused, match="runtime='stock' was asked for"):
+    assert truedraft.accelerate(model, strict=True).target.fallback_reason is None
+    with pytest.raises(Refused, match="runtime='stock' was requested"):
         truedraft.accelerate(model, runtime="stock", strict=True)
     with pytest.raises(Refused, match="runtime='fast'"):
         truedraft.accelerate(model, runtime="fast")
@@ -291,10 +291,10 @@ def test_strict_is_honoured_and_stock_is_not_strict() -> None:
 def test_a_wrong_program_is_found_out_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROGRAMS, "qwen3", lambda p, m: PROGRAMS["llama"](p, tiny("qwen2", torch.float32)))
     fast = truedraft.accelerate(tiny("qwen3", torch.float32))
-    assert fast.target.why_stock and "did not reproduce" in fast.target.why_stock
+    assert fast.target.fallback_reason and "did not reproduce" in fast.target.fallback_reason
     monkeypatch.setitem(PROGRAMS, "gpt2", PROGRAMS["llama"])
     fast = truedraft.accelerate(tiny("gpt2", torch.float32))
-    assert fast.target.why_stock and "not those of a gpt2 model" in fast.target.why_stock
+    assert fast.target.fallback_reason and "not those of a gpt2 model" in fast.target.fallback_reason
 
 
 def test_what_is_out_of_range_is_an_error_before_anything_is_touched() -> None:

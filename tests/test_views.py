@@ -148,7 +148,7 @@ def test_the_logits_are_those_of_a_cut_model(architecture: str, skipped: tuple[i
 @pytest.mark.parametrize("architecture", PROGRAMS)
 def test_the_logits_of_the_compiled_pass_are_those_of_a_cut_model(architecture: str, skipped: tuple[int, ...]) -> None:
     target = DecoderTarget(deep(architecture, torch.float32), strict=True)
-    assert target.why_stock is None
+    assert target.fallback_reason is None
     check_against_cut(target, skipped, 1e-3)
 
 
@@ -174,7 +174,7 @@ def test_the_bits_are_those_of_a_cut_model_s_compiled_pass(architecture: str, dt
     prompts = [words(rng, n) for n in LENGTHS]
     target = begun(DecoderTarget(deep(architecture, dtype), strict=True), prompts)
     other = DecoderTarget(cut(target.model, skipped), strict=True)
-    assert target.why_stock is None and other.why_stock is None
+    assert target.fallback_reason is None and other.fallback_reason is None
     begun(other, prompts)
     assert target.cache is not None and other.cache is not None
     for layer, old in zip(other.cache.layers, (1, 3), strict=True):

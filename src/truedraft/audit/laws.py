@@ -30,7 +30,7 @@ from transformers.generation.logits_process import (
 
 from truedraft import registry
 from truedraft.accelerated import accelerate
-from truedraft.audit.listener import Listener
+from truedraft.audit.tracer import Tracer
 from truedraft.drafters._base import Drafter
 from truedraft.tree import Draws
 
@@ -102,8 +102,8 @@ def law_audit(
     found = []
     for rule, drafter in combinations:
         fast = accelerate(model, tokenizer, draft=drafters[drafter], rule=rule, control="fixed")
-        listener: Any = Listener(fast.drafter)
-        fast.drafter = listener
+        tracer: Any = Tracer(fast.drafter)
+        fast.drafter = tracer
         for settings, values in SETTINGS.items():
             progress(f"the law of {rule} with {drafter}, {settings}")
             placed: list[Tensor] = []
@@ -114,7 +114,7 @@ def law_audit(
                     eos_token_id=None, **values,
                 )  # fmt: skip
                 out = fast.generate(ids, generation_config=config, seed=seed + number)
-                placed.append(_places(model, out, ids.shape[1], values, seed, listener.candidates))
+                placed.append(_places(model, out, ids.shape[1], values, seed, tracer.candidates))
                 length += fast.report().mean_acceptance_length / len(encoded)
             by_law, by_draft, tops = torch.cat(placed, 1)
             p_value = min(2 * _p_value(by_law), 2 * _p_value(by_draft), 1.0)

@@ -25,11 +25,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from truedraft.accelerated import Accelerated
-from truedraft.audit.listener import Listener
+from truedraft.audit.tracer import Tracer
 from truedraft.audit.precise import Precise
 from truedraft.targets.kinds import reads_sources
 
-Kind = Literal["tie", "numerics", "bug"]
+DivergenceKind = Literal["tie", "numerics", "bug"]
 FAR = 16  # times the noise of the model's own rows: what a row of the engine's may be off
 
 
@@ -71,7 +71,7 @@ class Divergence:
     gap: float | None
     noise: float
     row_error: float
-    kind: Kind
+    kind: DivergenceKind
 
 
 @dataclass
@@ -176,7 +176,7 @@ def audit(
     return found
 
 
-def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens: int) -> list[Kind]:
+def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens: int) -> list[DivergenceKind]:
     """Of what kind the first differences from `model.generate` are, greedily; one for each row that differs."""
     mode, found = Mode(False), Audit("", "", precise.dtype)
     settings = _settings(side.model, mode, tokens)
@@ -189,7 +189,7 @@ def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens:
 def recorded(*sides: Accelerated) -> Iterator[None]:
     """Drafters with listeners in their places."""
     for side in sides:
-        side.drafter = Listener(side.drafter)  # type: ignore[assignment]
+        side.drafter = Tracer(side.drafter)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -271,7 +271,7 @@ def _compared(
     """The rows that differ, each with the particulars of its first difference."""
     torch.manual_seed(mode.seed)
     ids = side.generate(**inputs, generation_config=settings)[:, expected.prompts.shape[1] :].cpu()
-    listener: Any = side.drafter
+    tracer: Any = side.drafter
     for row, (n, noise) in enumerate(zip(expected.lengths, expected.noise, strict=True)):
         reference, got = expected.ids[row, :n].tolist(), ids[row].tolist()
         got = got[: _ended(got, settings.eos_token_id)]
@@ -280,7 +280,7 @@ def _compared(
         )
         leaked = ids.shape != expected.ids.shape or bool((ids[row, len(got) :] != settings.pad_token_id).any())
         same = at == len(reference) == len(got) and not leaked
-        rows = torch.stack(listener.logits[row][: min(at + 1, n, len(got))]).double()
+        rows = torch.stack(tracer.logits[row][: min(at + 1, n, len(got))]).double()
         errors = (rows - expected.precise[row][: len(rows)]).nan_to_num(0.0).abs().amax(-1)
         found.tokens += min(at + 1, n)
         found.rows += len(rows)
@@ -312,7 +312,7 @@ def _explained(
         scores, scale = scores / mode.temperature - draws.double().log(), scale / mode.temperature
     gap = abs(float(scores[0, a] - scores[0, b]))
     own = float((expected.logits[row, at].double() - expected.precise[row][at]).nan_to_num(0.0).abs().max())
-    kind: Kind = "numerics"
+    kind: DivergenceKind = "numerics"
     if error > FAR * noise or gap > 2 * scale * (error + own) + 1e-6 * mode.sample:
         kind = "bug"
     elif gap <= 2 * scale * noise:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class Cursor:
+class CacheCursor:
     """Where the current pass reads and writes; shared by all layers.
 
     lengths: committed positions per slot in use.
@@ -77,7 +77,7 @@ class SlotLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, cursor: Cursor):
+    def __init__(self, cursor: CacheCursor):
         super().__init__()
         self.cursor = cursor
 
@@ -147,7 +147,7 @@ class RowCache(Cache):
     layers: list[RowLayer]  # type: ignore[assignment]
 
     def __init__(self, layers: int, slots: int, capacity: int):
-        self.cursor = Cursor(slots, capacity)
+        self.cursor = CacheCursor(slots, capacity)
         super().__init__(layers=[RowLayer(self.cursor) for _ in range(layers)])
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from truedraft.caches.rows import Cursor, RowCache, SlotLayer
+from truedraft.caches.rows import CacheCursor, RowCache, SlotLayer
 
 
 class SourceLayer(SlotLayer):
@@ -100,7 +100,7 @@ class Seq2SeqCache(EncoderDecoderCache):
         super().__init__(self.rows, Cache(layers=list(self.sources)))
 
     @property
-    def cursor(self) -> Cursor:
+    def cursor(self) -> CacheCursor:
         return self.rows.cursor
 
     @property

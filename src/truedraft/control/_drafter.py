@@ -89,7 +89,7 @@ class DrafterState:
         size, pays = self._plan(rows, passes, total)
         self._resumed = not self.requested
         permitted = self.trials.permits(pays, passes.curve(total))
-        self.requested = passes.known and permitted
+        self.requested = passes.measured and permitted
         return size if self.requested else 0
 
     def _plan(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> tuple[int, bool]:
@@ -237,7 +237,7 @@ class Drafts:
         if self._promised:
             state.acceptance.verified(self._promised, emitted, rows)
         if state.probed:
-            state.probing.saw(emitted / rows, cost)
+            state.probing.observe(emitted / rows, cost)
         if tokens > rows:  # as many tokens would have taken so many passes without these drafts
             without = given / (given - emitted + rows) * passes.curve(width - tokens + rows)
             state.lost = min(spent, HICCUP * cost) - without

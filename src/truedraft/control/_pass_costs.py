@@ -30,7 +30,7 @@ class PassCosts:
             self.target, self._calibration = target, calibration.of(target)
             self.known, self._first = self._calibration.kept is not None, []
             self.curve = self._calibration.kept or self._calibration.guess()
-        measured = self._calibration.go_on(steps, self.curve if self.known else None)
+        measured = self._calibration.measure(steps, self.curve if self.known else None)
         if measured is not None:
             self.curve, self.known = measured, True
 

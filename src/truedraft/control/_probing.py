@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 BLOCK = 16  # passes that probes are read in, or left out, at a stretch: what they gain comes some passes later
-MEMORY = 0.97  # weight that a pass keeps at each later one of its kind
+MEMORY = 0.97  # weight that a pass keeps at each later one of its arm
 
 
 @dataclass
-class _Kind:
+class _Arm:
     tokens: float = 0.0
     seconds: float = 0.0
 
@@ -23,7 +23,7 @@ class Probing:
 
     on: bool = False
     _left: int = 0  # passes of the stretch under way
-    _kinds: tuple[_Kind, _Kind] = field(default_factory=lambda: (_Kind(), _Kind()))  # without, with
+    _arms: tuple[_Arm, _Arm] = field(default_factory=lambda: (_Arm(), _Arm()))  # without, with
     _lost: float = 0.0  # seconds that tries have cost in this call
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class Probing:
         if self._left > 0:
             self._left -= 1
             return self.on
-        without, with_ = (kind.rate() for kind in self._kinds)
+        without, with_ = (arm.rate() for arm in self._arms)
         better = with_ > without
         trial = not better and self._lost + BLOCK * more <= allowed
         if trial:
@@ -46,8 +46,8 @@ class Probing:
         self.on, self._left = better or trial, BLOCK - 1
         return self.on
 
-    def saw(self, tokens: float, seconds: float) -> None:
+    def observe(self, tokens: float, seconds: float) -> None:
         """What a pass gave and took."""
-        kind = self._kinds[self.on]
-        kind.tokens = kind.tokens * MEMORY + tokens
-        kind.seconds = kind.seconds * MEMORY + seconds
+        arm = self._arms[self.on]
+        arm.tokens = arm.tokens * MEMORY + tokens
+        arm.seconds = arm.seconds * MEMORY + seconds

@@ -103,7 +103,7 @@ class Cost(Control):
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         requested = [drafts for drafts in self._batch if drafts.state.requested]
-        learns = bool(requested) or not self._costs.known
+        learns = bool(requested) or not self._costs.measured
         self._before = self.times.target if learns else None
         kept = list(trees)
         if requested:
@@ -176,7 +176,7 @@ class Cost(Control):
         whole = sum([tokens for tokens, _ in passed]), sum([emitted for _, emitted in passed])
         exploring = False
         for drafts, own in zip(self._batch, passed, strict=True):
-            if costs.known and drafts.state.requested:
+            if costs.measured and drafts.state.requested:
                 drafts.learn(costs, spent, own, whole)
             exploring |= drafts.exploring
         costs.learn(whole[0], spent, EXPLORING if exploring else self.rate, rows)

@@ -19,7 +19,7 @@ from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
-from truedraft.runtime.native import Failure, Kind, Op, Pass
+from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.weights import NotCompilable
@@ -132,7 +132,7 @@ class CompiledPass(Runner):
     def _compile(self) -> None:
         self.program: Program = self._compiled()
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
-        self._share = next(op.heads // op.kv_heads for op in self.program.ops if op.kind == Kind.ATTEND)
+        self._share = next(op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -153,14 +153,14 @@ class CompiledPass(Runner):
             return
         p = self.program
         p.refresh()
-        attends = [op for op in p.ops if op.kind == Kind.ATTEND]
+        attends = [op for op in p.ops if op.kind == OpKind.ATTEND]
         for layer, op in zip(cache.layers, attends, strict=True):
             if not layer.is_initialized:
                 layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
                 op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()
-                if op.kind == Kind.PREPARE and p.rotary is not None:
+                if op.kind == OpKind.PREPARE and p.rotary is not None:
                     cos, sin = self._table(p.layer_types[at], cache.cursor.capacity)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
         self._variants: dict[tuple[tuple[int, ...], frozenset[int]], ctypes.Array[Op]] = {}
@@ -270,8 +270,8 @@ class CompiledPass(Runner):
         if embedded is not None and embedded.shape != (n, self._hidden):
             raise ValueError(f"embeddings {tuple(embedded.shape)} for {n} nodes of width {self._hidden}")
         room = [*self._room, logits.numel(), *(n * stride for stride in strides[len(self._strides) :])]
-        given = Pass(
-            nodes=n, tail=m, vocabulary=self.program.known, capacity=self.cache.cursor.capacity,
+        given = PassArguments(
+            nodes=n, tail=m, vocabulary=self.program.vocab_size, capacity=self.cache.cursor.capacity,
             token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
             slot=array(nodes.slot), position=array(nodes.position), place=array(nodes.place),
             base=array(nodes.base), extra_from=array(nodes.extra_from), extra=array(nodes.extra or [0]),
@@ -288,7 +288,7 @@ class CompiledPass(Runner):
             raise IndexError(FAILURES[Failure(failure)])
         return logits[:, : self._vocabulary], {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
-    def _complete(self, given: Pass, nodes: Nodes) -> None:
+    def _complete(self, given: PassArguments, nodes: Nodes) -> None:
         """What a pass of another family needs besides."""
 
     def _stride(self, name: str) -> int:
@@ -332,7 +332,7 @@ class CompiledPass(Runner):
 
 def _copy(p: Program, to: int) -> Op:
     at = list(p.widths).index("x")
-    return Op(kind=Kind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths["x"])
+    return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths["x"])
 
 
 def array(values: Sequence[int]) -> ctypes.Array[c_int64]:

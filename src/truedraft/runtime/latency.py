@@ -83,7 +83,7 @@ class LatencyProfile:
         """What to expect before the first pass: that it takes as long as reading the weights."""
         return Curve.typical(1, self._target.weight_bytes / BANDWIDTH)
 
-    def go_on(self, steps: int, curve: Curve | None) -> Curve | None:
+    def measure(self, steps: int, curve: Curve | None) -> Curve | None:
         """Measure for a share of the time that plain decoding of `steps` tokens takes, and of those of the calls before
         for which nothing was measured yet: they may all be short.
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.runtime.compiled import CompiledPass, Nodes, array
-from truedraft.runtime.native import Pass
+from truedraft.runtime.native import PassArguments
 from truedraft.runtime.positions import Positions, by_distance
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_seq2seq
@@ -113,7 +113,7 @@ class CrossAttentionPass(CompiledPass):
                 op.keys, op.values = layer.addresses
         self._variants = {}
 
-    def _complete(self, given: Pass, nodes: Nodes) -> None:
+    def _complete(self, given: PassArguments, nodes: Nodes) -> None:
         counts = self.seq2seq_cache.counts
         given.sources, given.source_lengths = (
             self.seq2seq_cache.source_mask.shape[1],

@@ -167,7 +167,7 @@ class CsDrafting(Joint):
 
     def _follows(self, k: int, draft: Growing) -> bool:
         reader = self._readers[k]
-        return draft.row in reader.standing and reader.fits(draft.row, draft.most)
+        return draft.row in reader.slot_rows and reader.fits(draft.row, draft.most)
 
     def _copy(self, draft: Growing, goal: int) -> None:
         """What the bottom drafts: of a tree, the path of most confidence."""
@@ -185,8 +185,8 @@ class CsDrafting(Joint):
         self._grow(k + 1, drafts)
         candidates = [draft.taken_back(n) for draft, n in zip(drafts, before, strict=True)]
         reader = self._readers[k]
-        slots = [reader.standing.index(draft.row) for draft in drafts]
-        texts: list[list[int] | None] = [None] * len(reader.standing)
+        slots = [reader.slot_rows.index(draft.row) for draft in drafts]
+        texts: list[list[int] | None] = [None] * len(reader.slot_rows)
         for slot, draft in zip(slots, drafts, strict=True):
             texts[slot] = draft.row.tokens + draft.drafted
         reader.catch_up(texts)

@@ -12,7 +12,7 @@ import seq2seq_models
 import truedraft
 from models import ragged, tiny
 from truedraft import DraftTree
-from truedraft.audit.listener import Listener
+from truedraft.audit.tracer import Tracer
 from truedraft.audit.tokens import Mode, audit
 from truedraft.bench import compare as comparing
 from truedraft.cli import main
@@ -70,10 +70,10 @@ def asked(model: Any, inputs: dict[str, Any], listened: bool, **given: Any) -> l
     drafter = Asked()
     fast = truedraft.accelerate(model, draft=drafter, control="fixed")
     if listened:
-        fast.drafter = Listener(drafter)  # type: ignore[assignment]
+        fast.drafter = Tracer(drafter)  # type: ignore[assignment]
     fast.generate(**inputs, max_new_tokens=8, do_sample=False, **given)
     fast.forget()
-    assert fast.report().drafter == "test-listener"
+    assert fast.report().drafter == "test-tracer"
     return drafter.calls
 
 
@@ -97,12 +97,12 @@ def test_a_drafter_is_asked_the_same_of_an_encoder_decoder() -> None:
 
 def test_what_a_listener_says_of_itself_is_what_the_drafter_says() -> None:
     drafter = Asked()
-    listener: Any = Listener(drafter)
+    tracer: Any = Tracer(drafter)
     for name in (n for n in dir(Drafter) if not n.startswith("_") and n not in ("open", "observe")):
-        assert getattr(listener, name) == getattr(drafter, name), name
-    listener.pass_cost = pass_cost = object()
-    assert drafter.pass_cost is pass_cost and listener.pass_cost is pass_cost
-    assert isinstance(listener, Asked) and name_of(listener) == name_of(drafter)
+        assert getattr(tracer, name) == getattr(drafter, name), name
+    tracer.pass_cost = pass_cost = object()
+    assert drafter.pass_cost is pass_cost and tracer.pass_cost is pass_cost
+    assert isinstance(tracer, Asked) and name_of(tracer) == name_of(drafter)
 
 
 def test_a_delegate_keeps_its_own_and_passes_on_the_rest() -> None:

@@ -11,7 +11,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 
-class Listener(Delegate):
+class Tracer(Delegate):
     """Another drafter, in whose place it stands, and what is heard of each row, in the order of its tokens.
 
     logits: row -> the raw logits (V,) behind each token that was said.
