@@ -355,7 +355,7 @@ def test_what_drafts_lose_stays_within_the_slack(control: Cost) -> None:
 
 
 def test_nothing_is_drafted_before_passes_were_seen_and_soon_after() -> None:
-    fresh = SimpleNamespace(kept=None, guess=lambda: Curve.typical(1, 1e-3), measure=lambda steps, known: known)
+    fresh = SimpleNamespace(kept=None, initial=lambda: Curve.typical(1, 1e-3), measure=lambda steps, known: known)
     control, row = opened(DRAFTER, fresh), row_of()
     control.start([row])
     sizes = []

@@ -211,9 +211,9 @@ def test_graphs_outlive_a_call_but_not_their_cache() -> None:
         return sum(any(made is old for old in before) for made in runner._captured.values())
 
     assert call(2, 100) == 0
-    keys = runner._over.layers[0].keys
-    assert call(1, 256) == 1 and runner._over.layers[0].keys is keys
-    assert call(1, 257) == 0 and runner._over.layers[0].keys is not keys
+    keys = runner._captured_cache.layers[0].keys
+    assert call(1, 256) == 1 and runner._captured_cache.layers[0].keys is keys
+    assert call(1, 257) == 0 and runner._captured_cache.layers[0].keys is not keys
     assert call(1, 300) == 1
     assert not target.changed
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))

@@ -12,8 +12,8 @@ import seq2seq_models
 import truedraft
 from models import ragged, tiny
 from truedraft import DraftTree
-from truedraft.audit.tracer import Tracer
 from truedraft.audit.tokens import Mode, audit
+from truedraft.audit.tracer import Tracer
 from truedraft.bench import compare as comparing
 from truedraft.cli import main
 from truedraft.delegate import Delegate

@@ -63,7 +63,7 @@ class Target(Protocol):
 
     @property
     def longest_source(self) -> int | None:
-        """Most tokens of a source that the encoder has positions for; None without such a limit or without an encoder."""
+        """Most tokens of a source that the encoder has positions for; None without a limit or an encoder."""
 
     @property
     def device(self) -> torch.device:
@@ -218,7 +218,7 @@ class Target(Protocol):
         """
 
     def rewind(self) -> None:
-        """Drop the scratch of views; every pass of the whole model does so too, and every admission, release and crop."""
+        """Drop the scratch of views, as every pass of the whole model, admission, release and crop does."""
 
     def wait(self) -> None:
         """Block until the device has finished all passes."""

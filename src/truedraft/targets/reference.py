@@ -1,4 +1,4 @@
-"""The reference of plain decoding: logits of `model.generate`, one row at a time, the prompt first and then token by token."""
+"""The reference: logits of `model.generate` for single rows, the prompt at once and then token by token."""
 
 from __future__ import annotations
 

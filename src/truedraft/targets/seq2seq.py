@@ -60,7 +60,7 @@ class Seq2SeqTarget(DecoderTarget):
 
     @torch.no_grad()
     def _checked(self, encoder: CompiledEncoderPass) -> CompiledEncoderPass | None:
-        """The compiled encoder pass, if it reproduces the model's own encoder with padding on either side; else None."""
+        """The compiled encoder pass, if it reproduces the model's encoder with padding on either side; else None."""
         vocab_size = len(self.model.get_encoder().get_input_embeddings().weight)
         ids = torch.randint(1, vocab_size, (3, 9), generator=torch.Generator().manual_seed(0))
         ids[ids == self.model.config.pad_token_id] -= 1
