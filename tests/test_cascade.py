@@ -143,7 +143,7 @@ def test_two_models_are_named_with_a_semicolon() -> None:
         ("cs-drafting:lengths=ax10;10", "as in '13x10;10'"),
         ("cs-drafting:lengths=0x0;10", "1 to 1,024 tokens in all"),
         ("cs-drafting:lenience=0.5", "a number, 1 to 1e"),
-        ("cs-drafting:bottom=opt-tree", "cannot go on from another's draft"),
+        ("cs-drafting:bottom=opt-tree", "cannot continue another's draft"),
         ("cs-drafting:model=nano;nano-draft", "is for 1 draft models, and there are 2"),
         ("cs-drafting:model=nowhere/at/all", "does not exist"),
     ],
@@ -156,7 +156,7 @@ def test_what_makes_no_sense_is_refused(spec: str, message: str) -> None:
 
 def test_models_of_other_tokens_are_refused() -> None:
     model, other = tiny(), tiny("llama", vocabulary=40)
-    with pytest.raises(Refused, match=r"know different tokens \(\[61, 40\]\)"):
+    with pytest.raises(Refused, match=r"have different vocabularies \(\[61, 40\]\)"):
         truedraft.accelerate(model, draft=cascade(model, other, lengths="1x1x1;1x1;1"))
     with pytest.raises(Refused, match="knows 40 tokens, the model 61"):
         truedraft.accelerate(model, draft=cascade(other))

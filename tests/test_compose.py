@@ -252,7 +252,7 @@ def test_the_string_form_binds_as_it_says() -> None:
     [
         ("suffix+", "no drafter on one side"),
         ("suffix+suffiks", "did you mean 'suffix'"),
-        ("suffix>draft-model", "cannot go on from another's draft"),
+        ("suffix>draft-model", "cannot continue another's draft"),
     ],
 )
 def test_a_wrong_composition_is_refused(spec: str, message: str) -> None:

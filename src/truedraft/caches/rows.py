@@ -59,7 +59,7 @@ class CacheCursor:
             self._scatter(torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device))
 
     def replayed(self, place: Tensor, extent: int) -> None:
-        """A captured pass over the first slots; a replay writes at the positions in the buffer `place`, (rows, width)."""
+        """A captured pass over the first slots; it writes at the positions in buffer `place`, (rows, width)."""
         self.first, (self.last, self.width) = 0, place.shape
         self.extent, self.level = extent, False
         self._scatter(place)

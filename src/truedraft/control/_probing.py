@@ -1,10 +1,10 @@
-"""Whether probes pay: they cost in the pass that reads them and gain, if at all, in later ones."""
+"""Decides whether passes read probes: they cost time in their pass, and pay, if at all, in later ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-BLOCK = 16  # passes that probes are read in, or left out, at a stretch: what they gain comes some passes later
+BLOCK = 16  # consecutive passes with or without probes: their gain comes some passes later
 MEMORY = 0.97  # weight that a pass keeps at each later one of its arm
 
 
@@ -19,21 +19,21 @@ class _Arm:
 
 @dataclass
 class Probing:
-    """Passes with and without probes, compared by tokens per second; now and then the worse way is tried again."""
+    """Compares passes with and without probes by tokens per second; the worse arm is tried again now and then."""
 
     on: bool = False
-    _left: int = 0  # passes of the stretch under way
+    _left: int = 0  # passes left in the current block
     _arms: tuple[_Arm, _Arm] = field(default_factory=lambda: (_Arm(), _Arm()))  # without, with
-    _lost: float = 0.0  # seconds that tries have cost in this call
+    _lost: float = 0.0  # seconds spent on trials in this call
 
     def begin(self) -> None:
-        """A new call, which allows for tries of its own."""
+        """A new call, with its own allowance for trials."""
         self._lost = 0.0
 
     def decide(self, more: float, allowed: float) -> bool:
         """Whether the next pass reads the probes.
 
-        more: seconds that they add to it. allowed: seconds that tries of this call may have cost by now.
+        more: seconds that they add to it. allowed: seconds that trials of this call may have cost so far.
         """
         if self._left > 0:
             self._left -= 1
@@ -47,7 +47,7 @@ class Probing:
         return self.on
 
     def observe(self, tokens: float, seconds: float) -> None:
-        """What a pass gave and took."""
+        """Record the tokens and seconds of a pass."""
         arm = self._arms[self.on]
         arm.tokens = arm.tokens * MEMORY + tokens
         arm.seconds = arm.seconds * MEMORY + seconds
