@@ -28,7 +28,7 @@ class ReferenceCache:
         self.cache, self.rows, self.count = cache, list[list[float]](), 1
 
     def write(self, first: int, last: int, width: int, skipped: frozenset[int] = frozenset()) -> Tensor:
-        """A pass in which every layer but the skipped ones writes; returns the written numbers, (rows, width)."""
+        """A pass in which all layers but the skipped ones write; returns the written numbers, (rows, width)."""
         self.cache.cursor.begin(first, last, width, CPU)
         keys = entries(last - first, width, self.count)
         self.count += (last - first) * width
@@ -174,7 +174,7 @@ def test_sources_stay_with_their_rows() -> None:
 
 
 def test_indices_are_on_the_device_of_the_cache() -> None:
-    """Whatever torch's default device is."""
+    """For any default device of torch."""
     nowhere = torch.device("meta")
     with nowhere:
         cache = RowCache(1, 2, 12)
@@ -190,8 +190,8 @@ def test_indices_are_on_the_device_of_the_cache() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_scratch_stands_behind_what_is_committed(seed: int) -> None:
-    """Passes of a view of which layer 1 does not run; what it kept is read by its next pass, and then forgotten."""
+def test_scratch_follows_the_committed_positions(seed: int) -> None:
+    """Passes under a view that skips layer 1; the view's next pass reads the scratch, which is then dropped."""
     rng = random.Random(seed)
     cache, skipped = RowCache(LAYERS, 3, 60), frozenset({1})
     model = ReferenceCache(cache)

@@ -53,10 +53,7 @@ class ReplayTarget:
         self.vocabulary = vocabulary
         self.taps = Taps()
         self._logits = torch.full((1, 0, vocabulary), -torch.inf)
-        self._recorded: tuple[list[int], list[int]] = (
-            [],
-            [],
-        )  # nodes that agree with the recording, and their next tokens
+        self._recorded: tuple[list[int], list[int]] = ([], [])  # nodes on the recorded path, their next tokens
         self._output: Sequence[int] = ()
         self._emitted = 0  # tokens of the output up to the pending one
 
