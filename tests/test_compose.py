@@ -15,7 +15,7 @@ from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PassCost, PerRow
 from truedraft.drafters._calibration import EDGES, BinCounts, Calibration, follow, settled
-from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
+from truedraft.drafters._compose import Cascade, Merge, Route, Fallback, compose
 from truedraft.drafters._trees import counted_in_python
 from truedraft.stores import union as union_module
 from truedraft.stores._native import trees as compiled
@@ -184,8 +184,8 @@ def test_a_union_attributes_nodes_that_one_draft_alone_has() -> None:
     assert joined.alone([5, 6, 7, 9], 2) == ([1, 0], [1, 0])
 
 
-def test_a_switch_chooses_the_first_nonempty_draft() -> None:
-    assert paths(drafted(Switch([FixedChain(), FixedChain([4]), FixedChain([5])]))[1]) == {(4,)}
+def test_a_fallback_chooses_the_first_nonempty_draft() -> None:
+    assert paths(drafted(Fallback([FixedChain(), FixedChain([4]), FixedChain([5])]))[1]) == {(4,)}
 
 
 def test_a_route_chooses_the_most_expected_tokens_and_records_the_part() -> None:
@@ -242,7 +242,7 @@ def test_a_merge_calls_no_other_part_where_one_is_confident() -> None:
 
 def test_precedence_in_the_string_form() -> None:
     made = compose("a>b+c|d?e", lambda name: FixedChain([ord(name)]))
-    assert isinstance(made, Route) and isinstance(made.parts[0], Merge) and isinstance(made.parts[1], Switch)
+    assert isinstance(made, Route) and isinstance(made.parts[0], Merge) and isinstance(made.parts[1], Fallback)
     assert isinstance(made.parts[0].parts[0], Cascade)
     loaded = registry.load("drafters", "suffix:alpha=2.0+token-recycling:nodes=24")
     assert isinstance(loaded, Merge) and loaded.parts[0].alpha == 2.0 and loaded.parts[1].nodes == 24

@@ -2,7 +2,7 @@
 
     a+b   merge: one tree of both drafts under one budget, what both draft once, the likeliest nodes first
     a|b   route: in each pass the draft with the most expected tokens per second
-    a?b   switch: the first that drafts anything (the published rules of SAM decoding and CopySpec)
+    a?b   fallback: the first that drafts anything (the published rules of SAM decoding and CopySpec)
     a>b   cascade: b continues a's draft at its leaves, and drafts alone where a drafts nothing
 
 Operators later in this list bind closer, except `|`, which binds least: `a>b+c|d` is `((a>b)+c)|d`. All parts observe
@@ -191,7 +191,7 @@ class Merge(Many):
                 self._resting[k], self._credit[k] = AGAIN + k, spent / KEPT**TRIED
 
 
-class Switch(Many):
+class Fallback(Many):
     """`a?b`: the first draft that is not empty."""
 
     sign = "?"
@@ -289,7 +289,7 @@ class Cascade(Many):
         return tree
 
 
-KINDS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Switch, Cascade)}
+KINDS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Fallback, Cascade)}
 
 
 def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
