@@ -15,7 +15,7 @@ from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PassCost, PerRow
 from truedraft.drafters._calibration import EDGES, BinCounts, Calibration, follow, settled
-from truedraft.drafters._compose import Cascade, Merge, Route, Fallback, compose
+from truedraft.drafters._compose import Cascade, Fallback, Merge, Route, compose
 from truedraft.drafters._trees import counted_in_python
 from truedraft.stores import union as union_module
 from truedraft.stores._native import trees as compiled
