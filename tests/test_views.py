@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_pairs import prompts_of
-from test_pairs import target_of as seq2seq_target
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -24,6 +22,8 @@ from nets import RULES, drafter, generated, text_net
 from test_runtime import BOTH, random_tree, words
 from test_seq2seq import ARCHITECTURES as PAIRS
 from test_seq2seq import sources
+from test_seq2seq_passes import prompts_of
+from test_seq2seq_passes import target_of as seq2seq_target
 from truedraft import DraftTree, Refused
 from truedraft.bench.replay import ReplayTarget
 from truedraft.runtime import compiled, linears, native
