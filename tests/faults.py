@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.caches.rows import Cursor, RowCache
+from truedraft.caches.rows import CacheCursor, RowCache
 from truedraft.chance import StreamNoise
 from truedraft.sampling import History
 from truedraft.stopping import Stops
@@ -71,7 +71,7 @@ def _scratch_committed(self: RowCache, slot: int, path: Sequence[int], skipped: 
 
 
 @contextmanager
-def _one_position_early(self: Cursor) -> Iterator[None]:
+def _one_position_early(self: CacheCursor) -> Iterator[None]:
     committed = list(self.lengths)
     self.lengths[:] = [max(n - 1, 0) for n in committed]
     try:
@@ -82,7 +82,7 @@ def _one_position_early(self: Cursor) -> Iterator[None]:
 
 SCRATCH_LEFT = replaced(RowCache, "rewind", lambda self: None)
 SCRATCH_COMMITTED = replaced(RowCache, "advance", _scratch_committed)
-COMMITTED_OVERWRITTEN = replaced(Cursor, "behind_scratch", _one_position_early)
+COMMITTED_OVERWRITTEN = replaced(CacheCursor, "behind_scratch", _one_position_early)
 FIRST_NODES_KEPT = replaced(RowCache, "commit", _keep_first_nodes)
 REJECTED_KEPT = replaced(RowCache, "commit", _keep_rejected)
 ACCEPTED_UNVERIFIED = replaced(DraftTree, "child", _any_child)

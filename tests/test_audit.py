@@ -1,4 +1,4 @@
-"""The audit: finds nothing where nothing is wrong, and every fault that is planted."""
+"""The audits find no errors in correct engines, and detect every planted fault."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def audited(dtype: torch.dtype = torch.float32, runtime: str = "stock", batches:
 
 
 @pytest.mark.parametrize("runtime", ["stock", "auto"])
-def test_nothing_is_found_where_nothing_is_wrong(runtime: str) -> None:
+def test_no_divergence_without_a_fault(runtime: str) -> None:
     found = audited(runtime=runtime)
     assert found.exact and not [d for d in found.found if d.kind != "tie"]
     assert found.tokens > 300 and found.rows == found.tokens and found.precise == "float64"
     assert 0 < found.noise < 1e-3 and 0 < found.worst_row < tokens.FAR
 
 
-def test_coarse_numbers_make_ties_and_no_bugs() -> None:
+def test_low_precision_gives_ties_and_no_bugs() -> None:
     found = audited(torch.bfloat16, batches=(4,))
     assert found.exact and found.noise > 1e-3
 
 
-def test_a_model_in_the_highest_precision_is_its_own_judge() -> None:
+def test_a_model_in_the_highest_precision_is_its_own_reference() -> None:
     assert Precise(tiny()).model is tiny() and Precise(tiny()).dtype == "float64"
 
 
@@ -106,7 +106,7 @@ TOKEN_FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", TOKEN_FAULTS)
-def test_a_planted_fault_is_a_bug(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_audit_reports_a_planted_fault_as_a_bug(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unchecked(TOKEN_FAULTS[fault])(monkeypatch)
     found = audited(batches=(4,))
     assert not found.exact, f"{fault}: nothing was found"
@@ -122,11 +122,11 @@ def law_of(draft: str = "gumbel-top-k", rule: str = "multi-round", **knobs: Any)
     return min(found, key=lambda law: law.p_value)
 
 
-def test_a_law_that_is_kept_passes() -> None:
+def test_correct_rules_pass_the_law_audit() -> None:
     assert law_of().holds and law_of("draft-model", "block", length=3).holds
 
 
-def test_rows_that_end_early_are_placed_as_far_as_they_go() -> None:
+def test_rows_that_end_early_are_tested_up_to_their_end() -> None:
     model = tiny("llama", torch.float32, 2.0)
     model.generation_config.eos_token_id = EOS
     try:
@@ -137,7 +137,7 @@ def test_rows_that_end_early_are_placed_as_far_as_they_go() -> None:
 
 
 def plant_wrong_q(patch: pytest.MonkeyPatch) -> None:
-    """The law of another node in the place of the one that was drawn from."""
+    """The draft distribution of another node instead of that which was drawn from."""
     true = _verification.candidates
 
     def wrong(tree: DraftTree, node: int, *hidden: Any) -> Any:
@@ -148,12 +148,12 @@ def plant_wrong_q(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_no_residual(patch: pytest.MonkeyPatch) -> None:
-    """A refused draft is followed by a draw from the whole law."""
+    """After a rejection the token is drawn from the target distribution instead of the residual."""
     patch.setattr(_rounds, "as_law", lambda weights, otherwise: otherwise)
 
 
 def plant_bonus_from_the_draft(patch: pytest.MonkeyPatch) -> None:
-    """Where all is accepted, the next token comes from the drafter's law."""
+    """Where all is accepted, the bonus token is drawn from the draft distribution."""
 
     def tokens_by(scores: Tensor, candidates: Any, rows: Any, chance: Any, verify: Any) -> list[int]:
         flat = [o.dist.log() if o.dist is not None else s for s, o in zip(scores, candidates, strict=True)]
@@ -163,7 +163,7 @@ def plant_bonus_from_the_draft(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_pruning(patch: pytest.MonkeyPatch) -> None:
-    """A sibling left out for what it turned out to be."""
+    """Siblings are pruned by their tokens, after they were drawn."""
     true = ModelDrafter.finished
 
     def finished(self: ModelDrafter, growing: Any) -> DraftTree:
@@ -188,7 +188,7 @@ LAW_FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", LAW_FAULTS)
-def test_a_planted_fault_breaks_a_law(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_audit_detects_a_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     LAW_FAULTS[fault](monkeypatch)
     law = law_of()
     assert not law.holds, f"{fault}: p-value {law.p_value:.2g}, a bias of {law.bias:.2%} would have been caught"

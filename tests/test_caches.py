@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.caches.rows import Cursor, RowCache
+from truedraft.caches.rows import CacheCursor, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ class ReferenceCache:
         self.cache, self.rows, self.count = cache, list[list[float]](), 1
 
     def write(self, first: int, last: int, width: int, skipped: frozenset[int] = frozenset()) -> Tensor:
-        """A pass in which every layer but the skipped ones writes; returns the written numbers, (rows, width)."""
+        """A pass in which all layers but the skipped ones write; returns the written numbers, (rows, width)."""
         self.cache.cursor.begin(first, last, width, CPU)
         keys = entries(last - first, width, self.count)
         self.count += (last - first) * width
@@ -36,7 +36,7 @@ class ReferenceCache:
             if i in skipped:
                 continue
             seen, values = layer.update(keys + 1000 * i, -keys - 1000 * i)
-            assert seen.shape == values.shape == (last - first, HEADS, self.cache.cursor.view, SIZE)
+            assert seen.shape == values.shape == (last - first, HEADS, self.cache.cursor.extent, SIZE)
             for row, (slot, line) in enumerate(zip(range(first, last), keys[:, 0, :, 0].tolist(), strict=True)):
                 expected = self.rows[slot] + line
                 assert seen[row, :, : len(expected), 0].tolist() == [[x + 1000 * i for x in expected]] * HEADS
@@ -81,16 +81,16 @@ def test_passes_commits_and_releases_match_lists(seed: int) -> None:
 
 
 def test_cursor_positions_of_passes() -> None:
-    cursor = Cursor(4, 20)
-    assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (0, 0, 0, 0, True)
+    cursor = CacheCursor(4, 20)
+    assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 0, 0, 0, True)
     cursor.lengths += [3, 3, 5]
     cursor.begin(0, 2, 4, CPU)
-    assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (0, 2, 4, 7, True)
+    assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 2, 4, 7, True)
     cursor.begin(1, 3, 2, CPU)
-    assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (1, 3, 2, 7, False)
+    assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (1, 3, 2, 7, False)
     assert cursor.place.tolist() == [[3, 4], [5, 6]] and cursor.row.tolist() == [[0], [1]]
     cursor.replayed(torch.tensor([[6, 7, 8], [1, 2, 3]]), 16)
-    assert (cursor.first, cursor.last, cursor.width, cursor.view, cursor.level) == (0, 2, 3, 16, False)
+    assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 2, 3, 16, False)
     assert cursor.place.tolist() == [[6, 7, 8], [1, 2, 3]] and cursor.row.tolist() == [[0], [1]]
 
 
@@ -174,7 +174,7 @@ def test_sources_stay_with_their_rows() -> None:
 
 
 def test_indices_are_on_the_device_of_the_cache() -> None:
-    """Whatever torch's default device is."""
+    """For any default device of torch."""
     nowhere = torch.device("meta")
     with nowhere:
         cache = RowCache(1, 2, 12)
@@ -190,8 +190,8 @@ def test_indices_are_on_the_device_of_the_cache() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_scratch_stands_behind_what_is_committed(seed: int) -> None:
-    """Passes of a view of which layer 1 does not run; what it kept is read by its next pass, and then forgotten."""
+def test_scratch_follows_the_committed_positions(seed: int) -> None:
+    """Passes under a view that skips layer 1; the view's next pass reads the scratch, which is then dropped."""
     rng = random.Random(seed)
     cache, skipped = RowCache(LAYERS, 3, 60), frozenset({1})
     model = ReferenceCache(cache)
@@ -232,7 +232,7 @@ def test_scratch_does_not_outlive_commits_and_rows() -> None:
 
 
 def test_committed_lengths_come_back_from_a_pass_that_fails() -> None:
-    cursor = Cursor(2, 20)
+    cursor = CacheCursor(2, 20)
     cursor.lengths += [3, 5]
     cursor.scratch = [1, 2]
     with pytest.raises(ZeroDivisionError), cursor.behind_scratch():

@@ -1,4 +1,4 @@
-"""Draft models that draft for each other: exact whatever passes inside, and with fewer passes of the draft models."""
+"""Cascade speculative drafting: exact for all inner drafts, and with fewer passes of the draft models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cascade(*models: PreTrainedModel, **knobs: Any) -> Any:
     return registry.load("drafters", "cs-drafting", model=list(models), **knobs)
 
 
-def said_alike(model: PreTrainedModel, draft: Any, rows: int = 3, **settings: Any) -> truedraft.Report:
+def matches_generate(model: PreTrainedModel, draft: Any, rows: int = 3, **settings: Any) -> truedraft.Report:
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
     settings = {"max_new_tokens": 40, **settings}
     torch.manual_seed(3)
@@ -36,10 +36,10 @@ def said_alike(model: PreTrainedModel, draft: Any, rows: int = 3, **settings: An
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lenience", [1.0, 2.0, 5.0, 1e9])
-def test_lenience_inside_changes_nothing_outside(lenience: float, rule: str) -> None:
+def test_inner_lenience_does_not_change_the_output(lenience: float, rule: str) -> None:
     model = tiny()
     draft = cascade(sibling(model, 0.02), sibling(model), lengths="5x14x10;1x10;10", lenience=lenience)
-    report = said_alike(model, draft, **RULES[rule])
+    report = matches_generate(model, draft, **RULES[rule])
     assert report.mean_acceptance_length > 1.1
     draft = cascade(paired("t5"), smaller("t5"), lengths="3x4x5;1x5;5", lenience=lenience)
     fast = truedraft.accelerate(paired("t5"), draft=draft, control="fixed")
@@ -49,19 +49,19 @@ def test_lenience_inside_changes_nothing_outside(lenience: float, rule: str) -> 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("below", [(), ("sibling",), ("sibling", "target")])
-def test_a_strict_cascade_says_what_its_first_model_says(below: tuple[str, ...], rule: str) -> None:
-    """The target as its own largest drafter, whatever drafts for that: all is right, as it is without a cascade."""
+def test_a_strict_cascade_of_the_target_is_always_accepted(below: tuple[str, ...], rule: str) -> None:
+    """The target as its own largest draft model, with any drafters below: every draft is accepted."""
     model = tiny()
     others = [{"sibling": sibling(model), "target": model}[name] for name in below]
     n = len(others)
     lengths = ";".join(["x".join(["7", *"0" * n, "0"]), *("x".join(["4"] * (n + 1 - i)) for i in range(n + 1))])
-    report = said_alike(model, cascade(model, *others, lengths=lengths, lenience=1.0), **RULES[rule])
+    report = matches_generate(model, cascade(model, *others, lengths=lengths, lenience=1.0), **RULES[rule])
     assert report.acceptance_rate == 1.0
     assert len(report.passes) == 1 + math.ceil(39 / 8)
 
 
-def test_it_says_the_same_in_fewer_passes_of_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that comes round: the statistic is right, and one pass of the draft model reads what it said."""
+def test_a_cascade_needs_fewer_passes_of_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A periodic text: the statistic is right, and the draft model verifies its draft in one pass."""
     model = tiny()
     passes, score = 0, Reader.score
 
@@ -73,7 +73,7 @@ def test_it_says_the_same_in_fewer_passes_of_the_draft_model(monkeypatch: pytest
     monkeypatch.setattr(Reader, "score", counted)
     phrase = (3 + torch.randperm(50, generator=torch.Generator().manual_seed(1))[:9]).tolist()
     follows = dict(zip(phrase, phrase[1:] + phrase[:1], strict=True))
-    coming_round = dict(prefix_allowed_tokens_fn=lambda batch, ids: [follows[int(ids[-1])]])
+    periodic = dict(prefix_allowed_tokens_fn=lambda batch, ids: [follows[int(ids[-1])]])
     counts = {}
     for name, draft in {
         "alone": registry.load("drafters", "draft-model", model=model, length=10),
@@ -81,7 +81,7 @@ def test_it_says_the_same_in_fewer_passes_of_the_draft_model(monkeypatch: pytest
     }.items():
         fast = truedraft.accelerate(model, draft=draft, control="fixed")
         passes = 0
-        out = fast.generate(torch.tensor([phrase * 2]), max_new_tokens=56, do_sample=False, **coming_round)
+        out = fast.generate(torch.tensor([phrase * 2]), max_new_tokens=56, do_sample=False, **periodic)
         assert out[0].tolist() == (phrase * 10)[: 18 + 56]
         assert fast.report().acceptance_rate == 1.0 and len(fast.report().passes) == 6
         counts[name] = passes
@@ -89,9 +89,9 @@ def test_it_says_the_same_in_fewer_passes_of_the_draft_model(monkeypatch: pytest
 
 
 def test_the_first_tokens_are_those_of_the_largest_model() -> None:
-    """Horizontally: a first model that is the target is right as far as it speaks; a stranger goes on, and is wrong."""
-    model, stranger = tiny(), sibling(tiny("llama", sharpen=2.0), 0.5)
-    fast = truedraft.accelerate(model, draft=cascade(model, stranger, lengths="3x4x0;0x0;0"), control="fixed")
+    """The horizontal cascade: tokens of the first model, which is the target, are right; those of the other are not."""
+    model, unrelated = tiny(), sibling(tiny("llama", sharpen=2.0), 0.5)
+    fast = truedraft.accelerate(model, draft=cascade(model, unrelated, lengths="3x4x0;0x0;0"), control="fixed")
     fast.generate(**ragged(model, 2), max_new_tokens=30, do_sample=False)
     full = [e for p in fast.report().passes for e in p.emitted if e.offered == 7]
     assert full and all(e.drafted >= 3 for e in full) and any(e.drafted == 3 for e in full)
@@ -99,14 +99,14 @@ def test_the_first_tokens_are_those_of_the_largest_model() -> None:
 
 @pytest.mark.parametrize("bottom", ["suffix", "token-recycling", "anpd", "prompt-lookup:length=4", "sam"])
 @pytest.mark.parametrize("rule", RULES)
-def test_any_drafter_that_goes_on_may_be_the_bottom(bottom: str, rule: str) -> None:
+def test_any_per_row_drafter_may_be_the_bottom(bottom: str, rule: str) -> None:
     model = tiny()
     draft = registry.load("drafters", f"cs-drafting:bottom={bottom}", model=sibling(model))
-    said_alike(model, draft, **RULES[rule])
+    matches_generate(model, draft, **RULES[rule])
 
 
 @pytest.mark.parametrize("rule", ["rejection", "multi-round", "block"])
-def test_drafts_are_certain_for_rules_that_judge_by_the_law(rule: str) -> None:
+def test_drafts_are_certain_for_rules_that_accept_drawn_drafts(rule: str) -> None:
     model = tiny()
     draft = cascade(sibling(model))
     trees = []
@@ -117,14 +117,14 @@ def test_drafts_are_certain_for_rules_that_judge_by_the_law(rule: str) -> None:
     assert trees and all(tree.draws == "certain" and tree.dist is None for tree in trees)
 
 
-def test_an_end_of_text_that_the_bottom_drafts_is_the_end_of_the_draft() -> None:
+def test_an_end_token_of_the_bottom_ends_the_draft() -> None:
     model = tiny()
     text = model.generate(**ragged(model, 1), max_new_tokens=30, do_sample=False)[0].tolist()
     end = text[20]
-    said_alike(model, cascade(model), rows=1, do_sample=False, eos_token_id=end, pad_token_id=0)
+    matches_generate(model, cascade(model), rows=1, do_sample=False, eos_token_id=end, pad_token_id=0)
 
 
-def test_two_models_are_named_with_a_semicolon() -> None:
+def test_two_models_are_separated_by_a_semicolon() -> None:
     model, tokenizer = truedraft.loading.load("nano")
     spec = "cs-drafting:model=nano;nano-draft,lengths=2x3x4;1x4;4"
     fast = truedraft.accelerate(model, tokenizer, draft=spec, control="fixed")
@@ -143,20 +143,20 @@ def test_two_models_are_named_with_a_semicolon() -> None:
         ("cs-drafting:lengths=ax10;10", "as in '13x10;10'"),
         ("cs-drafting:lengths=0x0;10", "1 to 1,024 tokens in all"),
         ("cs-drafting:lenience=0.5", "a number, 1 to 1e"),
-        ("cs-drafting:bottom=opt-tree", "cannot go on from another's draft"),
+        ("cs-drafting:bottom=opt-tree", "cannot continue another's draft"),
         ("cs-drafting:model=nano;nano-draft", "is for 1 draft models, and there are 2"),
         ("cs-drafting:model=nowhere/at/all", "does not exist"),
     ],
 )
-def test_what_makes_no_sense_is_refused(spec: str, message: str) -> None:
+def test_invalid_knobs_are_refused(spec: str, message: str) -> None:
     with pytest.raises(Refused, match=message):
         model, tokenizer = truedraft.loading.load("nano")
         truedraft.accelerate(model, tokenizer, draft=spec)
 
 
-def test_models_of_other_tokens_are_refused() -> None:
+def test_models_of_other_vocabularies_are_refused() -> None:
     model, other = tiny(), tiny("llama", vocabulary=40)
-    with pytest.raises(Refused, match=r"know different tokens \(\[61, 40\]\)"):
+    with pytest.raises(Refused, match=r"have different vocabularies \(\[61, 40\]\)"):
         truedraft.accelerate(model, draft=cascade(model, other, lengths="1x1x1;1x1;1"))
     with pytest.raises(Refused, match="has 40 tokens, the model 61"):
         truedraft.accelerate(model, draft=cascade(other))

@@ -1,4 +1,4 @@
-"""Several drafters as one: what is merged, chosen, and gone on with."""
+"""Compositions of drafters: merged, chosen and continued drafts; calibration of confidences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import truedraft
 from models import ragged, tiny
 from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PassCost, PerRow
-from truedraft.drafters._calibration import EDGES, Calibration, Tally, follow, settled
-from truedraft.drafters._compose import Cascade, Merge, Route, Switch, compose
+from truedraft.drafters._calibration import EDGES, BinCounts, Calibration, follow, settled
+from truedraft.drafters._compose import Cascade, Fallback, Merge, Route, compose
 from truedraft.drafters._trees import counted_in_python
 from truedraft.stores import union as union_module
 from truedraft.stores._native import trees as compiled
@@ -24,8 +24,8 @@ from truedraft.tree import Accepted, Row, Scores
 
 
 @dataclass
-class RowText(PerRow[None]):
-    """Drafts a chain that it is told, with confidence."""
+class FixedChain(PerRow[None]):
+    """Drafts a given chain with confidences."""
 
     card = Card(paper="none", idea="For tests.", family="test")
     chain: Sequence[int] = ()  # drafted
@@ -60,10 +60,10 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
     return {tuple(tree.tokens[i] for i in tree.path(n)[1:]) for n in range(1, len(tree))}
 
 
-def test_a_merge_folds_what_both_draft_and_keeps_the_likeliest() -> None:
-    _, tree = drafted(Merge([RowText([5, 6, 7], 0.9), RowText([5, 8], 0.4)]))
+def test_a_merge_joins_common_paths_and_keeps_the_likeliest() -> None:
+    _, tree = drafted(Merge([FixedChain([5, 6, 7], 0.9), FixedChain([5, 8], 0.4)]))
     assert paths(tree) == {(5,), (5, 6), (5, 6, 7), (5, 8)}
-    _, tree = drafted(Merge([RowText([5, 6, 7], 0.9), RowText([5, 8], 0.4)]), budget=3)
+    _, tree = drafted(Merge([FixedChain([5, 6, 7], 0.9), FixedChain([5, 8], 0.4)]), budget=3)
     assert paths(tree) == {(5,), (5, 6), (5, 6, 7)}
 
 
@@ -90,8 +90,8 @@ def random_tree(rng: random.Random) -> DraftTree:
 def exclusive(
     confidence: dict[tuple[int, ...], float], owners: dict[tuple[int, ...], int]
 ) -> dict[tuple[int, ...], float]:
-    """Chances of paths, of which those that differ in their last token exclude each other: drawn one after the other,
-    each with its chance given that it is none of the likelier ones, as the trees that have it see it."""
+    """Probabilities of paths, of which those that differ in their last token are exclusive: one after the other, each
+    with its probability given that it is none of the likelier ones, by the trees that contain it."""
     agreed: dict[tuple[int, ...], float] = {}
     for path in sorted(confidence, key=lambda path: -confidence[path]):
         likelier = [other for other in agreed if other[:-1] == path[:-1]]
@@ -103,8 +103,8 @@ def exclusive(
 
 
 @pytest.mark.parametrize("native", ["", "0"], ids=["compiled", "python"])
-def test_a_union_holds_the_likeliest_paths_of_all(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against paths kept in a dictionary; each form by itself."""
+def test_a_union_contains_the_likeliest_paths(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a dictionary of paths; the compiled and the Python form."""
     monkeypatch.setenv("TRUEDRAFT_NATIVE", native)
     union_module.compiled.cache_clear()
     rng = random.Random(0)
@@ -128,17 +128,17 @@ def test_a_union_holds_the_likeliest_paths_of_all(native: str, monkeypatch: pyte
         best = sorted(values, key=values.__getitem__, reverse=True)[:budget]
         drafted = [n for n in range(1, len(joined.tree)) if n not in joined.tree.probes]
         found = [tuple(joined.tree.tokens[i] for i in joined.tree.path(n)[1:]) for n in drafted]
-        likely = [path for path in best if values[path] > 1e-9]  # what is excluded comes last, in any order
+        likely = [path for path in best if values[path] > 1e-9]  # excluded paths come last, in any order
         assert found[: len(likely)] == likely and len(set(found)) == len(best)
         assert [joined.owners[n] for n in drafted] == [owners[path] for path in found]
     union_module.compiled.cache_clear()
 
 
 @pytest.mark.skipif(compiled() is None, reason="it was not compiled")
-def test_estimates_are_set_right_alike_in_c_and_in_python() -> None:
+def test_calibration_is_equal_in_c_and_in_python() -> None:
     rng = random.Random(1)
     forms = [(follow, settled), (compiled().follow, compiled().settled)]
-    tallies = [(Tally(), Tally()) for _ in forms]
+    tallies = [(BinCounts(), BinCounts()) for _ in forms]
     for _ in range(300):
         tree = random_tree(rng)
         assert tree.confidence is not None
@@ -155,7 +155,7 @@ def test_estimates_are_set_right_alike_in_c_and_in_python() -> None:
 
 
 @pytest.mark.skipif(compiled() is None, reason="it was not compiled")
-def test_counts_become_hopes_alike_in_c_and_in_python() -> None:
+def test_confidences_from_counts_are_equal_in_c_and_in_python() -> None:
     rng = random.Random(1)
     for n in range(40):
         tree = random_tree(rng)
@@ -168,7 +168,7 @@ def test_counts_become_hopes_alike_in_c_and_in_python() -> None:
         compiled().counted(7, 9, [1], [], [1], [0.5])
 
 
-def test_what_is_right_half_as_often_as_hoped_is_hoped_for_half_as_much() -> None:
+def test_confidence_is_halved_where_nodes_are_right_half_as_often() -> None:
     calibration, row = Calibration(), Row(0, [1], 1, 10**6)
     for i in range(400):
         calibration.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8]))
@@ -178,31 +178,31 @@ def test_what_is_right_half_as_often_as_hoped_is_hoped_for_half_as_much() -> Non
     assert 0.25 < prior_confidence < 0.55
 
 
-def test_a_union_says_what_only_one_had() -> None:
+def test_a_union_attributes_nodes_that_one_draft_alone_has() -> None:
     joined = union([DraftTree.chain(1, [5, 6, 7], [0.9] * 3), DraftTree.chain(1, [5, 8], [0.9, 0.1])], 4)
     assert joined.alone([5, 6, 7, 9], 4) == ([2, 0], [2, 1])
     assert joined.alone([5, 6, 7, 9], 2) == ([1, 0], [1, 0])
 
 
-def test_a_switch_takes_the_first_that_drafts() -> None:
-    assert paths(drafted(Switch([RowText(), RowText([4]), RowText([5])]))[1]) == {(4,)}
+def test_a_fallback_chooses_the_first_nonempty_draft() -> None:
+    assert paths(drafted(Fallback([FixedChain(), FixedChain([4]), FixedChain([5])]))[1]) == {(4,)}
 
 
-def test_a_route_takes_what_promises_most_and_says_which() -> None:
-    router = Route([RowText([5], 0.9), RowText([6, 7], 0.9), RowText([8, 9, 3], 0.1)])
+def test_a_route_chooses_the_most_expected_tokens_and_records_the_part() -> None:
+    router = Route([FixedChain([5], 0.9), FixedChain([6, 7], 0.9), FixedChain([8, 9, 3], 0.1)])
     row, tree = drafted(router)
     assert paths(tree) == {(6,), (6, 7)}
     assert router.history == [(row.index, 0, 1)]
 
 
-def test_a_cascade_goes_on_where_a_draft_ends() -> None:
-    assert paths(drafted(Cascade([RowText([4, 5]), RowText([6])]))[1]) == {(4,), (4, 5), (4, 5, 6)}
-    assert paths(drafted(Cascade([RowText(), RowText([6])]))[1]) == {(6,)}
-    assert len(drafted(Cascade([RowText([4, 5]), RowText([6] * 8)]), budget=3)[1]) == 4
+def test_a_cascade_continues_at_the_end_of_a_draft() -> None:
+    assert paths(drafted(Cascade([FixedChain([4, 5]), FixedChain([6])]))[1]) == {(4,), (4, 5), (4, 5, 6)}
+    assert paths(drafted(Cascade([FixedChain(), FixedChain([6])]))[1]) == {(6,)}
+    assert len(drafted(Cascade([FixedChain([4, 5]), FixedChain([6] * 8)]), budget=3)[1]) == 4
 
 
-def test_parts_that_were_not_chosen_see_every_pass() -> None:
-    parts = [RowText([5], 0.9), RowText([6], 0.1)]
+def test_parts_that_were_not_chosen_observe_every_pass() -> None:
+    parts = [FixedChain([5], 0.9), FixedChain([6], 0.1)]
     drafter = Route(parts)
     row, tree = drafted(drafter)
     row.tokens += [5, 3]
@@ -210,38 +210,39 @@ def test_parts_that_were_not_chosen_see_every_pass() -> None:
     assert [part.seen for part in parts] == [[2], [2]]
 
 
-def asked_of_60(drafter: Merge, seconds: float, emitted: int) -> list[int]:
-    """Passes of 60, a second each, in which each part was asked; the second takes `seconds`, the row says `emitted`."""
+def calls_in_60_passes(drafter: Merge, seconds: float, emitted: int) -> list[int]:
+    """By part, the passes of 60 in which it was called. A pass takes a second and emits `emitted`; the second part's
+    draft takes `seconds`."""
     drafter.pass_cost = PassCost(1.0, 0.0)
     row, _ = drafted(drafter)
-    asked = [0] * len(drafter.parts)
+    calls = [0] * len(drafter.parts)
     for _ in range(60):
         (tree,) = drafter.propose([row], [8])
         for k in drafter._called:
-            asked[k] += 1
+            calls[k] += 1
         drafter.seconds = [0.0, seconds]
         row.tokens += [emitted, 3]
         path = (0, tree.tokens.index(emitted)) if emitted in tree.tokens else (0,)
         drafter.observe([row], [tree], Scores(torch.zeros(1, len(tree), 9), {}, [0]), [Accepted(path, 3, False)])
-    return asked
+    return calls
 
 
-def test_a_merge_lets_a_part_rest_that_takes_more_than_it_gives() -> None:
-    """Both draft the same, and are right half of the time; the second costs half a pass."""
-    first, second = asked_of_60(Merge([RowText([5], 0.5), RowText([5], 0.5)]), 0.5, emitted=6)
+def test_a_merge_suspends_a_part_that_does_not_pay() -> None:
+    """Both draft the same with confidence 0.5; the second costs half a pass."""
+    first, second = calls_in_60_passes(Merge([FixedChain([5], 0.5), FixedChain([5], 0.5)]), 0.5, emitted=6)
     assert first == 60 and 8 <= second <= 40
 
 
-def test_a_merge_asks_no_other_where_one_is_sure() -> None:
-    sure, other = asked_of_60(Merge([RowText([5], 0.99), RowText([6], 0.5)]), 0.1, emitted=5)
-    assert sure == 60 and other <= 12
-    _, other = asked_of_60(Merge([RowText([5], 0.99), RowText([6], 0.5)]), 0.1, emitted=6)
+def test_a_merge_calls_no_other_part_where_one_is_confident() -> None:
+    confident, other = calls_in_60_passes(Merge([FixedChain([5], 0.99), FixedChain([6], 0.5)]), 0.1, emitted=5)
+    assert confident == 60 and other <= 12
+    _, other = calls_in_60_passes(Merge([FixedChain([5], 0.99), FixedChain([6], 0.5)]), 0.1, emitted=6)
     assert other >= 50
 
 
-def test_the_string_form_binds_as_it_says() -> None:
-    made = compose("a>b+c|d?e", lambda name: RowText([ord(name)]))
-    assert isinstance(made, Route) and isinstance(made.parts[0], Merge) and isinstance(made.parts[1], Switch)
+def test_precedence_in_the_string_form() -> None:
+    made = compose("a>b+c|d?e", lambda name: FixedChain([ord(name)]))
+    assert isinstance(made, Route) and isinstance(made.parts[0], Merge) and isinstance(made.parts[1], Fallback)
     assert isinstance(made.parts[0].parts[0], Cascade)
     loaded = registry.load("drafters", "suffix:alpha=2.0+token-recycling:nodes=24")
     assert isinstance(loaded, Merge) and loaded.parts[0].alpha == 2.0 and loaded.parts[1].nodes == 24
@@ -252,10 +253,10 @@ def test_the_string_form_binds_as_it_says() -> None:
     [
         ("suffix+", "no drafter on one side"),
         ("suffix+suffiks", "did you mean 'suffix'"),
-        ("suffix>draft-model", "cannot go on from another's draft"),
+        ("suffix>draft-model", "cannot continue another's draft"),
     ],
 )
-def test_a_wrong_composition_is_refused(spec: str, message: str) -> None:
+def test_an_invalid_composition_is_refused(spec: str, message: str) -> None:
     with pytest.raises(Refused, match=message):
         truedraft.accelerate(tiny(), draft=spec)
 

@@ -1,4 +1,4 @@
-"""The cost model: verifies what pays, stops what does not, and comes back when drafts turn good."""
+"""The cost model: verifies drafts that pay, stops others, and resumes when drafts become good."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from truedraft.control._drafter import DrafterState
 from truedraft.control._probing import Probing
 from truedraft.control.cost import Cost
 from truedraft.drafters.lookup.prompt_lookup import PromptLookup
-from truedraft.runtime import latency as calibration
+from truedraft.runtime import latency
 from truedraft.runtime.curve import Curve
 from truedraft.stats import PassTimes
 from truedraft.tree import DraftTree, Row
 
 
-class Known:
-    """A calibration that ended in an earlier process."""
+class StoredProfile:
+    """A latency profile that was completed in an earlier process."""
 
     def __init__(self, kept: Curve):
         self.kept = kept
 
-    def go_on(self, steps: int, known: Curve | None) -> Curve | None:
-        return known
+    def measure(self, steps: int, curve: Curve | None) -> Curve | None:
+        return curve
 
 
 STEEP = Curve((1, 2, 16), (1.0, 2.0, 2.2))  # any width beyond one costs double
@@ -39,17 +39,17 @@ FLAT = Curve((1, 16), (1.0, 1.0))
 
 
 def opened(drafter: Any, kept: Any = STEEP, lockstep: bool = False, control: Cost | None = None) -> Cost:
-    """A control with a clock of its own, on a target whose passes take what a curve says, or what a calibration."""
+    """A control with a simulated clock, for a target with a curve or a profile."""
     control = control or Cost()
     control.times, control.drafting = PassTimes(), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "of", lambda target: Known(kept) if isinstance(kept, Curve) else kept)
+        patch.setattr(latency, "of", lambda target: StoredProfile(kept) if isinstance(kept, Curve) else kept)
         control.open(SimpleNamespace(cold=False), drafter, lockstep, 999)  # type: ignore[arg-type]
     return control
 
 
 def spend(control: Cost, /, **seconds: float) -> None:
-    """Let time pass in some parts; what drafting takes is the only drafter's."""
+    """Advance the clock of some parts; drafting is that of the only drafter."""
     for part, spent in seconds.items():
         setattr(control.times, part, getattr(control.times, part) + spent)
     (state,) = control._drafters.values()
@@ -74,7 +74,7 @@ def control() -> Cost:
 
 
 def _pass(control: Cost, row: Row, draft: list[int], emitted: list[int]) -> int:
-    """One pass in which the target says `emitted`; returns how many drafted nodes were verified."""
+    """One pass in which the target emits `emitted`; returns the number of drafted nodes verified."""
     (most,) = control.budget([row])
     tree = DraftTree.chain(row.tokens[-1], draft[:most])
     verified = len(control.prune([row], [tree])[0]) - 1
@@ -83,13 +83,13 @@ def _pass(control: Cost, row: Row, draft: list[int], emitted: list[int]) -> int:
     return verified
 
 
-def test_hopeless_drafts_are_not_verified(control: Cost) -> None:
+def test_wrong_drafts_are_not_verified(control: Cost) -> None:
     row = row_of()
     control.start([row])
     assert sum(_pass(control, row, [9] * 10, [2]) for _ in range(50)) == 0
 
 
-def test_good_drafts_are_taken_up_without_having_been_verified(control: Cost) -> None:
+def test_good_drafts_are_resumed_without_having_been_verified(control: Cost) -> None:
     row = row_of()
     control.start([row])
     for _ in range(20):
@@ -99,8 +99,8 @@ def test_good_drafts_are_taken_up_without_having_been_verified(control: Cost) ->
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_reading_the_prompt_is_not_held_against_drafts(control: Cost, found: bool) -> None:
-    """The first drafts index the prompt: that is spent, whatever they find and whatever is verified."""
+def test_the_time_of_reading_the_prompt_is_not_counted_against_drafts(control: Cost, found: bool) -> None:
+    """The first drafts index the prompt, whatever they find and whatever is verified."""
     row = row_of()
     control.start([row])
     control.budget([row])
@@ -113,18 +113,18 @@ def test_reading_the_prompt_is_not_held_against_drafts(control: Cost, found: boo
     assert state_of(control).trials.saving > 0
 
 
-def test_drafts_that_cost_more_than_they_save_are_not_asked_for(control: Cost) -> None:
+def test_drafts_that_cost_more_than_they_save_are_not_requested(control: Cost) -> None:
     control._costs.curve = FLAT
-    row, asked = row_of(), []
+    row, requested = row_of(), []
     control.start([row])
     for _ in range(20):
         (budget,) = control.budget([row])
-        asked.append(budget > 0)
+        requested.append(budget > 0)
         spend(control, draft=3.0 * (budget > 0), target=1.0)
         control.prune([row], [DraftTree.chain(row.tokens[-1], [2] if budget else [])])
         row.tokens += [2, 2] if budget else [2]
         control.observe([row], [], [])
-    assert sum(asked) <= 4  # the first is not counted, the second not timed yet
+    assert sum(requested) <= 4  # the first is not counted, the second not timed yet
 
 
 def test_a_flat_curve_verifies_everything(control: Cost) -> None:
@@ -134,8 +134,8 @@ def test_a_flat_curve_verifies_everything(control: Cost) -> None:
     assert _pass(control, row, [9] * 10, [2]) == 10
 
 
-def test_a_curve_measured_at_a_bad_moment_is_found_out() -> None:
-    """Costs say that any width costs fifteen times as much; passes say that all cost the same."""
+def test_a_wrong_curve_is_corrected_by_passes() -> None:
+    """By the curve wider passes cost fifteen times as much; actual passes all cost the same."""
     control = opened(DRAFTER, Curve((1, 2, 16), (1.0, 15.0, 15.0)))
     row, sizes = row_of(), []
     control.start([row])
@@ -148,7 +148,7 @@ def test_a_curve_measured_at_a_bad_moment_is_found_out() -> None:
     assert sizes[0] == 0 and sizes[-50:] == [10] * 50
 
 
-def test_a_pass_that_was_captured_first_teaches_nothing(control: Cost) -> None:
+def test_a_captured_pass_does_not_update_costs(control: Cost) -> None:
     row = row_of()
     control.start([row])
     _pass(control, row, [2] * 10, [2])
@@ -163,15 +163,15 @@ def test_a_pass_that_was_captured_first_teaches_nothing(control: Cost) -> None:
         assert (control._costs.curve is before) == cold
 
 
-def test_a_curve_learns_the_kind_of_pass_that_it_saw() -> None:
+def test_a_pass_updates_the_costs_of_its_kind() -> None:
     line = Curve((1, 2, 16), (1.0, 10.0, 20.0))
     assert line.learned(2, 5.0, 1.0, plain=1).seconds == (1.0, 5.0, 20.0)
     assert line.learned(1, 2.0, 1.0, plain=1).seconds == (2.0, 10.0, 20.0)
     assert line.learned(16, 2.0, 1.0, plain=1).seconds == pytest.approx((1.0, 2.0, 2.0), rel=1e-4)
 
 
-def test_the_first_right_draft_opens_the_way() -> None:
-    """Tokens of a draft that was not verified count as they come, for all depths."""
+def test_unverified_drafts_update_the_rates() -> None:
+    """Tokens of a draft that was not verified are counted as they are emitted, for all depths."""
     rates, tree = AcceptanceRates(0.9, 0.15, 0.85), DraftTree.chain(1, [5] * 10)
     before = sum(rates.of_paths(tree)[1:])
     assert not OpenDraft(tree).follow([5, 5, 5], rates)
@@ -187,33 +187,33 @@ def test_a_draft_is_followed_along_a_branch_over_several_passes() -> None:
     assert rates.rate(2, 0) > 0.9
 
 
-def test_a_node_is_accepted_with_its_whole_path() -> None:
+def test_the_probability_of_a_node_is_that_of_its_path() -> None:
     rates = AcceptanceRates(0.9, 0.4, 0.5)
     tree = DraftTree((1, 5, 6, 7, 0), (-1, 0, 0, 2, 2), probes=frozenset({4}))
     assert rates.of_paths(tree) == pytest.approx([1, 0.4, 0.2, 0.1, 0])
 
 
-def test_rates_weigh_the_recent_past() -> None:
+def test_rates_weigh_recent_observations_most() -> None:
     rates = AcceptanceRates(0.5, 0.3, 0.85)
     for right in [False] * 10 + [True] * 3:
         rates.add(1, 0, right)
     assert rates.rate(1, 0) > 0.6
 
 
-def test_the_curve_draws_straight_lines() -> None:
+def test_the_curve_interpolates_linearly() -> None:
     line = Curve((1, 2, 4), (1.0, 2.0, 3.0))
     assert [line(w) for w in (1, 2, 3, 4, 6)] == [1.0, 2.0, 2.5, 3.0, 4.0]
 
 
-class Dear:
-    """A drafter whose every token costs as much as a plain pass would."""
+class ExpensiveDrafter:
+    """A drafter every level of which costs a pass of a model."""
 
     width, prior_confidence, autoregressive = 8, 0.7, True
 
 
 @pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])
 def test_drafts_that_cost_passes_are_sized_before_they_are_made(right: bool, most: float) -> None:
-    drafter = Dear()
+    drafter = ExpensiveDrafter()
     control, row = opened(drafter, FLAT), row_of(drafter)
     control.start([row])
     drafted = 0
@@ -245,19 +245,21 @@ def test_drawn_drafts_are_sized_beforehand_and_never_cut(control: Cost) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "most", "least"), [(2.0, 1.0, 0.9), (1.0, 0.2, 0.01)])
-def test_probes_are_read_where_they_pay_and_tried_where_they_may(tokens: float, most: float, least: float) -> None:
-    """Probes cost a tenth of a pass; passes with them give two tokens, or one as those without."""
+def test_probes_are_read_where_they_pay_and_tried_within_the_allowance(
+    tokens: float, most: float, least: float
+) -> None:
+    """Probes cost a tenth of a pass; passes with them emit two tokens, or one as those without."""
     probing, spent, read = Probing(), 0.0, 0
     for _ in range(2000):
         on = probing.decide(0.1, 0.015 * spent)
         read += on
         spent += 1.1 if on else 1.0
-        probing.saw(tokens if on else 1.0, 1.1 if on else 1.0)
+        probing.observe(tokens if on else 1.0, 1.1 if on else 1.0)
     assert least <= read / 2000 <= most
 
 
 def test_probes_are_tried_again_in_later_calls() -> None:
-    """What tries cost in earlier calls is not held against a call that has its own allowance."""
+    """Each call has its own allowance for trials."""
     probing, tried = Probing(), []
     for _ in range(5):
         probing.begin()
@@ -265,13 +267,13 @@ def test_probes_are_tried_again_in_later_calls() -> None:
         for _ in range(300):
             read += (on := probing.decide(0.1, 0.015 * spent))
             spent += 1.1 if on else 1.0
-            probing.saw(1.0, 1.1 if on else 1.0)
+            probing.observe(1.0, 1.1 if on else 1.0)
         tried.append(read)
     assert min(tried) > 0
 
 
-def test_a_clock_that_steps_back_while_drafting_makes_no_draft_free() -> None:
-    drafter = Dear()
+def test_costs_stay_nonnegative_if_the_clock_steps_back() -> None:
+    drafter = ExpensiveDrafter()
     control, row = opened(drafter), row_of(drafter)
     control.start([row])
     for step in [0.1, -5.0, -5.0, 0.1, -0.2] * 4:
@@ -289,7 +291,7 @@ TIMES = st.floats(1e-6, 10.0) | st.sampled_from([0.0, -1e-3, 1e-9, 1e5, math.nan
 
 @st.composite
 def turns(draw: st.DrawFn) -> tuple[list[int], list[int], float, list[float]]:
-    """Drafted and accepted tokens of each row in a pass, and what it and the work beside it took."""
+    """Drafted and accepted tokens of each row in a pass, and its seconds and those of the other parts."""
     drafted = draw(st.lists(st.integers(0, 10), min_size=7, max_size=7))
     right = [draw(st.integers(0, most)) for most in drafted]
     return drafted, right, draw(TIMES), [draw(TIMES) for _ in ("draft", "observe", "control")]
@@ -300,7 +302,7 @@ def turns(draw: st.DrawFn) -> tuple[list[int], list[int], float, list[float]]:
     st.lists(st.floats(1e-5, 1.0), min_size=3, max_size=3).map(sorted),
     st.booleans(), st.booleans(), st.lists(st.tuples(st.integers(1, 7), turns()), max_size=40),
 )  # fmt: skip
-def test_whatever_passes_take_budgets_and_costs_stay_in_bounds(
+def test_budgets_and_costs_stay_in_bounds_for_any_times(
     measured: list[float], lockstep: bool, autoregressive: bool, passes: list[tuple[int, tuple]]
 ) -> None:
     drafter, observed = PromptLookup(), list(measured)
@@ -308,7 +310,7 @@ def test_whatever_passes_take_budgets_and_costs_stay_in_bounds(
     control = opened(drafter, Curve((1, 4, 32), tuple(measured)), lockstep)
     rows, state, seconds = [row_of(drafter) for _ in range(7)], state_of(control), vars(control.times)
     control.start(rows)
-    for count, (drafted, right, took, beside) in passes:
+    for count, (drafted, right, spent, others) in passes:
         playing = rows[:count]
         budget = control.budget(playing)
         assert all(0 <= most <= drafter.width for most in budget)
@@ -316,13 +318,13 @@ def test_whatever_passes_take_budgets_and_costs_stay_in_bounds(
             DraftTree.chain(row.tokens[-1], [2] * min(n, most))
             for row, n, most in zip(playing, drafted, budget, strict=False)
         ]
-        for part, spent in zip(("draft", "observe", "control"), beside, strict=True):
-            seconds[part] = _plus(seconds[part], spent)
+        for part, more in zip(("draft", "observe", "control"), others, strict=True):
+            seconds[part] = _plus(seconds[part], more)
         spend(control)
         kept = control.prune(playing, trees)
         assert all(len(cut) <= len(tree) for cut, tree in zip(kept, trees, strict=True))
-        before, seconds["target"] = seconds["target"], _plus(seconds["target"], took)
-        observed += [t for t in (took, seconds["target"] - before) if 0 < t < math.inf]
+        before, seconds["target"] = seconds["target"], _plus(seconds["target"], spent)
+        observed += [t for t in (spent, seconds["target"] - before) if 0 < t < math.inf]
         for row, tree, n in zip(playing, kept, right, strict=False):
             row.tokens += [2] * min(n, len(tree) - 1) + [3]
         control.observe(playing, kept, [])
@@ -332,12 +334,12 @@ def test_whatever_passes_take_budgets_and_costs_stay_in_bounds(
 
 
 def _plus(before: float, spent: float) -> float:
-    """A clock that may stand still or step back; what is no number it cannot show."""
+    """A clock that may stop or step back; it ignores values that are not finite."""
     return before + spent if math.isfinite(spent) else before
 
 
 def test_what_drafts_lose_stays_within_the_slack(control: Cost) -> None:
-    """Hopeless drafts: everything that they take counts, learning from passes and the control itself included."""
+    """Wrong drafts: all of their time counts, observing passes and the control itself included."""
     row, passes = row_of(), 2000
     control.start([row])
     lost = 0.0
@@ -346,23 +348,23 @@ def test_what_drafts_lose_stays_within_the_slack(control: Cost) -> None:
         tree = DraftTree.chain(row.tokens[-1], [9] * most)
         spend(control, **dict.fromkeys(("draft", "observe", "control"), 0.03 * (most > 0)))
         lost += 0.09 * (most > 0) * (turn > 0)
-        took = STEEP(len(control.prune([row], [tree])[0]))
-        spend(control, target=took)
-        lost += took - 1.0
+        spent = STEEP(len(control.prune([row], [tree])[0]))
+        spend(control, target=spent)
+        lost += spent - 1.0
         row.tokens += [2]
         control.observe([row], [tree], [])
     assert 0.005 * passes < lost < (control.slack + 0.002) * passes + 1
 
 
-def test_nothing_is_drafted_before_passes_were_seen_and_soon_after() -> None:
-    fresh = SimpleNamespace(kept=None, guess=lambda: Curve.typical(1, 1e-3), go_on=lambda steps, known: known)
+def test_drafting_begins_after_the_first_passes_were_timed() -> None:
+    fresh = SimpleNamespace(kept=None, initial=lambda: Curve.typical(1, 1e-3), measure=lambda steps, curve: curve)
     control, row = opened(DRAFTER, fresh), row_of()
     control.start([row])
     sizes = []
-    for took in [5.0, 1.0] + [2.0] * 8:  # the very first waits for memory
+    for spent in [5.0, 1.0] + [2.0] * 8:  # the very first waits for memory
         (most,) = control.budget([row])
         sizes.append(len(control.prune([row], [DraftTree.chain(row.tokens[-1], [2] * most)])[0]) - 1)
-        spend(control, target=took)
+        spend(control, target=spent)
         row.tokens += [2] * (1 + sizes[-1])
         control.observe([row], [], [])
     assert sizes[:2] == [0, 0] and sizes[2] > 0 and sizes[-1] == 10
@@ -379,8 +381,8 @@ def mixed(drafters: dict[Any, int], kept: Curve) -> tuple[Cost, dict[Any, list[R
     return control, rows
 
 
-class Named:
-    """A drafter of which only the record matters."""
+class CheapDrafter:
+    """A drafter that the control sees only by its attributes."""
 
     width, prior_confidence, autoregressive = 12, 0.15, False
 
@@ -393,12 +395,12 @@ class Named:
 def test_sizes_of_all_drafters_are_those_of_the_best_pass(
     groups: list[tuple[int, float, int]], seconds: list[float]
 ) -> None:
-    """Against all combinations of sizes, tried one by one."""
+    """Against exhaustive search over all combinations of sizes."""
     curve = Curve((1, 4, 16, 64), tuple(seconds))
-    drafters = {Named(): group for group in groups}
+    drafters = {CheapDrafter(): group for group in groups}
     control, rows = mixed({drafter: count for drafter, (count, _, _) in drafters.items()}, curve)
     batch = [row for own in rows.values() for row in own]
-    assert control.budget(batch) == [Named.width] * len(batch)
+    assert control.budget(batch) == [CheapDrafter.width] * len(batch)
     trees = [
         DraftTree.chain(1, [2] * nodes, [right] * nodes)
         for drafter, (_, right, nodes) in drafters.items()
@@ -425,11 +427,11 @@ def test_sizes_of_all_drafters_are_those_of_the_best_pass(
 
 
 def test_one_drafter_stops_while_another_goes_on() -> None:
-    """Hopeless drafts of one drafter take half a pass each; those of the other, in the same passes, are right."""
-    good, bad = Named(), Named()
+    """Wrong drafts of one drafter cost half a pass each; those of the other, in the same passes, are right."""
+    good, bad = CheapDrafter(), CheapDrafter()
     control, rows = mixed({good: 2, bad: 1}, Curve((1, 64), (1.0, 1.5)))
     (other,) = rows[bad]
-    asked, verified = {good: 0, bad: 0}, {good: 0, bad: 0}
+    requested, verified = {good: 0, bad: 0}, {good: 0, bad: 0}
     drafting = {id(good): 0.0, id(bad): 0.0}
     for _ in range(300):
         batch = [rows[good][0], other, rows[good][1]]
@@ -439,7 +441,7 @@ def test_one_drafter_stops_while_another_goes_on() -> None:
             for row, most in zip(batch, budget, strict=True)
         ]
         for drafter, most in ((good, budget[0]), (bad, budget[1])):
-            asked[drafter] += most > 0
+            requested[drafter] += most > 0
             drafting[id(drafter)] += (0.001 if drafter is good else 0.5) * (most > 0)
         control.drafting, control.times.draft = drafting, sum(drafting.values())
         kept = control.prune(batch, trees)
@@ -448,24 +450,24 @@ def test_one_drafter_stops_while_another_goes_on() -> None:
             verified[bad if row is other else good] += len(tree) - 1
             row.tokens += [2] * (1 if row is other else len(tree))
         control.observe(batch, kept, [])
-    assert asked[good] > 290 and verified[good] > 290 * 2 * 8
-    assert asked[bad] < 30 and verified[bad] < 60
+    assert requested[good] > 290 and verified[good] > 290 * 2 * 8
+    assert requested[bad] < 30 and verified[bad] < 60
 
 
-def test_what_one_drafter_takes_is_not_held_against_another() -> None:
-    """Long drafts, all right, that cost a tenth of a pass, beside drafts of one token that cost next to nothing."""
-    long, short = Named(), Named()
+def test_the_time_of_one_drafter_is_not_counted_against_another() -> None:
+    """Long drafts, all right, that cost a tenth of a pass, beside cheap drafts of one token."""
+    long, short = CheapDrafter(), CheapDrafter()
     control, rows = mixed({long: 1, short: 1}, Curve((1, 64), (1.0, 1.05)))
-    batch, asked = [rows[long][0], rows[short][0]], [0, 0]
+    batch, requested = [rows[long][0], rows[short][0]], [0, 0]
     for _ in range(300):
         budget = control.budget(batch)
         trees = [
             DraftTree.chain(row.tokens[-1], [2] * min(most, nodes))
             for row, most, nodes in zip(batch, budget, (12, 1), strict=True)
         ]
-        asked = [n + (most > 0) for n, most in zip(asked, budget, strict=True)]
-        for drafter, took, most in ((long, 0.1, budget[0]), (short, 0.001, budget[1])):
-            spent = took * (most > 0)
+        requested = [n + (most > 0) for n, most in zip(requested, budget, strict=True)]
+        for drafter, seconds, most in ((long, 0.1, budget[0]), (short, 0.001, budget[1])):
+            spent = seconds * (most > 0)
             control.times.draft += spent
             control.drafting = {**control.drafting, id(drafter): control.drafting.get(id(drafter), 0.0) + spent}
         kept = control.prune(batch, trees)
@@ -473,11 +475,11 @@ def test_what_one_drafter_takes_is_not_held_against_another() -> None:
         for row, tree in zip(batch, kept, strict=True):
             row.tokens += [2] * len(tree)
         control.observe(batch, kept, [])
-    assert min(asked) > 290
+    assert min(requested) > 290
 
 
-def test_the_record_of_a_drafter_goes_with_it() -> None:
-    kept, gone = Named(), Named()
+def test_the_state_of_a_deleted_drafter_is_deleted() -> None:
+    kept, gone = CheapDrafter(), CheapDrafter()
     control, rows = mixed({kept: 1, gone: 1}, FLAT)
     for own in rows.values():
         control.end(own[0])

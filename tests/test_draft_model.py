@@ -128,4 +128,4 @@ def test_the_cache_of_a_draft_model_is_released(name: str) -> None:
     fast = truedraft.accelerate(model, draft=registry.load("drafters", name, model=sibling(model)), control="fixed")
     fast.generate(**ragged(model, 3), max_new_tokens=9)
     readers = readers_of(fast.drafter)
-    assert readers and all(reader.target.cache is None and not reader.standing for reader in readers)
+    assert readers and all(reader.target.cache is None and not reader.slot_rows for reader in readers)

@@ -1,4 +1,4 @@
-"""Probes that are no tokens: a pass reads their vectors where it reads the embeddings of tokens elsewhere."""
+"""Probes with embeddings: a pass uses their vectors instead of the embeddings of tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def probed(rng: random.Random, nodes: int) -> DraftTree:
 
 
 def as_vectors(model: Any, tree: DraftTree) -> DraftTree:
-    """The same, its probes given as the embeddings of their tokens; the tokens that stand there then do not matter."""
+    """The same tree with its probes as embeddings of their tokens; the token ids there are then irrelevant."""
     with torch.no_grad():
         rows = model.get_input_embeddings()(torch.tensor(tree.tokens, device=model.device))
     tokens = tuple(0 if i in tree.probes else token for i, token in enumerate(tree.tokens))
@@ -85,7 +85,7 @@ def test_the_forward_reads_vectors(architecture: str, graphs: bool, device: str,
 
 
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
-def test_a_vector_that_is_no_token_is_read_as_a_plain_forward_reads_it(runtime: str) -> None:
+def test_a_vector_that_is_no_token_matches_a_plain_forward(runtime: str) -> None:
     model = tiny("llama", torch.float32)
     target, rng = DecoderTarget(model, runtime), random.Random(5)
     trees = [probed(rng, n) for n in (8, 5, 9)]
@@ -121,7 +121,7 @@ class Vectors(Noise):
         return super().width + 1
 
 
-def test_texts_with_such_probes_are_those_of_the_model() -> None:
+def test_text_with_such_probes_matches_generate() -> None:
     model = tiny("llama", torch.float32)
     drafter, inputs = Vectors(vocabulary=V), ragged(model, 3)
     drafter.size = model.config.hidden_size
@@ -133,7 +133,7 @@ def test_texts_with_such_probes_are_those_of_the_model() -> None:
         fast.generate(**inputs, **settings)
 
 
-def test_nodes_that_are_to_be_verified_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_probes_may_have_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truedraft.tree.CHECKS", False)
     drafter = Vectors(vocabulary=V)
     drafter.wrong = True

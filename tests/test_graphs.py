@@ -95,7 +95,7 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
     capture(traced if architecture in TRACED else uncaptured)
     model, rng = model_on(device, architecture), random.Random(3)
     both = [DecoderTarget(model, "auto"), DecoderTarget(model, "stock")]
-    both[1].runner, both[1].why_stock = both[1]._stock(), None
+    both[1].runner, both[1].fallback_reason = both[1]._stock(), None
     for target in both:
         target.taps = Taps((0, -1))
         target.reserve(4, 100)
@@ -119,7 +119,7 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
             if step == 3:
                 target.prefill(prompts(device, 11))
         rows += (step == 3) - (step == 2)
-    assert isinstance(both[0].runner, GraphPass), both[0].why_stock
+    assert isinstance(both[0].runner, GraphPass), both[0].fallback_reason
     assert both[0].cache is not None and both[1].cache is not None and both[0].cache.lengths == both[1].cache.lengths
 
 
@@ -160,7 +160,7 @@ def test_sizes_come_in_buckets() -> None:
 
 def test_pass_costs_are_measured_on_captured_sizes() -> None:
     target = target_of("llama")
-    measured = LatencyProfile(target).go_on(100_000, None)
+    measured = LatencyProfile(target).measure(100_000, None)
     assert measured is not None and measured.widths[-1] == 64
     assert len(target.runner._captured) == 7 and not target.cold
     target.reserve(1, 400)
@@ -211,9 +211,9 @@ def test_graphs_outlive_a_call_but_not_their_cache() -> None:
         return sum(any(made is old for old in before) for made in runner._captured.values())
 
     assert call(2, 100) == 0
-    keys = runner._over.layers[0].keys
-    assert call(1, 256) == 1 and runner._over.layers[0].keys is keys
-    assert call(1, 257) == 0 and runner._over.layers[0].keys is not keys
+    keys = runner._captured_cache.layers[0].keys
+    assert call(1, 256) == 1 and runner._captured_cache.layers[0].keys is keys
+    assert call(1, 257) == 0 and runner._captured_cache.layers[0].keys is not keys
     assert call(1, 300) == 1
     assert not target.changed
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
@@ -293,7 +293,7 @@ def test_a_capture_that_fails_late_is_reported(monkeypatch: pytest.MonkeyPatch) 
 def test_wrong_graphs_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecoderTarget, "_runner", lambda self, _: (GraphPass(self._stock(), uncaptured), None))
     with monkeypatch.context() as patch:
-        patch.setattr(Padded, "seen", lambda self, view: self.ancestors.new_ones(*self.ids.shape, view))
+        patch.setattr(Padded, "seen", lambda self, extent: self.ancestors.new_ones(*self.ids.shape, extent))
         with pytest.raises(Refused, match="differs from plain decoding"):
             check_exact(DecoderTarget(tiny("llama", torch.float32)))
     with pytest.raises(Refused, match=r"strict=True needs the compiled pass.*not on the CPU"):

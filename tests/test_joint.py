@@ -1,4 +1,4 @@
-"""Drafters made of others: each part is asked all that the whole is asked, and what parts need is known once loaded."""
+"""Drafters made of others: every method is called on each part, and their `needs` may depend on what they load."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import truedraft
 from drafters_for_tests import Noise
 from models import V, ragged, sibling, tiny
 from truedraft import Card, DraftTree, registry
-from truedraft.audit.listener import Listener
+from truedraft.audit.tracer import Tracer
 from truedraft.drafters._base import Drafter, PassCost, PerRow
 from truedraft.drafters._compose import KINDS, Merge
 from truedraft.drafters._joint import Joint
 from truedraft.tree import Accepted, Row, Scores, Taps
 
-# what says something of the whole, and not of its parts
+# attributes of the whole, not of its parts
 OF_THE_WHOLE = {"card", "learner", "prior_confidence", "bound", "alone", "draws", "preferred", "width", "propose"}
 PUBLIC = {name for name in {*vars(Drafter), *Drafter.__annotations__} if not name.startswith("_")}
 
@@ -38,18 +38,18 @@ class Pair(Joint):
         return self.parts[0].propose(rows, budget)
 
 
-def test_all_that_a_drafter_may_be_asked_is_answered_by_the_parts_or_is_of_the_whole() -> None:
+def test_every_member_is_delegated_or_of_the_whole() -> None:
     assert PUBLIC - set(vars(Joint)) == OF_THE_WHOLE
 
 
-def test_what_has_no_result_is_asked_of_every_part() -> None:
+def test_methods_without_a_result_are_called_on_every_part() -> None:
     calls: list[Any] = []
     parts = [Noise(vocabulary=V), Noise(vocabulary=V)]
     pair = Pair(*parts)
     assert [part.alone for part in parts] == [False, False] and pair.alone
-    asked = [n for n in PUBLIC & set(vars(Joint)) if inspect.isfunction(getattr(Joint, n)) and n != "memories"]
-    assert {"bind", "read", "open", "start", "observe", "end", "forget"} <= set(asked)
-    for name in asked:
+    delegated = [n for n in PUBLIC & set(vars(Joint)) if inspect.isfunction(getattr(Joint, n)) and n != "memories"]
+    assert {"bind", "read", "open", "start", "observe", "end", "forget"} <= set(delegated)
+    for name in delegated:
         given = tuple(object() for _ in list(inspect.signature(getattr(Drafter, name)).parameters)[1:])
         for i, part in enumerate(parts):
             setattr(part, name, lambda *args, i=i: calls.append((i, args)))
@@ -60,7 +60,7 @@ def test_what_has_no_result_is_asked_of_every_part() -> None:
 
 
 class Loaded(PerRow[None]):
-    """A drafter that learns from its checkpoint which layers it reads, and holds that it is shown them."""
+    """A drafter whose checkpoint determines the layers that it reads; asserts that it receives them."""
 
     card = Card(paper="none", idea="Nothing.", family="none")
     width = 1  # type: ignore[assignment]
@@ -86,19 +86,19 @@ class Loaded(PerRow[None]):
 
 
 def wholes(first: Loaded, second: Loaded) -> dict[str, Any]:
-    """All that may stand around a drafter."""
+    """Every wrapper and composition of drafters."""
     model = tiny("llama", torch.float32)
     cascade = registry.load("drafters", "cs-drafting", model=[sibling(model)], bottom=second)
     return {
         **{sign: kind([first, second]) for sign, kind in KINDS.items()},
         "nested": Merge([Merge([first, Noise(vocabulary=V)]), second]),
         "cs-drafting": Merge([first, cascade]),
-        "overheard": Listener(Merge([first, second])),  # type: ignore[arg-type]
+        "traced": Tracer(Merge([first, second])),  # type: ignore[arg-type]
     }
 
 
-@pytest.mark.parametrize("way", [*KINDS, "nested", "cs-drafting", "overheard"])
-def test_what_parts_need_is_what_they_need_once_loaded(way: str) -> None:
+@pytest.mark.parametrize("way", [*KINDS, "nested", "cs-drafting", "traced"])
+def test_needs_of_parts_are_read_after_loading(way: str) -> None:
     model = tiny("llama", torch.float32)
     first, second = Loaded((1,)), Loaded((0, -1))
     whole = wholes(first, second)[way]

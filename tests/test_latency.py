@@ -1,4 +1,4 @@
-"""Costs are measured for a share of the work at hand, and kept on disk where that can be and they are good."""
+"""Latency profiles are measured within a share of each call's time, and kept on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import truedraft
 from models import ragged, tiny
-from truedraft.runtime import latency as calibration
+from truedraft.runtime import latency
 from truedraft.runtime.curve import WIDTHS
 from truedraft.runtime.latency import LatencyProfile
 from truedraft.targets.decoder import DecoderTarget
@@ -26,12 +26,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds are all that there is to measure."""
-    monkeypatch.setattr(calibration, "ROUNDS", 3)
+    """Measuring is complete after three rounds."""
+    monkeypatch.setattr(latency, "ROUNDS", 3)
 
 
 def _generates() -> None:
-    """A new process, as far as curves go: its text is the model's own."""
+    """Generate in a new process, as far as profiles are concerned; the text is the model's own."""
     model, inputs = tiny(), ragged(tiny(), 1)
     settings = dict(max_new_tokens=12, do_sample=False)
     fast = truedraft.accelerate(model)
@@ -40,13 +40,13 @@ def _generates() -> None:
 
 def test_a_curve_is_measured_once_and_kept(folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
-    first = LatencyProfile(target).go_on(100_000, None)
+    first = LatencyProfile(target).measure(100_000, None)
     assert first is not None and first.widths == WIDTHS and list(first.seconds) == sorted(first.seconds)
     (file,) = folder.iterdir()
     kept = json.loads(file.read_text())["times"]
     assert list(kept) == list(map(str, WIDTHS)) and {passes for _, passes in kept.values()} == {3}
     again = LatencyProfile(target)
-    assert again.kept == first and again.complete and again.go_on(100_000, again.kept) is again.kept
+    assert again.kept == first and again.complete and again.measure(100_000, again.kept) is again.kept
 
 
 DAMAGED: list[Any] = [
@@ -59,21 +59,21 @@ DAMAGED: list[Any] = [
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=lambda content: str(content)[:24])
-def test_a_damaged_file_is_measured_anew(content: Any, folder: Path, quick: None) -> None:
+def test_a_damaged_file_is_ignored_and_replaced(content: Any, folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
-    good = LatencyProfile(target).go_on(100_000, None)
+    good = LatencyProfile(target).measure(100_000, None)
     (file,) = folder.iterdir()
     if isinstance(content, dict):
         content = json.dumps(content if "times" in content else {"times": {"2": [1.0, 1], **content}})
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     damaged = LatencyProfile(target)
     assert damaged.kept is None and not damaged.complete
-    damaged.go_on(100_000, None)
+    damaged.measure(100_000, None)
     assert good is not None and LatencyProfile(target).kept is not None
 
 
-def test_calls_go_on_over_a_damaged_file(folder: Path) -> None:
-    file = calibration._path(truedraft.accelerate(tiny()).target)
+def test_a_damaged_file_breaks_no_call(folder: Path) -> None:
+    file = latency._path(truedraft.accelerate(tiny()).target)
     assert file is not None
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"times": [1.0]}))
@@ -81,13 +81,13 @@ def test_calls_go_on_over_a_damaged_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("home", ["missing", "none", "file", "folder", "unwritable"])
-def test_a_home_that_keeps_nothing_breaks_no_call(
+def test_an_unwritable_home_breaks_no_call(
     home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(calibration, "SHARE", 1e4)  # so that there is something to keep
+    monkeypatch.setattr(latency, "SHARE", 1e4)  # so that there is something to keep
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    file = calibration._path(truedraft.accelerate(tiny()).target)
+    file = latency._path(truedraft.accelerate(tiny()).target)
     assert file is not None and tmp_path in file.parents
     if home == "none":
 
@@ -110,13 +110,13 @@ def _refused(*_: Any) -> int:
 
 
 class Clock:
-    """By which a pass of a target over w tokens takes w / 4 + 3 / 4 seconds."""
+    """A simulated clock: a pass of the target over w tokens takes w / 4 + 3 / 4 seconds."""
 
     def __init__(self, target: DecoderTarget, patch: pytest.MonkeyPatch):
         self.now, self.passes = 0.0, 0
         for name in ("score", "prefill"):
             patch.setattr(target, name, self.ticks(getattr(target, name)))
-        patch.setattr(calibration.time, "perf_counter", lambda: self.now)
+        patch.setattr(latency.time, "perf_counter", lambda: self.now)
 
     def ticks(self, f: Any) -> Any:
         def timed(given: Any) -> Any:
@@ -126,40 +126,40 @@ class Clock:
         return timed
 
 
-def test_measuring_takes_a_share_of_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_is_limited_to_a_share_of_the_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = DecoderTarget(tiny("qwen2"))
     clock = Clock(target, monkeypatch)
     fresh = LatencyProfile(target)
-    assert fresh.go_on(8, None) is None and clock.passes == 0
-    known, widest, due = None, 0, 8
+    assert fresh.measure(8, None) is None and clock.passes == 0
+    curve, widest, due = None, 0, 8
     for steps in (64, 200, 300, 512, 2000, 8000):
         begun, due = clock.now, due + steps
-        known = fresh.go_on(steps, known)
-        unknown = 64 / 4 + 0.75 - calibration.TYPICAL[-1]  # what the first pass of the widest takes unforeseen
-        assert clock.now - begun <= calibration.SHARE * due * 1.05 + 1 + unknown
+        curve = fresh.measure(steps, curve)
+        unforeseen = 64 / 4 + 0.75 - latency.TYPICAL[-1]  # of the first pass of the largest width
+        assert clock.now - begun <= latency.SHARE * due * 1.05 + 1 + unforeseen
         due = due if clock.now == begun else 0
-        widest = max(widest, *(knot.width for knot in known.knots)) if known else 0
-    assert known is not None and widest == 64 and fresh.complete
+        widest = max(widest, *(knot.width for knot in curve.knots)) if curve else 0
+    assert curve is not None and widest == 64 and fresh.complete
     for width in WIDTHS:
-        assert known(width) == pytest.approx(width / 4 + 0.75)
+        assert curve(width) == pytest.approx(width / 4 + 0.75)
 
 
-def test_processes_go_on_where_earlier_ones_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of one call, in whose share a pass over 64 tokens does not fit."""
+def test_processes_continue_the_measurements_of_earlier_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each makes one call, whose share is too small for a pass over 64 tokens."""
     target, kept = DecoderTarget(tiny("qwen2")), []
     Clock(target, monkeypatch)
     for _ in range(60):
         fresh = LatencyProfile(target)
-        fresh.go_on(600, fresh.kept)
+        fresh.measure(600, fresh.kept)
         (file,) = folder.glob("*")
         kept.append([passes for _, passes in json.loads(file.read_text())["times"].values()])
     sums = [sum(passes) for passes in kept]
-    assert sums == sorted(sums) and sums[0] < sums[-1] and kept[-1] == [calibration.ROUNDS] * 6 + [calibration.ENOUGH]
+    assert sums == sorted(sums) and sums[0] < sums[-1] and kept[-1] == [latency.ROUNDS] * 6 + [latency.ENOUGH]
     assert not fresh.complete and fresh.kept is not None and fresh.kept(32) == pytest.approx(32 / 4 + 0.75)
 
 
-def test_a_pass_that_waited_for_other_work_is_made_up_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if it is the only one of its width, and so slow that another would not fit in a call's share."""
+def test_an_outlier_is_corrected_by_later_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it is the only one of its width, and so slow that another one would not fit in a call's share."""
     target = DecoderTarget(tiny("qwen2"))
     clock = Clock(target, monkeypatch)
     score, slow = target.score, [True]
@@ -171,30 +171,30 @@ def test_a_pass_that_waited_for_other_work_is_made_up_for(folder: Path, monkeypa
         return score(trees)
 
     monkeypatch.setattr(target, "score", waiting)
-    fresh, known = LatencyProfile(target), None
+    fresh, curve = LatencyProfile(target), None
     for call in range(40):
-        known = fresh.go_on(400, known)
+        curve = fresh.measure(400, curve)
         if not slow and call < 3:
-            assert known is not None and known(8) <= max(known(16), 8 / 4 + 0.75)
-    assert not slow and known is not None
+            assert curve is not None and curve(8) <= max(curve(16), 8 / 4 + 0.75)
+    assert not slow and curve is not None
     for width in (1, 2, 4, 8, 16):
-        assert known(width) == pytest.approx(width / 4 + 0.75)
+        assert curve(width) == pytest.approx(width / 4 + 0.75)
 
 
-def test_short_calls_are_measured_for_together(folder: Path, quick: None) -> None:
-    fresh, known = LatencyProfile(DecoderTarget(tiny("qwen2"))), None
-    assert [fresh.go_on(20, None) is None for _ in range(3)] == [True] * 3
+def test_the_shares_of_short_calls_accumulate(folder: Path, quick: None) -> None:
+    fresh, curve = LatencyProfile(DecoderTarget(tiny("qwen2"))), None
+    assert [fresh.measure(20, None) is None for _ in range(3)] == [True] * 3
     for _ in range(3000):
-        known = fresh.go_on(40, known)
+        curve = fresh.measure(40, curve)
         if fresh.complete:
             break
-    assert known is not None and fresh.complete
+    assert curve is not None and fresh.complete
 
 
-def test_measuring_leaves_torch_and_the_target_alone(folder: Path, quick: None) -> None:
+def test_measuring_changes_neither_torch_nor_the_target(folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
     state = torch.get_rng_state()
-    assert LatencyProfile(target).go_on(100_000, None) is not None
+    assert LatencyProfile(target).measure(100_000, None) is not None
     assert target.cache is None and torch.equal(torch.get_rng_state(), state)
 
 
@@ -205,4 +205,4 @@ def test_a_scratch_cache_that_does_not_fit_breaks_no_call(folder: Path, monkeypa
         raise truedraft.errors.NoRoom("full")
 
     monkeypatch.setattr(target, "reserve", full)
-    assert LatencyProfile(target).go_on(100_000, None) is None and target.cache is None
+    assert LatencyProfile(target).measure(100_000, None) is None and target.cache is None

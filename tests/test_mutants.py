@@ -26,7 +26,7 @@ from truedraft.chance import PositionNoise
 from truedraft.engine import Cohort, Engine
 from truedraft.runtime import native
 from truedraft.runtime.compiled import Nodes
-from truedraft.runtime.native import Kind
+from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.stopping import Stops
@@ -67,13 +67,13 @@ def reshaped(change: Callable[[TreeShape], TreeShape]) -> Fault:
     return plant
 
 
-def wrong_operands(kind: Kind, **fields: int) -> Fault:
+def wrong_operands(kind: OpKind, **fields: int) -> Fault:
     """Operations of a kind with wrong operands."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         true = Program.op
 
-        def op(self: Program, of: Kind, *args: Any, **given: Any) -> Any:
+        def op(self: Program, of: OpKind, *args: Any, **given: Any) -> Any:
             made = true(self, of, *args, **given)
             for name, value in fields.items() if of == kind else ():
                 setattr(made, name, value)
@@ -235,9 +235,9 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
         unchecked(reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth)))))),
         nodes_compiled,
     ),
-    "nodes routed to the experts of another node": (wrong_operands(Kind.DEAL, top=1), nodes_of_experts),
-    "the first expert instead of each": (wrong_operands(Kind.LINEAR, apart=0), nodes_of_experts),
-    "routing weights not normalised": (wrong_operands(Kind.ROUTE, mode=0), nodes_of_experts),
+    "nodes routed to the experts of another node": (wrong_operands(OpKind.DEAL, top=1), nodes_of_experts),
+    "the first expert instead of each": (wrong_operands(OpKind.LINEAR, apart=0), nodes_of_experts),
+    "routing weights not normalised": (wrong_operands(OpKind.ROUTE, mode=0), nodes_of_experts),
     "commit of the first k nodes": (faults.FIRST_NODES_KEPT, nodes),
     "rejected KV kept": (faults.REJECTED_KEPT, nodes),
     "overshot length": (replaced(Stops, "__call__", overshoot), text()),

@@ -14,7 +14,7 @@ from test_seq2seq import tiny as seq2seq
 from truedraft import DraftTree
 from truedraft.runtime import native
 from truedraft.runtime.compiled import array
-from truedraft.runtime.native import Failure, Kind, Op, Pass
+from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 
@@ -22,23 +22,23 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled p
 WRONG = (-1, -(2**40), 2**20, 2**40, 2**62)
 PER_NODE = ("token", "slot", "position", "place", "base")
 READ = {  # fields that a kind of operation uses, and whose invalid values C can detect
-    Kind.EMBED: ("dst", "inner"),
-    Kind.RMS_NORM: ("src", "dst", "inner"),
-    Kind.LAYER_NORM: ("src", "dst", "inner"),
-    Kind.LINEAR: ("src", "dst", "inner", "out", "form"),
-    Kind.GATED: ("src", "dst", "inner", "out", "form"),
-    Kind.ACTIVATE: ("src", "dst", "inner"),
-    Kind.PREPARE: ("src", "other", "dst", "heads", "kv_heads", "head", "rotary", "step", "k_at", "v_at"),
-    Kind.ATTEND: ("src", "dst", "heads", "kv_heads", "head", "step"),
-    Kind.ADD: ("src", "other", "dst", "inner"),
-    Kind.SCALE: ("src", "other", "dst", "inner"),
-    Kind.CAP: ("src", "dst", "inner"),
-    Kind.GATHER: ("src", "dst", "inner"),
-    Kind.ROUTE: ("src", "dst", "experts", "top"),
-    Kind.PLAN: ("top",),
-    Kind.DEAL: ("src", "dst", "inner", "top"),
-    Kind.COMBINE: ("src", "other", "dst", "inner", "top"),
-    Kind.CROSS: ("src", "dst", "heads", "kv_heads", "head", "step"),
+    OpKind.EMBED: ("dst", "inner"),
+    OpKind.RMS_NORM: ("src", "dst", "inner"),
+    OpKind.LAYER_NORM: ("src", "dst", "inner"),
+    OpKind.LINEAR: ("src", "dst", "inner", "out", "form"),
+    OpKind.GATED: ("src", "dst", "inner", "out", "form"),
+    OpKind.ACTIVATE: ("src", "dst", "inner"),
+    OpKind.PREPARE: ("src", "other", "dst", "heads", "kv_heads", "head", "rotary", "step", "k_at", "v_at"),
+    OpKind.ATTEND: ("src", "dst", "heads", "kv_heads", "head", "step"),
+    OpKind.ADD: ("src", "other", "dst", "inner"),
+    OpKind.SCALE: ("src", "other", "dst", "inner"),
+    OpKind.CAP: ("src", "dst", "inner"),
+    OpKind.GATHER: ("src", "dst", "inner"),
+    OpKind.ROUTE: ("src", "dst", "experts", "top"),
+    OpKind.PLAN: ("top",),
+    OpKind.DEAL: ("src", "dst", "inner", "top"),
+    OpKind.COMBINE: ("src", "other", "dst", "inner", "top"),
+    OpKind.CROSS: ("src", "dst", "heads", "kv_heads", "head", "step"),
 }
 
 
@@ -66,8 +66,8 @@ def arguments(kind: str) -> tuple[Any, ...]:
     return found.value.args
 
 
-def changed(given: Pass, **fields: Any) -> Pass:
-    copied = Pass.from_buffer_copy(given)
+def changed(given: PassArguments, **fields: Any) -> PassArguments:
+    copied = PassArguments.from_buffer_copy(given)
     for name, value in fields.items():
         setattr(copied, name, value)
     return copied
@@ -113,12 +113,12 @@ def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
     for at in range(count):
-        for name in READ[Kind(ops[at].kind)]:
+        for name in READ[OpKind(ops[at].kind)]:
             narrow = dict(Op._fields_)[name] is ctypes.c_int32
             for wrong in (-1, -(2**31), 2**31 - 1) if narrow else WRONG:
                 copied = (Op * count).from_buffer_copy(ops)
                 setattr(copied[at], name, wrong)
-                assert run(copied, count, given, share, threads) == Failure.OP, (Kind(ops[at].kind).name, name, wrong)
+                assert run(copied, count, given, share, threads) == Failure.OP, (OpKind(ops[at].kind).name, name, wrong)
         copied = (Op * count).from_buffer_copy(ops)
         copied[at].kind = 99
         assert run(copied, count, given, share, threads) == Failure.OP
@@ -127,7 +127,7 @@ def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
 def test_invalid_fields_of_a_linear_layer_are_refused() -> None:
     run: Any = native.library().truedraft_linear  # type: ignore[union-attr]
     weight, x, y = torch.randn(8, 32), torch.randn(3, 32), torch.zeros(3, 8)
-    right = dict(kind=Kind.LINEAR, dst=1, scale=1.0, weight=weight.data_ptr(), out=8, inner=32)
+    right = dict(kind=OpKind.LINEAR, dst=1, scale=1.0, weight=weight.data_ptr(), out=8, inner=32)
 
     def code(nodes: int = 3, threads: int = 1, **wrong: Any) -> int:
         return run(Op(**{**right, **wrong}), x.data_ptr(), nodes, y.data_ptr(), threads)
@@ -138,7 +138,7 @@ def test_invalid_fields_of_a_linear_layer_are_refused() -> None:
     assert code(threads=0) == code(threads=-3) == Failure.THREADS
     for wrong in (
         {"out": 0}, {"out": -1}, {"out": 2**40}, {"inner": 0}, {"inner": 31}, {"inner": -16}, {"form": 4}, {"form": -1},
-        {"form": 2}, {"kind": Kind.ATTEND}, {"kind": 99}, {"src": 1}, {"dst": 2}, {"tail": 1}, {"experts": 2},
+        {"form": 2}, {"kind": OpKind.ATTEND}, {"kind": 99}, {"src": 1}, {"dst": 2}, {"tail": 1}, {"experts": 2},
         {"weight": None}, {"form": 3, "shift": 63},
     ):  # fmt: skip
         assert code(**wrong) == Failure.OP, wrong

@@ -47,7 +47,7 @@ def test_quantised_weights_are_used_as_stored(architecture: str, dtype: torch.dt
     before = model(torch.arange(20)[None]).logits
     quantize(model, kind)
     target = DecoderTarget(model)
-    assert target.why_stock is None and target.runtime == "compiled pass"
+    assert target.fallback_reason is None and target.runtime == "compiled pass"
     assert_same_bits(target, seeds=1)
     ids = torch.arange(20)[None]
     stock = model(ids).logits.float()
@@ -74,7 +74,7 @@ def test_quantised_activations_use_the_forward_of_the_model() -> None:
     model = fresh()
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     target = DecoderTarget(model)
-    assert target.why_stock is not None and (native.library() is None or "activations" in target.why_stock)
+    assert target.fallback_reason is not None and (native.library() is None or "activations" in target.fallback_reason)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

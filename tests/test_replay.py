@@ -1,4 +1,4 @@
-"""Replay: the engine over recorded outputs says them, in the passes that a plain simulation counts."""
+"""Replay of recorded outputs: emits them, in as many passes as a plain simulation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWERS = SHARED / "data" / "llm_outputs_mtbench" / "model_answer"
 
 
 def recorded(seed: int, count: int = 12) -> Recordings:
-    """Babble of few tokens, which copies itself now and then."""
+    """Random texts of few tokens, with repetitions."""
     rng = random.Random(seed)
     outputs = []
     for number in range(count):
@@ -67,7 +67,7 @@ def emitted(recording: Recording, target: ReplayTarget, drafter: Drafter) -> lis
 
 
 @pytest.mark.parametrize(("n", "length", "budget"), [(3, 10, 0), (1, 4, 0), (2, 10, 3)])
-def test_passes_are_those_of_a_plain_simulation(n: int, length: int, budget: int) -> None:
+def test_passes_equal_a_plain_simulation(n: int, length: int, budget: int) -> None:
     recordings = recorded(n)
     figures = replay(recordings, f"prompt-lookup:n={n},length={length}", budget)
     assert [f.kind for f in figures] == ["even", "odd"]
@@ -81,7 +81,7 @@ def test_passes_are_those_of_a_plain_simulation(n: int, length: int, budget: int
 
 
 @pytest.mark.parametrize("draft", ["prompt-lookup", "llma", "noise", "oracle"])
-def test_what_is_said_is_the_recording(draft: str) -> None:
+def test_emitted_tokens_are_the_recording(draft: str) -> None:
     recordings = recorded(7)
     target = ReplayTarget(len(recordings.ids))
     for recording in recordings.outputs:
@@ -93,7 +93,7 @@ def test_what_is_said_is_the_recording(draft: str) -> None:
         assert draft != "oracle" or len(reached) < 0.6 * len(recording.output)
 
 
-def test_a_node_says_the_next_recorded_token_where_its_path_agrees() -> None:
+def test_a_node_predicts_the_next_recorded_token_where_its_path_agrees() -> None:
     rng = random.Random(0)
     output = [rng.randrange(1, 4) for _ in range(60)]
     target = ReplayTarget(5)
@@ -119,8 +119,8 @@ def test_a_node_says_the_next_recorded_token_where_its_path_agrees() -> None:
 
 
 @dataclass
-class Memory(Drafter):
-    """Drafts what followed its last token in rows that ended."""
+class FollowersDrafter(Drafter):
+    """Drafts the tokens that followed the last one in rows that ended."""
 
     card = Card(paper="none", idea="For tests.", family="test")
     takes_references = True
@@ -142,16 +142,16 @@ class Memory(Drafter):
             self.followed[token] = row.tokens[at + 1 : at + 5]
 
 
-def test_a_drafter_keeps_what_it_learnt_and_a_name_begins_anew() -> None:
+def test_a_drafter_keeps_its_state_and_a_name_makes_a_new_one() -> None:
     text = tuple(range(1, 31))
     twice = Recordings("t", tuple(Recording(kind, (), text) for kind in ("first", "again")), tuple(range(-1, 30)))
-    first, again = replay(twice, Memory())
-    assert (first.passes, again.passes) == (30, 7) and first.way == "Memory"
+    first, again = replay(twice, FollowersDrafter())
+    assert (first.passes, again.passes) == (30, 7) and first.way == "FollowersDrafter"
     assert first.accepted_share is None and first.drafted_per_pass == 0
     assert [f.passes for f in replay(twice, "prompt-lookup")] == [f.passes for f in replay(twice, "prompt-lookup")]
 
 
-def test_a_row_sees_the_conversation_so_far_and_its_messages_as_documents(tmp_path: Path) -> None:
+def test_prompts_and_references_are_the_conversation_so_far(tmp_path: Path) -> None:
     reached = [
         ("system", "be brief"),
         ("user", "hi"),
@@ -163,7 +163,7 @@ def test_a_row_sees_the_conversation_so_far_and_its_messages_as_documents(tmp_pa
     talk.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in reached]}))
     tokenizer = loading.load_tokenizer("nano")
     recordings = tokenized("talk", conversations(talk), tokenizer)
-    memory = Memory()
+    memory = FollowersDrafter()
     (figures,) = replay(recordings, memory)
     assert (figures.kind, figures.outputs) == ("reply", 2)
 
@@ -179,7 +179,7 @@ def test_a_row_sees_the_conversation_so_far_and_its_messages_as_documents(tmp_pa
 
 
 def mt_bench(folder: Path, name: str = "model-redundant.jsonl", turns: int = 2) -> Path:
-    """Two questions answered, the first of them twice, with other questions beside."""
+    """Answers to two questions, one of them answered twice, and other files of questions."""
     for kind in ("", "_redundant"):
         rows = [{"question_id": i, "turns": [f"q{i}{kind}", f"more{kind}"][:turns]} for i in (81, 82)]
         (folder / f"question{kind}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -191,7 +191,7 @@ def mt_bench(folder: Path, name: str = "model-redundant.jsonl", turns: int = 2) 
     return folder / "answers" / name
 
 
-def test_answers_find_their_questions_and_the_last_answer_counts(tmp_path: Path) -> None:
+def test_answers_are_joined_with_questions_and_the_last_answer_counts(tmp_path: Path) -> None:
     answers = mt_bench(tmp_path)
     talks = conversations(answers)
     assert [[part.text for part in talk if part.kind] for talk in talks] == [["a 81 ", "b"], ["a 82 ", "b"]]
@@ -251,12 +251,12 @@ def test_a_drafter_that_needs_a_model_is_refused() -> None:
     with pytest.raises(Refused, match="hidden states"):
         replay(recorded(0), tapping)
 
-    class Asking(Memory):
+    class ReadingTheModel(FollowersDrafter):
         def bind(self, target: Any) -> None:
             target.model.lm_head(None)
 
     with pytest.raises(Refused, match="no 'model'"):
-        replay(recorded(0), Asking())
+        replay(recorded(0), ReadingTheModel())
 
 
 def test_every_drafter_that_needs_no_model_can_be_replayed() -> None:
@@ -311,7 +311,7 @@ def test_the_command_loads_no_model(
         (["--tokenizer", "FOLDER", "--replay", "FILE"], "cannot be loaded"),
     ],
 )
-def test_a_wrong_option_is_one_line(
+def test_an_invalid_option_is_refused_in_one_line(
     options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plain.jsonl"
@@ -322,7 +322,7 @@ def test_a_wrong_option_is_one_line(
     assert words in error and error.count("\n") == 1
 
 
-def test_the_two_files_of_a_gpt2_tokenizer_are_enough(tmp_path: Path) -> None:
+def test_a_gpt2_tokenizer_loads_from_its_two_files(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=40, special_tokens=["<|endoftext|>"], show_progress=False)

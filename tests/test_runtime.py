@@ -1,4 +1,4 @@
-"""The compiled pass: the same bits at any width, in any company, with any number of threads; when it is not used."""
+"""The compiled pass: the same bits at any width, in any batch, with any number of threads; when it is not used."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def threads() -> Iterator[None]:
 
 
 def target_of(architecture: str, dtype: torch.dtype, runtime: str = "auto") -> DecoderTarget:
-    """By compiled passes alone, prompts too."""
+    """With compiled passes for prompts of all lengths."""
     target = DecoderTarget(tiny(architecture, dtype), runtime, strict=True)
-    assert target.why_stock is None
+    assert target.fallback_reason is None
     return target
 
 
@@ -99,10 +99,10 @@ def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: 
 
 @BOTH
 @pytest.mark.parametrize(("architecture", "lengths"), [("qwen3", (40, 7)), ("qwen2_moe", (120, 90))])
-def test_threads_and_cuts_of_the_prompt_change_no_bit(
+def test_threads_and_splits_of_the_prompt_change_no_bit(
     architecture: str, lengths: tuple[int, ...], dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more nodes at one expert than a product takes together, and with one alone."""
+    """With more nodes at one expert than a product processes together, and with a single one."""
     rng = random.Random(1)
     prompts = [Prompt(torch.tensor(words(rng, n))) for n in lengths]
     tree = random_tree(rng, 3, 19)
@@ -122,7 +122,7 @@ def test_threads_and_cuts_of_the_prompt_change_no_bit(
 
 @EVERY
 @BOTH
-def test_it_is_the_model_s_forward_but_for_rounding(architecture: str, dtype: torch.dtype) -> None:
+def test_logits_are_those_of_the_forward_up_to_rounding(architecture: str, dtype: torch.dtype) -> None:
     rng = random.Random(11)  # no router is within two bf16 steps of a tie, where rounding would choose the expert
     prompts = [Prompt(torch.tensor(words(rng, n))) for n in (23, 4)]
     trees = [random_tree(rng, 3, 9), random_tree(rng, 4, 6)]
@@ -145,7 +145,7 @@ def test_it_is_the_model_s_forward_but_for_rounding(architecture: str, dtype: to
 def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None:
     model = tiny(architecture, torch.float32)
     fast = truedraft.accelerate(model, control="fixed")
-    assert fast.target.why_stock is None
+    assert fast.target.fallback_reason is None
     given = dict(**ragged(model, 5), max_new_tokens=40, do_sample=sample, pad_token_id=0)
     torch.manual_seed(3)
     plain = model.generate(**given)
@@ -159,8 +159,8 @@ def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None
     assert torch.equal(fast.generate(**given), plain)
 
 
-def test_weights_are_read_where_they_are_and_when_they_are() -> None:
-    """No copy; changed in place or replaced, the next call sees the new ones."""
+def test_weights_are_not_copied_and_changes_are_used() -> None:
+    """Changed in place or replaced, the next call uses the new ones."""
     model = tiny.__wrapped__("llama", torch.float32)
     fast = truedraft.accelerate(model)
     prompt = {"input_ids": torch.tensor([[5, 6, 7]])}
@@ -180,8 +180,8 @@ def test_weights_are_read_where_they_are_and_when_they_are() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["starcoder2", "gemma2"])
-def test_norms_and_biases_changed_in_place_are_seen(architecture: str) -> None:
-    """They are copied, padded; the copies follow."""
+def test_norms_and_biases_changed_in_place_are_used(architecture: str) -> None:
+    """They are copied and padded; the copies are refreshed."""
     model = tiny.__wrapped__(architecture, torch.float32)
     fast = truedraft.accelerate(model)
     given = dict(inputs=torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -246,7 +246,7 @@ UNSUITED = {
 
 
 @pytest.mark.parametrize("case", UNSUITED)
-def test_where_it_cannot_stand_in_the_forward_is_called_and_strict_says_why(case: str) -> None:
+def test_unsupported_models_use_the_forward_and_strict_refuses_them(case: str) -> None:
     make, why = UNSUITED[case]
     model = make()
     fast = truedraft.accelerate(model)
@@ -257,7 +257,7 @@ def test_where_it_cannot_stand_in_the_forward_is_called_and_strict_says_why(case
         truedraft.accelerate(model, strict=True)
 
 
-def test_a_head_wider_than_the_configuration_says() -> None:
+def test_a_head_wider_than_the_configured_vocabulary() -> None:
     model = tiny.__wrapped__("llama", torch.float32)
     model.lm_head = torch.nn.Linear(32, V + 9, bias=True)
     model.lm_head.bias.data[V:] = -50.0  # these have no embedding
@@ -265,11 +265,11 @@ def test_a_head_wider_than_the_configuration_says() -> None:
     given = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     given |= {"output_logits": True, "return_dict_in_generate": True}
     ours, plain = fast.generate(**given).logits, model.generate(**given).logits
-    assert fast.target.why_stock is None
+    assert fast.target.fallback_reason is None
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, plain, strict=True))
 
 
-def test_a_hook_added_later_is_run() -> None:
+def test_a_hook_added_later_is_called() -> None:
     model = tiny.__wrapped__("llama", torch.float32)
     fast = truedraft.accelerate(model)
     calls: list[int] = []
@@ -279,25 +279,25 @@ def test_a_hook_added_later_is_run() -> None:
     assert len(calls) > 5
 
 
-def test_strict_is_honoured_and_stock_is_not_strict() -> None:
+def test_strict_requires_the_compiled_pass() -> None:
     model = tiny("llama", torch.float32)
-    assert truedraft.accelerate(model, strict=True).target.why_stock is None
-    with pytest.raises(Refused, match="runtime='stock' was asked for"):
+    assert truedraft.accelerate(model, strict=True).target.fallback_reason is None
+    with pytest.raises(Refused, match="runtime='stock' was requested"):
         truedraft.accelerate(model, runtime="stock", strict=True)
     with pytest.raises(Refused, match="runtime='fast'"):
         truedraft.accelerate(model, runtime="fast")
 
 
-def test_a_wrong_program_is_found_out_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_program_is_detected_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROGRAMS, "qwen3", lambda p, m: PROGRAMS["llama"](p, tiny("qwen2", torch.float32)))
     fast = truedraft.accelerate(tiny("qwen3", torch.float32))
-    assert fast.target.why_stock and "did not reproduce" in fast.target.why_stock
+    assert fast.target.fallback_reason and "did not reproduce" in fast.target.fallback_reason
     monkeypatch.setitem(PROGRAMS, "gpt2", PROGRAMS["llama"])
     fast = truedraft.accelerate(tiny("gpt2", torch.float32))
-    assert fast.target.why_stock and "not those of a gpt2 model" in fast.target.why_stock
+    assert fast.target.fallback_reason and "not those of a gpt2 model" in fast.target.fallback_reason
 
 
-def test_what_is_out_of_range_is_an_error_before_anything_is_touched() -> None:
+def test_values_out_of_range_raise_before_anything_is_written() -> None:
     target = target_of("llama", torch.float32)
     target.reserve(1, 8)
     with pytest.raises(IndexError, match="vocabulary"):
@@ -308,5 +308,5 @@ def test_what_is_out_of_range_is_an_error_before_anything_is_touched() -> None:
         target.score([DraftTree.chain(1, range(2, 9))])
 
 
-def test_every_architecture_with_a_program_is_among_the_tested() -> None:
+def test_every_architecture_with_a_program_is_tested() -> None:
     assert set(PROGRAMS) <= set(ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""Encoder-decoders, held to `model.generate`: architectures, drafters, sources of different lengths, refusals."""
+"""Encoder-decoders against `model.generate`: architectures, drafters, sources of different lengths, refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FREE = [n for n in registry.names("drafters") if not set(registry.method("drafte
 
 @cache
 def tiny(kind: str) -> PreTrainedModel:
-    """Sharpened, so that its text is not one token babbled on, and short of the words to end it at once."""
+    """With scaled weights, so that its text is not one repeated token."""
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**ARCHITECTURES[kind])).eval()
     with torch.no_grad():
@@ -56,14 +56,14 @@ def sources() -> dict[str, torch.Tensor]:
 
 
 def early(model: PreTrainedModel) -> dict[str, Any]:
-    """Settings with which rows say ever other tokens and end early, at different times."""
+    """Settings with which rows do not repeat tokens and end early, at different steps."""
     settings = dict(min_new_tokens=1, suppress_tokens=[2], no_repeat_ngram_size=1)
     text = model.generate(**sources(), **settings, max_new_tokens=30, eos_token_id=V, do_sample=False)
     return {**settings, "eos_token_id": [int(text[0, 12]), int(text[1, 20])]}
 
 
 def both(fast: truedraft.Accelerated, seed: int = 1, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model says, and what the engine says under the same seed; torch's stream must stand alike behind."""
+    """The model's and the engine's output under the same seed; torch's random state must be the same afterwards."""
     settings = {"max_new_tokens": 30, "min_new_tokens": 20, **sources(), **settings}
     torch.manual_seed(seed)
     expected, after = fast.model.generate(**settings), torch.rand(3)
@@ -75,7 +75,7 @@ def both(fast: truedraft.Accelerated, seed: int = 1, **settings: Any) -> tuple[t
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_every_architecture_says_what_it_says_alone(kind: str, sample: bool) -> None:
+def test_every_architecture_matches_generate(kind: str, sample: bool) -> None:
     for control, runtime in (("fixed", "auto"), ("cost", "auto"), ("fixed", "stock")):
         fast = truedraft.accelerate(tiny(kind), control=control, runtime=runtime)
         expected, found = both(fast, do_sample=sample)
@@ -88,7 +88,7 @@ def test_every_architecture_says_what_it_says_alone(kind: str, sample: bool) -> 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 @pytest.mark.parametrize("draft", [*FREE, "sam?token-recycling", "suffix>token-recycling", "llma|aded"])
-def test_every_drafter_that_needs_only_tokens(draft: str, kind: str, sample: bool) -> None:
+def test_drafters_without_requirements_match_generate(draft: str, kind: str, sample: bool) -> None:
     fast = truedraft.accelerate(tiny(kind), draft=draft, control="fixed")
     expected, found = both(fast, do_sample=sample, num_return_sequences=2 if sample else 1)
     assert torch.equal(expected, found)
@@ -98,8 +98,8 @@ def test_every_drafter_that_needs_only_tokens(draft: str, kind: str, sample: boo
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("name", LEARNT)
-def test_every_drafter_that_has_to_learn(name: str, kind: str, sample: bool, control: str) -> None:
-    """With what it says before it has learnt anything; its rows leave one by one."""
+def test_trained_drafters_match_generate(name: str, kind: str, sample: bool, control: str) -> None:
+    """With untrained weights; rows end one by one."""
     fast = truedraft.accelerate(tiny(kind), draft=drafter(name, tiny(kind)), control=control)
     expected, found = both(fast, do_sample=sample, **early(tiny(kind)))
     assert torch.equal(expected, found)
@@ -119,14 +119,14 @@ def test_every_drafter_that_has_to_learn(name: str, kind: str, sample: bool, con
     ],
     ids=lambda s: next(iter(s)),
 )
-def test_settings_of_generate(kind: str, settings: dict[str, Any]) -> None:
+def test_settings_of_generate_match(kind: str, settings: dict[str, Any]) -> None:
     fast = truedraft.accelerate(tiny(kind), control="fixed")
     expected, found = both(fast, **settings)
     assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_a_row_does_not_depend_on_who_is_beside_it(kind: str) -> None:
+def test_a_row_does_not_depend_on_other_rows(kind: str) -> None:
     fast = truedraft.accelerate(tiny(kind))
     given = sources()
     together = fast.generate(**given, max_new_tokens=20, min_new_tokens=20, do_sample=False)
@@ -137,15 +137,15 @@ def test_a_row_does_not_depend_on_who_is_beside_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["block", "multi-round"])
-def test_other_rules_sample_too(rule: str) -> None:
+def test_rules_of_guarantee_distribution_run(rule: str) -> None:
     fast = truedraft.accelerate(tiny("bart"), rule=rule, control="fixed")
     out = fast.generate(**sources(), max_new_tokens=20, min_new_tokens=20, do_sample=True, seed=3)
     assert out.shape == (4, 21)
 
 
 @pytest.mark.parametrize("drafter", ["iad", "input-guided"])
-def test_a_copy_of_the_source_is_drafted_from_it(drafter: str) -> None:
-    """A processor has the model say its source: all of it is drafted in the first pass."""
+def test_a_copy_of_the_source_is_drafted_from_the_source(drafter: str) -> None:
+    """A processor makes the model copy its source: all of it is drafted in the first pass."""
     fast = truedraft.accelerate(tiny("bart"), draft=drafter, control="fixed")
     source = torch.randint(3, V, (1, 24), generator=torch.Generator().manual_seed(5))
     copying = [lambda ids, scores: torch.full_like(scores, -9.0).index_fill_(1, source[0, ids.shape[1] - 1], 9.0)]
@@ -156,7 +156,7 @@ def test_a_copy_of_the_source_is_drafted_from_it(drafter: str) -> None:
     assert torch.equal(out, tiny("bart").generate(source, **settings))
 
 
-def test_the_output_is_that_of_an_encoder_decoder() -> None:
+def test_the_output_has_the_class_of_generate() -> None:
     fast = truedraft.accelerate(tiny("t5"))
     given = dict(**sources(), max_new_tokens=8, return_dict_in_generate=True, output_scores=True)
     expected, found = tiny("t5").generate(**given), fast.generate(**given)
@@ -165,7 +165,7 @@ def test_the_output_is_that_of_an_encoder_decoder() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_the_model_is_unchanged() -> None:
     for kind in ("bart", "t5"):
         model = tiny(kind)
         before = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -187,7 +187,7 @@ _PROPHET = dict(
         ("pegasus_x", _BART, "differs from plain decoding"),
     ],
 )
-def test_what_cannot_be_hosted_is_refused(kind: str, config: dict[str, Any], message: str) -> None:
+def test_unsupported_models_are_refused(kind: str, config: dict[str, Any], message: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**config)).eval()
     with pytest.raises(Refused, match=message):
@@ -205,7 +205,7 @@ def test_what_cannot_be_hosted_is_refused(kind: str, config: dict[str, Any], mes
         ({"max_new_tokens": 500}, "positions"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     fast = truedraft.accelerate(tiny("bart"))
     with pytest.raises(Refused, match=message):
         fast.generate(**{**sources(), "max_new_tokens": 4, **settings})

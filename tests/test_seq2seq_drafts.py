@@ -1,4 +1,4 @@
-"""Encoder-decoders as draft models: exact, in step with the target's rows, refused where they do not fit."""
+"""Encoder-decoders as draft models: exact, in lockstep with the target's rows, refused where they do not fit."""
 
 from __future__ import annotations
 

@@ -213,5 +213,5 @@ def test_invalid_sources_are_refused(kind: str, case: str) -> None:
     [("whisper", "WhisperForConditionalGeneration"), ("seamless_m4t", "SeamlessM4TForTextToText")],
 )
 def test_models_with_a_generate_of_their_own_are_refused(kind: str, name: str) -> None:
-    with pytest.raises(Refused, match=f"{name} cannot be hosted exactly: it has a generate of its own"):
+    with pytest.raises(Refused, match=f"{name} cannot be hosted exactly: it overrides generate"):
         truedraft.accelerate(built(kind, name))

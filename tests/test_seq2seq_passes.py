@@ -29,7 +29,7 @@ def target_of(kind: str, dtype: torch.dtype, runtime: str = "auto") -> Seq2SeqTa
     model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**ARCHITECTURES[kind])).eval()
     model.load_state_dict(tiny(kind).state_dict())
     target = Seq2SeqTarget(model.to(dtype), runtime)
-    assert target.why_stock is None
+    assert target.fallback_reason is None
     return target
 
 

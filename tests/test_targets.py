@@ -1,4 +1,4 @@
-"""What is hosted, what is refused in one sentence, and a cache whose rows keep to themselves."""
+"""Targets: which models are hosted or refused, and caches whose rows are independent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_hosted_is_refused_in_one_sentence(case: str) -> None:
+def test_unsupported_models_are_refused_in_one_sentence(case: str) -> None:
     make, words = REFUSED[case]
     with pytest.raises(Refused, match=words) as error:
         truedraft.accelerate(make())
@@ -64,11 +64,11 @@ def test_what_cannot_be_hosted_is_refused_in_one_sentence(case: str) -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {"max_length": 30}, {"max_new_tokens": 30}])
-def test_the_comparison_warns_of_nothing(own: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def say(text: str, *_: object) -> None:
+def test_checking_a_model_raises_no_warnings(own: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(text: str, *_: object) -> None:
         raise AssertionError(text)
 
-    monkeypatch.setattr(transformers.generation.utils.logger, "warning", say)
+    monkeypatch.setattr(transformers.generation.utils.logger, "warning", fail)
     model = tiny()
     monkeypatch.setattr(model, "generation_config", GenerationConfig(**own))
     with warnings.catch_warnings():
@@ -76,7 +76,7 @@ def test_the_comparison_warns_of_nothing(own: dict[str, int], monkeypatch: pytes
         truedraft.accelerate(model)
 
 
-def test_a_model_that_ignores_its_mask_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_ignores_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *a, attention_mask=None, position_ids=None, **k: forward(*a, **k))
@@ -93,7 +93,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_bytes() -> None:
         fast.generate(torch.tensor([[3, 4]]), max_new_tokens=10**10)
 
 
-def test_a_released_slot_is_taken_by_the_last_row() -> None:
+def test_release_moves_the_last_row_into_the_slot() -> None:
     target = DecoderTarget(tiny())
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     target.reserve(3, 16)
@@ -108,7 +108,7 @@ def test_a_released_slot_is_taken_by_the_last_row() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
-def test_passes_over_a_temporary_cache_leave_the_rows_of_the_other_alone(runtime: str) -> None:
+def test_a_temporary_cache_leaves_the_other_cache_unchanged(runtime: str) -> None:
     target = DecoderTarget(tiny("llama", torch.float32), runtime)
     assert target.reserved == (0, 0)
     target.reserve(1, 16)

@@ -1,4 +1,4 @@
-"""Views: a pass under one is that of a model from which the layers were cut, and the whole model never sees it."""
+"""Views: a pass under a view equals that of a model without the skipped layers, and does not affect later passes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def deep(architecture: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def cut(model: PreTrainedModel, skipped: Sequence[int]) -> Any:
-    """The model without some of its decoder layers: they are gone, and the configuration says so."""
+    """A copy of the model without some of its decoder layers, with a matching configuration."""
     made: Any = copy.deepcopy(model)
     body, config = made.get_decoder(), made.config.get_text_config(decoder=True)
     name = next(name for name in ("layers", "h", "block") if hasattr(body, name))
@@ -74,7 +74,7 @@ RUNTIMES = [pytest.param("auto", marks=COMPILED), "stock", "graphs"]
 
 
 def target_of(model: PreTrainedModel, runtime: str) -> DecoderTarget:
-    """graphs: those of a GPU, with what stands in for a capture."""
+    """graphs: captured passes with a substitute for capture, so that they run on the CPU."""
     target = DecoderTarget(model, "stock" if runtime == "graphs" else runtime)
     if runtime == "graphs":
         target.runner = GraphPass(target._stock(), lambda run: run)
@@ -82,7 +82,7 @@ def target_of(model: PreTrainedModel, runtime: str) -> DecoderTarget:
 
 
 class CutModel:
-    """What a cut model says behind a prompt of which it is given the whole model's keys and values."""
+    """A cut model after a prompt whose keys and values are the whole model's."""
 
     def __init__(self, model: Any, skipped: Sequence[int], prompt: Sequence[int]):
         self.model, self.committed = cut(model, skipped), DynamicCache()
@@ -94,7 +94,7 @@ class CutModel:
                 self.committed.update(layer.keys, layer.values, i)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """(n, V) at tokens behind all of the prompt but its last token."""
+        """(n, V) logits at tokens that follow the prompt without its last token."""
         cache = copy.deepcopy(self.committed)
         return self.model(torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True).logits[0]
 
@@ -111,7 +111,7 @@ def begun(target: DecoderTarget, prompts: Sequence[Sequence[int]], capacity: int
 
 @torch.no_grad()
 def check_against_cut(target: DecoderTarget, skipped: Sequence[int], tolerance: float) -> None:
-    """Two trees one behind the other, a path of the first kept, and a chain on to a third pass."""
+    """Two trees in consecutive passes, a path of the first kept, and a chain continued into a third pass."""
     rng, view = random.Random(4), SkipLayers(skipped)
     prompts = [words(rng, n) for n in LENGTHS]
     begun(target, prompts)
@@ -138,7 +138,7 @@ def check_against_cut(target: DecoderTarget, skipped: Sequence[int], tolerance: 
 @pytest.mark.parametrize("skipped", SKIPPED, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_logits_are_those_of_a_cut_model(architecture: str, skipped: tuple[int, ...]) -> None:
-    """By the model's own forward: chains and trees, rows of different lengths, several passes on."""
+    """By the model's own forward: chains and trees, rows of different lengths, several passes."""
     dtype, tolerance = (torch.float32, 1e-3) if architecture in NO_FP64 else (torch.float64, 1e-6)
     check_against_cut(DecoderTarget(deep(architecture, dtype), "stock"), skipped, tolerance)
 
@@ -148,7 +148,7 @@ def test_the_logits_are_those_of_a_cut_model(architecture: str, skipped: tuple[i
 @pytest.mark.parametrize("architecture", PROGRAMS)
 def test_the_logits_of_the_compiled_pass_are_those_of_a_cut_model(architecture: str, skipped: tuple[int, ...]) -> None:
     target = DecoderTarget(deep(architecture, torch.float32), strict=True)
-    assert target.why_stock is None
+    assert target.fallback_reason is None
     check_against_cut(target, skipped, 1e-3)
 
 
@@ -174,7 +174,7 @@ def test_the_bits_are_those_of_a_cut_model_s_compiled_pass(architecture: str, dt
     prompts = [words(rng, n) for n in LENGTHS]
     target = begun(DecoderTarget(deep(architecture, dtype), strict=True), prompts)
     other = DecoderTarget(cut(target.model, skipped), strict=True)
-    assert target.why_stock is None and other.why_stock is None
+    assert target.fallback_reason is None and other.fallback_reason is None
     begun(other, prompts)
     assert target.cache is not None and other.cache is not None
     for layer, old in zip(other.cache.layers, (1, 3), strict=True):
@@ -218,7 +218,7 @@ def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype:
 
 
 def drafted(target: DecoderTarget, view: View, rng: random.Random) -> None:
-    """What a drafter does between passes: trees, chains, some rows alone, and at the end a rewind."""
+    """Passes of a drafter: trees, chains, some rows alone, and at the end a rewind."""
     assert target.cache is not None
     rows = len(target.cache.lengths)
     trees = [random_tree(rng, 3, rng.randint(1, 6)) for _ in range(rows)]
@@ -232,7 +232,7 @@ def drafted(target: DecoderTarget, view: View, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_neox"])
-def test_the_whole_model_never_sees_a_view(architecture: str, runtime: str) -> None:
+def test_views_do_not_affect_the_whole_model(architecture: str, runtime: str) -> None:
     """Committed keys and values stay to the bit, and so do the passes that follow, as if nothing had been drafted."""
     model, rng = deep(architecture, torch.float32), random.Random(2)
     prompts = [words(rng, n) for n in LENGTHS]
@@ -259,7 +259,7 @@ def test_the_whole_model_never_sees_a_view(architecture: str, runtime: str) -> N
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("dropped_by", ["rewind", "score", "commit", "crop", "release", "prefill"])
 def test_scratch_is_dropped(dropped_by: str, runtime: str) -> None:
-    """By whatever moves the committed positions that it stands behind."""
+    """By everything that moves the committed positions before it."""
     model, view = deep("llama", torch.float32), SkipLayers((1,))
     prompts = [[5, 6, 7, 8], [9, 10]]
     both = [target_of(model, runtime) for _ in range(2)]
@@ -305,8 +305,8 @@ def test_scratch_stays_within_the_cache() -> None:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_lighter_view_may_go_on_from_another_s_scratch_and_no_heavier_one(runtime: str) -> None:
-    """Depth may decay along a draft: the scratch that a lighter view reads is what the other left in its layers."""
+def test_a_lighter_view_may_continue_another_s_scratch_but_no_heavier_one(runtime: str) -> None:
+    """Depth may decay along a draft: a lighter view reads the other's scratch in its own layers."""
     prompt, first, second = [5, 6, 7, 8], SkipLayers((1,)), SkipLayers((1, 2))
     model = deep("llama", torch.float32)
     target = begun(target_of(model, runtime), [prompt])
@@ -324,7 +324,9 @@ def test_a_lighter_view_may_go_on_from_another_s_scratch_and_no_heavier_one(runt
         halfway = CutModel(model, (1,), prompt)
         halfway.model(torch.tensor([[8, 9]]), past_key_values=halfway.committed, use_cache=True)
         joined = DynamicCache()
-        for new, (old, at) in enumerate(((0, 0), (3, 2))):  # layers of the whole, and where the first view has them
+        for new, (old, at) in enumerate(
+            ((0, 0), (3, 2))
+        ):  # layers of the whole model, and their indices in the first view
             assert torch.equal(halfway.committed.layers[at].keys[:, :, :3], kept.layers[old].keys)
             joined.update(halfway.committed.layers[at].keys, halfway.committed.layers[at].values, new)
         plain = cut(model, (1, 2))(torch.tensor([[10]]), past_key_values=joined, use_cache=True).logits[0, 0]
@@ -332,8 +334,8 @@ def test_a_lighter_view_may_go_on_from_another_s_scratch_and_no_heavier_one(runt
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_rows_draft_apart(runtime: str) -> None:
-    """A row's scratch is its own: it is as if the others were not there."""
+def test_scratch_of_rows_is_independent(runtime: str) -> None:
+    """A row's scratch does not depend on other rows."""
     model, view, rng = deep("qwen3", torch.float32), SkipLayers((2,)), random.Random(9)
     prompts = [words(rng, n) for n in LENGTHS]
     target = begun(target_of(model, runtime), prompts)
@@ -349,7 +351,7 @@ def test_rows_draft_apart(runtime: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_hidden_states_are_numbered_as_in_the_whole_model(runtime: str) -> None:
-    """That behind a skipped layer is the one before it: a head may read the state behind any layer."""
+    """The state after a skipped layer is the one before it, so that a head may read the state of any layer."""
     model = deep("llama", torch.float32)
     target = begun(target_of(model, runtime), [[7]])
     hidden = target.score([DraftTree.chain(7, [8, 9])], SkipLayers((1, 3), Taps((0, 1, 2, 3, -1)))).hidden
@@ -357,7 +359,7 @@ def test_hidden_states_are_numbered_as_in_the_whole_model(runtime: str) -> None:
     assert torch.equal(hidden[1][0], hidden[2][0])
     for mine, theirs in ((0, 0), (1, 1), (-1, 2)):
         assert error(hidden[mine][0], plain[theirs][0]) < 1e-4
-    normed = model.model.norm(hidden[3][0])  # what only the last norm changes
+    normed = model.model.norm(hidden[3][0])  # changed by the last norm only
     assert error(normed, plain[2][0]) < 1e-4
 
 
@@ -395,8 +397,8 @@ def test_a_text_drafted_by_a_view_is_that_of_model_generate(dtype: torch.dtype, 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-def test_a_view_that_skips_nothing_is_always_right(dtype: torch.dtype, architecture: str, rule: str) -> None:
-    """Every draft of the whole model's own is accepted: scratch holds what its passes would have committed."""
+def test_drafts_of_a_view_that_skips_nothing_are_all_accepted(dtype: torch.dtype, architecture: str, rule: str) -> None:
+    """Scratch contains what passes of the whole model would have committed."""
     model = deep(architecture, dtype)
     report = text_net(model, "view-whole", ragged(model, 3), max_new_tokens=31, **{"do_sample": False, **RULES[rule]})
     assert report.acceptance_rate == 1.0
@@ -422,7 +424,7 @@ def test_rows_of_several_drafters_and_none_in_one_engine() -> None:
 @COMPILED
 @pytest.mark.parametrize("kind", SEQ2SEQ_PROGRAMS)
 def test_encoder_decoders_by_the_compiled_pass(kind: str) -> None:
-    """The decoder without its first or last layer, behind sources of which every layer has the keys."""
+    """The decoder without its first or last layer, with sources whose keys every layer has."""
     target = seq2seq_target(kind, torch.float32)
     skipped = {1} if "t5" in kind else {0}  # T5's biases are in the first layer, which a cut model needs
     prompts = [prompt for i, prompt in enumerate(prompts_of([[4]] * 4, torch.float32)) if i != 3]
@@ -453,10 +455,10 @@ def test_an_encoder_decoder_that_drafts_for_itself() -> None:
     assert torch.equal(fast.generate(**sources(), **settings), model.generate(**sources(), **settings))
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
-def test_layers_that_there_are_not_are_refused() -> None:
+def test_nonexistent_layers_are_refused() -> None:
     for runtime in ("auto", "stock", "graphs"):
         target = target_of(deep("llama", torch.float32), runtime)
         for layers in ((4,), (-1,), (0, 9)):
@@ -495,7 +497,7 @@ def test_a_replay_has_no_view() -> None:
         (lambda layers, config: layers.append(layers[0]), "not found"),
     ],
 )
-def test_layers_that_cannot_be_left_out_are_refused(spoil: Any, why: str) -> None:
+def test_layers_that_cannot_be_skipped_are_refused(spoil: Any, why: str) -> None:
     model: Any = copy.deepcopy(deep("llama", torch.float32))
     target = DecoderTarget(model, "stock")
     spoil(model.model.layers, model.config)
@@ -513,8 +515,8 @@ def test_layers_that_do_not_follow_each_other_are_refused(monkeypatch: pytest.Mo
 
 
 @COMPILED
-def test_a_search_over_views_keeps_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of operations for every set of layers would fill the memory; one that comes back is made again."""
+def test_the_number_of_cached_views_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations are cached for a limited number of sets of layers, and made again after that."""
     monkeypatch.setattr(compiled, "VARIANTS", 3)
     target = begun(DecoderTarget(deep("llama", torch.float32)), [[5, 6, 7]])
     seen = [target.score([DraftTree.chain(7)], SkipLayers({i, j})).logits for i in range(4) for j in range(4)]
@@ -524,7 +526,7 @@ def test_a_search_over_views_keeps_few_of_them(monkeypatch: pytest.MonkeyPatch) 
     assert len({str(logits) for logits in seen}) == 10
 
 
-def test_layers_that_hand_on_more_than_their_states_are_refused() -> None:
+def test_layers_that_pass_on_more_than_hidden_states_are_refused() -> None:
     """T5's first layer makes the biases by distance that the others add."""
     stack: Any = seq2seq_target("t5", torch.float32).model.get_decoder()
     with pytest.raises(Refused, match="the layers of T5Stack cannot be skipped: they do not simply follow each other"):
@@ -532,7 +534,7 @@ def test_layers_that_hand_on_more_than_their_states_are_refused() -> None:
 
 
 def test_other_threads_call_the_whole_model_meanwhile() -> None:
-    """And behind the pass the model is as it was."""
+    """And after the pass the model is unchanged."""
     model: Any = deep("llama", torch.float32)
     target, ids = begun(DecoderTarget(model, "stock"), [[5, 6]]), torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -542,20 +544,20 @@ def test_other_threads_call_the_whole_model_meanwhile() -> None:
             with torch.no_grad():
                 seen.append(model(ids).logits)
 
-        def asked(*_: Any) -> None:
+        def call_in_thread(*_: Any) -> None:
             hook.remove()
             thread = threading.Thread(target=beside)
             thread.start()
             thread.join()
 
-        hook = model.lm_head.register_forward_hook(asked)
+        hook = model.lm_head.register_forward_hook(call_in_thread)
         under = target.score([DraftTree.chain(6, [7])], SkipLayers((0, 1))).logits
         assert torch.equal(seen[0], plain) and torch.equal(model(ids).logits, plain)
     assert error(under[0, -1], plain[0, -1]) > 0.1
     assert not any("forward" in vars(layer) for layer in model.model.layers)
 
 
-def test_views_are_compared_by_what_they_say() -> None:
+def test_views_are_compared_by_value() -> None:
     assert SkipLayers([2, 1]) == SkipLayers((1, 2, 2)) and hash(SkipLayers([2, 1])) == hash(SkipLayers((1, 2)))
     assert SkipLayers((1,)) != SkipLayers((1,), Taps((0,)))
     assert NoView().skipped(3) == frozenset() and NoView().taps == Taps()

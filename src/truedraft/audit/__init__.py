@@ -1,1 +1,1 @@
-"""Is it exact here? The token audit compares what is said, token by token; the law audit how often it is said."""
+"""Audits of exactness on this machine: tokens against `model.generate`, and distributions by statistical tests."""

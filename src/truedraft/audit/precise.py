@@ -1,4 +1,4 @@
-"""The model's word in higher precision, by which rows of logits are judged."""
+"""Reference logits of a model in higher precision."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FLOATS = (torch.float64, torch.float32)
 
 
 class Precise:
-    """A copy of a model in higher precision, where it can be had; else the model itself.
+    """A copy of a model in higher precision, where that is possible; else the model itself.
 
     Attributes:
-        dtype: what positions are scored again in, as text.
+        dtype: name of the dtype of its logits.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -42,7 +42,7 @@ class Precise:
 
 
 def _raised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | None:
-    """None where there is no memory for it, it is quantised, or torch cannot compute it."""
+    """A copy in `dtype`; None where it does not fit in memory, is quantised, or torch cannot compute it."""
     need = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     quantised = any(type(p.data) is not Tensor for p in model.parameters())
     packed = any(p.dtype not in (torch.float16, torch.bfloat16, *FLOATS) for p in model.parameters())

@@ -1,15 +1,15 @@
-"""Token audit: is what is said, token by token, what the model alone says? And where not, why.
+"""Token audit: compares the emitted tokens with those of `model.generate`, and classifies every difference.
 
 The oracle is `model.generate` itself. Every drafter is run on the same prompts, greedily and under the same seed, alone
-and in batches with rows of different lengths; the engine without drafts is one of them. At a row's first difference the
-position is scored again in higher precision, and the two tokens are told apart:
+and in batches with rows of different lengths; plain decoding through the engine is one of them. At a row's first
+difference the position is scored again in higher precision, and the divergence is classified:
 
     tie       the two best are closer than the numerical noise of this model, dtype and machine, which is measured:
               the largest difference between the logits of `model.generate` and the precise ones, wherever both agree
-    numerics  they are not, but the rows of both sides are the model's, and together their errors explain it
-    bug       the engine's row is not the model's, or its errors do not explain the choice
+    numerics  they are not, but both sides' rows of logits are the model's, and their errors together explain it
+    bug       the engine's row of logits is not the model's, or the errors do not explain the choice
 
-A row of the engine's that is not the model's is a bug even where the token came out the same.
+A row of logits of the engine that is not the model's is a bug even where the token is the same.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from truedraft.accelerated import Accelerated
-from truedraft.audit.listener import Listener
 from truedraft.audit.precise import Precise
+from truedraft.audit.tracer import Tracer
 from truedraft.targets.kinds import reads_sources
 
-Kind = Literal["tie", "numerics", "bug"]
-FAR = 16  # times the noise of the model's own rows: what a row of the engine's may be off
+DivergenceKind = Literal["tie", "numerics", "bug"]
+FAR = 16  # largest error of the engine's logits, in units of the noise of the model's own
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Divergence:
     """The first difference of a row.
 
     position: of the token among the new ones, from 0.
-    expected, got: what the model said and what the engine said there; -1 where a side had ended.
-    gap: between the two in higher precision, of the scores that decide; None where a side had ended.
-    noise: what such scores of the model alone are off by, at most.
-    row_error: what the engine's logits are off by there.
+    expected, got: the tokens of the model and of the engine there; -1 where a side had ended.
+    gap: difference of their deciding scores in higher precision; None where a side had ended.
+    noise: largest error of such scores of the model itself.
+    row_error: error of the engine's logits there.
     """
 
     drafter: str
@@ -71,18 +71,18 @@ class Divergence:
     gap: float | None
     noise: float
     row_error: float
-    kind: Kind
+    kind: DivergenceKind
 
 
 @dataclass
 class Audit:
-    """What was compared, and what was found.
+    """The result of an audit.
 
-    tokens: compared, over all drafters, modes and batch sizes.
+    tokens: tokens compared, over all drafters, modes and batch sizes.
     rows: rows of logits compared.
-    noise: of the model's own logits, in `dtype`, against `precise`; the largest met.
-    worst_row: the largest error of an engine's row, in units of that noise, where texts agreed.
-    interrupted: by Ctrl-C, so that less was compared than was asked for.
+    noise: largest error of the model's own logits, in `dtype`, against `precise`.
+    worst_row: largest error of the engine's logits, in units of that noise, where texts agreed.
+    interrupted: whether Ctrl-C ended it before everything requested was compared.
     """
 
     model: str
@@ -102,7 +102,7 @@ class Audit:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing was found that numbers do not explain."""
+        """Whether numerical error explains every divergence."""
         return not any(d.kind == "bug" for d in self.found)
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,13 +112,13 @@ class Audit:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the model alone says to a batch, and the scores behind it.
+    """The model's own output for a batch, and its logits.
 
-    prompts: (batch, length) as given, padding included; of an encoder-decoder what its decoder begins with.
-    ids: (batch, steps) new tokens, padding behind ended rows; lengths: how many are a row's own.
-    logits: (batch, steps, V) as `model.generate` had them.
+    prompts: (batch, length) as given, padding included; of an encoder-decoder the decoder's prompts.
+    ids: (batch, steps) new tokens, padding behind ended rows; lengths: the number of each row's own.
+    logits: (batch, steps, V) as `model.generate` computed them.
     precise: row -> (steps, V) in higher precision, on the same prefixes.
-    noise: (batch,) what the logits of a row are off by, at most.
+    noise: (batch,) largest error of each row's logits.
     """
 
     prompts: Tensor
@@ -143,15 +143,15 @@ def audit(
     """Compare accelerated models with the model itself.
 
     Args:
-        sides: name -> accelerated model to be audited; rules must be of guarantee `tokens`.
+        sides: name -> accelerated model to audit; rules must be of guarantee `tokens`.
         prompts: as text; batches are made of them in order.
-        tokens: new tokens per prompt, at most.
+        tokens: most new tokens per prompt.
         batches: batch sizes.
         modes: how tokens are chosen.
-        progress: told what is about to run.
+        progress: called with a description of what runs next.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; its `finished` is the audit of what was compared until then.
+        KeyboardInterrupt: Ctrl-C; its `finished` is the audit of what was compared before it.
     """
     found = Audit(name, str(model.dtype).removeprefix("torch."), "", prompts=len(prompts))
     found.runtime = next(iter(sides.values())).target.runtime
@@ -176,8 +176,8 @@ def audit(
     return found
 
 
-def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens: int) -> list[Kind]:
-    """Of what kind the first differences from `model.generate` are, greedily; one for each row that differs."""
+def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens: int) -> list[DivergenceKind]:
+    """The kinds of the first differences from greedy `model.generate`, one for each row that differs."""
     mode, found = Mode(False), Audit("", "", precise.dtype)
     settings = _settings(side.model, mode, tokens)
     expected = _expected(side.model, precise, inputs, settings, mode)
@@ -187,9 +187,9 @@ def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens:
 
 @contextmanager
 def recorded(*sides: Accelerated) -> Iterator[None]:
-    """Drafters with listeners in their places."""
+    """Within the block, the drafters are wrapped in tracers."""
     for side in sides:
-        side.drafter = Listener(side.drafter)  # type: ignore[assignment]
+        side.drafter = Tracer(side.drafter)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -199,7 +199,7 @@ def recorded(*sides: Accelerated) -> Iterator[None]:
 
 @contextmanager
 def finished(found: Audit) -> Iterator[None]:
-    """Ctrl-C ends the audit, which what was compared until then goes with, as `finished` of the exception."""
+    """Ctrl-C ends the audit; the exception carries what was compared before it as `finished`."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -214,7 +214,7 @@ def _encoded(tokenizer: Any, texts: list[str], device: torch.device) -> dict[str
 
 
 def _settings(model: PreTrainedModel, mode: Mode, tokens: int) -> GenerationConfig:
-    """Plain decoding, whatever else the model's own settings ask for."""
+    """Settings of plain decoding with the model's special tokens."""
     own = model.generation_config
     config = GenerationConfig(
         max_new_tokens=tokens, do_sample=mode.sample, eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id,
@@ -248,13 +248,13 @@ def _expected(
 
 
 def _ended(row: list[int], eos: int | list[int] | None) -> int:
-    """Tokens up to the first that ends the text, that one included."""
+    """Number of tokens up to the first end token, included."""
     ends = [eos] if isinstance(eos, int) else eos or []
     return next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
 
 
 def _noise(logits: Tensor, true: Tensor, dtype: torch.dtype) -> float:
-    """The largest error of a row's logits, and never less than rounding alone makes."""
+    """The largest error of a row's logits, and at least that of rounding."""
     finite = true.isfinite() & logits.isfinite()
     rounding = torch.finfo(dtype).eps * float(true[finite].abs().max())
     return max(float((logits.double() - true)[finite].abs().max()), 4 * rounding)
@@ -268,10 +268,10 @@ def _compared(
     expected: Expected,
     found: Audit,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows that differ, each with the particulars of its first difference."""
+    """The rows that differ, each with the fields of its `Divergence`."""
     torch.manual_seed(mode.seed)
     ids = side.generate(**inputs, generation_config=settings)[:, expected.prompts.shape[1] :].cpu()
-    listener: Any = side.drafter
+    tracer: Any = side.drafter
     for row, (n, noise) in enumerate(zip(expected.lengths, expected.noise, strict=True)):
         reference, got = expected.ids[row, :n].tolist(), ids[row].tolist()
         got = got[: _ended(got, settings.eos_token_id)]
@@ -280,7 +280,7 @@ def _compared(
         )
         leaked = ids.shape != expected.ids.shape or bool((ids[row, len(got) :] != settings.pad_token_id).any())
         same = at == len(reference) == len(got) and not leaked
-        rows = torch.stack(listener.logits[row][: min(at + 1, n, len(got))]).double()
+        rows = torch.stack(tracer.logits[row][: min(at + 1, n, len(got))]).double()
         errors = (rows - expected.precise[row][: len(rows)]).nan_to_num(0.0).abs().amax(-1)
         found.tokens += min(at + 1, n)
         found.rows += len(rows)
@@ -289,7 +289,7 @@ def _compared(
             found.worst_row = max(found.worst_row, float(errors.max()) / noise)
         if same and not len(wrong):
             continue
-        if len(wrong) and int(wrong[0]) < at:  # the row is not the model's, though the token was
+        if len(wrong) and int(wrong[0]) < at:  # the row of logits is not the model's, though the token is
             at = int(wrong[0])
         yield row, _explained(row, at, reference, got, float(errors[min(at, len(errors) - 1)]), mode, expected)
 
@@ -301,7 +301,7 @@ def _explained(
     a, b = (side[at] if at < len(side) else -1 for side in (reference, got))
     facts = dict(position=at, expected=a, got=b, noise=noise, row_error=error)
     if a < 0 or b < 0:
-        return {**facts, "gap": None, "kind": "bug"}  # a side ended where the other went on
+        return {**facts, "gap": None, "kind": "bug"}  # one side ended earlier than the other
     scores, scale = expected.precise[row][at][None], 1.0
     if mode.penalty != 1:
         prefix = torch.cat([expected.prompts[row], expected.ids[row, :at]])[None]
@@ -312,7 +312,7 @@ def _explained(
         scores, scale = scores / mode.temperature - draws.double().log(), scale / mode.temperature
     gap = abs(float(scores[0, a] - scores[0, b]))
     own = float((expected.logits[row, at].double() - expected.precise[row][at]).nan_to_num(0.0).abs().max())
-    kind: Kind = "numerics"
+    kind: DivergenceKind = "numerics"
     if error > FAR * noise or gap > 2 * scale * (error + own) + 1e-6 * mode.sample:
         kind = "bug"
     elif gap <= 2 * scale * noise:
@@ -321,7 +321,7 @@ def _explained(
 
 
 def noise_of(seed: int, step: int, rows: int, vocabulary: int) -> Tensor:
-    """What `torch.multinomial` divides by at a step of `model.generate`, (rows, V)."""
+    """The noise that `torch.multinomial` divides by at a step of `model.generate`, (rows, V)."""
     torch.manual_seed(seed)
     for _ in range(step + 1):
         block = torch.empty(rows, vocabulary).exponential_(1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from truedraft.audit.precise import Precise
-from truedraft.audit.tokens import Kind, explain
+from truedraft.audit.tokens import DivergenceKind, explain
 from truedraft.bench.sides import Side
 from truedraft.bench.workloads import Item
 
@@ -60,7 +60,7 @@ def _kinds(
     unequal = [n for n, out in enumerate(texts) if _difference(out, expected[n], 0)]
     if settings["do_sample"]:
         return {"sampled": sum(_rows_apart(texts[n], expected[n]) for n in unequal)}
-    kinds: list[Kind] = []
+    kinds: list[DivergenceKind] = []
     if unequal:
         precise = Precise(side.fast.model)
         for n in unequal:

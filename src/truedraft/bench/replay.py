@@ -1,12 +1,12 @@
-"""Drafters against recorded outputs: what would have been accepted while the model said this.
+"""Replays recorded outputs: measures how many drafted tokens would have been accepted, without running the model.
 
-A drafter that calls no model needs none to be judged: how far its drafts agree with the recording is how far they
-would have been accepted. So mean acceptance lengths for models of any size are measured here without them, by the
-decode loop and the drafters that generate with a model. Greedy outputs tell of the greedy rule, sampled ones of the
-seeded rule at their temperature, which accepts in the same way.
+Drafts of a drafter that calls no model are accepted as far as they agree with the recorded output. So mean acceptance
+lengths for models of any size are measured here without them, by the same engine and drafters that generate with a
+model. Greedy outputs measure the greedy rule, sampled ones the seeded rule at their temperature, which accepts in the
+same way.
 
-What a recording cannot tell: the logits, and what the model would have said behind a rejected node. Drafters that learn
-from rejected nodes learn nothing from them here, and look worse than they are. The end-of-text token is not recorded.
+A recording contains neither logits nor the continuations of rejected nodes. Drafters that learn from rejected nodes
+learn nothing from them here, and are underestimated. The end-of-text token is not recorded.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from truedraft.views._base import View
 
 
 class ReplayTarget:
-    """A `Target` that has a recording in the place of a model, for one row at a time.
+    """A `Target` with a recording instead of a model, for one row at a time.
 
-    At a node whose path agrees with the recording, the recorded next token alone is possible; elsewhere none is, and
-    the likeliest is token 0, which is never right. `Scores` are valid until the next pass.
+    At a node whose path agrees with the recording, only the recorded next token is possible; elsewhere all logits are
+    -inf, and the argmax is token 0, which is never right. `Scores` are valid until the next pass.
 
     Raises:
-        Refused: something else of a model is asked for.
+        Refused: an attribute that a recording does not have is read.
     """
 
     family: Family = "decoder"
@@ -54,19 +54,19 @@ class ReplayTarget:
         self.vocabulary = vocabulary
         self.taps = Taps()
         self._logits = torch.full((1, 0, vocabulary), -torch.inf)
-        self._sure: tuple[list[int], list[int]] = ([], [])  # nodes whose next token is known, and these tokens
+        self._recorded: tuple[list[int], list[int]] = ([], [])  # nodes on the recorded path, their next tokens
         self._output: Sequence[int] = ()
-        self._emitted = 0  # tokens of the output until the pending one
+        self._emitted = 0  # tokens of the output up to the pending one
 
     def __getattr__(self, name: str) -> Any:
         raise Refused(f"a replay has a recording in the model's place, which has no {name!r}")
 
     def play(self, output: Sequence[int]) -> None:
-        """The next row says `output`."""
+        """Set the output of the next row."""
         self._output, self._emitted = output, 0
 
     def admit(self, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(self._spoken([self._emitted], 1), {}, [len(prompts[0]) - 1])
+        return Scores(self._logits_at([self._emitted], 1), {}, [len(prompts[0]) - 1])
 
     def score(
         self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
@@ -74,43 +74,43 @@ class ReplayTarget:
         if view is not None:
             self.check_view(view)
         (tree,) = trees
-        places = [self._emitted]  # of each node's next token in the output, -1 where nobody knows
+        places = [self._emitted]  # index of each node's next token in the output; -1 where it is not recorded
         for token, parent in zip(tree.tokens[1:], tree.parent[1:], strict=True):
             place = places[parent]
             places.append(place + 1 if 0 <= place < len(self._output) and self._output[place] == token else -1)
-        return Scores(self._spoken(places, len(tree)), {}, [0])
+        return Scores(self._logits_at(places, len(tree)), {}, [0])
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Passes are synchronous."""
 
     def commit(self, paths: Sequence[Sequence[int]], first: int = 0) -> None:
         self._emitted += len(paths[0])
 
     def release(self, slot: int) -> None:
-        """The row has said everything."""
+        """Nothing to free."""
 
-    def _spoken(self, places: Sequence[int], width: int) -> Tensor:
-        """(1, width, V) logits for these places in the output; one buffer, in which single entries change."""
+    def _logits_at(self, places: Sequence[int], width: int) -> Tensor:
+        """(1, width, V) logits for these indices of the output; one buffer, in which single entries are changed."""
         if width > self._logits.shape[1]:
             self._logits = torch.full((1, width, self.vocabulary), -torch.inf)
-        entries = self._logits[0].numpy()  # the same memory, in which single entries are reached sooner
-        entries[self._sure] = -torch.inf
+        entries = self._logits[0].numpy()  # the same memory; single entries are faster to set
+        entries[self._recorded] = -torch.inf
         nodes = [node for node, place in enumerate(places) if 0 <= place < len(self._output)]
-        self._sure = nodes, [self._output[places[node]] for node in nodes]
-        entries[self._sure] = 0.0
+        self._recorded = nodes, [self._output[places[node]] for node in nodes]
+        entries[self._recorded] = 0.0
         return self._logits[:, :width]
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a drafter would have done on the recorded outputs of one kind.
+    """Figures of a drafter over the recorded outputs of one kind.
 
     way: the drafter, as it was named.
-    passes: of the model, those over the prompts included.
+    passes: passes of the model, those over the prompts included.
     mean_acceptance_length: tokens per pass, bonus included.
-    drafted_per_pass: nodes up for verification.
-    accepted_share: of those, how many were right; None where none was drafted.
-    drafting_microseconds: per pass, spent by the drafter: reading prompts, proposing, observing.
+    drafted_per_pass: drafted nodes verified per pass.
+    accepted_share: share of those that were accepted; None where none was drafted.
+    drafting_microseconds: time of the drafter per pass: reading prompts, proposing, observing.
     """
 
     file: str
@@ -134,12 +134,12 @@ def replay(
     """Run a drafter over all outputs of a file, in its order, so that what it learns from one serves the next.
 
     Args:
-        draft: a drafter, or the name of one, which then begins with nothing learnt.
-        budget: nodes drafted per pass; 0 stands for the drafter's own size.
-        progress: told what is about to run.
+        draft: a drafter, or the name of one, which is then newly made.
+        budget: nodes drafted per pass; 0 for the drafter's own size.
+        progress: called with a description of what runs next.
 
     Returns:
-        Figures for each kind of output, in the order in which the file has them.
+        Figures for each kind of output, in the order of the file.
 
     Raises:
         Refused: an unknown name, or a drafter that needs a model.
@@ -161,7 +161,7 @@ def replay(
 
 
 def check_replayable(way: str, drafter: Drafter) -> None:
-    """Raises Refused for a drafter that cannot do with recorded text."""
+    """Raises Refused for a drafter that needs more than recorded text."""
     lacking = [need for need in drafter.card.needs if need != "references"]
     if drafter.needs != Taps():
         lacking.append("hidden states")
@@ -175,7 +175,7 @@ def check_replayable(way: str, drafter: Drafter) -> None:
 def replayed(
     recording: Recording, target: ReplayTarget, drafter: Drafter, control: Control, watch: Stopwatch
 ) -> Iterator[Pass]:
-    """The passes in which one output would have been said, from the engine that generates with a model."""
+    """The passes that would have emitted one output, from the engine that generates with a model."""
     target.play(recording.output)
     documents = recording.references if drafter.takes_references else ()
     row = Row(0, list(recording.prompt), len(recording.prompt), len(recording.output), documents)

@@ -1,7 +1,7 @@
-"""A KV cache whose rows have lengths of their own: no padding, no realignment.
+"""A KV cache for rows of different lengths, without padding or realignment.
 
 Slots 0..n-1 are in use. A pass writes each row's tree behind the row's own length; a commit keeps the accepted
-path there and the rest is forgotten by not being counted.
+path there, and the entries beyond the new length are ignored.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class Cursor:
+class CacheCursor:
     """Where the current pass reads and writes; shared by all layers.
 
     lengths: committed positions per slot in use.
-    scratch: positions per slot in use that a view's passes have kept behind these; empty where there are none.
+    scratch: positions per slot in use that passes under views have kept behind these; empty where there are none.
     partial: layers that have not written all of the scratch.
     first, last: the slots that take part in the pass.
     width: positions that the pass writes per slot.
-    view: positions that the pass may read, the longest row's length and the width.
-    level: whether all rows of the pass have one length; where not, `row` and `place` say where it writes.
-    row, place: (rows, 1) and (rows, width) indices.
+    extent: positions of a row that the pass may read: the longest row's length plus the width.
+    level: whether all rows of the pass have one length; if not, `row` and `place` index the entries that it writes.
+    row, place: (rows, 1) and (rows, width) indices into slots and positions.
     """
 
     row: Tensor
@@ -36,12 +36,12 @@ class Cursor:
         self.lengths: list[int] = []
         self.scratch: list[int] = []
         self.partial: frozenset[int] = frozenset()
-        self.first = self.last = self.width = self.view = 0
+        self.first = self.last = self.width = self.extent = 0
         self.level = True
 
     @contextmanager
     def behind_scratch(self) -> Iterator[None]:
-        """Passes within the block read the scratch as well, and write behind it; the committed lengths come back."""
+        """Within the block, passes read the scratch too and write behind it; afterwards the lengths are restored."""
         committed = list(self.lengths)
         try:
             if self.scratch:
@@ -53,15 +53,15 @@ class Cursor:
     def begin(self, first: int, last: int, width: int, device: torch.device) -> None:
         lengths = self.lengths[first:last]
         self.first, self.last, self.width = first, last, width
-        self.view = max(lengths) + width
+        self.extent = max(lengths) + width
         self.level = min(lengths) == max(lengths)
         if not self.level:
             self._scatter(torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device))
 
-    def replayed(self, place: Tensor, view: int) -> None:
-        """A pass over the first slots that looks in `place`, (rows, width), where to write whenever it is replayed."""
+    def replayed(self, place: Tensor, extent: int) -> None:
+        """A captured pass over the first slots; it writes at the positions in buffer `place`, (rows, width)."""
         self.first, (self.last, self.width) = 0, place.shape
-        self.view, self.level = view, False
+        self.extent, self.level = extent, False
         self._scatter(place)
 
     def _scatter(self, place: Tensor) -> None:
@@ -69,7 +69,7 @@ class Cursor:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values in slots, of which the cursor says what a pass reads and writes."""
+    """One layer's keys and values by slot; the cursor selects what a pass reads and writes."""
 
     is_sliding = False
     is_compileable = False
@@ -77,7 +77,7 @@ class SlotLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, cursor: Cursor):
+    def __init__(self, cursor: CacheCursor):
         super().__init__()
         self.cursor = cursor
 
@@ -87,7 +87,7 @@ class RowLayer(SlotLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         c = self.cursor
-        # zeros, not empty: what lies behind a row is masked, and a masked NaN would still be a NaN
+        # zeros, not empty: positions behind a row are masked, and a masked NaN is still a NaN
         self.keys, self.values = (
             torch.zeros(c.slots, s.shape[1], c.capacity, s.shape[3], dtype=s.dtype, device=s.device)
             for s in (key_states, value_states)
@@ -95,7 +95,7 @@ class RowLayer(SlotLayer):
         self.is_initialized = True
 
     def allocate(self, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Keys and values of a known form, before anything is written."""
+        """Allocate keys and values of given sizes, before anything is written."""
         like = torch.empty(1, heads, 1, size, dtype=dtype, device=device)
         self.lazy_initialization(like, like)
 
@@ -113,10 +113,10 @@ class RowLayer(SlotLayer):
         else:
             keys[c.row, :, c.place] = key_states.transpose(1, 2)
             values[c.row, :, c.place] = value_states.transpose(1, 2)
-        return keys[:, :, : c.view], values[:, :, : c.view]
+        return keys[:, :, : c.extent], values[:, :, : c.extent]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cursor.view, 0
+        return self.cursor.extent, 0
 
     def get_seq_length(self) -> int:
         c = self.cursor
@@ -126,7 +126,7 @@ class RowLayer(SlotLayer):
         return self.cursor.capacity
 
     def keep(self, slot: int, first: int, places: Tensor) -> None:
-        """Move the entries at `places`, (k,), together, to `first` and behind it."""
+        """Move the entries at `places`, (k,), to the consecutive positions from `first` on."""
         for kept in (self.keys[slot], self.values[slot]):
             kept[:, first : first + len(places)] = kept.index_select(1, places)
 
@@ -147,7 +147,7 @@ class RowCache(Cache):
     layers: list[RowLayer]  # type: ignore[assignment]
 
     def __init__(self, layers: int, slots: int, capacity: int):
-        self.cursor = Cursor(slots, capacity)
+        self.cursor = CacheCursor(slots, capacity)
         super().__init__(layers=[RowLayer(self.cursor) for _ in range(layers)])
 
     @property
@@ -155,7 +155,7 @@ class RowCache(Cache):
         return self.cursor.lengths
 
     def clear(self) -> None:
-        """Free every slot, and forget what was written: behind a row it is masked, but a masked NaN is still a NaN."""
+        """Free every slot and zero the cache: positions behind a row are masked, but a masked NaN is still a NaN."""
         self.lengths.clear()
         self.rewind()
         for layer in self.layers:
@@ -164,15 +164,15 @@ class RowCache(Cache):
                 layer.values.zero_()
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Make the entries of `path`, offsets behind the slot's length, the next of the row. Scratch is dropped."""
+        """Append the entries of `path`, offsets from the slot's length, to the row. Scratch is dropped."""
         self.rewind()
         self._gather(slot, self.lengths[slot], path)
         self.lengths[slot] += len(path)
 
     def advance(self, slot: int, path: Sequence[int], skipped: frozenset[int]) -> None:
-        """Make the entries of `path`, offsets behind the slot's scratch, the next of its scratch.
+        """Append the entries of `path`, offsets from the end of the slot's scratch, to its scratch.
 
-        skipped: layers that the view does not run, which have no such entries.
+        skipped: layers that the view does not run; they have no such entries.
         """
         cursor = self.cursor
         cursor.scratch = cursor.scratch or [0] * len(cursor.lengths)
@@ -187,7 +187,7 @@ class RowCache(Cache):
         self.cursor.partial = frozenset()
 
     def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
-        """Move the entries of `path`, offsets behind the place `first`, there and behind it, but in skipped layers."""
+        """Move the entries of `path`, offsets from `first`, to positions from `first` on, except in skipped layers."""
         stay = next((i for i, node in enumerate(path) if node != i), len(path))
         if stay < len(path):
             places = torch.tensor([first + node for node in path[stay:]], device=self.layers[0].keys.device)
@@ -196,7 +196,7 @@ class RowCache(Cache):
                     layer.keep(slot, first + stay, places)
 
     def release(self, slot: int) -> None:
-        """Free a slot; the last one in use takes its place. Scratch is dropped."""
+        """Free a slot; the last slot in use is moved into it. Scratch is dropped."""
         self.rewind()
         last = len(self.lengths) - 1
         if slot != last:

@@ -1,4 +1,4 @@
-"""The cache of an encoder-decoder: the decoder's rows, and for each what its source was made into, once."""
+"""The cache of an encoder-decoder: the decoder's rows, and the keys and values of their sources, computed once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from truedraft.caches.rows import Cursor, RowCache, SlotLayer
+from truedraft.caches.rows import CacheCursor, RowCache, SlotLayer
 
 
 class SourceLayer(SlotLayer):
     """One layer's keys and values of the sources, (slots, heads, width, head size); never cropped.
 
     width: positions of the longest source.
-    keys, values: of the rows that take part in the pass.
+    keys, values: those of the rows of the current pass.
     """
 
     width = 0
@@ -37,29 +37,29 @@ class SourceLayer(SlotLayer):
         return self.keys, self.values
 
     def put(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """One row's, (heads, length, head size), at the front of its slot."""
+        """Write one row's, (heads, length, head size), at the front of its slot."""
         if not self.is_initialized:
             self.lazy_initialization(keys[None], values[None])
         for kept, new in zip(self._all, (keys, values), strict=True):
             kept[slot, :, : new.shape[1]] = new
 
     def widen(self, width: int) -> None:
-        """Make room for longer sources behind those that are kept."""
+        """Extend the width for longer sources, keeping the present ones."""
         if self.is_initialized:
             self._all = tuple(pad(kept, (0, 0, 0, width - self.width)) for kept in self._all)
         self.width = width
 
     def clear(self, width: int) -> None:
-        """Forget all sources; the next ones have at most so many positions."""
+        """Discard all sources; the next ones have at most `width` positions."""
         self.width, self.is_initialized = width, False
 
     def show(self) -> None:
-        """The rows of the pass under way."""
+        """Set `keys` and `values` to those of the current pass's rows."""
         self.keys, self.values = (kept[self.cursor.first : self.cursor.last] for kept in self._all)
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Where all keys and values lie."""
+        """Memory addresses of all keys and of all values."""
         keys, values = self._all
         return keys.data_ptr(), values.data_ptr()
 
@@ -78,7 +78,7 @@ class SourceLayer(SlotLayer):
 
 
 class Seq2SeqCache(EncoderDecoderCache):
-    """`RowCache` for the decoder, and the sources beside it.
+    """A `RowCache` for the decoder, and the sources of its rows.
 
     states: (slots, width, H), the encoder's output; width is the length of the longest source.
     source_mask: (slots, width), 0 for padding.
@@ -100,7 +100,7 @@ class Seq2SeqCache(EncoderDecoderCache):
         super().__init__(self.rows, Cache(layers=list(self.sources)))
 
     @property
-    def cursor(self) -> Cursor:
+    def cursor(self) -> CacheCursor:
         return self.rows.cursor
 
     @property
@@ -109,13 +109,12 @@ class Seq2SeqCache(EncoderDecoderCache):
 
     @property
     def width(self) -> int:
-        """Positions of a source that every slot has room for; 0 where no slot is in use."""
+        """Positions of a source per slot; 0 where no slot is in use."""
         return self.source_mask.shape[1] if self.lengths else 0
 
     def begin(self, states: Tensor, source_mask: Tensor) -> None:
-        """The next rows, (rows, source length, H) and (rows, source length): their keys are made by the next pass.
-
-        Sources of other lengths may be there already: room is made for the longest.
+        """Add rows with encoder states (rows, source length, H) and masks (rows, source length); the next pass computes
+        their keys and values. The width grows to the longest source.
         """
         (count, width), first = source_mask.shape, len(self.lengths)
         if first == 0:
@@ -135,7 +134,7 @@ class Seq2SeqCache(EncoderDecoderCache):
         self.is_updated = dict.fromkeys(range(len(self.sources)), False)
 
     def show(self) -> None:
-        """The sources of the rows that take part in the pass under way."""
+        """Select the sources of the current pass's rows."""
         for layer in self.sources:
             layer.show()
 
@@ -149,7 +148,7 @@ class Seq2SeqCache(EncoderDecoderCache):
         self.rows.rewind()
 
     def release(self, slot: int) -> None:
-        """Free a slot; the last one in use takes its place."""
+        """Free a slot; the last slot in use is moved into it."""
         last = len(self.lengths) - 1
         if slot != last:
             for layer in self.sources:

@@ -89,7 +89,7 @@ def request_of(
     steps = longest(prepared.criteria) - input_ids.shape[1]
     check_lengths(target, most, steps)
     references = references_of(call.references, batch, tokenizer, target.vocabulary)
-    if drafter.takes_references and target.one_vocabulary:
+    if drafter.takes_references and target.shared_vocabulary:
         references = with_sources(prompts, references)
     namespaces = namespaces_of(call.namespace, batch)
     chance = call.chance or chance_of(call.seed, batch)

@@ -1,4 +1,4 @@
-"""How often drafted tokens are accepted: by row, from everything that its drafts and its text had in common."""
+"""Acceptance rates of drafted tokens, by row, estimated by comparing its drafts with its emitted tokens."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import dataclass, field
 from truedraft.tree import DraftTree, Row
 
 DOUBT = (
-    10.0  # nodes that an expectation counts for which has not been compared with passes: the best drafts seem better
+    10.0  # weight, in nodes, of the prior that expectations are right; drafts chosen as best tend to be overestimated
 )
 KEPT = 0.97  # weight that verified nodes keep at each later pass
 
 
 @dataclass
 class AcceptanceRates:
-    """Rates of the first, second, ... child of an accepted node, by depth; the recent past counts most.
+    """Acceptance rates of first, second, ... children of accepted nodes, by depth; recent observations weigh most.
 
     Sequoia's positional acceptance (arXiv 2402.12374), estimated from one row while it is decoded. A rate is
-    conditional: of a node whose parent is accepted.
+    conditional on the parent being accepted.
 
     memory: weight that an observation keeps at each later one.
-    first, later: rates before any observation, of first children of the root and of deeper nodes; each next sibling has
-        half of it.
+    first, later: prior rates of first children of the root and of deeper nodes; halved for each next sibling.
     """
 
     memory: float
@@ -31,13 +30,13 @@ class AcceptanceRates:
     _seen: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)  # (accepted, tried)
 
     def add(self, depth: int, order: int, accepted: bool) -> None:
-        """A child of that `order` (0 the first), `depth` levels below the root, under an accepted node."""
+        """Record a child of an accepted node: its `order` among siblings from 0, and its `depth` below the root."""
         for key in ((depth, order), (0, order)) if depth > 1 else ((depth, order),):
             before, tried = self._seen.get(key, (0.0, 0.0))
             self._seen[key] = before * self.memory + accepted, tried * self.memory + 1
 
     def rate(self, depth: int, order: int) -> float:
-        """Of such children; below the first level, what was not observed at a depth is taken from all others."""
+        """The rate of such children; below the first level the rate over all depths is the prior at each depth."""
         rate = (self.later if depth > 1 else self.first) * 0.5**order
         for key in ((0, order), (depth, order)) if depth > 1 else ((depth, order),):
             accepted, tried = self._seen.get(key, (0.0, 0.0))
@@ -45,9 +44,9 @@ class AcceptanceRates:
         return rate
 
     def of_paths(self, tree: DraftTree) -> list[float]:
-        """The probability of every node that its whole path is accepted; 1 for the root, 0 for probes.
+        """The probability of each node that its whole path is accepted; 1 for the root, 0 for probes.
 
-        Products of the drafter's confidence along the path, where the tree has any, else of the rates.
+        Products of the tree's confidences along the path where it has any, else of the rates.
         """
         confidence: Sequence[float]
         if tree.confidence is not None:
@@ -63,16 +62,16 @@ class AcceptanceRates:
 
 @dataclass
 class OpenDraft:
-    """A draft that is still compared with the emitted tokens, whether it was verified or not.
+    """A draft that is still being compared with the emitted tokens, whether it was verified or not.
 
-    node: the last node that agrees with them.
+    node: the deepest node that agrees with them.
     """
 
     tree: DraftTree
     node: int = 0
 
     def follow(self, tokens: Sequence[int], rates: AcceptanceRates) -> bool:
-        """Compare with the next tokens; true once the draft has come to its end or to a wrong node."""
+        """Compare with the next tokens; true once the draft ends or is wrong."""
         shape = self.tree.shape
         for token in tokens:
             right = self.tree.child(self.node, token)
@@ -87,9 +86,9 @@ class OpenDraft:
 
 @dataclass
 class RowAcceptance:
-    """A row's acceptance rates, and its drafts that are still compared with its text.
+    """A row's acceptance rates, and its drafts that are still compared with its tokens.
 
-    length: of `row.tokens` before the pass under way.
+    length: length of `row.tokens` before the current pass.
     """
 
     row: Row
@@ -98,12 +97,12 @@ class RowAcceptance:
     length: int = 0
 
     def drafted(self, tree: DraftTree) -> None:
-        """A draft of the pass under way; one that has its drafter's confidence needs no rates."""
+        """Add a draft of the current pass, unless it has confidences, so that no rates are needed."""
         if len(tree) > 1 and tree.confidence is None:
             self.drafts.append(OpenDraft(tree))
 
     def observe(self) -> None:
-        """The tokens that the pass gave."""
+        """Compare the drafts with the tokens that the pass emitted."""
         if self.drafts:
             tokens = self.row.tokens[self.length :]
             self.drafts = [draft for draft in self.drafts if not draft.follow(tokens, self.rates)]
@@ -111,31 +110,31 @@ class RowAcceptance:
 
 @dataclass
 class DrafterAcceptance:
-    """Acceptance of a drafter over its rows: what a new row begins with, and what expectations have come to.
+    """Acceptance of a drafter over all of its rows: the priors of new rows, and a correction of expectations.
 
-    first, later: rates of a new row; see `AcceptanceRates`.
+    first, later: prior rates of a new row; see `AcceptanceRates`.
     """
 
     memory: float
     first: float
     later: float
-    _accepted: float = 0.0  # nodes verified lately
-    _expected: float = 0.0  # of them, by the rates at the time
+    _accepted: float = 0.0  # decayed number of accepted nodes
+    _expected: float = 0.0  # decayed number that was expected
 
     def begun(self, row: Row) -> RowAcceptance:
         return RowAcceptance(row, AcceptanceRates(self.memory, self.first, self.later))
 
     def verified(self, expected: float, emitted: int, rows: int) -> None:
-        """A pass from which so many accepted nodes were expected emitted so many tokens, each row's bonus included."""
+        """Record a pass: accepted nodes expected, tokens emitted (one bonus per row included) and rows."""
         self._accepted = KEPT * self._accepted + emitted - rows
         self._expected = KEPT * self._expected + expected
 
     @property
     def correction(self) -> float:
-        """What an expected number of nodes is to be multiplied by."""
+        """Factor by which an expected number of accepted nodes is multiplied."""
         return (self._accepted + DOUBT) / (self._expected + DOUBT)
 
     def ended(self, rates: AcceptanceRates) -> None:
-        """New rows begin with what rows that ended have come to, the latest counting half."""
+        """Update the priors of new rows by those of a row that ended, with weight one half."""
         self.first = (self.first + rates.rate(1, 0)) / 2
         self.later = (self.later + rates.rate(2, 0)) / 2

@@ -1,4 +1,4 @@
-"""What a control is: how much to draft, and how much of the draft to verify."""
+"""The contract of controls: how much to draft, and how much of the draft to verify."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from truedraft.tree import Accepted, DraftTree, Row
 
 
 class Control(ABC):
-    """Sizes drafts, those of all rows of a running batch together. It can only make decoding faster or slower, never
-    different.
+    """Sizes the drafts of all rows of a running batch together. It affects the speed of decoding, never its output.
 
-    times: seconds spent so far by part, kept current by the `Stopwatch` of the engine; without one they stand still.
-    drafting: those of `times.draft`, by the `id` of the drafter.
+    times: seconds spent so far by part, updated by the `Stopwatch` of the engine; without one they stay constant.
+    drafting: the seconds in `times.draft`, by the `id` of the drafter.
     """
 
     card: ClassVar[Card]
@@ -27,29 +26,29 @@ class Control(ABC):
     drafting: Mapping[int, float] = {}
 
     def another(self) -> Control:
-        """One with the same knobs that has learnt nothing yet."""
+        """A control with the same knobs and no observations."""
         return replace(self)  # type: ignore[type-var]
 
     def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
-        """Before the first rows of a drafter in a call, or in an engine in which it has none.
+        """Called before the first rows of a drafter in a call, or in an engine in which it has none.
 
-        lockstep: its rows advance together, so a token counts only where every row accepts it.
-        steps: tokens that a row of it may emit, at most.
+        lockstep: whether its rows advance together, so that a token counts only where every row accepts it.
+        steps: most tokens that one of its rows may emit.
         """
 
     def start(self, rows: Sequence[Row]) -> None:
-        """New rows; each is drafted for by `row.request.drafter`."""
+        """Admit rows; each is drafted for by `row.request.drafter`."""
 
     @abstractmethod
     def budget(self, rows: Sequence[Row]) -> list[int]:
-        """Nodes to draft below each row's root, at most; `rows` are all that run."""
+        """Most nodes to draft below each row's root; `rows` are all running rows."""
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """What of the drafts is to be verified; of the same rows."""
+        """The parts of the drafts to verify; `rows` as in `budget`."""
         return list(trees)
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """What came of the pass; `row.tokens` already holds it."""
+        """The outcome of the pass; `row.tokens` already contains the emitted tokens."""
 
     def end(self, row: Row) -> None:
-        """The row is finished; forget it. It may have been ended before, or not quite started; see `Drafter.end`."""
+        """Remove a finished row. It may have been removed before, or not have been started; see `Drafter.end`."""

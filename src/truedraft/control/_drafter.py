@@ -1,4 +1,4 @@
-"""What the cost model keeps of one drafter: acceptance, costs and trials, and from these how much to ask of it."""
+"""State of the cost model for one drafter (acceptance, costs, trials), and the size of its drafts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from truedraft.control._trials import TrialBudget
 from truedraft.drafters._base import Drafter
 from truedraft.tree import DraftTree
 
-CHEAP = 0.05  # of a plain pass, for a level of a draft
-ROOM = 8  # nodes drafted beyond half as many more as were verified
+CHEAP = 0.05  # of a plain pass: a level of a draft that costs less is not weighed beforehand
+ROOM = 8  # nodes drafted beyond 1.5 times those last verified
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
 
 
 @lru_cache(maxsize=512)
 def sizes(longest: int) -> tuple[int, ...]:
-    """Nodes of a draft of `longest` that may be verified, none left out."""
+    """Candidate sizes of a draft of `longest` nodes to verify."""
     return tuple(dict.fromkeys(min(size, longest) for size in SIZES))
 
 
 class DrafterState:
-    """One drafter's record, kept from call to call as long as the drafter itself.
+    """One drafter's state, kept across calls as long as the drafter exists.
 
-    requested: whether it drafts for the pass under way.
+    requested: whether it drafts for the current pass.
     """
 
     def __init__(self, drafter: Drafter, memory: float, survival: float, slack: float):
@@ -40,19 +40,19 @@ class DrafterState:
         self.costs = DraftCosts(memory)
         self.trials = TrialBudget(slack, memory)
         self.probing = Probing()
-        self.reach = drafter.width  # nodes that are drafted where the best are verified
-        self._form = DraftTree.chain(0, range(drafter.width))  # of a full draft, as far as one was seen
+        self.reach = drafter.width  # nodes to draft where drafts are cut afterwards
+        self._form = DraftTree.chain(0, range(drafter.width))  # shape of a full draft, as far as one was observed
         self._formed = False
 
     @property
     def drafter(self) -> Drafter | None:
-        """None once nobody else has it."""
+        """The drafter; None once it was deleted elsewhere."""
         return self._drafter()
 
     def begin(self, drafter: Drafter, lockstep: bool, passes: PassCosts, drafting: float, passed: float) -> None:
-        """A call, or rows after there were none; see `Control.open`.
+        """A call begins, or its first rows in an engine; see `Control.open`.
 
-        drafting, passed: seconds that it has drafted so far, and those of passes.
+        drafting, passed: seconds so far of its drafting, and of passes.
         """
         self.width, self.autoregressive, self.lockstep = drafter.width, drafter.autoregressive, lockstep
         self.probing.begin()
@@ -61,20 +61,20 @@ class DrafterState:
             self.trials.begin(passes.curve(1))
         self.costs.levels = 0
         self.requested = False
-        self.drawn = self.probed = False  # whether its latest drafts were drawn, and whether they had probes
-        self._resumed = False  # whether it was asked again after a pause
+        self.drawn = self.probed = False  # whether its latest drafts were drawn, and had probes
+        self._resumed = False  # whether it drafts again after a pause
         self._drafting, self._passed = drafting, passed
-        self.lost = 0.0  # seconds that the latest pass took beyond what its drafts saved
+        self.lost = 0.0  # seconds of the latest pass beyond those that its drafts saved
 
     def admitted(self) -> None:
-        """New rows: the next draft reads their prompts, which is not held against drafts."""
+        """Rows were admitted: the next draft reads their prompts, which is not counted against drafts."""
         self._admitted = True
 
     def settle(self, drafting: float, aside: float, passed: float, plain: float) -> None:
-        """Book the latest pass.
+        """Account for the latest pass.
 
-        drafting: seconds that it has drafted so far.
-        aside, passed: its share of the seconds beside passes that were not drafting, and of those of passes.
+        drafting: seconds of its drafting so far.
+        aside, passed: its share of the seconds of observing and control, and of passes.
         plain: seconds of a pass without drafts.
         """
         drafted, self._drafting = drafting - self._drafting, drafting
@@ -85,18 +85,18 @@ class DrafterState:
         self._admitted = self._admitted and not self.requested
 
     def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> int:
-        """Nodes to draft below each root of its rows, of `total` in the pass; 0 where it is not to draft."""
+        """Nodes to draft below each root of its rows; 0 for no draft. total: rows in the pass."""
         size, pays = self._plan(rows, passes, total)
         self._resumed = not self.requested
         permitted = self.trials.permits(pays, passes.curve(total))
-        self.requested = passes.known and permitted
+        self.requested = passes.measured and permitted
         return size if self.requested else 0
 
     def _plan(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> tuple[int, bool]:
         """Nodes to draft per row, and whether they are expected to pay.
 
-        Drafts that cost next to nothing are made in full, and cut afterwards. What costs a model's passes, or may not
-        be cut because it is drawn, is sized before it is made, by what full drafts look like.
+        Cheap drafts are made in full and cut afterwards. Drafts that cost a model's passes, or must not be cut because
+        they are drawn, are sized beforehand, by the shape of earlier full drafts.
         """
         if not self.drawn and not self.dear(passes):
             return min(self.width, self.reach), self.trials.saving > 0
@@ -111,14 +111,14 @@ class DrafterState:
         return self.width if best == longest else best, goodput[best] > total / curve(total)
 
     def dear(self, passes: PassCosts) -> bool:
-        """Whether drafting costs a share of a plain pass that must be weighed before it is done."""
+        """Whether a level of a draft costs so much that its size is decided beforehand."""
         return self.costs.of_level > CHEAP * passes.curve(1)
 
     def expected(self, rows: Sequence[RowAcceptance], trees: Sequence[DraftTree], longest: int) -> list[float]:
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft.
 
-        The sum over nodes of the probability that their paths are accepted: for a chain of constant rate that of
-        Leviathan et al. (arXiv 2211.17192, equation 1) without the bonus.
+        The sum over nodes of the probability that their paths are accepted; for a chain of constant rate this is
+        equation 1 of Leviathan et al. (arXiv 2211.17192) without the bonus.
         """
         paths = [row.rates.of_paths(tree) for row, tree in zip(rows, trees, strict=True)]
         nodes = islice(zip_longest(*paths, fillvalue=0.0), 1, longest + 1)
@@ -128,12 +128,12 @@ class DrafterState:
     def reads_probes(self, more: float, passed: float) -> bool:
         """Whether the next pass reads probes, which add `more` seconds to it.
 
-        passed: seconds that passes took so far.
+        passed: seconds of passes so far.
         """
         return self.probing.decide(more, self.trials.slack * (passed - self._passed))
 
     def made(self, trees: Sequence[DraftTree]) -> None:
-        """The drafts that it was asked for."""
+        """Record the drafts that it proposed."""
         if self.autoregressive:
             self.costs.levels = max(max(tree.shape.depth) for tree in trees)
         self.drawn = any(tree.dist is not None for tree in trees)
@@ -145,12 +145,12 @@ class DrafterState:
 
 @dataclass(eq=False, slots=True)
 class Drafts:
-    """The drafts of one drafter's rows in the pass under way.
+    """The drafts of one drafter's rows in the current pass.
 
-    rows, places: its rows, and where they stand in the batch.
-    trees: as they were drafted, without probes; once that is chosen, as they are verified.
-    gains: expected accepted nodes of the first 0, 1, ... of each draft; of the root alone where nothing may be cut.
-    exploring: whether they are verified although that is not expected to pay.
+    rows, places: its rows, and their indices in the batch.
+    trees: first as drafted, without probes; after `cut` and `probe` as they are verified.
+    gains: expected accepted nodes of the first 0, 1, ... of each draft; of the root alone where drafts must not be cut.
+    exploring: whether they are verified though that is not expected to pay.
     """
 
     state: DrafterState
@@ -159,28 +159,28 @@ class Drafts:
     trees: Sequence[DraftTree] = ()
     gains: Sequence[float] = (0.0,)
     exploring: bool = False
-    _expected: Sequence[float] = (0.0,)  # gains, before they are corrected
-    _promised: float = 0.0  # of them, by the nodes that are verified
-    _whole: Sequence[DraftTree] = ()  # as they were drafted, with their probes
+    _expected: Sequence[float] = (0.0,)  # gains before correction
+    _promised: float = 0.0  # those of the nodes that are verified
+    _whole: Sequence[DraftTree] = ()  # as drafted, with their probes
 
     @property
     def tokens(self) -> int:
-        """Of the pass, its rows padded to the widest."""
+        """Tokens of its rows in the pass, padded to the widest."""
         return len(self.rows) * max(map(len, self.trees)) if self.state.requested else len(self.rows)
 
     @property
     def emitted(self) -> int:
-        """Tokens that the pass gave to its rows."""
+        """Tokens that the pass emitted for its rows."""
         return sum([len(row.row.tokens) - row.length for row in self.rows])
 
     @property
     def whole_gain(self) -> float:
-        """Expected accepted nodes of drafts that may not be cut."""
+        """Expected accepted nodes of drafts that must not be cut."""
         longest = max(tree.drafted for tree in self.trees)
         return self.state.expected(self.rows, self.trees, longest)[-1] if longest else 0.0
 
     def offer(self, trees: Sequence[DraftTree]) -> None:
-        """Drafts that were made for its rows."""
+        """Set the drafts proposed for its rows."""
         self.trees = self._whole = trees
         if not self.state.requested:
             return
@@ -196,14 +196,14 @@ class Drafts:
             self.gains = [correction * gain for gain in self._expected]
 
     def steps(self, place: int) -> Iterator[tuple[Drafts, int, int, int]]:
-        """From each size that may be verified to the next; `place` is handed on with each."""
+        """Pairs of consecutive candidate sizes, each as (self, place, size, next size)."""
         nodes = sizes(len(self.gains) - 1)
         return zip(repeat(self), repeat(place), nodes, nodes[1:], strict=False)
 
     def cut(self, size: int, tokens: float, goodput: float, spent: float, plain: float) -> None:
-        """Cut them to the size that was chosen, and judge whether drafts of this drafter pay.
+        """Cut the drafts to the chosen size, and update the expected saving of this drafter.
 
-        tokens, goodput: those expected of the pass without these drafts, and per second.
+        tokens, goodput: expected tokens of the pass without these drafts, and tokens per second.
         spent: seconds of the pass with them. plain: seconds of a pass without any drafts.
         """
         drafting, trials = self.state.costs.seconds, self.state.trials
@@ -216,9 +216,9 @@ class Drafts:
         self.trees = [tree.cut(1 + size) for tree in self.trees]
 
     def probe(self, passes: PassCosts, others: int, passed: float) -> None:
-        """Put their probes back where these pay.
+        """Restore the probes where they pay.
 
-        others: tokens of the pass that are not of these rows. passed: seconds that passes took so far.
+        others: tokens of other rows in the pass. passed: seconds of passes so far.
         """
         self.state.reach = self.state.width
         bare, least = self.trees, self.tokens
@@ -228,22 +228,22 @@ class Drafts:
             self.trees = bare
 
     def learn(self, passes: PassCosts, spent: float, own: tuple[int, int], all_rows: tuple[int, int]) -> None:
-        """From the pass, which took `spent` seconds.
+        """Update by the pass, which took `spent` seconds.
 
-        own, all_rows: tokens that were in the pass and tokens that it emitted, of these rows and of all.
+        own, all_rows: tokens in the pass and tokens emitted, of these rows and of all.
         """
         state, rows, (tokens, emitted), (width, given) = self.state, len(self.rows), own, all_rows
         cost = passes.curve(width)
         if self._promised:
             state.acceptance.verified(self._promised, emitted, rows)
         if state.probed:
-            state.probing.saw(emitted / rows, cost)
-        if tokens > rows:  # as many tokens would have taken so many passes without these drafts
+            state.probing.observe(emitted / rows, cost)
+        if tokens > rows:  # time to emit as many tokens without these drafts
             without = given / (given - emitted + rows) * passes.curve(width - tokens + rows)
             state.lost = min(spent, HICCUP * cost) - without
 
 
 def gain_per_node(step: tuple[Drafts, int, int, int]) -> float:
-    """Expected tokens by one node more in the pass, on the way from a size to the next."""
+    """Expected tokens per added node between two candidate sizes."""
     drafts, _, before, size = step
     return (drafts.gains[size] - drafts.gains[before]) / (len(drafts.rows) * (size - before))

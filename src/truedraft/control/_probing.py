@@ -1,15 +1,15 @@
-"""Whether probes pay: they cost in the pass that reads them and gain, if at all, in later ones."""
+"""Decides whether passes read probes: they cost time in their pass, and pay, if at all, in later ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-BLOCK = 16  # passes that probes are read in, or left out, at a stretch: what they gain comes some passes later
-MEMORY = 0.97  # weight that a pass keeps at each later one of its kind
+BLOCK = 16  # consecutive passes with or without probes: their gain comes some passes later
+MEMORY = 0.97  # weight that a pass keeps at each later one of its arm
 
 
 @dataclass
-class _Kind:
+class _Arm:
     tokens: float = 0.0
     seconds: float = 0.0
 
@@ -19,26 +19,26 @@ class _Kind:
 
 @dataclass
 class Probing:
-    """Passes with and without probes, compared by tokens per second; now and then the worse way is tried again."""
+    """Compares passes with and without probes by tokens per second; the worse arm is tried again now and then."""
 
     on: bool = False
-    _left: int = 0  # passes of the stretch under way
-    _kinds: tuple[_Kind, _Kind] = field(default_factory=lambda: (_Kind(), _Kind()))  # without, with
-    _lost: float = 0.0  # seconds that tries have cost in this call
+    _left: int = 0  # passes left in the current block
+    _arms: tuple[_Arm, _Arm] = field(default_factory=lambda: (_Arm(), _Arm()))  # without, with
+    _lost: float = 0.0  # seconds spent on trials in this call
 
     def begin(self) -> None:
-        """A new call, which allows for tries of its own."""
+        """A new call, with its own allowance for trials."""
         self._lost = 0.0
 
     def decide(self, more: float, allowed: float) -> bool:
         """Whether the next pass reads the probes.
 
-        more: seconds that they add to it. allowed: seconds that tries of this call may have cost by now.
+        more: seconds that they add to it. allowed: seconds that trials of this call may have cost so far.
         """
         if self._left > 0:
             self._left -= 1
             return self.on
-        without, with_ = (kind.rate() for kind in self._kinds)
+        without, with_ = (arm.rate() for arm in self._arms)
         better = with_ > without
         trial = not better and self._lost + BLOCK * more <= allowed
         if trial:
@@ -46,8 +46,8 @@ class Probing:
         self.on, self._left = better or trial, BLOCK - 1
         return self.on
 
-    def saw(self, tokens: float, seconds: float) -> None:
-        """What a pass gave and took."""
-        kind = self._kinds[self.on]
-        kind.tokens = kind.tokens * MEMORY + tokens
-        kind.seconds = kind.seconds * MEMORY + seconds
+    def observe(self, tokens: float, seconds: float) -> None:
+        """Record the tokens and seconds of a pass."""
+        arm = self._arms[self.on]
+        arm.tokens = arm.tokens * MEMORY + tokens
+        arm.seconds = arm.seconds * MEMORY + seconds

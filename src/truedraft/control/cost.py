@@ -1,18 +1,17 @@
 """Cost model: verify as much of all drafts as raises tokens per second, from measured costs and each row's own history.
 
-Every pass maximises its goodput, expected tokens over the seconds that it takes (SmartSpec, arXiv 2406.14066), with
+Every pass maximises its goodput, expected tokens per second (SmartSpec, arXiv 2406.14066), with
 trees sized by measured costs (Sequoia's hardware-aware budget, arXiv 2402.12374, section 3.3):
 
     budget = argmax over nodes of (rows + sum of P(path of a node is accepted)) / seconds(rows + nodes)
 
-over the nodes of all rows together, whichever drafter they are of. The parts: `_acceptance.py` (how often drafts of a
-row are right), `_pass_costs.py` (seconds of a pass by its width), `_draft_costs.py` (seconds of drafting), `_trials.py`
-(what drafts may lose), `_probing.py` (whether probes are read).
+over the nodes of all rows and drafters together. The parts: `_acceptance.py` (acceptance rates of a row's drafts),
+`_pass_costs.py` (seconds of a pass by its width), `_draft_costs.py` (seconds of drafting), `_trials.py` (time that
+drafts may lose), `_probing.py` (whether probes are read).
 
-What is added to the papers: drafts are compared with what was emitted whether they were verified or not, so a row whose
-drafts do not pay stops verifying them, keeps learning at no cost, and takes them up again as soon as its text begins to
-repeat; costs follow the passes at hand; and what drafts may lose, expected to pay or not, is bounded by accounts of
-seconds.
+Added to the papers: drafts are compared with the emitted tokens whether they were verified or not, so a row whose
+drafts do not pay stops verifying them, keeps learning at no cost, and resumes as soon as its text begins to repeat;
+costs are updated by every pass; and the time that drafts may lose is bounded by accounts of seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
 
-EXPLORING = 0.5  # how fast the costs follow a pass that was made to learn them
+EXPLORING = 0.5  # learning rate of the costs for a pass that explores them
 
 
 @dataclass
@@ -41,17 +40,17 @@ class Cost(Control):
         family="cost model",
     )
     memory: float = knob(0.9, 0, 1)  # weight that an observation keeps at each later one
-    survival: float = knob(0.85, 0, 1)  # chance given to a later one, if those before it are right
-    slack: float = knob(0.015, 0, 1)  # share of the time that drafts which are not verified, or are tried, may cost
-    rate: float = knob(0.1, 0, 1)  # how fast the costs follow the passes at hand
+    survival: float = knob(0.85, 0, 1)  # prior acceptance rate of a later token, if those before it are accepted
+    slack: float = knob(0.015, 0, 1)  # share of the time that trial drafts, and drafts not verified, may cost
+    rate: float = knob(0.1, 0, 1)  # learning rate of the costs of passes
 
     def __post_init__(self) -> None:
         self._costs = PassCosts()
         self._drafters: dict[int, DrafterState] = {}
         self._rows: dict[int, tuple[DrafterState, RowAcceptance]] = {}
-        self._batch: list[Drafts] = []  # of the pass under way, by drafter
-        self._aside = self._passed = 0.0  # seconds of observing and control, and of passes, at the latest booking
-        self._before: float | None = None  # seconds of the target before the pass; None where nothing is learnt from it
+        self._batch: list[Drafts] = []  # of the current pass, by drafter
+        self._aside = self._passed = 0.0  # seconds of observing and control, and of passes, at the last update
+        self._before: float | None = None  # seconds of the target before the pass; None if it is not learnt from
 
     def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
         if not self._rows:
@@ -95,7 +94,7 @@ class Cost(Control):
         return budget
 
     def _spent(self) -> tuple[float, float]:
-        """Seconds of observing and control, and of passes, since they were asked for before."""
+        """Seconds of observing and control, and of passes, since the last call."""
         aside, passed = self.times.observe + self.times.control, self.times.target + self.times.prefill
         spent = aside - self._aside, passed - self._passed
         self._aside, self._passed = aside, passed
@@ -103,7 +102,7 @@ class Cost(Control):
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         requested = [drafts for drafts in self._batch if drafts.state.requested]
-        learns = bool(requested) or not self._costs.known
+        learns = bool(requested) or not self._costs.measured
         self._before = self.times.target if learns else None
         kept = list(trees)
         if requested:
@@ -116,8 +115,8 @@ class Cost(Control):
         return kept
 
     def _choose(self, drafted: Sequence[Drafts], rows: int) -> None:
-        """Cut drafts to the sizes of the largest goodput, and leave them the probes that pay."""
-        nodes, tokens = rows, float(rows)  # of the pass whatever is chosen, and what is expected of it
+        """Cut drafts to the sizes of the largest goodput, and keep the probes that pay."""
+        nodes, tokens = rows, float(rows)  # in the pass whatever is chosen, and the expected tokens
         sizable = [drafts for drafts in drafted if len(drafts.gains) > 1]
         if len(sizable) < len(drafted):
             whole = [drafts for drafts in drafted if drafts not in sizable]
@@ -133,9 +132,9 @@ class Cost(Control):
     def _largest_goodput(self, sizable: Sequence[Drafts], nodes: int, tokens: float) -> list[int]:
         """Nodes of each draft to verify, by drafter: the argmax of expected tokens over seconds of the pass.
 
-        Sizes grow together, always where one node more gives most tokens, and every pass that is come by is weighed.
+        Greedily: the size grows whose next step adds the most tokens per node, and each resulting pass is evaluated.
 
-        nodes, tokens: of the pass without these drafts, and what is expected of it.
+        nodes, tokens: nodes and expected tokens of the pass without these drafts.
         """
         curve, sizes, gains = self._costs.curve, [0] * len(sizable), [0.0] * len(sizable)
         best, chosen = tokens / curve(nodes), list(sizes)
@@ -149,7 +148,7 @@ class Cost(Control):
         return chosen
 
     def _cut(self, sizable: Sequence[Drafts], sizes: Sequence[int], nodes: int, tokens: float, rows: int) -> None:
-        """Cut drafts to their sizes; each drafter's are judged by what the pass would be without them."""
+        """Cut drafts to their sizes; each drafter's saving is relative to the pass without its drafts."""
         curve = self._costs.curve
         gains = [drafts.gains[size] for drafts, size in zip(sizable, sizes, strict=True)]
         nodes += sum([len(drafts.rows) * size for drafts, size in zip(sizable, sizes, strict=True)])
@@ -168,7 +167,7 @@ class Cost(Control):
         self._batch = []
 
     def _learn(self, spent: float, rows: int) -> None:
-        """From a pass that took `spent` seconds."""
+        """Update costs and acceptance by a pass of `spent` seconds."""
         costs = self._costs
         if costs.target is None or costs.target.cold:
             return
@@ -176,7 +175,7 @@ class Cost(Control):
         whole = sum([tokens for tokens, _ in passed]), sum([emitted for _, emitted in passed])
         exploring = False
         for drafts, own in zip(self._batch, passed, strict=True):
-            if costs.known and drafts.state.requested:
+            if costs.measured and drafts.state.requested:
                 drafts.learn(costs, spent, own, whole)
             exploring |= drafts.exploring
         costs.learn(whole[0], spent, EXPLORING if exploring else self.rate, rows)

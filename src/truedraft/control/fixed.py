@@ -1,6 +1,6 @@
 """Fixed: every draft at its full published size, whatever it costs.
 
-For measurements of acceptance, and for whoever knows the machine; it may be slower than plain decoding.
+For measurements of acceptance, and for machines whose best size was measured; it may be slower than plain decoding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from truedraft.tree import Row
 @dataclass
 class Fixed(Control):
     card = Card(paper="none", idea="Always draft and verify as much as the drafter offers.", family="fixed")
-    nodes: int = knob(0, 0, 4096)  # nodes drafted per row and pass; 0 stands for the drafter's own size
+    nodes: int = knob(0, 0, 4096)  # nodes drafted per row and pass; 0 for the drafter's own size
 
     def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
         drafter.pass_cost = None

@@ -1,4 +1,4 @@
-"""What a drafter is."""
+"""The contract of drafters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Draws, PreferredDrafts, Row, Scores, Taps
 
 State = TypeVar("State")
-IDLE = 0.01  # of a pass, for learning from it: what costs more is spared while no draft is wanted,
-SPARED = 8  # but for one pass in so many
+IDLE = 0.01  # of a pass: learning that costs more is skipped while no draft is requested,
+SPARED = 8  # except for one pass in so many
 
 
 class PassCost(NamedTuple):
@@ -31,26 +31,26 @@ class PassCost(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """The target that a drafter was made ready for, and the size of its vocabulary."""
+    """The target that a drafter is bound to, and the size of its vocabulary."""
 
     target: ReferenceType[Target]
     vocabulary: int
 
 
 class Drafter(ABC):
-    """Guesses what the target will say next. Right guesses save passes; wrong ones change nothing.
+    """Predicts the target's next tokens. Right predictions save passes; wrong ones do not change the output.
 
     Subclasses are dataclasses whose fields are the method's knobs.
 
-    needs: what it asks to see of every pass.
+    needs: the taps that it requires of every pass.
     takes_references: whether it copies from documents that the caller gives.
-    tokenizer: of a drafter that has one of its own; it must be the target's.
-    prior_confidence: how often the first token of its drafts is right, before anything is known of the text.
+    tokenizer: its own tokenizer, if it has one; it must equal the target's.
+    prior_confidence: prior probability that the first token of a draft is accepted.
     autoregressive: whether every level of a draft costs a pass of a model.
-    pass_cost: what passes take, where drafts have to pay for their own time; None where they need not.
-    learner: how it is trained, where it has to be (`truedraft train`).
-    bound: what it was last made ready for.
-    alone: whether its drafts are offered as they are; those that are joined with others may not be drawn.
+    pass_cost: the cost of passes, where drafts have to pay for their own time; else None.
+    learner: its training, if it is trained (`truedraft train`).
+    bound: the target of the last `bind`.
+    alone: whether its drafts are verified as they are; drafts that are joined with others must not be drawn.
     """
 
     card: ClassVar[Card]
@@ -66,39 +66,39 @@ class Drafter(ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids that it may draft, where it has a model of its own; padding at the end may differ."""
+        """Vocabulary size of its own model, if it has one; padding at the end may differ from the target's."""
         return None
 
     def bind(self, target: Target) -> None:
-        """Once it is known what it drafts for.
+        """Prepare it for a target.
 
         Raises:
-            Refused: it cannot draft for this target, or was not given what it needs.
+            Refused: it cannot draft for this target, or a required knob is missing.
         """
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Before a call: the target's tokenizer, where it is known."""
+        """Before a call: set the target's tokenizer, if there is one."""
 
     @property
     def draws(self) -> Draws:
-        """How it drafts where the rule judges drafts by the law that they were drawn from."""
+        """How its drafts are drawn for rules that verify drafts against the distribution that they were drawn from."""
         return "certain"
 
     def open(self) -> None:
-        """Before the first rows of a call, or of an engine that no row runs in."""
+        """Called before the first rows of a call, or of an engine without running rows."""
 
     def start(self, rows: Sequence[Row]) -> None:
-        """New rows, their prompts in `row.tokens`; others may be under way.
+        """Admit rows, their prompts in `row.tokens`; others may be running.
 
-        What their tokens are chosen by is in `row.request`: the processors that the target's scores go through
-        (`laws`), for drafts that are to be drawn likewise, and the noise (`chance`).
+        `row.request` has what their tokens are chosen by: the logits processors (`laws`), for drafts that are drawn
+        from processed distributions, and the noise (`chance`).
         """
 
     def preferred(self, row: Row) -> PreferredDrafts:
-        """The drafts that serve the row's rule best.
+        """The kind of drafts that the row's rule accepts best.
 
-        Only where it is "law" may a drafter draw by `chance.draw`, and say so in `dist`; what of such a draft is
-        offered must not depend on what was drawn.
+        Only where it is "law" may a drafter draw by `chance.draw`, with the distributions in `dist`; which nodes of
+        such a draft are verified must not depend on the tokens drawn.
         """
         preferred = row.request.rule.preferred_drafts
         return "likeliest" if preferred == "law" and not self.alone else preferred
@@ -106,7 +106,7 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """Nodes that a full draft has, at most."""
+        """Most nodes of a full draft."""
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
@@ -118,20 +118,20 @@ class Drafter(ABC):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        """Every pass as it was: all nodes with their scores, rejected ones included; the first is the prompt's.
+        """Called after every pass with the scores of all nodes, rejected ones included; the first pass is the prompt's.
 
-        `row.tokens` already holds what was emitted.
+        `row.tokens` already contains the emitted tokens.
         """
 
     def end(self, row: Row) -> None:
-        """The row is finished; forget it. Nothing to do where it was ended before, or never quite started: an
-        interruption may come in the midst of either."""
+        """Remove a finished row. It may have been removed before, or not have been started: an interruption may occur
+        during either."""
 
     def forget(self) -> None:
-        """Forget what was learnt of rows that ended; none may be under way."""
+        """Discard what was learnt from earlier rows; none may be running."""
 
     def memories(self) -> Sequence[Memory]:
-        """What it keeps of what rows said, each of them all that fits."""
+        """The memories in which it keeps the output of rows."""
         return ()
 
 
@@ -151,7 +151,7 @@ class Plain(Drafter):
 class PerRow(Drafter, Generic[State]):
     """A drafter that treats every sequence by itself: a state per row, and a chain or tree from it.
 
-    The confidence of its nodes is calibrated by what became of earlier ones (`_calibration.py`), verified or not.
+    The confidence of its nodes is calibrated by how often earlier ones were right (`_calibration.py`), verified or not.
     """
 
     def __post_init__(self) -> None:
@@ -160,8 +160,8 @@ class PerRow(Drafter, Generic[State]):
     def forget(self) -> None:
         self._states: dict[int, State] = {}
         self._calibration = Calibration()
-        self._requested = False  # for a draft, since the last pass
-        self._learning = 0.0  # seconds that learning from a pass lately took
+        self._requested = False  # whether a draft was requested since the last pass
+        self._learning = 0.0  # moving average of the seconds of learning from a pass
         self._spared = 0  # passes that it did not learn from
 
     @abstractmethod
@@ -169,19 +169,19 @@ class PerRow(Drafter, Generic[State]):
 
     @abstractmethod
     def draft(self, row: Row, state: State, after: Sequence[int], budget: int) -> DraftTree:
-        """What follows `row.tokens` and then `after`, at most `budget` nodes; its root is the last of these tokens.
+        """A draft of at most `budget` nodes after `row.tokens` and then `after`; its root is the last of these tokens.
 
-        after: tokens that another drafter has drafted already.
+        after: tokens that another drafter has drafted.
         """
 
     def learn(self, row: Row, state: State, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
-        """One row's pass as it was; see `observe`.
+        """One row's part of `observe`.
 
         logits: (nodes, V), raw.
         """
 
     def finish(self, row: Row, state: State) -> None:
-        """The row has ended; what it said may be kept for later rows of its namespace."""
+        """The row has ended; its output may be kept for later rows of its namespace."""
 
     def start(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -197,7 +197,7 @@ class PerRow(Drafter, Generic[State]):
         ]
 
     def extend(self, row: Row, after: Sequence[int], budget: int) -> DraftTree:
-        """A draft for where the row would stand after `after`; see `draft`."""
+        """A draft that continues the row after the drafted tokens `after`; see `draft`."""
         self._requested = True
         return self._calibration.proposed(row, self.draft(row, self._states[id(row)], after, budget), after)
 
@@ -214,7 +214,7 @@ class PerRow(Drafter, Generic[State]):
         self._requested = False
 
     def _learns(self) -> bool:
-        """Whether it learns from this pass; of those for which no draft was wanted, from a few only if that is dear."""
+        """Whether it learns from this pass; if learning is expensive, only from some passes without a draft."""
         if self._requested or self.pass_cost is None or self._learning <= IDLE * self.pass_cost.plain:
             return True
         self._spared = (self._spared + 1) % SPARED
@@ -227,5 +227,5 @@ class PerRow(Drafter, Generic[State]):
 
 
 def moving_average(before: float, now: float) -> float:
-    """An average of which each later value makes a fifth; the first stands for itself."""
+    """An exponential moving average with weight 0.2 for the new value; the first value initialises it."""
     return 0.8 * before + 0.2 * now if before else now

@@ -20,7 +20,7 @@ LONG, SHORT = 0.995, 0.9  # decay of earlier observations at each new one: over 
 FOLLOWED = 3  # most drafts of a row that are compared with its output at a time
 
 
-class Tally:
+class BinCounts:
     """Decayed counts by bin of confidence: nodes observed, and those of them that were right."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Followed:
 
 @dataclass(slots=True)
 class _RowHistory:
-    """Of one row: tokens observed, its tally, and the drafts still compared with the output."""
+    """Of one row: tokens observed, its counts, and the drafts still compared with the output."""
 
     observed: int
-    tally: Tally = field(default_factory=Tally)
+    counts: BinCounts = field(default_factory=BinCounts)
     drafts: list[Followed] = field(default_factory=list)
 
 
@@ -53,7 +53,7 @@ class Calibration:
     """Calibrates confidences. A node's confidence is the probability that it is right if its parent is."""
 
     def __init__(self) -> None:
-        self._all = Tally()
+        self._all = BinCounts()
         self._rows: dict[int, _RowHistory] = {}
 
     def proposed(self, row: Row, tree: DraftTree, after: Sequence[int] = ()) -> DraftTree:
@@ -66,7 +66,7 @@ class Calibration:
         history = self._history(row)
         if len(history.drafts) < FOLLOWED:
             history.drafts.append(Followed(tree, after))
-        ours, mine, native = self._all, history.tally, trees()
+        ours, mine, native = self._all, history.counts, trees()
         settle = settled if native is None else native.settled
         confidence = settle(tree.confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
         return tree.replaced(confidence=confidence)
@@ -76,10 +76,10 @@ class Calibration:
         history = self._history(row)
         if history.drafts:
             emitted = row.tokens[history.observed :]
-            history.drafts = [draft for draft in history.drafts if self._advance(history.tally, draft, emitted)]
+            history.drafts = [draft for draft in history.drafts if self._advance(history.counts, draft, emitted)]
         history.observed = len(row.tokens)
 
-    def _advance(self, mine: Tally, draft: Followed, emitted: Sequence[int]) -> bool:
+    def _advance(self, mine: BinCounts, draft: Followed, emitted: Sequence[int]) -> bool:
         """Follow the emitted tokens down a draft; false where it is wrong or at its end."""
         if draft.after:
             pending = len(draft.after)

@@ -1,12 +1,12 @@
-"""Several drafters as one: their drafts merged, the best of them chosen, or one going on where another ends.
+"""Combines drafters: merges their drafts, chooses between them, or continues one draft by another.
 
     a+b   merge: one tree of both drafts under one budget, what both draft once, the likeliest nodes first
-    a|b   route: each pass the draft with the most accepted tokens to be expected per second
-    a?b   switch: the first that drafts anything (the published rules of SAM decoding and CopySpec)
-    a>b   cascade: b goes on from the ends of a's draft, and drafts alone where a has nothing
+    a|b   route: in each pass the draft with the most expected tokens per second
+    a?b   fallback: the first that drafts anything (the published rules of SAM decoding and CopySpec)
+    a>b   cascade: b continues a's draft at its leaves, and drafts alone where a drafts nothing
 
-The later in this list, the closer it binds, but for `|`, the loosest: `a>b+c|d` is `((a>b)+c)|d`. Whatever is drafted,
-all parts see every pass.
+Operators later in this list bind closer, except `|`, which binds least: `a>b+c|d` is `((a>b)+c)|d`. All parts observe
+every pass.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from truedraft.registry import AUTO, DEFAULT, NONE, split
 from truedraft.stores.union import Union, union
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
-LEAVES = 4  # ends of a draft that a cascade goes on from
-DEAR = 0.05  # of a pass, for drafting: what costs more is asked only where it is likely to be chosen
-CREDIT = 0.15  # tokens a pass that a part is taken to contribute, before anything is known
-AGAIN = 8  # passes after which a part that was not worth its time is asked again,
-TRIED = 3  # for so many, if it gives nothing
-MORE = 1.5  # tokens that a part brings where those asked before it are wrong, if it is right
-SKIPPED = 32  # passes for which no part is left out because others are sure
-HICCUP = 4.0  # times the usual time of a part, of which no more is held against it
-KEPT = 0.9  # weight that what a part contributed keeps at each later pass
+LEAVES = 4  # most leaves of a draft at which a cascade continues
+DEAR = 0.05  # of a pass: a part whose drafting costs more is called only if it is likely to be chosen
+CREDIT = 0.15  # prior contribution of a part, in tokens per pass
+AGAIN = 8  # passes after which a part that did not pay is called again,
+TRIED = 3  # for this many, if it contributes nothing
+MORE = 1.5  # expected tokens of a right part where the parts called before it are wrong
+SKIPPED = 32  # most passes for which a part is not called because others are confident
+HICCUP = 4.0  # times the usual time of a part: what exceeds it is not counted
+KEPT = 0.9  # weight that a part's contribution keeps at each later pass
 
 
 class Many(Joint):
-    """Drafters that take part in one draft. All their drafts are certain.
+    """A drafter that makes one draft from those of its parts. All of these are certain.
 
     Raises:
         Refused: fewer than two parts.
@@ -55,10 +55,10 @@ class Many(Joint):
             paper="none", idea=f"{len(parts)} drafters as one.", family="composition",
             needs=tuple(sorted({need for part in parts for need in part.card.needs})),
         )  # fmt: skip
-        self._calibrations: dict[int, Calibration] = {}  # of parts that do not say what they hope
-        self.seconds = [0.0] * len(parts)  # that a draft lately took
-        self.watching = [0.0] * len(parts)  # and seeing a pass that it had drafted for
-        self._called: set[int] = set()  # parts that were asked for a draft since the last pass
+        self._calibrations: dict[int, Calibration] = {}  # of parts without confidences of their own
+        self.seconds = [0.0] * len(parts)  # moving average of the seconds of a draft, by part,
+        self.observing = [0.0] * len(parts)  # and of observing a pass that it drafted for
+        self._called: set[int] = set()  # parts that drafted since the last pass
 
     def forget(self) -> None:
         super().forget()
@@ -79,17 +79,17 @@ class Many(Joint):
 
     @abstractmethod
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        """One draft a row, from those of the parts."""
+        """One draft per row, from those of the parts."""
 
     def propose_by(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        """The drafts of part k, with confidence; how long they took is noted."""
+        """The drafts of part k, with confidences; records their time."""
         self._called.add(k)
         began = time.perf_counter()
-        trees = self._hoped(k, rows, budget)
+        trees = self._with_confidence(k, rows, budget)
         self.seconds[k] = _timed(self.seconds[k], time.perf_counter() - began)
         return trees
 
-    def _hoped(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+    def _with_confidence(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]
         if all(tree.confidence is not None for tree in trees):
             return trees
@@ -111,7 +111,7 @@ class Many(Joint):
             began = time.perf_counter()
             part.observe(rows, trees, scores, accepted)
             if k in self._called:
-                self.watching[k] = _timed(self.watching[k], time.perf_counter() - began)
+                self.observing[k] = _timed(self.observing[k], time.perf_counter() - began)
         self._called.clear()
 
     def end(self, row: Row) -> None:
@@ -121,7 +121,7 @@ class Many(Joint):
 
 
 class Merge(Many):
-    """One tree of all drafts."""
+    """`a+b`: one tree of all drafts."""
 
     sign = "+"
 
@@ -134,10 +134,10 @@ class Merge(Many):
         self._begin()
 
     def _begin(self) -> None:
-        self._credit = [0.0] * len(self.parts)  # seconds a pass that lately none but this part saved
-        self._resting = [0] * len(self.parts)  # passes for which a part is not asked
-        self._unasked = [0] * len(self.parts)  # passes since it was
-        self._drafts: dict[int, tuple[int, Union]] = {}  # row -> its length, the parts' drafts as one
+        self._credit = [0.0] * len(self.parts)  # moving average of the seconds per pass that a part alone saved
+        self._resting = [0] * len(self.parts)  # passes for which a part is not called
+        self._uncalled = [0] * len(self.parts)  # passes since it was called
+        self._drafts: dict[int, tuple[int, Union]] = {}  # row -> its length, the union of the parts' drafts
 
     def open(self) -> None:
         super().open()
@@ -147,20 +147,20 @@ class Merge(Many):
         nothing = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
         drafts, doubt = [nothing] * len(self.parts), 1.0
         for k in sorted(range(len(self.parts)), key=self.seconds.__getitem__):
-            self._unasked[k] += 1
-            if self._asks(k, doubt):
-                self._unasked[k] = 0
+            self._uncalled[k] += 1
+            if self._calls(k, doubt):
+                self._uncalled[k] = 0
                 drafts[k] = self.propose_by(k, rows, budget)
                 doubt = min(doubt, sum(map(_doubt, drafts[k])) / len(rows))
         for row, most, *trees in zip(rows, budget, *drafts, strict=True):
             self._drafts[id(row)] = len(row.tokens), union(trees, most)
         return [self._drafts[id(row)][1].tree for row in rows]
 
-    def _asks(self, k: int, doubt: float) -> bool:
-        """Whether part k is asked, where those asked before it leave so much doubt about the first token."""
+    def _calls(self, k: int, doubt: float) -> bool:
+        """Whether part k is called, given the probability `doubt` that earlier parts miss the first token."""
         if self.pass_cost is None:
             return True
-        promising = doubt * MORE * self.pass_cost.plain > self.seconds[k] or self._unasked[k] > SKIPPED
+        promising = doubt * MORE * self.pass_cost.plain > self.seconds[k] or self._uncalled[k] > SKIPPED
         return promising and not self._resting[k]
 
     def observe(
@@ -173,8 +173,8 @@ class Merge(Many):
         self._resting = [max(left - 1, 0) for left in self._resting]
 
     def _review(self, pass_cost: PassCost, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
-        """A part whose own contribution saves less time than it takes rests a while, and then is tried again."""
-        awake = self._called
+        """Suspend parts whose own contribution saves less time than they cost, for some passes."""
+        called = self._called
         saved = [0.0] * len(self.parts)
         for row, tree in zip(rows, trees, strict=True):
             if id(row) in self._drafts:
@@ -183,16 +183,16 @@ class Merge(Many):
                     saved[k] += right * pass_cost.plain / len(rows) - made * pass_cost.node
         if not any(self._credit):
             self._credit = [CREDIT * pass_cost.plain] * len(self.parts)
-        for k in awake:
+        for k in called:
             self._credit[k] = KEPT * self._credit[k] + (1 - KEPT) * saved[k]
-        for k in awake:
-            took = self.seconds[k] + self.watching[k]
-            if self._credit[k] < took:
-                self._resting[k], self._credit[k] = AGAIN + k, took / KEPT**TRIED
+        for k in called:
+            spent = self.seconds[k] + self.observing[k]
+            if self._credit[k] < spent:
+                self._resting[k], self._credit[k] = AGAIN + k, spent / KEPT**TRIED
 
 
-class Switch(Many):
-    """The first draft that is not empty."""
+class Fallback(Many):
+    """`a?b`: the first draft that is not empty."""
 
     sign = "?"
 
@@ -206,19 +206,19 @@ class Switch(Many):
 
 
 class Route(Many):
-    """The draft of which most is expected in the time that it takes.
+    """`a|b`: the draft with the most expected tokens per second.
 
-    Parts whose drafts cost next to nothing are all asked, and judged by what they hope. One that is dear (a model) is
-    asked where its drafts lately promised more per second than the best at hand.
+    Cheap parts are all called, and compared by their confidences. An expensive part (a model) is called where its
+    earlier drafts promised more tokens per second than the best draft so far.
 
-    history: which part was chosen in the last call, pass by pass: (row, tokens said before, part).
+    history: the part chosen in each pass of the last call: (row, tokens emitted before, part).
     """
 
     sign = "|"
 
     def __init__(self, parts: Sequence[Drafter]):
         super().__init__(parts)
-        self.gains = [math.inf] * len(parts)  # that a draft lately promised
+        self.gains = [math.inf] * len(parts)  # moving average of the expected tokens of a draft
         self.history: list[tuple[int, int, int]] = []
         self._idle = [0] * len(parts)
 
@@ -252,14 +252,14 @@ class Route(Many):
         return best
 
     def _rate(self, k: int | None, gain: float) -> float:
-        """Tokens per second, with the time of drafting where it is not spent already; per pass where time is free."""
+        """Expected tokens per second, with part k's time of drafting unless None; per pass without `pass_cost`."""
         if self.pass_cost is None:
             return gain
         return (1 + gain) / (self.pass_cost.plain + (self.seconds[k] if k is not None else 0.0))
 
 
 class Cascade(Many):
-    """Drafts that go on where those of the part before end."""
+    """`a>b`: each part continues the draft of the part before it."""
 
     sign = ">"
 
@@ -267,7 +267,7 @@ class Cascade(Many):
         super().__init__(parts)
         for part in parts[1:]:
             if not isinstance(part, PerRow):
-                raise Refused(f"{name_of(part)} cannot go on from another's draft: put it before the '>'")
+                raise Refused(f"{name_of(part)} cannot continue another's draft: put it before the '>'")
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         found = self.propose_by(0, rows, budget)
@@ -277,7 +277,7 @@ class Cascade(Many):
         return found
 
     def _extended(self, part: PerRow[Any], row: Row, tree: DraftTree, budget: int) -> DraftTree:
-        """A draft that goes on from its likeliest ends."""
+        """A draft continued at its likeliest leaves."""
         values = values_of(tree)
         ends = sorted((i for i, below in enumerate(tree.shape.children) if not below), key=lambda i: -values[i])
         for end in ends[:LEAVES]:
@@ -289,11 +289,11 @@ class Cascade(Many):
         return tree
 
 
-KINDS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Switch, Cascade)}
+KINDS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Fallback, Cascade)}
 
 
 def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
-    """A drafter from its string form: parts with signs between them, "auto" or "none"; `load` makes the parts.
+    """A drafter from its string form: parts joined by signs, "auto" or "none"; `load` makes the parts.
 
     Raises:
         Refused: a part is missing, or `load` refuses one.
@@ -305,7 +305,7 @@ def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
 
 
 def name_of(part: object) -> str:
-    """What a part (a drafter, a rule, a control) is called in reports."""
+    """Name of a part (a drafter, a rule, a control) in reports."""
     if isinstance(part, Many):
         return part.name
     if isinstance(part, Plain):
@@ -314,7 +314,7 @@ def name_of(part: object) -> str:
 
 
 def _doubt(tree: DraftTree) -> float:
-    """The chance that the first token is none of those drafted."""
+    """The probability that the first token is none of those drafted."""
     assert tree.confidence is not None
     return 1 - max(
         (estimate for estimate, parent in zip(tree.confidence, tree.parent, strict=True) if parent == 0), default=0.0
@@ -322,5 +322,5 @@ def _doubt(tree: DraftTree) -> float:
 
 
 def _timed(before: float, now: float) -> float:
-    """Seconds that something lately took; what waited for something else counts little."""
+    """Moving average of seconds, in which outliers are limited."""
     return moving_average(before, min(now, HICCUP * before) if before else now)

@@ -1,4 +1,4 @@
-"""A drafter made of others: whatever its own class does not say itself is asked of each of them."""
+"""The base of drafters made of others: methods that they do not override are called on each part."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Joint(Drafter):
     """A drafter that drafts with others, its `parts`.
 
     Every method of `Drafter` without a result (`bind`, `start`, `observe`, `end` ...) is called on each part with the
-    same arguments; subclasses that do more call `super()`. What a part says of itself is read when it is asked for, so
-    it may depend on what the part has loaded.
+    same arguments; subclasses that do more call `super()`. Attributes of parts are read at each access, so they may
+    depend on what the part has loaded.
 
-    parts: set once, before anything is asked.
+    parts: set once, before any other use.
     """
 
     _parts: tuple[Drafter, ...]
@@ -68,14 +68,14 @@ class Joint(Drafter):
 
     @property
     def vocab_size(self) -> int | None:
-        known = {part.vocab_size for part in self.parts} - {None}
-        if len(known) > 1:
-            raise Refused(f"{self.name}: its parts know different numbers of tokens, {sorted(map(str, known))}")
-        return known.pop() if known else None
+        sizes = {part.vocab_size for part in self.parts} - {None}
+        if len(sizes) > 1:
+            raise Refused(f"{self.name}: its parts have different vocabulary sizes, {sorted(map(str, sizes))}")
+        return sizes.pop() if sizes else None
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return type(self).__name__
 
     def memories(self) -> Sequence[Memory]:

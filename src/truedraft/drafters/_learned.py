@@ -16,7 +16,7 @@ from truedraft.errors import Refused, why
 from truedraft.stores import _file as file
 
 Module = TypeVar("Module", bound=nn.Module)
-Line = tuple[list[int], list[int]]  # tokens of a source; the decoder's prompt followed by the target's output for it
+Line = tuple[list[int], list[int]]  # tokens of a source; the decoder's prompt followed by the target's output
 
 VERSION = 2
 WEIGHTS = "drafter.safetensors"  # file name in a checkpoint's folder

@@ -1,4 +1,4 @@
-"""What makes passes: the contract of the model's own forward, of captured graphs and of compiled code."""
+"""The contract of what computes passes: the model's own forward, captured graphs, compiled code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from truedraft.views._base import View
 class Runner(ABC):
     """Runs the passes of one model over the slots of the cache that is attached.
 
-    name: how it makes passes, as reports show it.
+    name: how it computes passes, as reports show it.
     batch_invariant: whether the logits of a node have the same bits whatever else is in the pass.
-    cold: whether the last pass took longer than others of its size will, because it was captured first.
+    cold: whether the last pass was slower than later ones of its size, because it was captured first.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Runner(ABC):
 
     @abstractmethod
     def attach(self, cache: Any) -> None:
-        """The cache (`RowCache` or `Seq2SeqCache`) of the passes that follow; None detaches the one before.
+        """Set the cache (`RowCache` or `Seq2SeqCache`) of the following passes; None detaches it.
 
         Raises:
             NotCompilable: there is no such pass over this cache.
@@ -43,7 +43,7 @@ class Runner(ABC):
         """The layers that passes under a view leave out.
 
         Raises:
-            Refused: passes of this model cannot be made under it.
+            Refused: this model cannot run under it.
         """
 
     @abstractmethod
@@ -52,6 +52,6 @@ class Runner(ABC):
         is written is not committed.
 
         Raises:
-            NotCompilable: the pass could not be made; nothing was committed.
+            NotCompilable: the pass cannot be computed this way; nothing was committed.
             Refused: see `skipped`.
         """

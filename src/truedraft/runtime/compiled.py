@@ -1,4 +1,4 @@
-"""A pass on the CPU in one call of compiled code: nodes of all rows together, no padding, no mask, no copies.
+"""The compiled pass on the CPU: nodes of all rows in one call of C code, without padding, masks or copies.
 
 Every node's numbers are computed in an order that depends on its own path alone (native/pass.c), so its logits are the
 same bit for bit whether it is scored alone, in a chain, in a tree, in a batch, or as part of a prompt.
@@ -19,7 +19,7 @@ from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
-from truedraft.runtime.native import Failure, Kind, Op, Pass
+from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.weights import NotCompilable
@@ -27,16 +27,16 @@ from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
-PROMPT = 512  # nodes of prompts in one call
-VARIANTS = 64  # lists of operations that are kept; the one made first goes first
+PROMPT = 512  # most nodes of prompts in one call
+VARIANTS = 64  # most cached lists of operations; the oldest is dropped first
 NO_LAYERS: frozenset[int] = frozenset()
 CPU = torch.device("cpu")
 FAILURES = {
     Failure.TOKEN: "a token outside the vocabulary",
     Failure.PLACE: "a position outside the cache",
-    Failure.NODES: "nodes that refer to slots, places or nodes that there are not",
+    Failure.NODES: "nodes that refer to slots, places or nodes that do not exist",
     Failure.OP: "an operation outside its buffers",
-    Failure.THREADS: "more threads than there can be",
+    Failure.THREADS: "more threads than supported",
 }
 
 
@@ -44,7 +44,7 @@ FAILURES = {
 class Nodes:
     """The nodes of a pass, row after row: one entry per node but for `extra` and `group_from`.
 
-    base: a node sees the first places of its row up to here, and then `extra[extra_from[i]:extra_from[i + 1]]`.
+    base: node i attends to the first `base[i]` positions of its row and to `extra[extra_from[i]:extra_from[i + 1]]`.
     """
 
     token: list[int] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Nodes:
         self._grouped(first, n, start + n)
 
     def add_block(self, slot: int, end: int, n: int) -> None:
-        """`n` positions behind `end` that see all before them, and each other; without token ids."""
+        """`n` positions behind `end` that attend to all before them and to each other; without token ids."""
         first = len(self)
         self.slot += [slot] * n
         self.position += range(end, end + n)
@@ -97,7 +97,7 @@ class Nodes:
         self._grouped(first, n, end + n)
 
     def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """A text of which every token sees every other."""
+        """A text in which every token attends to every other."""
         first, n = len(self), len(tokens)
         self.token += tokens
         self.slot += [slot] * n
@@ -116,7 +116,7 @@ class CompiledPass(Runner):
     """The compiled pass of one model.
 
     Raises:
-        NotCompilable: the compiled pass is not there, or cannot stand in for this model's forward; says why.
+        NotCompilable: the compiled pass is not available, or cannot replace this model's forward; with the reason.
     """
 
     name = "compiled pass"
@@ -133,7 +133,7 @@ class CompiledPass(Runner):
     def _compile(self) -> None:
         self.program: Program = self._compiled()
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
-        self._share = next(op.heads // op.kv_heads for op in self.program.ops if op.kind == Kind.ATTEND)
+        self._share = next(op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -143,25 +143,25 @@ class CompiledPass(Runner):
     def attach(self, cache: RowCache | None) -> None:
         """Point the program at the cache of the passes that follow.
 
-        The model is what it was when the program was made, but for the values of its weights: whoever begins a call
-        sees to that (`DecoderTarget.changed`).
+        The model must not have changed since the program was compiled, except for the values of its weights; the
+        caller checks that (`DecoderTarget.changed`).
 
         Args:
-            cache: None lets go of the one before.
+            cache: None detaches the previous one.
         """
         self.cache: RowCache = cache  # type: ignore[assignment]
         if cache is None:
             return
         p = self.program
         p.refresh()
-        attends = [op for op in p.ops if op.kind == Kind.ATTEND]
+        attends = [op for op in p.ops if op.kind == OpKind.ATTEND]
         for layer, op in zip(cache.layers, attends, strict=True):
             if not layer.is_initialized:
                 layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
                 op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()
-                if op.kind == Kind.PREPARE and p.rotary is not None:
+                if op.kind == OpKind.PREPARE and p.rotary is not None:
                     cos, sin = self._table(p.layer_types[at], cache.cursor.capacity)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
         self._variants: dict[tuple[tuple[int, ...], frozenset[int]], ctypes.Array[Op]] = {}
@@ -178,7 +178,7 @@ class CompiledPass(Runner):
         return self._tables[kind]
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
-        """Read the prompts of new rows, all together, at most PROMPT nodes at a time."""
+        """Read the prompts of new rows together, at most PROMPT nodes per call."""
         cursor = self.cache.cursor
         first = len(cursor.lengths)
         logits: list[Tensor] = []
@@ -211,14 +211,14 @@ class CompiledPass(Runner):
         return Scores(torch.cat(logits)[:, None], hidden, [len(p) - 1 for p in prompts])
 
     def _counted(self, prompt: Prompt) -> list[int] | None:
-        """The positions of a prompt's tokens, where they are not those of their places."""
+        """The positions of a prompt's tokens, where they differ from their indices; else None."""
         return None
 
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.
 
         Raises:
-            Refused: it is not a view of such a decoder.
+            Refused: the view does not fit such a decoder.
         """
         return view.skipped(len(self.program.layer_types))
 
@@ -252,9 +252,9 @@ class CompiledPass(Runner):
         """Run the nodes.
 
         Args:
-            gather: the nodes whose logits are wanted.
-            embeds: (nodes, H) in the place of token ids.
-            hidden: layers whose output is wanted, as in `output_hidden_states`.
+            gather: the nodes whose logits are returned.
+            embeds: (nodes, H) instead of token ids.
+            hidden: layers whose hidden states are returned, numbered as in `output_hidden_states`.
             skipped: layers that do not run.
 
         Returns:
@@ -271,8 +271,8 @@ class CompiledPass(Runner):
         if embedded is not None and embedded.shape != (n, self._hidden):
             raise ValueError(f"embeddings {tuple(embedded.shape)} for {n} nodes of width {self._hidden}")
         room = [*self._room, logits.numel(), *(n * stride for stride in strides[len(self._strides) :])]
-        given = Pass(
-            nodes=n, tail=m, vocabulary=self.program.known, capacity=self.cache.cursor.capacity,
+        given = PassArguments(
+            nodes=n, tail=m, vocabulary=self.program.vocab_size, capacity=self.cache.cursor.capacity,
             token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
             slot=array(nodes.slot), position=array(nodes.position), place=array(nodes.place),
             base=array(nodes.base), extra_from=array(nodes.extra_from), extra=array(nodes.extra or [0]),
@@ -289,14 +289,14 @@ class CompiledPass(Runner):
             raise IndexError(FAILURES[Failure(failure)])
         return logits[:, : self._vocabulary], {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
-    def _complete(self, given: Pass, nodes: Nodes) -> None:
-        """What a pass of another family needs besides."""
+    def _complete(self, given: PassArguments, nodes: Nodes) -> None:
+        """Set further arguments, in subclasses."""
 
     def _stride(self, name: str) -> int:
         return (self.program.widths[name] + 15) // 16 * 16
 
     def _reserve(self, nodes: int) -> None:
-        """Buffers for as many nodes; zeros, because what pads a row must stay zero."""
+        """Allocate buffers for that many nodes; zeros, because padding of a row must stay zero."""
         if nodes <= self._arena:
             return
         self._arena = max(nodes, 2 * self._arena, TOGETHER)
@@ -309,31 +309,31 @@ class CompiledPass(Runner):
         self._room = [s.numel() for s in self._storage]
 
     def _ops(self, hidden: tuple[int, ...], skipped: frozenset[int]) -> ctypes.Array[Op]:
-        """The operations but for those of skipped layers, with a copy of "x" behind each layer that is wanted."""
+        """The operations except those of skipped layers, with a copy of "x" after each layer in `hidden`."""
         if (hidden, skipped) not in self._variants:
             p = self.program
             last = len(p.outputs) - 1
             depths = [index % len(p.outputs) for index in hidden]
-            left_out = {i for layer in skipped for i in p.ops_of(layer)}
-            made: list[Op] = []
+            skipped_ops = {i for layer in skipped for i in p.ops_of(layer)}
+            ops: list[Op] = []
             for i, op in enumerate(p.ops):
-                if i not in left_out:
-                    made.append(op)
-                made += [_copy(p, len(p.widths) + k) for k, d in enumerate(depths) if d < last and p.outputs[d] == i]
+                if i not in skipped_ops:
+                    ops.append(op)
+                ops += [_copy(p, len(p.widths) + k) for k, d in enumerate(depths) if d < last and p.outputs[d] == i]
             for k, depth in enumerate(depths):
-                if depth == last:  # behind the last norm, for all nodes
+                if depth == last:  # after the last norm, for all nodes
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
                     norm.tail, norm.src, norm.dst = 0, list(p.widths).index("x"), len(p.widths) + k
-                    made.append(norm)
+                    ops.append(norm)
             if len(self._variants) == VARIANTS:
                 del self._variants[next(iter(self._variants))]
-            self._variants[hidden, skipped] = (Op * len(made))(*made)
+            self._variants[hidden, skipped] = (Op * len(ops))(*ops)
         return self._variants[hidden, skipped]
 
 
 def _copy(p: Program, to: int) -> Op:
     at = list(p.widths).index("x")
-    return Op(kind=Kind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths["x"])
+    return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths["x"])
 
 
 def array(values: Sequence[int]) -> ctypes.Array[c_int64]:
@@ -341,7 +341,7 @@ def array(values: Sequence[int]) -> ctypes.Array[c_int64]:
 
 
 def prompts_in_parts(lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """Prompts of these lengths cut into calls of at most PROMPT nodes: (prompt, first, last) each."""
+    """Split prompts of these lengths into calls of at most PROMPT nodes: (prompt, start, end) each."""
     calls: list[list[tuple[int, int, int]]] = [[]]
     room = PROMPT
     for i, length in enumerate(lengths):

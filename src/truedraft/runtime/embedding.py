@@ -12,11 +12,11 @@ from truedraft.tree import DraftTree
 
 
 def embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.device) -> Tensor | None:
-    """(rows, width, H) what a model's layers are given of trees, rows padded with copies of their last nodes: the
-    embeddings of their tokens, and those that probes bring along; None where all nodes are tokens.
+    """(rows, width, H) input embeddings of trees: those of tokens, and the vectors of probes that have them; rows are
+    padded with copies of their last nodes. None where all nodes are tokens.
 
     Raises:
-        ValueError: a probe's embedding is no vector of the model's hidden size.
+        ValueError: a probe's embedding is not a vector of the model's hidden size.
     """
     if not any(tree.embeds for tree in trees):
         return None
@@ -27,11 +27,11 @@ def embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.d
 def _embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.device) -> Tensor:
     ids = [[*tree.tokens, *tree.tokens[-1:] * (width - len(tree))] for tree in trees]
     inputs: Tensor = model.get_input_embeddings()(torch.tensor(ids, device=device)).clone()
-    for line, tree in zip(inputs, trees, strict=True):
+    for row, tree in zip(inputs, trees, strict=True):
         for node, vector in tree.embeds.items():
-            if vector.shape != line.shape[1:]:
+            if vector.shape != row.shape[1:]:
                 raise ValueError(
-                    f"the embedding of a probe is {tuple(vector.shape)}, the model's are {line.shape[1]} wide"
+                    f"the embedding of a probe is {tuple(vector.shape)}, the model's are {row.shape[1]} wide"
                 )
-            line[node : node + 1 if node < len(tree) - 1 else width] = vector
+            row[node : node + 1 if node < len(tree) - 1 else width] = vector
     return inputs

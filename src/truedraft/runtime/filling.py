@@ -1,4 +1,4 @@
-"""The compiled pass of a drafter that fills masks (`drafters/heads/gad.py`), over new tokens and masks of all rows."""
+"""The compiled pass of a mask-filling drafter (`drafters/heads/gad.py`), over new tokens and masks of all rows."""
 
 from __future__ import annotations
 

@@ -25,18 +25,19 @@ from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
 
-# Tokens of a prompt from which on the model's own forward is the faster one, where layers are WIDE: in fp32 on Intel's
-# processors, for which torch's products are made, and on others; in bf16 by the processor's units, and without any.
+# Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: in
+# fp32 on Intel processors, for which torch's matrix products are tuned, and on others; in bf16 by the processor's bf16
+# instructions, or without any.
 LONG = {"intel": 256, "other": 8192, "amx_bf16": 32, "avx512_bf16": 80, "widened": 16384}
-WIDE = 768  # hidden size
-ROOM = 4 << 30  # bytes of activations that reading a prompt may take ...
-PART = 2048  # ... and how much of a longer one is read at a time
+WIDE = 768
+ROOM = 4 << 30  # most bytes of activations for a prompt read in one call;
+PART = 2048  # tokens per call of longer prompts
 
 
 class ForwardPass(Runner):
     """The forward of a `transformers` model, called as it is.
 
-    window: how many positions back its sliding layers see, or None.
+    window: positions that its sliding-window layers attend to, or None.
     """
 
     name = "transformers forward"
@@ -103,26 +104,26 @@ class ForwardPass(Runner):
             ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
             return self.forward({"input_ids": ids}, None, positions, taps)
         nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
-        return self.forward_nodes(nodes, cursor.view, taps, embeds)
+        return self.forward_nodes(nodes, cursor.extent, taps, embeds)
 
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
-        """Whether the pass is a single node that sees all of its row."""
+        """Whether the pass is a single node that attends to its whole row."""
         cursor = self.cache.cursor
-        return len(trees) == cursor.width == 1 and (self.window is None or cursor.view <= self.window)
+        return len(trees) == cursor.width == 1 and (self.window is None or cursor.extent <= self.window)
 
-    def forward_nodes(self, nodes: Padded, view: int, taps: Taps, embeds: Tensor | None = None) -> Any:
-        """The model's own output at nodes that see the first `view` places of their rows at most.
+    def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Any:
+        """The model's own output for nodes that attend to at most the first `extent` positions of their rows.
 
-        embeds: (rows, width, H) in the place of the nodes' tokens.
+        embeds: (rows, width, H) instead of the nodes' tokens.
         """
         inputs = {"input_ids": nodes.ids} if embeds is None else {"inputs_embeds": embeds}
-        return self.forward(inputs, self.mask(nodes, view), nodes.positions, taps)
+        return self.forward(inputs, self.mask(nodes, extent), nodes.positions, taps)
 
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.
 
         Raises:
-            Refused: passes of this model cannot be made under it.
+            Refused: this model cannot run under it.
         """
         skipped = view.skipped(len(self.layer_types))
         if self._skippable is None:
@@ -130,7 +131,7 @@ class ForwardPass(Runner):
         return skipped
 
     def _under(self, view: View | None) -> AbstractContextManager[None]:
-        """A block in which `forward` runs under a view; None for the whole model."""
+        """A context in which `forward` runs under a view; None for the whole model."""
         if view is None:
             return nullcontext()
         skipped = self.skipped(view)
@@ -138,7 +139,7 @@ class ForwardPass(Runner):
         return self._skippable.without(skipped)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
-        """The model's own output, over the cache as its cursor stands."""
+        """The model's own output, over the cache at its cursor."""
         return self.model(
             **inputs,
             attention_mask=mask,
@@ -150,15 +151,15 @@ class ForwardPass(Runner):
         )
 
     def hidden_states(self, out: Any) -> Sequence[Tensor]:
-        """Of what `forward` returned, (rows, width, H) by layer: the embeddings first, the last layer's normed."""
+        """The hidden states in an output, (rows, width, H) by layer: the embeddings first, the last layer's normed."""
         return out.hidden_states
 
-    def mask(self, nodes: Padded, view: int) -> Any:
-        """What each node sees of the first `view` places, (rows, 1, width, view), as the model takes it."""
-        seen = nodes.seen(view)
+    def mask(self, nodes: Padded, extent: int) -> Any:
+        """The model's attention mask of the nodes over the first `extent` positions, (rows, 1, width, extent)."""
+        seen = nodes.seen(extent)
         if self.window is None:
             return self._attention_mask(seen)
-        near = seen if view <= self.window else seen & nodes.near(view, self.window)
+        near = seen if extent <= self.window else seen & nodes.near(extent, self.window)
         if "full_attention" in self.layer_types:
             return {"full_attention": self._attention_mask(seen), "sliding_attention": self._attention_mask(near)}
         return self._attention_mask(near)
@@ -173,26 +174,26 @@ class ForwardPass(Runner):
 
 
 def long_prompt(dtype: torch.dtype, width: int) -> int:
-    """Tokens from which on a model's own forward reads a prompt faster than compiled passes, on this processor.
+    """Least tokens of a prompt that a model's own forward reads faster than compiled passes, on this processor.
 
-    By its maker and instructions, not by timing: so a prompt is read the same way, and has the same bits, in every
-    call.
+    Chosen by the processor's vendor and instructions, not by timing, so that a prompt is read the same way, and has
+    the same bits, in every call.
 
     width: hidden size.
     """
-    known = _processor()
-    if dtype != torch.bfloat16 and "GenuineIntel" not in known:  # attention grows faster there than elsewhere
+    features = _processor()
+    if dtype != torch.bfloat16 and "GenuineIntel" not in features:  # attention grows faster there than elsewhere
         return round(LONG["other"] * min(width / WIDE, 1.0))
     if dtype != torch.bfloat16:
         kind = "intel"
     else:
-        kind = next((units for units in ("amx_bf16", "avx512_bf16") if units in known), "widened")
-    return round(LONG[kind] * max(WIDE / width, 1.0))  # calls of small layers take their time, whatever their size
+        kind = next((units for units in ("amx_bf16", "avx512_bf16") if units in features), "widened")
+    return round(LONG[kind] * max(WIDE / width, 1.0))  # calls of small layers have a fixed cost
 
 
 @cache
 def _processor() -> frozenset[str]:
-    """Its maker and what it can do, as Linux names them; empty where it says nothing."""
+    """The processor's vendor and flags in /proc/cpuinfo; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -205,16 +206,16 @@ def _processor() -> frozenset[str]:
 class PromptPass(ForwardPass):
     """The model's own forward for the prompts of a target whose other passes are compiled.
 
-    A prompt is read alone, so that neither its keys and values nor its scores depend on its neighbours; in one call, or
-    in parts of PART positions where its activations would take more than ROOM bytes, which depends on its length and
-    the model's sizes alone.
+    Each prompt is read alone, so that its keys, values and logits do not depend on other rows; in one call, or in parts
+    of PART positions where its activations would need more than ROOM bytes, which depends only on its length and the
+    model's sizes.
     """
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         scores = joined([self._read([prompt], self._most(len(prompt)), taps) for prompt in prompts])
         hidden = {layer: [state.float() for state in states] for layer, states in scores.hidden.items()}
-        return Scores(scores.logits.float(), hidden, scores.context)  # as compiled passes give them
+        return Scores(scores.logits.float(), hidden, scores.context)  # as compiled passes return them
 
     def _most(self, length: int) -> int:
         """Positions of a prompt of this length that are read in one call."""
@@ -229,10 +230,10 @@ class PromptPass(ForwardPass):
 
 
 class LinearsPass(ForwardPass):
-    """The model's own forward with its linear layers by compiled code.
+    """The model's own forward with its linear layers computed by compiled code.
 
     Raises:
-        NotCompilable: there is no compiled code here, or no layer that it would compute.
+        NotCompilable: there is no compiled code here, or it supports none of the layers.
     """
 
     name = "transformers forward with compiled linear layers"

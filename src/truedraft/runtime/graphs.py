@@ -1,7 +1,7 @@
 """A pass on a GPU, replayed from a captured CUDA graph: the model's own forward without its hundreds of launches.
 
-A graph does the same work on the same memory each time it is replayed, so whatever changes between passes (tokens,
-positions, masks, where the KV goes) is read from static buffers, and sizes come in buckets, one graph per combination.
+A graph does the same work on the same memory at every replay, so whatever changes between passes (tokens, positions,
+masks, indices into the cache) is read from static buffers, and sizes are rounded up to buckets, one graph for each.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
 
-VIEW = 256  # positions that a pass reads at least, where the cache has as many
-KEPT = 32  # graphs at most; the one replayed longest ago goes first
+EXTENT = 256  # least positions of a row that a pass reads, where the cache has as many
+KEPT = 32  # most graphs; the least recently replayed is dropped first
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[], Outputs]
 
 
 class CudaGraph:
-    """A function over static buffers, captured; a call replays it and returns the same tensors, filled anew.
+    """A captured function over static buffers; a call replays it and returns the same tensors with new values.
 
-    run: launches work on the current device, whichever values its buffers hold.
-    beside: a graph to share memory with, whose results are not needed any more when this one is replayed.
+    run: launches the same work on the current device for all values of its buffers.
+    beside: a graph to share memory with, whose results are no longer needed when this one is replayed.
 
     Raises:
-        RuntimeError: the function waits for the device, or does something else that a graph cannot hold.
+        RuntimeError: the function waits for the device, or does something else that cannot be captured.
     """
 
     def __init__(self, run: Run, beside: CudaGraph | None):
         side, main = torch.cuda.Stream(), torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            run()  # libraries allocate what they need
+            run()  # lets libraries allocate their workspaces
             with _waiting_forbidden():  # a capture that fails halfway would leave torch's generator unusable
                 run()
         main.wait_stream(side)
@@ -77,10 +77,10 @@ class CudaGraphs:
 
 @contextmanager
 def _waiting_forbidden() -> Iterator[None]:
-    """Whatever would make the host wait for the device raises RuntimeError instead."""
+    """Within the block, a synchronisation of host and device raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it does not notice everything
+        warnings.simplefilter("ignore")  # torch warns that it does not detect every case
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -93,7 +93,7 @@ class Captured:
     """A pass of one size.
 
     inputs, embeds: the static buffers that it reads; embeddings where some of its nodes are no tokens.
-    run: makes it; the logits, then hidden states.
+    run: replays it; returns the logits, then hidden states.
     """
 
     inputs: Padded
@@ -102,14 +102,14 @@ class Captured:
 
 
 class GraphPass(Runner):
-    """The forward of a `transformers` model on a GPU, captured once per size and replayed; prompts are read plainly.
+    """The forward of a `transformers` model on a GPU, captured once per size and replayed; prompts are not captured.
 
     Args:
-        stock: makes the passes that are captured.
-        capture: function over static buffers -> what replays it.
+        stock: computes the passes that are captured.
+        capture: function over static buffers -> function that replays it.
 
     Raises:
-        NotCompilable: modules do more than their forward, which a replay would leave out.
+        NotCompilable: modules have hooks or replaced forwards, which a replay would leave out.
     """
 
     name = "captured CUDA graphs"
@@ -117,30 +117,30 @@ class GraphPass(Runner):
     def __init__(self, stock: ForwardPass, capture: Callable[[Run], Run]):
         self.stock, self._capture = stock, capture
         self._captured: OrderedDict[tuple[int, int, int, tuple[int, ...], bool], Captured] = OrderedDict()
-        self._over: RowCache | None = None  # the cache that graphs were captured over
+        self._captured_cache: RowCache | None = None  # the cache that graphs were captured over
         if names := hooked(stock.model):
             raise NotCompilable(
                 f"hooks or replaced forwards would not be run in a captured graph ({', '.join(names[:3])})"
             )
 
     def kept(self, rows: int, capacity: int) -> RowCache | None:
-        """The cache that graphs were captured over, empty, where it is idle and has the room; else both are let go."""
-        cache = self._over
+        """The cache that graphs were captured over, emptied, if idle and large enough; otherwise both are dropped."""
+        cache = self._captured_cache
         if cache is None or self.stock.cache is cache:
             return None
         if cache.cursor.slots >= rows and cache.cursor.capacity >= capacity:
             cache.clear()
             return cache
         self._captured.clear()
-        self._over = None
+        self._captured_cache = None
         return None
 
     def attach(self, cache: RowCache | None) -> None:
-        """The cache of the passes that follow; None keeps the graphs of the one before, should it come back."""
+        """Set the cache of the following passes; None keeps the graphs, in case the cache is attached again."""
         self.stock.attach(cache)
-        if cache is not None and cache is not self._over:
+        if cache is not None and cache is not self._captured_cache:
             self._captured.clear()
-            self._over = cache
+            self._captured_cache = cache
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows by plain forwards."""
@@ -163,24 +163,24 @@ class GraphPass(Runner):
         cursor, width = self.stock.cache.cursor, max(map(len, trees))
         rows = bucket(len(trees), cursor.slots)
         ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]
-        reads = bucket(max(VIEW, *ends), cursor.capacity)
-        idle = rows - len(trees)  # free slots score a lone token
+        reads = bucket(max(EXTENT, *ends), cursor.capacity)
+        idle = rows - len(trees)  # free slots score a dummy token
         padded = [*trees, *[DraftTree.chain(0)] * idle]
         nodes = Padded.of(padded, cursor.lengths + [0] * idle, bucket(width), self.stock.device)
         embeds = embedded(self.stock.model, padded, bucket(width), self.stock.device)
         logits, *states = self._replayed(nodes, embeds, reads, taps)
-        # the next pass fills these tensors anew
+        # the next pass overwrites these tensors
         hidden = {
             layer: [h[: len(t)] for h, t in zip(state.clone(), trees, strict=False)]
             for layer, state in zip(taps.hidden, states, strict=True)
         }
         return Scores(logits[: len(trees), :width].clone(), hidden, [0] * len(trees))
 
-    def _replayed(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Outputs:
-        key = (*nodes.ids.shape, view, taps.hidden, embeds is not None)
+    def _replayed(self, nodes: Padded, embeds: Tensor | None, extent: int, taps: Taps) -> Outputs:
+        key = (*nodes.ids.shape, extent, taps.hidden, embeds is not None)
         self.cold = key not in self._captured
         if self.cold:
-            self._captured[key] = self._made(nodes, embeds, view, taps)
+            self._captured[key] = self._capture_pass(nodes, embeds, extent, taps)
             if len(self._captured) > KEPT:
                 self._captured.popitem(last=False)
         self._captured.move_to_end(key)
@@ -190,12 +190,12 @@ class GraphPass(Runner):
             captured.embeds.copy_(embeds)
         return captured.run()
 
-    def _made(self, nodes: Padded, embeds: Tensor | None, view: int, taps: Taps) -> Captured:
+    def _capture_pass(self, nodes: Padded, embeds: Tensor | None, extent: int, taps: Taps) -> Captured:
         inputs = nodes.to(self.stock.device)
 
         def run() -> Outputs:
-            self.stock.cache.cursor.replayed(inputs.places, view)
-            out = self.stock.forward_nodes(inputs, view, taps, embeds)
+            self.stock.cache.cursor.replayed(inputs.places, extent)
+            out = self.stock.forward_nodes(inputs, extent, taps, embeds)
             return (out.logits, *(self.stock.hidden_states(out)[layer] for layer in taps.hidden))
 
         try:
@@ -206,6 +206,6 @@ class GraphPass(Runner):
 
 
 def bucket(n: int, limit: int | None = None) -> int:
-    """The power of two that is at least n, or the limit where that is smaller."""
+    """The smallest power of two that is at least n, or the limit if that is smaller."""
     size = 1 << (n - 1).bit_length()
     return size if limit is None else min(size, limit)

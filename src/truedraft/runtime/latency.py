@@ -1,4 +1,4 @@
-"""Measuring what passes cost, a share of each call's work at a time, and keeping it for this model and machine."""
+"""Latency profiles: the time of a pass by its width, measured within a share of each call's time, and kept on disk."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from truedraft.files import write_whole
 from truedraft.runtime.curve import TYPICAL, WIDTHS, Curve, Knot
 from truedraft.tree import DraftTree, Prompt, Scores
 
-OPENING = 1.0  # plain passes that a cache and its first token take, before any pass was timed
-SHARE = 0.02  # of the plain passes that a call may make, for measuring
-ROUNDS = 8  # over all widths, at most
+OPENING = 1.0  # assumed cost of allocating a cache and reading its first token, in plain passes
+SHARE = 0.02  # of a call's plain passes, for measuring
+ROUNDS = 8  # most rounds over all widths
 SECONDS = 1.5  # of measuring in all, after which no further round begins
-ENOUGH = 3  # rounds that are made however long they take
-DOUBTED = 2.0  # times the typical, beyond which fewer passes of a width are not taken for what it takes
-BANDWIDTH = 2e10  # bytes a second at which weights are taken to be read, before any pass was seen
+ENOUGH = 3  # least rounds, however long they take
+DOUBTED = 2.0  # times the typical cost, to which the estimate from fewer than ENOUGH passes is limited
+BANDWIDTH = 2e10  # assumed bytes per second of reading weights, before any pass was observed
 VERSION = 4
 
 
 class Timed(NamedTuple):
-    """The passes of one width that were timed: other work only adds time, so the least counts."""
+    """Timed passes of one width; seconds is their minimum, since other work only adds time."""
 
     seconds: float = math.inf
     passes: int = 0
 
 
 class Timeable(Protocol):
-    """A target as far as its passes are timed; what each member is, `targets/_base.py` says."""
+    """The members of a target that timing uses; see `targets/_base.py`."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -62,9 +62,9 @@ class Timeable(Protocol):
 
 
 class LatencyProfile:
-    """The times of one target's passes, taken in rounds over all widths.
+    """The times of one target's passes, measured in rounds over all widths.
 
-    kept: the curve that earlier processes kept on disk; None where there is none.
+    kept: the curve that earlier processes stored on disk; None where there is none.
     complete: whether nothing is left to measure.
     """
 
@@ -74,36 +74,36 @@ class LatencyProfile:
         self._widths = tuple(w for w in WIDTHS if w <= max(limit // 2, 1))
         self._spent = 0.0  # seconds of measuring
         self._opening = OPENING
-        self._steps = 0  # tokens of calls for which nothing was measured yet
+        self._steps = 0  # tokens of calls since the last measurement
         self._path = _path(target)
         self._times = dict.fromkeys(self._widths, Timed()) | stored(self._path, self._widths)
         self.kept = self._measured(None)
 
-    def guess(self) -> Curve:
-        """What to expect before the first pass: that it takes as long as reading the weights."""
+    def initial(self) -> Curve:
+        """An estimate before the first pass: the time to read the weights."""
         return Curve.typical(1, self._target.weight_bytes / BANDWIDTH)
 
-    def go_on(self, steps: int, curve: Curve | None) -> Curve | None:
-        """Measure for a share of the time that plain decoding of `steps` tokens takes, and of those of the calls before
-        for which nothing was measured yet: they may all be short.
+    def measure(self, steps: int, curve: Curve | None) -> Curve | None:
+        """Measure within a share of the time of plain decoding of `steps` tokens, and of the calls since the last
+        measurement: single calls may be too short.
 
-        curve: what is known already; None where nothing is. Returned with the times of this turn, if there are any.
+        curve: the current estimate, or None. Returned with this turn's measurements, if there are any.
         """
-        measured, begun = False, time.perf_counter()
+        measured, started = False, time.perf_counter()
         self._steps += steps
         if self._next(SHARE * self._steps - self._opening) is None:
             return curve
         due, self._steps = self._steps, 0
         try:
             with self._target.temporary_cache(1, 1 + self._widths[-1]):
-                for width, seconds in self._timed(begun, due):
+                for width, seconds in self._timed(started, due):
                     least, passes = self._times[width]
                     self._times[width] = Timed(min(seconds, least), passes + 1)
                     measured = True
-        except NoRoom:  # beside the cache of the call
+        except NoRoom:  # for a second cache beside the call's
             return curve
         finally:
-            self._spent += time.perf_counter() - begun
+            self._spent += time.perf_counter() - started
         if not measured:
             return curve
         self._keep()
@@ -115,13 +115,13 @@ class LatencyProfile:
         return least >= ROUNDS or (self._spent > SECONDS and least >= ENOUGH)
 
     def _next(self, room: float) -> int | None:
-        """The width whose turn it is, of those that take no more than `room` plain passes; None where there is none."""
+        """The width to measure next, of those that cost at most `room` plain passes; None where there is none."""
         most = 0 if self.complete else ROUNDS
         due = [w for w, (_, passes) in self._times.items() if passes < most and self._expected(w) <= room]
         return min(due, key=lambda width: self._times[width].passes, default=None)
 
     def _expected(self, width: int) -> float:
-        """Plain passes that one of a width takes."""
+        """Estimated cost of a pass of a width, in plain passes."""
         typical, (_, passes) = TYPICAL[WIDTHS.index(width)], self._times[width]
         if not passes or not self._times[1].passes:
             return typical
@@ -130,7 +130,7 @@ class LatencyProfile:
 
     @property
     def _least(self) -> dict[int, float]:
-        """Seconds of the widths that were timed: none takes longer than a wider one, whatever was in its way."""
+        """Seconds of the timed widths, made non-decreasing: a pass is no slower than a wider one."""
         least, found = math.inf, {}
         for width, (seconds, passes) in reversed(self._times.items()):
             least = min(least, seconds)
@@ -139,7 +139,7 @@ class LatencyProfile:
         return found
 
     def _measured(self, curve: Curve | None) -> Curve | None:
-        """A curve with the times measured so far in the place of what it says there; None where there are none."""
+        """`curve` with the measured times at their widths; `curve` itself where nothing was measured."""
         times = self._least
         if not times:
             return curve
@@ -148,16 +148,16 @@ class LatencyProfile:
         bounds = min(curve.bounds[0], *times.values()), max(curve.bounds[1], *times.values())
         return Curve.of([knots[width] for width in sorted(knots)], bounds)
 
-    def _timed(self, begun: float, steps: int) -> Iterator[tuple[int, float]]:
-        """Widths and seconds of passes, as long as the next is expected to end in time."""
+    def _timed(self, started: float, steps: int) -> Iterator[tuple[int, float]]:
+        """Widths and seconds of passes, as long as the next is expected to fit in the share."""
         target = self._target
         target.prefill([target.prompt(torch.zeros(1, dtype=torch.long, device=target.device))])
         target.wait()
-        first = time.perf_counter() - begun
+        first = time.perf_counter() - started
         while True:
             plain = min(first, self._times[1].seconds)
             self._opening = first / plain
-            width = self._next(SHARE * steps - (time.perf_counter() - begun) / plain)
+            width = self._next(SHARE * steps - (time.perf_counter() - started) / plain)
             if width is None:
                 return
             yield width, self._pass(width)
@@ -168,11 +168,11 @@ class LatencyProfile:
             start = time.perf_counter()
             target.score([tree])
             target.wait()
-            if not target.cold:  # sizes are captured when they first come up
+            if not target.cold:  # the first pass of a size is captured
                 return time.perf_counter() - start
 
     def _keep(self) -> None:
-        """On disk, for later processes; a folder that cannot be written costs them a measurement each."""
+        """Store the times on disk for later processes; a folder that cannot be written is ignored."""
         times = {width: timed for width, timed in self._times.items() if timed.passes}
         payload = {"times": times, "model": self._target.cost_key[0]}
         if self._path is not None:
@@ -186,7 +186,7 @@ def of(target: Timeable) -> LatencyProfile:
 
 
 def stored(path: Path | None, widths: tuple[int, ...]) -> dict[int, Timed]:
-    """The passes of these widths that a file says were timed; none where there is no file, or anything else in it."""
+    """The timed passes in a file; empty where there is none, it is invalid, or has other widths."""
     if path is None:
         return {}
     try:
@@ -199,7 +199,7 @@ def stored(path: Path | None, widths: tuple[int, ...]) -> dict[int, Timed]:
 
 
 def _path(target: Timeable) -> Path | None:
-    """Where the curve of a target is kept; None where there is no home."""
+    """The file of a target's curve; None where there is no home directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = Path(root) if root else Path.home() / ".cache"

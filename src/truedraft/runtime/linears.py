@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.runtime import native
-from truedraft.runtime.native import Kind, Op
+from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.overrides import Override, overridden
 from truedraft.runtime.weights import NotCompilable, Weight, fields, linear_weight, padded
 
@@ -56,7 +56,7 @@ def _compiled(library: Any, module: nn.Linear) -> Any:
     if dtype not in (torch.float32, torch.bfloat16) or inner % 16 or out * inner < SMALLEST:
         return None
     kept, given = fields(weight, padded)
-    op = Op(kind=Kind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
+    op = Op(kind=OpKind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
     return partial(_product, library.truedraft_linear, module, op, weight, kept)
 
 

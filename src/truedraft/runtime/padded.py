@@ -1,4 +1,4 @@
-"""The trees of a pass as rows of one width, all in one buffer: one copy takes them to the device."""
+"""The trees of a pass as padded tensors, all in one buffer, so that one copy moves them to the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from truedraft.tree import DraftTree
 
 
 class Padded:
-    """Nodes of a pass, padded to one width with copies of each row's last node, which then change nothing.
+    """Nodes of a pass, padded to one width with copies of each row's last node, which have no effect.
 
     Attributes:
-        ids, positions, places: (rows, width) int64: token ids, positions, and where in its row the KV of a node goes.
+        ids, positions, places: (rows, width) int64: token ids, positions, and the index in its row where a node's KV
+            is written.
         lengths: (rows,) int64 committed positions.
         ancestors: (rows, width, width) bool: [b, i, j] where j is i or an ancestor of i.
-        buffer: (bytes,) what all of these are views of.
+        buffer: (bytes,) the memory of all of these.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device | str = "cpu", pinned: bool = False):
@@ -31,7 +32,7 @@ class Padded:
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree], lengths: Sequence[int], width: int, device: torch.device) -> Padded:
-        """Trees behind `lengths` committed positions, in host memory, from where a device takes it fast."""
+        """Trees behind `lengths` committed positions, in host memory, pinned where the device is a GPU."""
         made = cls(len(trees), width, pinned=device.type == "cuda")
         ids: list[int] = []
         positions: list[int] = []
@@ -57,29 +58,29 @@ class Padded:
         return moved
 
     def load(self, other: Padded) -> None:
-        """Take over what another of the same shape holds; from pinned memory, without waiting for the device."""
+        """Copy the contents of another of the same shape; from pinned memory, without waiting for the device."""
         self.buffer.copy_(other.buffer, non_blocking=True)
 
-    def seen(self, view: int) -> Tensor:
-        """What each node sees of its row: all that is committed, and its ancestors; (rows, width, view) bool."""
-        offset = self._offset(view)
-        # where offset is negative, a place is committed, and seen by all as the root is
+    def seen(self, extent: int) -> Tensor:
+        """What each node attends to: all committed positions and its ancestors; (rows, width, extent) bool."""
+        offset = self._offset(extent)
+        # negative offsets are committed positions, visible to all nodes as the root is
         nearest = self._node(offset)[:, None].expand(-1, self.ids.shape[1], -1)
         return self.ancestors.gather(2, nearest) & (offset < self.ids.shape[1])[:, None]
 
-    def near(self, view: int, window: int) -> Tensor:
-        """The places less than `window` positions behind each node; (rows, width, view) bool."""
-        return self.positions[:, :, None] - self.placed(view)[:, None] < window
+    def near(self, extent: int, window: int) -> Tensor:
+        """The indices less than `window` positions behind each node; (rows, width, extent) bool."""
+        return self.positions[:, :, None] - self.placed(extent)[:, None] < window
 
-    def placed(self, view: int) -> Tensor:
-        """The position of what lies at each of the first `view` places; (rows, view)."""
-        offset = self._offset(view)
-        place = torch.arange(view, device=offset.device)
+    def placed(self, extent: int) -> Tensor:
+        """The position of the entry at each of the first `extent` indices of a row; (rows, extent)."""
+        offset = self._offset(extent)
+        place = torch.arange(extent, device=offset.device)
         return torch.where(offset < 0, place, self.positions.gather(1, self._node(offset)))
 
-    def _offset(self, view: int) -> Tensor:
-        """How far each place lies behind the first that a pass may write; (rows, view)."""
-        return torch.arange(view, device=self.lengths.device) - self.lengths[:, None]
+    def _offset(self, extent: int) -> Tensor:
+        """Each index minus the first that the pass writes; (rows, extent)."""
+        return torch.arange(extent, device=self.lengths.device) - self.lengths[:, None]
 
     def _node(self, offset: Tensor) -> Tensor:
         return offset.clamp(0, self.ids.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Positions of their own for the nodes of a tree, in decoders that count positions by place in the cache."""
+"""Substitutes the positions of a tree's nodes in decoders that derive positions from indices in the cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from truedraft.runtime.overrides import Override, overridden
 
 
 class Positions:
-    """For the length of a pass, a decoder looks up positions that it is told; otherwise it is as it was.
+    """Within a block, a decoder uses given positions; outside of it, it is unchanged.
 
-    Known are a table of positions (`embed_positions`: BART, Marian, Pegasus, M2M100, Whisper) and biases by distance
-    (`compute_bias`: T5 and its kin).
+    Supported are tables of positions (`embed_positions`: BART, Marian, Pegasus, M2M100, Whisper) and biases by distance
+    (`compute_bias`: T5 and models derived from it).
 
     Raises:
         Refused: it has neither.
@@ -39,22 +39,22 @@ class Positions:
             )
 
     def refresh(self, count: int, device: torch.device) -> None:
-        """Read the first `count` entries of the table, as the decoder itself looks them up."""
+        """Read the first `count` entries of the table through the decoder's own lookup."""
         if (table := self.table(count, device)) is not None:
             self._table, self._blank = table
 
     def table(self, count: int, device: torch.device) -> tuple[Tensor, Tensor | None] | None:
-        """The first `count` positions, (count, H), and what padding has in their place, (1, H), if it is other than
-        they; None where there is no table."""
+        """The embeddings of the first `count` positions, (count, H), and that of padding, (1, H), if it differs from
+        the first; None where there is no table."""
         if self.embedding is None:
             return None
         if isinstance(self.embedding, nn.Embedding):
             count = min(count, _size(self.embedding))
-        known, blank = self._looked_up(count, self.pad + 1, device), self._looked_up(1, self.pad, device)
-        return known, None if torch.equal(blank, known[:1]) else blank  # M2M100: padding has none
+        rows, blank = self._looked_up(count, self.pad + 1, device), self._looked_up(1, self.pad, device)
+        return rows, None if torch.equal(blank, rows[:1]) else blank  # M2M100: zeros for padding
 
     def counted(self, ids: Tensor) -> Tensor:
-        """The positions of the tokens of whole texts, (rows, length): of some models padding counts for none."""
+        """The positions of the tokens of whole texts, (rows, length); some models do not count padding."""
         if self.embedding is not None and self.table(1, ids.device)[1] is not None:  # type: ignore[index]
             return ((ids != self.pad).cumsum(1) - 1).clamp_min(0)
         return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -62,12 +62,12 @@ class Positions:
     def _looked_up(self, count: int, token: int, device: torch.device) -> Tensor:
         assert self.embedding is not None
         ids = torch.full((1, count), token, device=device)
-        _, takes, *_ = inspect.signature(type(self.embedding).forward).parameters
-        return self.embedding(ids.shape if takes == "input_ids_shape" else ids).reshape(count, -1)
+        _, argument, *_ = inspect.signature(type(self.embedding).forward).parameters
+        return self.embedding(ids.shape if argument == "input_ids_shape" else ids).reshape(count, -1)
 
     @contextmanager
     def at(self, ids: Tensor, positions: Tensor, places: Tensor) -> Iterator[None]:
-        """A pass over nodes `ids` at `positions`, (rows, width), that sees cached places at `places`, (rows, view)."""
+        """A pass over nodes `ids` at `positions`, (rows, width), and cached positions `places`, (rows, extent)."""
         overrides: list[Override] = []
         if self.embedding is not None:
             here = self._table[positions]
@@ -82,7 +82,7 @@ class Positions:
 
 
 def table_size(stack: Any) -> int | None:
-    """Positions that an encoder or a decoder has a table for; None where it counts distances, or grows the table."""
+    """Size of an encoder's or a decoder's table of positions; None where it uses distances, or grows the table."""
     table = getattr(stack, "embed_positions", None)
     return _size(table) if isinstance(table, nn.Embedding) else None
 
@@ -92,18 +92,19 @@ def _size(table: nn.Embedding) -> int:
 
 
 def by_distance(module: Any, first: int, last: int) -> Tensor:
-    """Biases for seeing what stands `first` to `last` - 1 positions back, (heads, last - first), fp32."""
+    """Biases of attending `first` to `last` - 1 positions back, (heads, last - first), fp32."""
     back = torch.arange(first, last, device=module.relative_attention_bias.weight.device)
     return _biases(module, -back).float().T.contiguous()
 
 
 def _biases(module: Any, distance: Tensor) -> Tensor:
-    """Biases of distances from a node to what it sees, (..., heads)."""
-    known = {
+    """Biases of the distances between nodes and what they attend to, (..., heads)."""
+    options = {
         "bidirectional": not module.is_decoder,
         "num_buckets": module.relative_attention_num_buckets,
         "max_distance": module.relative_attention_max_distance,
     }
-    takes = inspect.signature(module._relative_position_bucket).parameters  # not all kin of T5 take them
-    bucket = module._relative_position_bucket(distance, **{name: known[name] for name in known if name in takes})
+    accepted = inspect.signature(module._relative_position_bucket).parameters  # not all variants of T5 have all of them
+    given = {name: value for name, value in options.items() if name in accepted}
+    bucket = module._relative_position_bucket(distance, **given)
     return module.relative_attention_bias(bucket)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.runtime.native import Kind, Op
+from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.weights import NotCompilable, Weight, fields, linear_weight, padded, plain
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
@@ -40,13 +40,13 @@ class Program:
     )  # with relative position biases; the attention that has them
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # the module that computes cosines and sines, if any
-    known: int = 0  # rows of the embedding
+    vocab_size: int = 0  # rows of the embedding
     activations: set[str] = field(default_factory=set)  # of its feed-forwards, by their names in configurations
     positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # source, copy, offset added
 
-    def op(self, kind: Kind, layer: int = -1, wait: bool = True, **fields: Any) -> Op:
+    def op(self, kind: OpKind, layer: int = -1, wait: bool = True, **fields: Any) -> Op:
         for name in ("src", "other", "dst"):
             if name in fields:
                 fields[name] = list(self.widths).index(fields[name])
@@ -121,13 +121,13 @@ class Program:
     ) -> None:
         """dst = layer(src), or dst += layer(src) with `add`; `rows` selects a part of a fused weight."""
         self.op(
-            Kind.LINEAR, src=src, dst=dst, **self.read(self.weight(layer, rows)), mode=add, wait=wait, scale=scale
+            OpKind.LINEAR, src=src, dst=dst, **self.read(self.weight(layer, rows)), mode=add, wait=wait, scale=scale
         )  # fmt: skip
 
     def rms_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0, once: bool = False) -> None:
         weight = norm.weight
         self.op(
-            Kind.RMS_NORM, src=src, dst=dst, inner=len(weight), weight=self.small(weight, offset),
+            OpKind.RMS_NORM, src=src, dst=dst, inner=len(weight), weight=self.small(weight, offset),
             eps=_eps(norm), mode=once or offset != 0.0,
         )  # fmt: skip
 
@@ -135,15 +135,15 @@ class Program:
         if norm.weight is None:
             raise NotCompilable("its layer norms have no weights")
         self.op(
-            Kind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight),
+            OpKind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight),
             bias=self.small(getattr(norm, "bias", None)), eps=_eps(norm),
         )  # fmt: skip
 
     def add(self, one: str, other: str, dst: str) -> None:
-        self.op(Kind.ADD, src=one, other=other, dst=dst, inner=self.widths[dst])
+        self.op(OpKind.ADD, src=one, other=other, dst=dst, inner=self.widths[dst])
 
     def copy(self, src: str, dst: str, scale: float = 1.0) -> None:
-        self.op(Kind.SCALE, src=src, dst=dst, inner=self.widths[dst], scale=scale)
+        self.op(OpKind.SCALE, src=src, dst=dst, inner=self.widths[dst], scale=scale)
 
     def qkv(self, src: str, attention: Any, config: Any) -> None:
         q, kv = config.num_attention_heads * attention.head_dim, kv_heads(config) * attention.head_dim
@@ -179,11 +179,11 @@ class Program:
             q_norm, k_norm = (self.small(norm.weight, per_head) for norm in (attention.q_norm, attention.k_norm))
             norms = dict(q_norm=q_norm, k_norm=k_norm, eps=_eps(attention.q_norm), norm_once=per_head != 0.0)
         self.op(
-            Kind.PREPARE, index, src=fused or "q", other=fused or "k", dst=fused or "v", mode=once,
+            OpKind.PREPARE, index, src=fused or "q", other=fused or "k", dst=fused or "v", mode=once,
             k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **shared, **norms,
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
-        self.op(Kind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, **shared)
+        self.op(OpKind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, **shared)
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""
@@ -192,7 +192,7 @@ class Program:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
         count = config.num_attention_heads
         added = self.op(
-            Kind.CROSS, src="q", dst="a", scale=attention.scaling, heads=count, kv_heads=count, head=head, step=head
+            OpKind.CROSS, src="q", dst="a", scale=attention.scaling, heads=count, kv_heads=count, head=head, step=head
         )  # fmt: skip
         self.crosses.append((added, keys, values))
 
@@ -207,7 +207,7 @@ class Program:
             raise NotCompilable("the weights of one feed-forward have two layouts")
         second = self.read(up)
         self.op(
-            Kind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
+            OpKind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
             other_bias=second["bias"], mode=self._activation(activation),
         )  # fmt: skip
 
@@ -249,33 +249,33 @@ class Program:
         )
         shared = getattr(mlp, "shared_expert", None)
         to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
-        self.op(Kind.LINEAR, src="h", dst="router", **router, wait=shared is None)
+        self.op(OpKind.LINEAR, src="h", dst="router", **router, wait=shared is None)
         if shared is not None:
             self.linear("h", "shared", mlp.shared_expert_gate, wait=False)
             self.gated("h", shared, activation)
-            self.op(Kind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
+            self.op(OpKind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
         self.op(
-            Kind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
+            OpKind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
             narrow=self.narrow and not exact, **to,
         )  # fmt: skip
-        self.op(Kind.PLAN, **to)
-        self.op(Kind.DEAL, src="h", dst="dealt", inner=hidden, **to)
+        self.op(OpKind.PLAN, **to)
+        self.op(OpKind.DEAL, src="h", dst="dealt", inner=hidden, **to)
         self.op(
-            Kind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=self._activation(activation),
+            OpKind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=self._activation(activation),
             apart=2 * inner, **to,
         )  # fmt: skip
         if shared is not None:
             self.linear("g", "h", shared.down_proj, wait=False)
-        self.op(Kind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
-        self.op(Kind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=exact, **to)
+        self.op(OpKind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
+        self.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=exact, **to)
         if shared is not None:
-            self.op(Kind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
+            self.op(OpKind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
             self.add("t", "h", "t")
 
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden activations of a feed-forward without a gate, in "g"."""
         self.linear(src, "g", layer)
-        self.op(Kind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=self._activation(activation))
+        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=self._activation(activation))
 
     def begin(
         self, model: Any, inner: int, scale: float = 1.0, given_too: bool = False, attention: Any = None,
@@ -314,9 +314,9 @@ class Program:
             raise NotCompilable("its embeddings are normalised at lookup")
         table = plain(embedding.weight, self.dtype)
         self.kept.append(table)
-        self.known = len(table)
+        self.vocab_size = len(table)
         self.op(
-            Kind.EMBED, dst="x", weight=table.data_ptr(), inner=table.shape[1], scale=scale, mode=given_too, blank=-1
+            OpKind.EMBED, dst="x", weight=table.data_ptr(), inner=table.shape[1], scale=scale, mode=given_too, blank=-1
         )  # fmt: skip
         self.outputs.append(len(self.ops) - 1)
 
@@ -330,16 +330,16 @@ class Program:
     ) -> None:  # fmt: skip
         """The final norm, from one buffer to another, and the output head, on the gathered nodes."""
         self.head_from = len(self.ops)
-        self.op(Kind.GATHER, src="x", dst="t", inner=model.config.hidden_size)
+        self.op(OpKind.GATHER, src="x", dst="t", inner=model.config.hidden_size)
         norm("t", "t")
         head = self.weight(model.get_output_embeddings())
         if (bias := getattr(model, "final_logits_bias", None)) is not None:
             head = replace(head, bias=bias[0])
-        self.op(Kind.LINEAR, src="t", dst="logits", **self.read(head))
+        self.op(OpKind.LINEAR, src="t", dst="logits", **self.read(head))
         if scale != 1.0:
-            self.op(Kind.SCALE, src="logits", dst="logits", inner=self.widths["logits"], scale=scale)
+            self.op(OpKind.SCALE, src="logits", dst="logits", inner=self.widths["logits"], scale=scale)
         if cap:
-            self.op(Kind.CAP, src="logits", dst="logits", inner=self.widths["logits"], cap=cap)
+            self.op(OpKind.CAP, src="logits", dst="logits", inner=self.widths["logits"], cap=cap)
         for op in self.ops[self.head_from :]:
             op.tail = 1
 

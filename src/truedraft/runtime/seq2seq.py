@@ -1,4 +1,4 @@
-"""The compiled passes of an encoder-decoder: over its sources, and over the nodes of its decoder."""
+"""The compiled passes of an encoder-decoder: the encoder's over sources, the decoder's over nodes of trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.runtime.compiled import CompiledPass, Nodes, array
-from truedraft.runtime.native import Pass
+from truedraft.runtime.native import PassArguments
 from truedraft.runtime.positions import Positions, by_distance
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_seq2seq
@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
 
 
 class CompiledStackPass(CompiledPass):
-    """The compiled pass of one of the two stacks, whose positions come from a table or as biases by distance.
+    """The compiled pass of the encoder or the decoder, with positions from a table or as biases by distance.
 
-    bidirectional: whether a node sees what follows it: of the encoder, not of the decoder.
+    bidirectional: whether nodes attend to later ones: in the encoder, not in the decoder.
     """
 
     bidirectional: bool
@@ -56,7 +56,7 @@ class CompiledStackPass(CompiledPass):
 
 
 class CompiledEncoderPass(CompiledStackPass):
-    """See `CompiledPass`: padding takes no part."""
+    """The encoder's pass, without padding. See `CompiledPass`."""
 
     bidirectional = True
 
@@ -65,11 +65,11 @@ class CompiledEncoderPass(CompiledStackPass):
 
     @torch.no_grad()
     def states(self, ids: Tensor, source_mask: Tensor) -> Tensor:
-        """What the encoder says to sources (rows, length) with their mask; (rows, length, H), zeros for padding.
+        """The encoder's output for sources (rows, length) with their mask; (rows, length, H), zeros for padding.
 
         Raises:
             NotCompilable: the mask of a row has gaps, the encoder has fewer positions, or was changed into one that is
-                not known.
+                not supported.
         """
         rows, length = ids.shape
         if (source_mask.diff(dim=1) != 0).sum(1).gt(2 - (source_mask[:, 0] + source_mask[:, -1]).clamp(0, 1)).any():
@@ -88,15 +88,15 @@ class CompiledEncoderPass(CompiledStackPass):
 
 
 class CrossAttentionPass(CompiledPass):
-    """A pass whose nodes see their row's source, which stands together at the front, without padding."""
+    """A pass whose nodes attend to their row's source, stored without padding."""
 
     seq2seq_cache: Seq2SeqCache
 
     @torch.no_grad()
     def read_source(self, states: Tensor, source_mask: Tensor) -> None:
-        """The sources of the next rows, (rows, length, H) and (rows, length), 0 for padding.
+        """Add the sources of new rows, (rows, length, H) and (rows, length), 0 for padding.
 
-        Each by itself, so that its keys and values have the same bits whoever comes with it.
+        Each is computed by itself, so that its keys and values have the same bits in any batch.
         """
         cache, first = self.seq2seq_cache, len(self.seq2seq_cache.lengths)
         cache.begin(states, source_mask)
@@ -107,13 +107,13 @@ class CrossAttentionPass(CompiledPass):
         self._point()
 
     def _point(self) -> None:
-        """Have the operations read the sources where they lie."""
+        """Point the operations at the cached sources."""
         for layer, (op, _, _) in zip(self.seq2seq_cache.sources, self.program.crosses, strict=True):
             if layer.is_initialized:
                 op.keys, op.values = layer.addresses
         self._variants = {}
 
-    def _complete(self, given: Pass, nodes: Nodes) -> None:
+    def _complete(self, given: PassArguments, nodes: Nodes) -> None:
         counts = self.seq2seq_cache.counts
         given.sources, given.source_lengths = (
             self.seq2seq_cache.source_mask.shape[1],
@@ -123,7 +123,7 @@ class CrossAttentionPass(CompiledPass):
 
 
 class CompiledSeq2SeqPass(CrossAttentionPass, CompiledStackPass):
-    """The decoder's. See `CompiledPass`."""
+    """The decoder's pass. See `CompiledPass`."""
 
     bidirectional = False
 

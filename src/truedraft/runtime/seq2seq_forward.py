@@ -1,4 +1,4 @@
-"""Passes of an encoder-decoder through the decoder's own forward, behind what its encoder made of the sources."""
+"""Passes of an encoder-decoder through the decoder's own forward, with the encoder's output for the sources."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from truedraft.views._base import View
 
 
 class Seq2SeqPass(ForwardPass):
-    """See `ForwardPass`; the decoder counts positions by place in the cache, so those of a tree's nodes are handed to
-    it (`positions.py`)."""
+    """See `ForwardPass`. The decoder computes positions from indices in the cache, so those of a tree's nodes are
+    substituted (`positions.py`)."""
 
     cache: Seq2SeqCache
 
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         super().__init__(model, layer_types, window)
         self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
-        self._masks_sources = "attention_mask" in inspect.signature(model.forward).parameters  # not of sounds
+        self._masks_sources = "attention_mask" in inspect.signature(model.forward).parameters  # not with audio sources
 
     def attach(self, cache: Seq2SeqCache | None) -> None:  # type: ignore[override]
         super().attach(cache)
@@ -39,7 +39,7 @@ class Seq2SeqPass(ForwardPass):
             self._positions.refresh(count, self.device)
 
     def read_source(self, states: Tensor, source_mask: Tensor) -> None:
-        """The sources of the next rows; see `CrossAttentionPass`. Their keys are made by the first pass."""
+        """Add the sources of new rows; see `CrossAttentionPass`. The first pass computes their keys and values."""
         self.cache.begin(states, source_mask)
 
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
@@ -49,17 +49,17 @@ class Seq2SeqPass(ForwardPass):
     def skipped(self, view: View) -> frozenset[int]:
         raise Refused(
             f"{type(self.model).__name__} cannot run under a view by the {self.name}, in which a row's first pass "
-            "makes the keys of its source in every layer: views of encoder-decoders need the compiled pass"
+            "computes the keys of its source in every layer: views of encoder-decoders need the compiled pass"
         )
 
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
         return False
 
-    def forward_nodes(self, nodes: Padded, view: int, taps: Taps, embeds: Tensor | None = None) -> Any:
+    def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Any:
         if all(self.cache.is_updated.values()):
             self.cache.show()
-        with self._positions.at(nodes.ids, nodes.positions, nodes.placed(view)):
-            return super().forward_nodes(nodes, view, taps, embeds)
+        with self._positions.at(nodes.ids, nodes.positions, nodes.placed(extent)):
+            return super().forward_nodes(nodes, extent, taps, embeds)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
         cursor, cache = self.cache.cursor, self.cache
@@ -81,4 +81,4 @@ class Seq2SeqPass(ForwardPass):
 
 
 class Seq2SeqLinearsPass(LinearsPass, Seq2SeqPass):
-    """The same with the model's linear layers by compiled code."""
+    """The same with the model's linear layers computed by compiled code."""

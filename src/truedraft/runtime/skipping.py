@@ -1,4 +1,4 @@
-"""Decoder layers of a model left out of passes by its own forward."""
+"""Skips decoder layers in passes by the model's own forward."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from truedraft.runtime.overrides import overridden
 
 
 class SkippableLayers:
-    """The decoder layers of a model, of which a pass may leave some out: these return the hidden states they are given.
+    """The decoder layers of a model, some of which a pass may skip: these return their input hidden states.
 
-    Whether that is all that a layer does for the next one is seen from a forward over one token.
+    A forward over one token checks that layers pass nothing but hidden states to each other.
 
     Args:
         count: of the decoder's layers.
 
     Raises:
-        Refused: the layers are not found, do not simply follow each other, share keys and values, or have hooks or
-            replaced forwards, which cannot be left out for one pass alone.
+        Refused: the layers are not found, pass more than hidden states to each other, share keys and values, or have
+            hooks or replaced forwards, which cannot be skipped for a single pass.
     """
 
     def __init__(self, model: PreTrainedModel, count: int):
         self._name = type(model).__name__
         config: Any = model.config.get_text_config(decoder=True)
-        modules = [*model.get_decoder().modules(), *model.modules()]  # not every model has its decoder where others do
+        modules = [
+            *model.get_decoder().modules(),
+            *model.modules(),
+        ]  # `get_decoder` does not find the layers of every model
         lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
             raise self._refused("they are not found")
@@ -45,12 +48,12 @@ class SkippableLayers:
         self._values = self._observed(model)
 
     def without(self, skipped: frozenset[int]) -> AbstractContextManager[None]:
-        """Within the block, this thread's calls of the model leave these layers out."""
+        """Within the block, this thread's calls of the model skip these layers."""
         return overridden((self._layers[i], "forward", self._returning(self._values[i])) for i in sorted(skipped))
 
     @staticmethod
     def _returning(values: int) -> Callable[..., Any]:
-        """A forward that returns its input: by itself, or where `values` is not 0 as the first of so many."""
+        """A forward that returns its input: as a tensor if `values` is 0, else first in a tuple of that size."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             states = _given(args, kwargs)
@@ -60,7 +63,7 @@ class SkippableLayers:
 
     @torch.no_grad()
     def _observed(self, model: Any) -> list[int]:
-        """How many values each layer returns, 0 where it is a tensor that stands by itself."""
+        """Size of the tuple that each layer returns; 0 for a single tensor."""
         calls: list[_Call] = []
 
         def noting(layer: nn.Module) -> Callable[..., Any]:
@@ -86,19 +89,19 @@ class SkippableLayers:
 
 @dataclass
 class _Call:
-    """Of a layer. states: the hidden states that it was given, as they were. given: its arguments."""
+    """A call of a layer. states: a copy of its input hidden states. given: its arguments."""
 
     states: Tensor
     given: list[Any]
     returned: Any
 
     def follows(self, before: _Call) -> bool:
-        """Whether this layer was given the hidden states of the one before, and nothing else that it returned."""
+        """Whether this layer's input is the hidden states of the previous one, and nothing else that it returned."""
         states, *others = before.returned if isinstance(before.returned, tuple) else (before.returned,)
         handed_on = any(value is other for value in self.given for other in others if other is not None)
         return torch.equal(self.states, states) and not handed_on
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among the arguments of a layer."""
+    """The hidden states among a layer's arguments."""
     return args[0] if args else kwargs["hidden_states"]

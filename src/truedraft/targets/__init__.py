@@ -1,1 +1,1 @@
-"""Models as targets: what scores draft trees, keeps the KV of rows, and commits accepted paths."""
+"""Targets: models that score draft trees, cache the KV of rows and commit accepted paths."""

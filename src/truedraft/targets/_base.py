@@ -1,4 +1,4 @@
-"""What a target is: the model whose output is reproduced, as engine, drafters, rules, control and audit use it."""
+"""The `Target` protocol: the model whose output is reproduced, as engine, drafters, rules, control and audit use it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Target(Protocol):
     pending token, which is the root of the next tree. A pass writes the KV of every tree behind its slot's committed
     one; `commit` keeps a path of it.
 
-    V is the size of the vocabulary, H the hidden size. Positions of nodes are the target's own affair: callers hand it
-    trees, and no position.
+    V is the size of the vocabulary, H the hidden size. The target computes the positions of nodes itself; callers pass
+    trees only.
 
     Attributes:
         taps: what passes return besides logits.
@@ -39,15 +39,15 @@ class Target(Protocol):
 
     @property
     def family(self) -> Family:
-        """Its kind, the key under which cards say why a method cannot draft for it."""
+        """The model's kind; cards name under it why a method cannot draft for such models."""
 
     @property
     def reads_sources(self) -> bool:
-        """Whether an encoder reads a source per row, so that the prompt is what the decoder's text begins with."""
+        """Whether an encoder reads a source per row; the prompt is then the decoder's."""
 
     @property
-    def one_vocabulary(self) -> bool:
-        """Whether sources and outputs are made of the same tokens."""
+    def shared_vocabulary(self) -> bool:
+        """Whether sources and outputs have the same token ids."""
 
     @property
     def vocabulary(self) -> int:
@@ -55,34 +55,34 @@ class Target(Protocol):
 
     @property
     def context(self) -> int | None:
-        """Positions that the model was made for; None where its configuration names none."""
+        """Positions that the model was trained for; None where its configuration names none."""
 
     @property
     def hard_limit(self) -> int | None:
-        """Positions past which the model itself fails; None where it does not."""
+        """Positions beyond which the model's own forward fails; None where there is no such limit."""
 
     @property
     def longest_source(self) -> int | None:
-        """Tokens of a source that the encoder has positions for; None where there is no such bound, or no encoder."""
+        """Most tokens of a source that the encoder has positions for; None without a limit or an encoder."""
 
     @property
     def device(self) -> torch.device:
-        """Of the model's inputs and logits."""
+        """Device of the model's inputs and logits."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
 
     @property
     def changed(self) -> bool:
-        """Whether the model is another one than when this was made, in more than the values of its weights: what is
-        known of it, the comparison with its own forward included, does not hold any more."""
+        """Whether the model has changed since this was constructed, in more than the values of its weights: the checks
+        made then, its comparison with the model's own decoding included, are no longer valid."""
 
     # ---------------------------------------------------------------- how passes are made
 
     @property
     def runtime(self) -> str:
-        """How passes are made, and why not faster where that was asked for, as reports show it."""
+        """How passes are computed, as reports show it, and why not by a faster way that was requested."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -90,76 +90,76 @@ class Target(Protocol):
 
     @property
     def noise(self) -> float:
-        """By how much its logits and those of the model's own decoding differ, at most; 0 until it was measured."""
+        """Largest difference measured between its logits and those of the model's own decoding; 0 before that."""
 
     @property
     def cold(self) -> bool:
-        """Whether the last pass took longer than others of its size will, because it was captured first."""
+        """Whether the last pass was slower than later ones of its size, because it was captured first."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's weights, which a small pass takes as long as reading."""
+        """Bytes of the model's weights; the time to read them is about that of a small pass."""
 
     @property
     def cost_key(self) -> tuple[str, ...]:
-        """What the seconds of a pass depend on besides the machine: class, configuration, dtype, kind of pass."""
+        """What the duration of a pass depends on besides the machine: class, configuration, dtype, kind of pass."""
 
-    # ---------------------------------------------------------------- what a call brings along
+    # ---------------------------------------------------------------- inputs of a call
 
     @property
     def output_class(self) -> type[Any]:
         """What `model.generate` returns with `return_dict_in_generate`."""
 
     def check_inputs(self, inputs: Any, given: Mapping[str, Any]) -> None:
-        """Check what `generate(inputs, **given)` is to read.
+        """Check the inputs of `generate(inputs, **given)`.
 
         Raises:
-            Refused: an input that the model does not take, or of another form than it reads as meant.
+            Refused: an input is not supported, or its dtype or shape is not the one that the model expects.
         """
 
     def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` to the same effect: with the encoder's output where a faster pass gives it, without
-        inputs that change nothing."""
+        """Equivalent arguments of `generate`: with the encoder's output where a faster pass computes it, without inputs
+        that have no effect."""
 
     def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
         """The prompts of a call's rows, without padding.
 
         Args:
-            input_ids: (rows, length), as `generate` hands them to a decode loop.
-            given: the model inputs that it hands over besides.
-            sources: (batch, length) token ids of the sources, with padding, where they are text; one may stand for
-                several rows in a row.
+            input_ids: (rows, length), as `generate` passes them to a decode loop.
+            given: the other model inputs that it passes.
+            sources: (batch, length) token ids of the sources, with padding, where they are text; rows / batch
+                consecutive rows share a source.
 
         Raises:
-            Refused: a prompt or a source is empty or padded where the model would read the padding, or the model was
-                given an input that is not supported.
+            Refused: a prompt or a source is empty, or padded where the model would read the padding, or an input is
+                not supported.
         """
 
     def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
         """Prompts for rows of another target, as a draft model reads them: all their tokens so far.
 
         Args:
-            width: tokens that sources are padded to; it has no meaning where none are read.
+            width: tokens that sources are padded to; ignored by models that read none.
         """
 
     def prompt(self, ids: Tensor) -> Prompt:
-        """A prompt of (length,) token ids to measure passes with, behind a random source where one is read."""
+        """A prompt of (length,) token ids for timing passes; with a random source where the model reads one."""
 
     def reference(self, rows: int, capacity: int) -> Callable[[Row], Tensor]:
         """The plain decoding that a guarantee names: (V,) logits of a row's next token as `model.generate` has them.
 
         Raises:
-            NoRoom: a second cache of so many rows and positions does not fit in memory.
+            NoRoom: a second cache of that many rows and positions does not fit in memory.
         """
 
     # ---------------------------------------------------------------- the cache
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Make a cache of `rows` slots of `capacity` positions each, in the place of the one before.
+        """Allocate a cache of `rows` slots of `capacity` positions each; it replaces the previous one.
 
         Raises:
-            NoRoom: it would not fit in the memory that is free.
-            Refused: autocast is on, which only the model's own forward follows; nothing was computed yet.
+            NoRoom: it does not fit in free memory.
+            Refused: autocast is enabled, which only the model's own forward supports; nothing was computed.
         """
 
     @property
@@ -167,10 +167,10 @@ class Target(Protocol):
         """Slots of the cache, and positions of each; (0, 0) where there is none."""
 
     def free(self) -> None:
-        """Give the memory of the cache back."""
+        """Release the memory of the cache."""
 
     def temporary_cache(self, rows: int, capacity: int) -> AbstractContextManager[None]:
-        """Within the block, passes run over another cache; the one before comes back with its rows as they were.
+        """Within the block, passes use another cache; afterwards the previous one is restored with its rows unchanged.
 
         Raises:
             NoRoom, Refused: as `reserve`.
@@ -179,38 +179,38 @@ class Target(Protocol):
     # ---------------------------------------------------------------- rows and passes
 
     def check_room(self, prompts: Sequence[Prompt]) -> None:
-        """Raises NoRoom where what new rows need beside the reserved cache does not fit in the free memory."""
+        """Raises NoRoom where new rows need more than the reserved cache, and that does not fit in free memory."""
 
     def admit(self, prompts: Sequence[Prompt]) -> Scores | None:
-        """New rows in the next free slots, their prompts committed but for the last token.
+        """Admit rows to the next free slots; their prompts are committed except for the last token.
 
         Returns:
-            As `prefill`; None where nothing had to be read, so that the rows take part in the next `score` at once.
+            As `prefill`; None where there was nothing to read: the rows then start with the next `score`.
         """
 
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
-        """The same by a pass, whether it has to be or not: logits (rows, 1, V) of the prompts' last tokens."""
+        """Like `admit`, but always by a pass: logits (rows, 1, V) of the prompts' last tokens."""
 
     def score(self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None) -> Scores:
-        """One pass: logits (rows, width, V) at every node of one tree per slot in use. A GPU may still be at it when
-        this returns; see `wait`.
+        """One pass: logits (rows, width, V) at every node of one tree per slot in use. On a GPU it may still be running
+        when this returns; see `wait`.
 
         Without a view the whole model reads the committed KV, and scratch is dropped. Under a view the pass reads the
         scratch as well, behind the committed KV, and writes behind both.
 
         Args:
-            slots: under a view, those that the trees are of, in increasing order; all that are in use by default.
+            slots: under a view, the slots of the trees, in increasing order; by default all slots in use.
 
         Raises:
-            Refused: the model cannot run under the view (see `check_view`), the view runs a layer of which another
-                view has left no scratch, or no more scratch fits in the cache; nothing was computed.
+            Refused: the model cannot run under the view (see `check_view`), the view runs a layer for which another
+                view has written no scratch, or the cache has no room for more scratch; nothing was computed.
         """
 
     def check_view(self, view: View) -> None:
-        """Raises Refused, in one sentence, where passes of this model cannot be made under a view."""
+        """Raises Refused, in one sentence, where this model cannot run under a view."""
 
     def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
-        """Keep a path of each tree that was just scored under a view as scratch, which the view's next pass reads.
+        """Keep a path of each tree that was just scored under a view as scratch KV for the view's next pass.
 
         Args:
             paths: node indices from the root on; none for a row whose scratch does not grow.
@@ -218,21 +218,20 @@ class Target(Protocol):
         """
 
     def rewind(self) -> None:
-        """Drop the scratch of views; also done by every pass of the whole model, and where rows come, leave or are
-        cropped."""
+        """Drop the scratch of views, as every pass of the whole model, admission, release and crop does."""
 
     def wait(self) -> None:
-        """Until the device has finished all passes."""
+        """Block until the device has finished all passes."""
 
     def commit(self, paths: Sequence[Sequence[int]], first: int = 0) -> None:
         """Make the KV of a path of each slot's latest tree permanent, for the slots from `first` on.
 
         Args:
-            paths: nodes from the root on, by slot; what else the pass wrote of these slots is forgotten.
+            paths: nodes from the root on, by slot; whatever else the pass wrote for these slots is discarded.
         """
 
     def crop(self, slot: int, length: int) -> None:
-        """Forget the KV of a slot from `length` committed tokens on."""
+        """Discard the committed KV of a slot beyond its first `length` tokens."""
 
     def release(self, slot: int) -> None:
         """Free a slot; the last slot in use moves into it."""

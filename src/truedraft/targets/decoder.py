@@ -1,8 +1,8 @@
-"""Any `transformers` decoder language model as a target: trees and rows of different lengths on the stock model.
+"""Any `transformers` decoder language model as a target: trees and rows of different lengths on the unmodified model.
 
 The model is called as it is, with a cache whose rows have their own lengths (`caches/rows.py`), explicit positions
-and an explicit mask. Layers with full attention are hosted, and sliding windows too: their keys are kept and the
-mask does the sliding. Whatever keeps a running state is refused.
+and an explicit mask. Layers with full and with sliding-window attention are supported; the cache keeps all keys, and
+the mask implements the window. Layers with recurrent state are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from truedraft.runtime._base import Runner
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long_prompt
-from truedraft.runtime.graphs import VIEW, CudaGraphs, GraphPass
+from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.inputs import check_text, text_prompts
@@ -42,18 +42,18 @@ class DecoderTarget:
 
     Args:
         model: a causal language model of `transformers`, in eval mode.
-        runtime: "auto" for compiled passes or captured graphs where they can stand in for the model's own forward,
-            else "stock".
-        strict: passes do not depend on how many tokens they read, prompts' neither.
+        runtime: "auto" for compiled passes or captured graphs where they can replace the model's own forward, or
+            "stock" for the model's own forward.
+        strict: results do not depend on the number of tokens in a pass, prompts included.
 
     Attributes:
-        runner: what makes the passes.
-        blank: inputs of the model whose zeros change nothing, as they mark text among images.
-        long: tokens from which on a prompt is read by the model's own forward; None where `runner` reads them all.
-        why_stock: why it is the model's own forward, where something faster was asked for.
+        runner: computes the passes.
+        ignorable: model inputs that have no effect where they are all zeros, such as token type ids.
+        long: prompts of this many tokens or more are read by the model's own forward; None where `runner` reads all.
+        fallback_reason: why the model's own forward is used though something faster was requested.
 
     Raises:
-        Refused: the model cannot be hosted exactly; the message says why.
+        Refused: the model cannot be hosted exactly; the message gives the reason.
     """
 
     family: ClassVar[Family] = "decoder"
@@ -66,18 +66,18 @@ class DecoderTarget:
 
     def __init__(self, model: PreTrainedModel, runtime: str = "auto", strict: bool = False):
         if runtime not in ("auto", "stock"):
-            raise Refused(f"runtime={runtime!r}: give 'auto' (compiled passes where they can be had) or 'stock'")
+            raise Refused(f"runtime={runtime!r}: give 'auto' (compiled passes where they are available) or 'stock'")
         self._made_of = fingerprint(model)
         check_hosted(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.taps = Taps()
-        self.blank: frozenset[str] = frozenset()
+        self.ignorable: frozenset[str] = frozenset()
         self._cache: RowCache | Seq2SeqCache | None = None
         self.layer_types = self._layer_types()
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
         self.vocabulary: int = self.config.vocab_size
-        self.runner, self.why_stock = self._runner(runtime)
+        self.runner, self.fallback_reason = self._runner(runtime)
         self.long = None if strict else self._long()
         self._reader = PromptPass(self.model, self.layer_types, self.window)
 
@@ -107,15 +107,15 @@ class DecoderTarget:
         return self._forward_class(self.model, self.layer_types, self.window)
 
     def _own_forward(self) -> ForwardPass:
-        """The model's own forward, its linear layers by compiled code where there is any."""
+        """The model's own forward, with compiled linear layers where they are available."""
         try:
             return self._linears_class(self.model, self.layer_types, self.window)
         except NotCompilable:
             return self._stock()
 
     def _fall_back(self, why: NotCompilable) -> None:
-        """From here on the model's own forward makes the passes."""
-        self.runner, self.why_stock = self._own_forward(), str(why)
+        """Use the model's own forward from now on."""
+        self.runner, self.fallback_reason = self._own_forward(), str(why)
         self.runner.attach(self._cache)
 
     @property
@@ -124,10 +124,10 @@ class DecoderTarget:
 
     @property
     def runtime(self) -> str:
-        return f"{self.runner.name} ({self.why_stock})" if self.why_stock else self.runner.name
+        return f"{self.runner.name} ({self.fallback_reason})" if self.fallback_reason else self.runner.name
 
     @property
-    def one_vocabulary(self) -> bool:
+    def shared_vocabulary(self) -> bool:
         return True
 
     @property
@@ -151,7 +151,7 @@ class DecoderTarget:
 
     @property
     def cache(self) -> RowCache | Seq2SeqCache | None:
-        """The cache that passes read and write; None while nothing is generated."""
+        """The cache that passes read and write; None outside of calls."""
         return self._cache
 
     @cache.setter
@@ -160,7 +160,7 @@ class DecoderTarget:
         self._reader.attach(cache)
         try:
             self.runner.attach(cache)
-        except NotCompilable as why:  # it cannot be had for such a cache
+        except NotCompilable as why:  # not available for this cache
             self._fall_back(why)
 
     @property
@@ -187,8 +187,8 @@ class DecoderTarget:
         check_text(self.model, inputs, given)
 
     def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` without those of `blank` that are all zeros."""
-        return {name: value for name, value in given.items() if name not in self.blank or bool(value.any())}
+        """Arguments of `generate` without those of `ignorable` that are all zeros."""
+        return {name: value for name, value in given.items() if name not in self.ignorable or bool(value.any())}
 
     def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
         return text_prompts(input_ids, given, self.window)
@@ -203,11 +203,11 @@ class DecoderTarget:
         if torch.is_autocast_enabled(self.device.type) and self.runner.name != ForwardPass.name:
             raise Refused(
                 f"torch.autocast is on, which the {self.runner.name} does not follow: load the model in the dtype "
-                "that is wanted, or accelerate(runtime='stock')"
+                "that you need, or accelerate(runtime='stock')"
             )
         kept = None
         if isinstance(self.runner, GraphPass):
-            capacity += -capacity % VIEW  # so that calls of about this length find the same cache, and its graphs
+            capacity += -capacity % EXTENT  # so that calls of similar length reuse the cache and its graphs
             kept = self.runner.kept(rows, capacity)
         self.cache = self._allocated(rows, capacity) if kept is None else kept
 
@@ -233,14 +233,14 @@ class DecoderTarget:
             self.cache = held
 
     def check_room(self, prompts: Sequence[Prompt]) -> None:
-        """Nothing is needed beside the cache that was reserved."""
+        """Does nothing: new rows need only the reserved cache."""
 
     def admit(self, prompts: Sequence[Prompt]) -> Scores | None:
         return self.prefill(prompts)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
-        """By whichever pass reads a prompt faster, which depends on its length alone, not on drafts or other rows."""
+        """By the pass that is faster for a prompt of its length; the choice depends on nothing else."""
         self.rewind()
         parts: list[Scores] = []
         for long, group in groupby(prompts, self._is_long):
@@ -266,7 +266,7 @@ class DecoderTarget:
         self.rewind()
         try:
             return self.runner.score(trees, self.taps)
-        except NotCompilable as why:  # it could not be captured
+        except NotCompilable as why:  # the pass could not be captured
             self._fall_back(why)
             return self.runner.score(trees, self.taps)
 
@@ -274,7 +274,7 @@ class DecoderTarget:
         assert self.cache is not None
         cursor = self.cache.cursor
         slots = range(len(cursor.lengths)) if slots is None else slots
-        padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a lone token
+        padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a dummy token
         for slot, tree in zip(slots, trees, strict=True):
             padded[slot] = tree
         if missing := sorted(cursor.partial - self.runner.skipped(view)):

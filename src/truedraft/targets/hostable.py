@@ -1,4 +1,4 @@
-"""What a model must be for its output to be reproduced exactly."""
+"""Checks that a model's output can be reproduced exactly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from truedraft.errors import Refused
 from truedraft.targets.kinds import family_of, reads_sources
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS
 
-# What a forward must take, of decoders and of encoder-decoders.
+# Arguments that the forward must have.
 NEEDED = {
     "decoder": ("position_ids", "past_key_values", "attention_mask"),
     "encoder-decoder": ("encoder_outputs", "past_key_values", "decoder_attention_mask"),
@@ -20,7 +20,7 @@ NEEDED = {
 
 
 def _drops(module: Any) -> bool:
-    """Whether a module, or its functional calls, leave numbers out at random."""
+    """Whether a module applies dropout."""
     rates = [value for name, value in vars(module).items() if name == "p" or "drop" in name]
     return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
@@ -41,11 +41,11 @@ def check_hosted(model: Any) -> None:
         if why := refusal(config):
             raise Refused(f"{name} cannot be hosted exactly: it {why}")
     if reads_sources(model.config) and getattr(type(model), "generate", None) is not GenerationMixin.generate:
-        raise Refused(f"{name} cannot be hosted exactly: it has a generate of its own, which does more than decode")
+        raise Refused(f"{name} cannot be hosted exactly: it overrides generate, which then does more than decode")
     parameters = inspect.signature(model.forward).parameters
     for needed in NEEDED[family_of(model.config)]:
         if needed not in parameters:
-            raise Refused(f"{name} cannot be hosted exactly: its forward takes no {needed}, which trees need")
+            raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which trees need")
     foreign = set(get_layer_types_and_kwargs(config)[0]) - HOSTED_LAYERS
     if foreign or getattr(model, "_is_stateful", False):
         kinds = ", ".join(sorted(foreign)) or "recurrent state"
@@ -55,5 +55,5 @@ def check_hosted(model: Any) -> None:
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise Refused(
-            f"attn_implementation={attention!r} takes no tree mask: load the model with attn_implementation='sdpa'"
+            f"attn_implementation={attention!r} supports no tree mask: load the model with attn_implementation='sdpa'"
         )

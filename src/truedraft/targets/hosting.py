@@ -1,4 +1,4 @@
-"""Models made targets, and compared with their own decoding before they are trusted."""
+"""Makes targets from models, and checks them against the model's own decoding before use."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ KINDS: dict[Family, type[DecoderTarget]] = {"decoder": DecoderTarget, "encoder-d
 
 
 def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
-    """A target that was compared with the model's own decoding on this machine.
+    """A target for a model, checked against the model's own decoding on this machine.
 
     Args:
         runtime: see DecoderTarget.
-        strict: only with passes whose results do not depend on their width.
+        strict: require passes whose results do not depend on their width.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly.
     """
-    with _refused(model, "what it is made of cannot be read"):
+    with _refused(model, "its modules cannot be read"):
         check_hosted(model)
         kind = KINDS[family_of(model.config)]
         target = kind(model, runtime, strict)
@@ -45,11 +45,11 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
             raise
         why = f"the {target.runner.name} did not reproduce the model's forward"
         target = kind(model, "stock")
-        target.why_stock = why
+        target.fallback_reason = why
         check_exact(target)
     if strict and not target.batch_invariant:
-        why = target.why_stock or (
-            "runtime='stock' was asked for" if runtime == "stock" else "this model is not on the CPU"
+        why = target.fallback_reason or (
+            "runtime='stock' was requested" if runtime == "stock" else "this model is not on the CPU"
         )
         raise Refused(f"strict=True needs the compiled pass, whose results do not depend on its width, and {why}")
     return target
@@ -57,7 +57,7 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
 
 @contextmanager
 def _refused(model: Any, what: str) -> Iterator[None]:
-    """Whatever fails becomes Refused, in one sentence that says what failed, and with which error."""
+    """Any exception becomes Refused, in one sentence with what failed and the error."""
     try:
         yield
     except Refused:
@@ -69,13 +69,12 @@ def _refused(model: Any, what: str) -> Iterator[None]:
 
 @torch.no_grad()
 def check_exact(target: DecoderTarget) -> None:
-    """Compare a tree pass with plain decoding along its paths, on this model and machine, before it is trusted.
+    """Compare a tree pass with plain decoding along its paths, for this model on this machine.
 
-    Sets `target.noise`, the largest difference met between the logits of both, and at least a rounding of the largest.
+    Sets `target.noise`: the largest difference between the logits of both, at least the rounding of the largest logit.
 
     Raises:
-        Refused: the model's own arithmetic does not survive trees (a mask or position that it ignores), or its own
-            `generate` does not continue a text.
+        Refused: the model ignores the tree mask or the positions, or its own `generate` fails to continue a text.
     """
     model = target.model
     ids = _ids(target, 9)
@@ -87,7 +86,7 @@ def check_exact(target: DecoderTarget) -> None:
     texts = [befores[row] + [tree.tokens[i] for i in path] for row, path in cases]
     with _refused(model, "its own decoding of a text fails"):
         expected = _plain(target, texts, [prompts[row] for row, _ in cases], len(cases[0][1]))
-        target.blank = frozenset(_blank(target, texts, expected, tolerance))
+        target.ignorable = frozenset(_ignorable(target, texts, expected, tolerance))
     with _refused(model, "a pass over a tree fails"):
         target.reserve(2, 16)
         try:
@@ -102,7 +101,7 @@ def check_exact(target: DecoderTarget) -> None:
     target.noise = max(float((found - expected).abs().max()), float(rounding))
     strays = (
         0 if target.dtype in (torch.float32, torch.float64) else 1
-    )  # in bf16 a near-tie of experts may fall otherwise
+    )  # in bf16 rounding may decide a near-tie of experts differently
     if int((errors <= tolerance).logical_not().sum()) > strays:
         raise Refused(
             f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain decoding by "
@@ -112,8 +111,10 @@ def check_exact(target: DecoderTarget) -> None:
 
 
 def _check_reader(target: DecoderTarget, prompts: Sequence[Prompt], plain: Tensor, tolerance: float) -> None:
-    """Long prompts are left to the other passes where the model's own forward over the cache's rows is not plain
-    decoding, (rows, V) at the last tokens of the prompts."""
+    """Read long prompts by `runner` too, where the model's own forward over the cache differs from plain decoding.
+
+    plain: (rows, V) logits at the last tokens of the prompts.
+    """
     if target.long is None:
         return
     target.reserve(len(prompts), 16)
@@ -121,24 +122,24 @@ def _check_reader(target: DecoderTarget, prompts: Sequence[Prompt], plain: Tenso
         scored = target.read(prompts).logits[:, -1].float()
         if not _difference(scored, plain) <= tolerance:
             target.long = None
-    except Exception:  # it takes what passes of `generate` do not give it
+    except Exception:  # it needs inputs that only `generate` passes
         target.long = None
     finally:
         target.cache = None
 
 
 def _differences(found: Tensor, plain: Tensor) -> Tensor:
-    """The largest of each position, in standard deviations of the plain logits. Both (..., V)."""
+    """Largest difference per position, in standard deviations of the plain logits; both (..., V)."""
     return (found - plain).abs().amax(-1) / plain.std(-1).mean().clamp_min(1e-6)
 
 
 def _difference(found: Tensor, plain: Tensor) -> float:
-    """The largest of all positions."""
+    """Largest difference of all positions."""
     return _differences(found, plain).max().item()
 
 
-def _blank(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor, tolerance: float) -> Iterator[str]:
-    """The inputs besides tokens whose zeros change nothing of what `generate` scores."""
+def _ignorable(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor, tolerance: float) -> Iterator[str]:
+    """The inputs besides tokens that have no effect on the logits of `generate` where they are all zeros."""
     model = target.model
     if target.reads_sources:
         return
@@ -149,19 +150,19 @@ def _blank(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor, tol
 
 
 def _ids(target: DecoderTarget, count: int) -> list[int]:
-    """Tokens of words: none that a configuration gives a meaning of its own, as padding and the places of images."""
+    """Random tokens of text: none that the configuration uses as a special token."""
     configs = (target.model.config, target.config)
-    known = {
+    special = {
         value for c in configs for name, value in c.to_dict().items() if name.endswith(("token_id", "token_index"))
         if isinstance(value, int)
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(1, target.vocabulary, (count + 8 * len(known),), generator=generator).tolist()
-    return [i for i in drawn if i not in known][:count]
+    drawn = torch.randint(1, target.vocabulary, (count + 8 * len(special),), generator=generator).tolist()
+    return [i for i in drawn if i not in special][:count]
 
 
 def _plain(target: DecoderTarget, texts: Sequence[list[int]], prompts: Sequence[Prompt], last: int) -> Tensor:
-    """What plain decoding scores at the last tokens of texts, (texts, last, V), fp32; of an encoder-decoder behind the
+    """Logits of plain decoding at the last tokens of texts, (texts, last, V), fp32; of an encoder-decoder with the
     sources of the prompts."""
     model, device = target.model, target.device
     if prompts[0].states is None:
@@ -177,9 +178,9 @@ def _plain(target: DecoderTarget, texts: Sequence[list[int]], prompts: Sequence[
 def _generated(
     model: Any, texts: Sequence[list[int]], last: int, device: torch.device, blank: str | None = None
 ) -> Tensor:
-    """What `generate` scores at the last tokens of texts, which it is made to say one by one behind padded prompts.
+    """Logits of `generate` at the last tokens of texts, which are forced one by one after padded prompts.
 
-    blank: an input that it is given zeros for.
+    blank: an input to pass zeros for.
     """
     longest = max(map(len, texts))
     pad = next(i for i in range(longest) if i not in texts[0])

@@ -1,4 +1,4 @@
-"""What `generate` is given to read, checked, and cut into the prompts of rows."""
+"""Checks the inputs of `generate`, and splits them into the prompts of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from truedraft.errors import Refused
 from truedraft.tree import Prompt
 
 BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill with zeros for texts
-# What `generate` itself hands to a decode loop.
+# Model inputs that `generate` itself passes to a decode loop.
 INPUTS = {
     "attention_mask",
     "decoder_attention_mask",
@@ -29,7 +29,7 @@ OPTIONS = vars(GenerationConfig()).keys()
 
 
 def check_sources(model: PreTrainedModel, inputs: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises Refused unless an encoder-decoder is given sources and beginnings of a form that it reads as meant."""
+    """Raises Refused unless sources and decoder prompts of an encoder-decoder have valid dtypes and shapes."""
     states = read = None
     if (encoded := kwargs.get("encoder_outputs")) is not None:
         states = read = states_of(encoded)
@@ -48,9 +48,9 @@ def check_sources(model: PreTrainedModel, inputs: Any, kwargs: Mapping[str, Any]
 
 
 def check_text(model: PreTrainedModel, inputs: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises Refused unless a decoder is given a text alone, in a form that its own `generate` reads as meant."""
-    known = inspect.signature(model.forward).parameters.keys()
-    for name in sorted(kwargs.keys() & known - INPUTS - BLANK - OPTIONS - {"input_ids"}):
+    """Raises Refused unless a decoder is given text alone, with valid dtypes and shapes."""
+    accepted = inspect.signature(model.forward).parameters.keys()
+    for name in sorted(kwargs.keys() & accepted - INPUTS - BLANK - OPTIONS - {"input_ids"}):
         if kwargs[name] is not None:
             raise Refused(f"{name}: only texts are drafted; leave it out, or call the model's own generate")
     ids, embeds, mask = prompt_ids(inputs, kwargs), kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
@@ -74,7 +74,7 @@ def check_text(model: PreTrainedModel, inputs: Any, kwargs: Mapping[str, Any]) -
 
 
 def prompt_ids(inputs: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Under whichever name `generate` was given them; None where it was given none."""
+    """The token ids that `generate` was given, under any of their names; None where there are none."""
     return next((g for g in (inputs, kwargs.get("input_ids"), kwargs.get("inputs")) if g is not None), None)
 
 
@@ -100,7 +100,7 @@ def _check_mask(name: str, mask: Any, form: Sequence[int]) -> None:
 
 
 def _form(value: Any) -> str:
-    """What a value is, as users see it."""
+    """Dtype and shape of a value, or its type, for messages."""
     return f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -108,11 +108,11 @@ def text_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int
     """Each row's prompt without its padding.
 
     Args:
-        model_kwargs: what `generate` hands to a decode loop besides.
+        model_kwargs: the other model inputs that `generate` passes to a decode loop.
         window: of a model with sliding windows, which count masked positions too.
 
     Raises:
-        Refused: a row is padded on the right, or empty; or the model was given an input that only it understands.
+        Refused: a row is padded on the right, or empty; or an input is not supported.
     """
     _check_foreign(model_kwargs)
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
@@ -132,14 +132,14 @@ def text_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int
 
 
 def source_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
-    """Prompts of an encoder-decoder: what its decoder begins with, and what its encoder made of the source.
+    """Prompts of an encoder-decoder: the decoder's prompt, and the encoder's output for the source.
 
     Args:
-        model_kwargs: what `generate` hands to a decode loop besides.
-        sources: (batch, length) token ids, with padding; one may stand for several rows in a row.
+        model_kwargs: the other model inputs that `generate` passes to a decode loop.
+        sources: (batch, length) token ids, with padding; rows / batch consecutive rows share a source.
 
     Raises:
-        Refused: a prompt is padded, or a source empty; or the model was given an input that only it understands.
+        Refused: a prompt is padded, or a source is empty, or an input is not supported.
     """
     _check_foreign(model_kwargs)
     mask = model_kwargs.get("decoder_attention_mask")
@@ -157,7 +157,7 @@ def source_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], sources: 
     texts: list[tuple[int, ...]] = [()] * len(source_mask)
     if sources is not None and sources.shape[1] == source_mask.shape[1]:
         lines = sources.repeat_interleave(len(source_mask) // len(sources), 0)
-        texts = [tuple(line[h.bool()].tolist()) for line, h in zip(lines, source_mask, strict=True)]
+        texts = [tuple(line[mask.bool()].tolist()) for line, mask in zip(lines, source_mask, strict=True)]
     given = zip(input_ids, states, source_mask, texts, strict=True)
     return [Prompt(ids=ids, states=s, source_mask=h, source=text) for ids, s, h, text in given]
 
@@ -169,7 +169,7 @@ def _check_foreign(model_kwargs: Mapping[str, Any]) -> None:
 
 
 def states_of(encoded: Any) -> Any:
-    """The states of what stands for an encoder's output: that itself, or a tuple or list that begins with them."""
+    """The states in an encoder's output: the attribute, or the first element of a tuple or list."""
     if isinstance(encoded, tuple | list):
         return next(iter(encoded), None)
     return getattr(encoded, "last_hidden_state", None)

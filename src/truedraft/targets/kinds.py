@@ -1,4 +1,4 @@
-"""What kind of model a configuration of `transformers` is of, where there is no target of it yet."""
+"""The kind of a model by its configuration of `transformers`, before a target is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reads_sources(config: Any) -> bool:
 
 
 def family_of(config: Any) -> Family:
-    """Their kind, the key under which cards say why a method cannot draft for it."""
+    """Their kind; cards name under it why a method cannot draft for such models."""
     return "encoder-decoder" if reads_sources(config) else "decoder"
 
 
@@ -29,5 +29,5 @@ def auto_class(config: Any) -> Any:
 
 def prompt_length(config: Any, input_ids: Tensor) -> int:
     """Tokens that `model.generate(input_ids)` returns before the first new one: the prompt with its padding, or the
-    token that the decoder of an encoder-decoder begins with."""
+    start token of an encoder-decoder's decoder."""
     return 1 if reads_sources(config) else input_ids.shape[1]

@@ -1,4 +1,4 @@
-"""Whether keys and values fit in the memory that is free."""
+"""Checks that keys and values fit in free memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_room(
     config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
     remedy: str = "lower max_new_tokens or the batch size",
 ) -> None:  # fmt: skip
-    """Raises NoRoom where keys and values of so many rows and positions do not fit in the memory that is free."""
+    """Raises NoRoom where keys and values of that many rows and positions do not fit in free memory."""
     of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
     numbers = 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers))
     need, free = numbers * dtype.itemsize, free_memory(device)
@@ -25,13 +25,13 @@ def check_room(
 
 
 def _numbers_in_keys(config: Any) -> int:
-    """Of one position in a layer."""
+    """Numbers in the keys of one position in a layer."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that tensors on a device can still take, those that torch holds in reserve included."""
+    """Bytes available to tensors on a device, including those that torch has reserved."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Every per-architecture exception, each with its reason."""
+"""Exceptions for single architectures, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedConfig
 
-# Layer kinds whose KV of a position depends on that position's path alone, so that a tree can share a prefix.
+# Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
 HOSTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -22,19 +22,19 @@ def _rope_type(config: PreTrainedConfig) -> str | None:
 
 def _alibi(config: PreTrainedConfig) -> str | None:
     if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        return "adds a bias by place in the cache (ALiBi), where a tree's nodes do not stand at their depth"
+        return "adds a bias by index in the cache (ALiBi), which for nodes of a tree differs from their position"
     return None
 
 
 def _local_layers(config: PreTrainedConfig) -> str | None:
     if config.model_type == "gpt_neo" and "local" in config.attention_layers:
-        return "has local-attention layers that count by place in the cache, not by position"
+        return "has local-attention layers that count by index in the cache, not by position"
     return None
 
 
 def _counted_keys(config: PreTrainedConfig) -> str | None:
     if config.model_type == "doge":
-        return "keeps the top keys of those in the cache, so a row depends on how long its neighbours are"
+        return "keeps the top keys of those in the cache, so a row depends on the lengths of other rows"
     return None
 
 

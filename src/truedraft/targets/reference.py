@@ -1,4 +1,4 @@
-"""The reference that `model.generate` is: a row read as it reads it, the prompt at once and then a token at a time."""
+"""The reference: logits of `model.generate` for single rows, the prompt at once and then token by token."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from truedraft.tree import Row
 
 
 class Reference:
-    """The logits of `model.generate`, a row by itself: the model's own forward over keys and values of its own making.
+    """The logits of `model.generate` for single rows, by the model's own forward over a cache of its own.
 
-    A row is read as far as it is asked for, so that one that is never asked for costs nothing.
+    A row is read only when its logits are requested; other rows cost nothing.
 
     Args:
         config: of the language model.
-        layers: that keep keys and values.
-        rows: of the call.
-        capacity: positions that a row may come to hold.
+        layers: number of layers with keys and values.
+        rows: number of rows of the call.
+        capacity: most positions of a row.
 
     Raises:
         NoRoom: a second cache does not fit in memory beside the target's.
@@ -36,13 +36,13 @@ class Reference:
         check_room(config, layers, 2 * rows, capacity, model.dtype, self.device)
         cut = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._last: dict[str, Any] = {"logits_to_keep": 1} if cut else {}
-        self._read: dict[int, tuple[int, DynamicCache, Tensor]] = {}  # row -> tokens read, their KV, the last's logits
+        self._read: dict[int, tuple[int, DynamicCache, Tensor]] = {}  # row -> tokens read, their KV, logits of the last
 
     @torch.no_grad()
     def __call__(self, row: Row) -> Tensor:
         """(V,) logits of the row's next token."""
         if row.index not in self._read:
-            self._read[row.index] = self._begun(row)
+            self._read[row.index] = self._prefilled(row)
         length, cache, logits = self._read[row.index]
         for token in row.tokens[length:]:
             ids = torch.tensor([[token]], device=self.device)
@@ -50,7 +50,7 @@ class Reference:
         self._read[row.index] = len(row.tokens), cache, logits
         return logits
 
-    def _begun(self, row: Row) -> tuple[int, DynamicCache, Tensor]:
+    def _prefilled(self, row: Row) -> tuple[int, DynamicCache, Tensor]:
         cache = DynamicCache(config=self.config)
         prompt = row.given
         if prompt is not None and prompt.embeds is not None:

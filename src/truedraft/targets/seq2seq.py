@@ -1,6 +1,6 @@
-"""Encoder-decoders as targets: `generate` runs the encoder, once; the decoder scores trees like any other.
+"""Encoder-decoders as targets: `generate` runs the encoder, once; the decoder scores trees as a decoder model does.
 
-Keys and values of the sources are made by the first pass of a row and kept until it leaves.
+Keys and values of a row's source are computed by the row's first pass and cached until it is released.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from truedraft.tree import DraftTree, Prompt, Row, Scores
 from truedraft.views._base import View
 
 OWN = {"encoder_outputs", "inputs_embeds", "input_features", "output_attentions", "output_hidden_states"}
-SOURCE = 32  # positions of a source that passes are measured with
+SOURCE = 32  # positions of the source with which passes are timed
 
 
 class Seq2SeqTarget(DecoderTarget):
@@ -60,9 +60,9 @@ class Seq2SeqTarget(DecoderTarget):
 
     @torch.no_grad()
     def _checked(self, encoder: CompiledEncoderPass) -> CompiledEncoderPass | None:
-        """The compiled pass, if it says what the model's own encoder does, padding on either side."""
-        known = len(self.model.get_encoder().get_input_embeddings().weight)
-        ids = torch.randint(1, known, (3, 9), generator=torch.Generator().manual_seed(0))
+        """The compiled encoder pass, if it reproduces the model's encoder with padding on either side; else None."""
+        vocab_size = len(self.model.get_encoder().get_input_embeddings().weight)
+        ids = torch.randint(1, vocab_size, (3, 9), generator=torch.Generator().manual_seed(0))
         ids[ids == self.model.config.pad_token_id] -= 1
         source_mask = torch.ones_like(ids)
         source_mask[1, 6:], source_mask[2, :2] = 0, 0
@@ -73,18 +73,18 @@ class Seq2SeqTarget(DecoderTarget):
 
     def score(self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None) -> Scores:
         if any(tree.embeds for tree in trees):
-            raise Refused("probes with embeddings are for decoder language models: draft for this model with another")
+            raise Refused("probes with embeddings are for decoder language models: use another drafter for this model")
         return super().score(trees, view, slots)
 
     def _long(self) -> int | None:
-        return None  # what a decoder begins with is short
+        return None  # decoder prompts are short
 
     def check_inputs(self, inputs: Any, given: Mapping[str, Any]) -> None:
         check_sources(self.model, inputs, given)
 
     def encoded(self, inputs: Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate` with what the encoder says to the sources, where a compiled pass can say it; states
-        given in a tuple as encoders give them."""
+        """Arguments of `generate` with the encoder's output, where a compiled pass computes it or it was given as a
+        tuple of states."""
         if isinstance(encoded := given.get("encoder_outputs"), tuple | list):
             return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states_of(encoded))}
         ids = given.get("input_ids") if inputs is None else inputs
@@ -98,7 +98,7 @@ class Seq2SeqTarget(DecoderTarget):
             return given
         if source_mask is None:
             if (ids == self.model.config.pad_token_id).any():
-                return given  # generate makes a mask, and may tell that it did
+                return given  # generate makes a mask, and may warn of it
             source_mask = torch.ones_like(ids)
         source_mask = (source_mask != 0).long()
         try:
@@ -120,7 +120,7 @@ class Seq2SeqTarget(DecoderTarget):
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Prompt]) -> Scores | None:
-        """A decoder's lone first token is the root of the first tree, so that such rows need no pass of their own."""
+        """Rows whose decoder prompt is a single token need no pass: it is the root of their first tree."""
         if any(len(prompt) > 1 for prompt in prompts):
             return self.prefill(prompts)
         self.rewind()
@@ -130,18 +130,18 @@ class Seq2SeqTarget(DecoderTarget):
         return None
 
     def _encoded(self, ids: Tensor, source_mask: Tensor) -> Tensor:
-        """What the encoder says to the sources, (rows, length, H)."""
+        """The encoder's output for sources, (rows, length, H)."""
         if self._encoder is not None:
-            with suppress(NotCompilable):  # it was changed since
+            with suppress(NotCompilable):  # the encoder was changed since
                 return self._encoder.states(ids, source_mask)
         return self.model.get_encoder()(input_ids=ids, attention_mask=source_mask, return_dict=True).last_hidden_state
 
     @property
-    def one_vocabulary(self) -> bool:
-        read, written = (
+    def shared_vocabulary(self) -> bool:
+        encoder, decoder = (
             len(half.get_input_embeddings().weight) for half in (self.model.get_encoder(), self.model.get_decoder())
         )
-        return read == written and getattr(self.model.config, "share_encoder_decoder_embeddings", True)
+        return encoder == decoder and getattr(self.model.config, "share_encoder_decoder_embeddings", True)
 
     @property
     def context(self) -> int | None:
@@ -163,8 +163,8 @@ class Seq2SeqTarget(DecoderTarget):
             ids[b, : len(row.source)] = torch.tensor(row.source, device=self.device)
             source_mask[b, : len(row.source)] = 1
         states = self._encoded(ids, source_mask)
-        begun = super().prompts(rows, width)
-        return [replace(p, states=s, source_mask=h) for p, s, h in zip(begun, states, source_mask, strict=True)]
+        given = zip(super().prompts(rows, width), states, source_mask, strict=True)
+        return [replace(prompt, states=state, source_mask=mask) for prompt, state, mask in given]
 
     def prompt(self, ids: Tensor) -> Prompt:
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models inside of others: what PEFT and `torch.compile` have put around a model, taken away where that is exact."""
+"""Unwraps models from PEFT and `torch.compile`, where the result computes the same."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 from truedraft.errors import Refused
 
-PER_CALL = ("POLY", "XLORA")  # adapters that compute something from a whole call, which is not part of any layer
+PER_CALL = ("POLY", "XLORA")  # adapters that depend on a whole call, not on a layer's input alone
 
 
 def unwrapped(model: Any) -> Any:
     """The model of `transformers` that computes what `model` computes when it generates.
 
-    An accelerated model's own; what `torch.compile(model)` was given, whose `generate` calls that as well; the base
-    model of a PEFT model, whose layers carry the adapters.
+    That of an accelerated model; the argument of `torch.compile(model)`, whose `generate` calls it as well; the base
+    model of a PEFT model, whose layers contain the adapters.
 
     Raises:
-        Refused: an adapter is not in the layers, or only the model's forward was compiled.
+        Refused: an adapter is not part of the layers, or the model was compiled in place.
     """
     while (inner := _inner(model)) is not model:
         model = inner
@@ -28,7 +28,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _inner(model: Any) -> Any:
-    """What is inside the outermost wrapper; the model itself where there is none."""
+    """The model inside the outermost wrapper; the model itself where there is none."""
     kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(model).__mro__}
     if "truedraft.Accelerated" in kinds:
         return model.model
@@ -61,6 +61,6 @@ def _adapted(model: Any) -> Any:
 
 def _compiled(model: Any, how: str, undo: str) -> Refused:
     return Refused(
-        f"{type(model).__name__} was compiled in place ({how}), and would be compiled anew for every width of a pass: "
+        f"{type(model).__name__} was compiled in place ({how}), and would be compiled again for every width of a pass: "
         f"undo that ({undo}); truedraft has compiled passes of its own"
     )

@@ -1,8 +1,8 @@
-"""Some decoder layers are skipped: what enters one leaves it unchanged, by way of the residual stream.
+"""Skips some decoder layers: the hidden states pass through a skipped layer unchanged.
 
 Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding", 2023
-(arXiv 2309.08168), with whole layers in the place of their attention and feed-forward halves. Layers skipped from one
-on to the last are an early exit through the target's own norm and head, as in LayerSkip (arXiv 2404.16710).
+(arXiv 2309.08168), which skips attention and feed-forward halves of layers; here whole layers are skipped. Skipping all
+layers from one on is an early exit through the target's own norm and head, as in LayerSkip (arXiv 2404.16710).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from truedraft.views._base import View
 class SkipLayers(View):
     """A decoder without some of its layers. See `View`."""
 
-    layers: Collection[int]  # those that are skipped, from 0 on, in any order
+    layers: Collection[int]  # the skipped layers, from 0 on, in any order
     taps: Taps = View.taps  # what its passes yield besides logits
 
     def __post_init__(self) -> None:

@@ -109,27 +109,27 @@ class TensorFillerCache(FillerCache):
             end, idle = len(row.tokens), widest - len(tokens)
             positions.append([*range(read, end), *[self.capacity - 1] * idle, *range(end, end + self.masks)])
             limits.append([*range(read, end), *[0] * idle, *[end + self.masks - 1] * self.masks])
-        view = max(map(max, limits)) + 1
+        extent = max(map(max, limits)) + 1
         index = torch.tensor(positions, device=device)
         limit = torch.tensor(limits, device=device)[:, None, :, None]
-        mask = attention_bias(torch.arange(view, device=device) <= limit, self.filler.dtype)
+        mask = attention_bias(torch.arange(extent, device=device) <= limit, self.filler.dtype)
         masks = self.filler.mask_embeddings[: self.masks].expand(count, -1, -1)
         places = self.places.at(index)
         x = torch.cat([self.filler.tokens(ids), masks], 1) + places.sinusoid
         slots = torch.arange(count, device=device)[:, None]
-        updates = [partial(_update, cache, slots, index, view) for cache in self.cache]
+        updates = [partial(_update, cache, slots, index, extent) for cache in self.cache]
         sources = [(keys[:count], values[:count]) for keys, values in self.sources]
         self.read = [len(row.tokens) for row in self.rows]
         return self.filler.logits(self.filler(x, places, updates, mask, sources, self.source_bias[:count], widest))
 
 
 def _update(
-    cache: Tensor, slots: Tensor, index: Tensor, view: int, keys: Tensor, values: Tensor
+    cache: Tensor, slots: Tensor, index: Tensor, extent: int, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write new keys and values at positions `index`; return those of the first `view` positions."""
+    """Write new keys and values at positions `index`; return those of the first `extent` positions."""
     for stored, new in zip(cache, (keys, values), strict=True):
         stored[slots, index] = new.transpose(1, 2)
-    visible = cache[:, : len(slots), :view].transpose(2, 3)
+    visible = cache[:, : len(slots), :extent].transpose(2, 3)
     return visible[0], visible[1]
 
 

@@ -160,9 +160,9 @@ class ModelDrafter(Drafter):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
         reader = self._reader
         reader.admit(rows)
-        reader.catch_up([row.tokens if reader.fits(row, 0) else None for row in reader.standing])
+        reader.catch_up([row.tokens if reader.fits(row, 0) else None for row in reader.slot_rows])
         growing_trees = {id(row): self._growing(row, most) for row, most in zip(rows, budget, strict=True)}
-        standing = [growing_trees[id(row)] for row in reader.standing]
+        standing = [growing_trees[id(row)] for row in reader.slot_rows]
         while any(growing.frontier for growing in standing):
             self._level(standing)
         return [self.finished(growing_trees[id(row)]) for row in rows]
@@ -180,8 +180,8 @@ class ModelDrafter(Drafter):
         reader = self._reader
         deepest = min(self.levels, row.room - row.step - 1)
         common = len(row.tokens) - 1
-        if row in reader.standing and reader.fits(row, deepest):
-            common = len(reader.written[reader.standing.index(row)])
+        if row in reader.slot_rows and reader.fits(row, deepest):
+            common = len(reader.written[reader.slot_rows.index(row)])
         else:
             deepest = 0
         most = min(budget, self.width)

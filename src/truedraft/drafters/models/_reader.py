@@ -43,12 +43,12 @@ class Reader:
     An encoder-decoder encodes the sources of the rows with its own encoder, once each, and starts from the same
     decoder prompt as the target.
 
-    standing: row of each slot. written: tokens of each slot in the cache.
+    slot_rows: row of each slot. written: tokens of each slot in the cache.
     """
 
     def __init__(self, model: Any):
         self.model = model
-        self.standing: list[Row] = []
+        self.slot_rows: list[Row] = []
         self.written: list[list[int]] = []
         self._confirmed: list[int] = []  # leading tokens of `written` that the row emitted
         self._running: set[Row] = set()
@@ -110,14 +110,14 @@ class Reader:
         (slots, room), count = self.target.reserved, len(self._running)
         capacity = max(row.prompt + row.room for row in self._running) + more + CHUNK
         if slots < count or room < capacity:
-            self.standing, self.written, self._confirmed = [], [], []  # what was read is read again
+            self.slot_rows, self.written, self._confirmed = [], [], []  # what was read is read again
             self.target.reserve(max(count, 2 * slots), capacity)
 
     def end(self, row: Row) -> None:
         """The row is finished; its slot is freed by the next `admit`, or when the last row ends."""
         self._running.discard(row)
         if not self._running:
-            self.standing, self.written, self._confirmed = [], [], []
+            self.slot_rows, self.written, self._confirmed = [], [], []
             self.target.free()
 
     def fits(self, row: Row, after: int) -> bool:
@@ -130,19 +130,19 @@ class Reader:
     def admit(self, rows: Sequence[Row]) -> None:
         """Free the slots of all other rows, and prefill those of these that are new and fit, without the pending
         token."""
-        for slot in reversed([slot for slot, row in enumerate(self.standing) if row not in rows]):
+        for slot in reversed([slot for slot, row in enumerate(self.slot_rows) if row not in rows]):
             self._release(slot)
-        new = [row for row in rows if row not in self.standing and self.fits(row, 0)]
+        new = [row for row in rows if row not in self.slot_rows and self.fits(row, 0)]
         if new:
             self.target.prefill(self.target.prompts(new, self._width))
-            self.standing += new
+            self.slot_rows += new
             self.written += [row.tokens[:-1] for row in new]
             self._confirmed += [len(row.tokens) - 1 for row in new]
 
     def _release(self, slot: int) -> None:
         """Free a slot; the last slot in use is moved into it."""
         self.target.release(slot)
-        slots: tuple[list[Any], ...] = (self.standing, self.written, self._confirmed)
+        slots: tuple[list[Any], ...] = (self.slot_rows, self.written, self._confirmed)
         for kept in slots:
             kept[slot] = kept[-1]
             kept.pop()
@@ -171,7 +171,7 @@ class Reader:
         common = min(self._confirmed[slot], most)
         while common < most and written[common] == text[common]:
             common += 1
-        self._confirmed[slot] = min(common, len(self.standing[slot].tokens))
+        self._confirmed[slot] = min(common, len(self.slot_rows[slot].tokens))
         del written[common:]
         self.target.crop(slot, common)
 

@@ -18,7 +18,7 @@ import torch
 INTEGERS = POINTER(c_int64)
 
 
-class Kind(enum.IntEnum):
+class OpKind(enum.IntEnum):
     """Operations, in the order of `enum Kind` in pass.c."""
 
     EMBED = 0
@@ -77,7 +77,7 @@ class Op(ctypes.Structure):
     ]
 
 
-class Pass(ctypes.Structure):
+class PassArguments(ctypes.Structure):
     """`Pass` of pass.c, field by field."""
 
     _fields_ = [
@@ -113,7 +113,7 @@ def library() -> ctypes.CDLL | None:
     except OSError:
         return None
     for name, result, arguments in (
-        ("pass", c_int32, [POINTER(Op), c_int64, POINTER(Pass), c_int64, c_int32]),
+        ("pass", c_int32, [POINTER(Op), c_int64, POINTER(PassArguments), c_int64, c_int32]),
         ("linear", c_int32, [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]),
         ("choose", c_int32, [c_int32]),
         ("layout", c_int64, []),
@@ -122,7 +122,7 @@ def library() -> ctypes.CDLL | None:
             return None  # built from another version of pass.c
         function.restype, function.argtypes = result, arguments
     layout = 0
-    for size in (Op.weight.offset, Op.eps.offset, ctypes.sizeof(Op), ctypes.sizeof(Pass)):
+    for size in (Op.weight.offset, Op.eps.offset, ctypes.sizeof(Op), ctypes.sizeof(PassArguments)):
         layout = layout * 4096 + size
     if lib.truedraft_layout() != layout:
         return None  # built from another version of pass.c

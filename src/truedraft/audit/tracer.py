@@ -1,4 +1,4 @@
-"""A drafter overheard: what the engine's passes said, without a word changed."""
+"""Records the logits behind every emitted token, in a wrapper around a drafter that leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from truedraft.drafters._base import Drafter
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 
-class Listener(Delegate):
-    """Another drafter, in whose place it stands, and what is heard of each row, in the order of its tokens.
+class Tracer(Delegate):
+    """Delegates to a drafter, and records by row, in the order of its tokens, what each was chosen from.
 
-    logits: row -> the raw logits (V,) behind each token that was said.
-    candidates: row -> what the draft had below the node where each token was said: the law (V,) that its children were
-        drawn from, their tokens where they are certain, or None.
+    logits: row -> the raw logits (V,) for each emitted token.
+    candidates: row -> for each emitted token, the draft below the node before it: the distribution (V,) that its
+        children were drawn from, their tokens where they are certain, or None.
     """
 
     logits: dict[int, list[Tensor]]
@@ -35,11 +35,11 @@ class Listener(Delegate):
     ) -> None:
         for b, (row, tree, one) in enumerate(zip(rows, trees, accepted, strict=True)):
             self.logits.setdefault(row.index, []).extend(scores.logits[b, list(one.path)].float().cpu())
-            self.candidates.setdefault(row.index, []).extend(_offered(tree, node) for node in one.path)
+            self.candidates.setdefault(row.index, []).extend(_candidates(tree, node) for node in one.path)
         self.inner.observe(rows, trees, scores, accepted)
 
 
-def _offered(tree: DraftTree, node: int) -> Tensor | tuple[int, ...] | None:
+def _candidates(tree: DraftTree, node: int) -> Tensor | tuple[int, ...] | None:
     if tree.dist is not None and (law := tree.dist[node]) is not None:
         return law
     return tuple(tree.tokens[c] for c in tree.shape.children[node] if c not in tree.probes) or None

@@ -1,4 +1,4 @@
-"""Whoever is listened to is asked exactly what it is asked otherwise; and Ctrl-C ends audits and benchmarks."""
+"""A traced drafter gets exactly the calls that it gets otherwise; and Ctrl-C ends audits and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import seq2seq_models
 import truedraft
 from models import ragged, tiny
 from truedraft import DraftTree
-from truedraft.audit.listener import Listener
 from truedraft.audit.tokens import Mode, audit
+from truedraft.audit.tracer import Tracer
 from truedraft.bench import compare as comparing
 from truedraft.cli import main
 from truedraft.delegate import Delegate
@@ -24,8 +24,8 @@ from truedraft.tree import Row
 from drafters_for_tests import Noise  # isort: skip
 
 
-class Asked(Noise):
-    """Notes what it is asked, and says of itself what no other drafter does."""
+class RecordingDrafter(Noise):
+    """Records its calls; its attributes differ from those of other drafters."""
 
     takes_references = True
     prior_confidence = 0.83
@@ -43,8 +43,8 @@ class Asked(Noise):
         self.calls.append("forget")
 
 
-def _noted(name: str) -> Callable[..., Any]:
-    def call(self: Asked, *given: Any) -> Any:
+def _recorded(name: str) -> Callable[..., Any]:
+    def call(self: RecordingDrafter, *given: Any) -> Any:
         self.calls.append((name, [_plain(one) for one in given]))
         return getattr(Noise, name)(self, *given)
 
@@ -52,11 +52,11 @@ def _noted(name: str) -> Callable[..., Any]:
 
 
 for _name in ("bind", "read", "open", "start", "observe", "end", "memories"):
-    setattr(Asked, _name, _noted(_name))
+    setattr(RecordingDrafter, _name, _recorded(_name))
 
 
 def _plain(given: Any) -> Any:
-    """What was given, as far as it can be compared."""
+    """An argument in a form that can be compared."""
     if isinstance(given, Row):
         return given.index, list(given.tokens), given.room, tuple(given.references), given.source, given.namespace
     if isinstance(given, list | tuple):
@@ -66,60 +66,60 @@ def _plain(given: Any) -> Any:
     return given if isinstance(given, str | int | float) else type(given).__name__
 
 
-def asked(model: Any, inputs: dict[str, Any], listened: bool, **given: Any) -> list[Any]:
-    drafter = Asked()
+def calls_of(model: Any, inputs: dict[str, Any], traced: bool, **given: Any) -> list[Any]:
+    drafter = RecordingDrafter()
     fast = truedraft.accelerate(model, draft=drafter, control="fixed")
-    if listened:
-        fast.drafter = Listener(drafter)  # type: ignore[assignment]
+    if traced:
+        fast.drafter = Tracer(drafter)  # type: ignore[assignment]
     fast.generate(**inputs, max_new_tokens=8, do_sample=False, **given)
     fast.forget()
-    assert fast.report().drafter == "test-listener"
+    assert fast.report().drafter == "test-tracer"
     return drafter.calls
 
 
-def test_a_drafter_is_asked_the_same_of_a_decoder() -> None:
+def test_a_traced_drafter_of_a_decoder_gets_the_same_calls() -> None:
     model = tiny("llama", torch.float32)
     inputs = ragged(model, 3)
-    calls = asked(model, inputs, True, references=[[5, 6, 7]])
-    assert calls == asked(model, inputs, False, references=[[5, 6, 7]])
+    calls = calls_of(model, inputs, True, references=[[5, 6, 7]])
+    assert calls == calls_of(model, inputs, False, references=[[5, 6, 7]])
     assert any(call[0] == "propose" and any(call[2]) for call in calls)
 
 
-def test_a_drafter_is_asked_the_same_of_an_encoder_decoder() -> None:
+def test_a_traced_drafter_of_an_encoder_decoder_gets_the_same_calls() -> None:
     model, tokenizer = seq2seq_models.model(), seq2seq_models.tokenizer()
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]])}
-    calls = asked(model, inputs, True)
-    assert calls == asked(model, inputs, False)
+    calls = calls_of(model, inputs, True)
+    assert calls == calls_of(model, inputs, False)
     (start,) = [call for call in calls if call[0] == "start"]
     assert start[1][0][0][3], "the source is a document to draft from"
     assert len(tokenizer) > 0
 
 
-def test_what_a_listener_says_of_itself_is_what_the_drafter_says() -> None:
-    drafter = Asked()
-    listener: Any = Listener(drafter)
+def test_attributes_of_a_tracer_are_those_of_the_drafter() -> None:
+    drafter = RecordingDrafter()
+    tracer: Any = Tracer(drafter)
     for name in (n for n in dir(Drafter) if not n.startswith("_") and n not in ("open", "observe")):
-        assert getattr(listener, name) == getattr(drafter, name), name
-    listener.pass_cost = pass_cost = object()
-    assert drafter.pass_cost is pass_cost and listener.pass_cost is pass_cost
-    assert isinstance(listener, Asked) and name_of(listener) == name_of(drafter)
+        assert getattr(tracer, name) == getattr(drafter, name), name
+    tracer.pass_cost = pass_cost = object()
+    assert drafter.pass_cost is pass_cost and tracer.pass_cost is pass_cost
+    assert isinstance(tracer, RecordingDrafter) and name_of(tracer) == name_of(drafter)
 
 
-def test_a_delegate_keeps_its_own_and_passes_on_the_rest() -> None:
-    class Loud(Delegate):
+def test_a_delegate_keeps_its_own_attributes_and_delegates_the_rest() -> None:
+    class Wrapper(Delegate):
         volume: int
 
         def forget(self) -> None:
             self.volume = 11
 
-    drafter = Asked()
-    loud: Any = Loud(drafter)
-    loud.forget()
-    loud.seed = 5
-    assert loud.volume == 11 and not hasattr(drafter, "volume") and drafter.seed == 5 and drafter.calls == []
-    assert not isinstance(loud, PerRow)
+    drafter = RecordingDrafter()
+    wrapper: Any = Wrapper(drafter)
+    wrapper.forget()
+    wrapper.seed = 5
+    assert wrapper.volume == 11 and not hasattr(drafter, "volume") and drafter.seed == 5 and drafter.calls == []
+    assert not isinstance(wrapper, PerRow)
     with pytest.raises(AttributeError, match="nothing"):
-        loud.nothing  # noqa: B018
+        wrapper.nothing  # noqa: B018
 
 
 class Digits:
@@ -131,7 +131,7 @@ class Digits:
 
 
 def stopped(patch: pytest.MonkeyPatch, fast: Any, after: int) -> None:
-    """Ctrl-C in the call of `generate` after so many."""
+    """Make `generate` raise KeyboardInterrupt after `after` calls."""
     generate, calls = fast.generate, []
 
     def cut(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def stopped(patch: pytest.MonkeyPatch, fast: Any, after: int) -> None:
     patch.setattr(fast, "generate", cut)
 
 
-def test_an_interrupted_audit_stops_and_has_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_audit_stops_and_keeps_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", torch.float32)
     fast = truedraft.accelerate(model, draft="prompt-lookup")
     drafter = fast.drafter
