@@ -12,9 +12,11 @@ _HOMES = {
     "Corpus": "stores.corpus",
     "DraftTree": "tree",
     "Drafter": "drafters._base",
+    "NodeRule": "accept._base",
     "Refused": "errors",
     "Report": "stats",
     "Rule": "accept._base",
+    "View": "views._base",
     "accelerate": "accelerated",
     "build_corpus": "stores.building",
 }
@@ -23,6 +25,7 @@ __all__ = sorted(_HOMES)
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated as Accelerated
     from truedraft.accelerated import accelerate as accelerate
+    from truedraft.accept._base import NodeRule as NodeRule
     from truedraft.accept._base import Rule as Rule
     from truedraft.card import Card as Card
     from truedraft.control._base import Control as Control
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from truedraft.stores.corpus import Corpus as Corpus
     from truedraft.text.chat import Chat as Chat
     from truedraft.tree import DraftTree as DraftTree
+    from truedraft.views._base import View as View
 
 
 def __getattr__(name: str) -> Any:

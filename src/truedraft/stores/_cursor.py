@@ -17,6 +17,7 @@ class Cursor(ctypes.Structure):
     length: tokens of that suffix. pending: of a text's own cursor, the last token, not yet added to the automaton.
     """
 
+    __slots__ = ()  # an unknown field is an error
     _fields_ = [("state", c_int32), ("length", c_int32), ("pending", c_int32), ("has_pending", c_int32)]
 
     def copy(self) -> Cursor:

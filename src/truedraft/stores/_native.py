@@ -22,6 +22,7 @@ ON_TREES = ("counted", "grown", "union", "follow", "settled")
 class AutomatonLayout(ctypes.Structure):
     """`Automaton` of automaton.c, field by field."""
 
+    __slots__ = ()  # an unknown field is an error
     _fields_ = [
         *((name, c_int64) for name in ("tokens", "states", "edges", "tops", "hashed", "slots")),
         *((name, c_int64) for name in ("token_room", "state_room", "edge_room", "top_room")),
@@ -33,6 +34,7 @@ class AutomatonLayout(ctypes.Structure):
 class TrigramTable(ctypes.Structure):
     """`TrigramTable` of trigrams.c, field by field."""
 
+    __slots__ = ()  # an unknown field is an error
     _fields_ = [("row", c_void_p), ("sets", c_int64), ("clock", c_int32)]
 
 

@@ -108,13 +108,13 @@ class MaskFiller(nn.Module):
         return self.norm_in(self._shared[0](ids).to(self.dtype))
 
     def placed(self, states: Tensor) -> Tensor:
-        """Encoder states, (rows, length, heard), normalised and with positions added."""
+        """Encoder states, (rows, length, encoder width), normalised and with positions added."""
         positions = torch.arange(states.shape[1], device=states.device)
         places = PositionEncoding.of(positions, self.shape.encoder_width, 1, self.dtype)
         return self.norm_source(states.to(self.dtype)) + places.sinusoid
 
     def encoder_kv(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's cross-attention keys and values of encoder states, (rows, length, heard)."""
+        """Each layer's cross-attention keys and values of encoder states, (rows, length, encoder width)."""
         x = self.placed(states)
         return [layer.encoder_kv(x) for layer in self.layers]  # type: ignore[operator]
 

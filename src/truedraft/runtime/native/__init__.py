@@ -63,6 +63,7 @@ class Form(enum.IntEnum):
 class Op(ctypes.Structure):
     """`Op` of pass.c, field by field."""
 
+    __slots__ = ()  # an unknown field is an error
     _fields_ = [
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
         *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window", "step")),
@@ -80,6 +81,7 @@ class Op(ctypes.Structure):
 class PassArguments(ctypes.Structure):
     """`Pass` of pass.c, field by field."""
 
+    __slots__ = ()  # an unknown field is an error
     _fields_ = [
         *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity", "sources")),
         ("token", INTEGERS),
