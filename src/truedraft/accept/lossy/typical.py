@@ -34,9 +34,7 @@ class Typical(LossyNodeRule):
     samples: ClassVar[bool] = True
     preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
     epsilon: float = knob(0.09, 0, 1)  # probability that is always sufficient; published 0.09 (posterior threshold)
-    delta: float = knob(
-        0.3, 0, 1e6
-    )  # fraction of exp(-entropy) that is sufficient too; published 0.3, the threshold's root
+    delta: float = knob(0.3, 0, 1e6)  # fraction of exp(-entropy) that suffices too; published 0.3
 
     def choose(
         self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
