@@ -95,7 +95,7 @@ def plant_shift(patch: pytest.MonkeyPatch) -> None:
 
 
 TOKEN_FAULTS: dict[str, Fault] = {
-    "KV of the first nodes in the place of the path's": faults.FIRST_NODES_KEPT,
+    "KV of the first nodes instead of the path's": faults.FIRST_NODES_KEPT,
     "KV of a rejected node kept": faults.REJECTED_KEPT,
     "drafts accepted unseen": faults.ACCEPTED_UNVERIFIED,
     "end of text leaks past an accepted run": faults.EOS_IGNORED,
@@ -181,7 +181,7 @@ def plant_pruning(patch: pytest.MonkeyPatch) -> None:
 
 LAW_FAULTS: dict[str, Fault] = {
     "q of the wrong node": plant_wrong_q,
-    "no residual after a refusal": plant_no_residual,
+    "no residual after a rejection": plant_no_residual,
     "bonus token drawn from the draft": plant_bonus_from_the_draft,
     "sibling pruned after it was drawn": plant_pruning,
 }

@@ -477,7 +477,7 @@ def test_memory_is_saved_and_loaded_by_namespace(tmp_path: Path) -> None:
 def test_inconsistent_memory_file_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = {"namespaces": ["a"], "lengths": [4], "fingerprint": ""} | changes
     token = np.array([1, 2, 3, -1], np.int32 if changes else np.float32)
-    _file.write(tmp_path / "a.tdm", "memory", 1, config, {"token": token})
+    _file.write(tmp_path / "a.tdm", "memory", 2, config, {"token": token})
     memory = Memory(100)
     with pytest.raises(Refused, match="damaged"):
         memory.load(tmp_path / "a.tdm", None, vocabulary=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from models import tiny
 from nets import drafter
 from truedraft.accept.greedy import Greedy
 from truedraft.continuous import ContinuousEngine
+from truedraft.drafters._compose import Merge
 from truedraft.engine_request import EngineRequest
 from truedraft.errors import NoRoom, Refused
 from truedraft.targets import memory
@@ -472,3 +474,101 @@ def test_stored_error_does_not_reference_the_pass() -> None:
                 frame = frame.f_back
             trace = trace.tb_next
         assert depth > 5
+
+
+@pytest.mark.parametrize("name", ["view", "draft-model"])
+def test_generate_between_steps_takes_no_drafter_from_the_engine(name: str) -> None:
+    """Its drafter is bound to another target meanwhile."""
+    fast = truedraft.accelerate(model(), draft=drafter(name, model()), control="fixed")
+    ids = torch.tensor([prompts()[1]])
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 12, None, "default")
+        while not request.finished:
+            engine.step()
+            fast.generate(ids, max_new_tokens=4, do_sample=False)
+        check(request, 0, 12, None)
+        assert request.finish_reason in ("stop", "length")
+
+
+def test_a_part_of_a_composition_is_bound_again_after_a_call_elsewhere() -> None:
+    shared = drafter("view", model())
+    alone = truedraft.accelerate(model(), draft=shared, control="fixed")
+    merged = truedraft.accelerate(model(), draft=Merge([shared, drafter("token-recycling", model())]), control="fixed")
+    ids = torch.tensor([prompts()[1]])
+    expected = model().generate(ids, max_new_tokens=8, do_sample=False)
+    for fast in (merged, alone, merged):
+        assert torch.equal(fast.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_a_processor_that_raises_on_drafts_ends_no_other_request() -> None:
+    """Requests that share a draft model; drafts go through the processors of each."""
+
+    def allowed(batch: int, ids: torch.Tensor) -> list[int]:
+        raise Planned
+
+    shared = drafter("draft-model", model())
+    with truedraft.accelerate(model(), control="fixed").engine(max_rows=3, max_tokens=LONGEST) as engine:
+        first = added(engine, 0, 12, None, shared)
+        victim = added(engine, 1, 12, None, shared, prefix_allowed_tokens_fn=allowed)
+        finish(engine)
+        check(first, 0, 12, None)
+        assert first.finish_reason in ("stop", "length")
+        assert victim.finish_reason == "error" and isinstance(victim.error, Planned)
+
+
+@pytest.mark.parametrize("control", ["fixed", "cost"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda root: truedraft.DraftTree((root, 5), (-1, 0), confidence=(1.0,)),
+        lambda root: truedraft.DraftTree((root, 5, 6), (-1, 2, 0), confidence=(1.0, 0.9, 0.9)),
+        lambda root: truedraft.DraftTree.chain(root, [10**6], [0.9]),
+    ],
+    ids=["confidence of another length", "a parent behind its child", "outside the vocabulary"],
+)
+def test_a_malformed_draft_ends_its_request_alone(broken: Any, control: str) -> None:
+    own: Any = drafter("token-recycling", model())
+    own.propose = lambda rows, budget: [broken(row.tokens[-1]) for row in rows]
+    with truedraft.accelerate(model(), control=control).engine(max_rows=3, max_tokens=LONGEST) as engine:
+        first = added(engine, 0, 12, None, "token-recycling")
+        victim = added(engine, 1, 12, None, own)
+        finish(engine)
+        check(first, 0, 12, None)
+        check(victim, 1, 12, None)
+        assert first.finish_reason in ("stop", "length"), "the engine was not closed"
+        assert victim.finish_reason == "error" or control == "cost"  # which may ask for no drafts
+
+
+def test_nothing_is_forgotten_while_requests_run() -> None:
+    fast = truedraft.accelerate(model(), control="fixed")
+    with fast.engine(max_rows=2, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 12, None, "default")
+        engine.step()
+        with pytest.raises(Refused, match="finish or abort"):
+            fast.forget()
+        finish(engine)
+        check(request, 0, 12, None)
+        fast.forget()
+
+
+def test_a_call_inside_a_call_does_not_wait_for_another_thread() -> None:
+    """One thread steps an engine and waits for its drafter, which a call in the other thread uses, and adds to it."""
+    shared = drafter("suffix", model())
+    fast = truedraft.accelerate(model(), draft=shared, control="fixed")
+    ids, found, stepping = torch.tensor([prompts()[1]]), [], []
+    with fast.engine(max_rows=3, max_tokens=LONGEST) as engine:
+        request = added(engine, 0, 12, None, "default")
+
+        def inside(_: Any) -> None:
+            if not stepping:
+                stepping.append(threading.Thread(target=finish, args=(engine,)))
+                stepping[0].start()
+                time.sleep(0.2)  # until it has the engine, and waits for the drafter
+                with pytest.raises(Refused) as refusal:
+                    added(engine, 2, 4, None, None)
+                found.append(str(refusal.value))
+
+        fast.generate(ids, max_new_tokens=8, do_sample=False, on_pass=inside)
+        stepping[0].join(20)
+        assert not stepping[0].is_alive() and "another thread" in found[0]
+        check(request, 0, 12, None)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -69,6 +70,7 @@ class Accelerated(StandIn):
         self.ties = ties
         fitted(self.drafter, self.target, tokenizer)
         self._report: Report | None = None
+        self._engines: WeakSet[ContinuousEngine] = WeakSet()
         self._complete()
 
     def _call(self) -> AbstractContextManager[None]:
@@ -103,8 +105,14 @@ class Accelerated(StandIn):
         return self._report
 
     def forget(self) -> None:
-        """Drop what drafters have learnt in earlier calls: texts, and acceptance statistics."""
+        """Drop what drafters have learnt in earlier calls: texts, and acceptance statistics.
+
+        Raises:
+            Refused: requests of an engine are running.
+        """
         with self._call():
+            if any(engine.has_unfinished_requests() for engine in self._engines):
+                raise Refused("forget() while requests of an engine run: finish or abort them first")
             self.drafter.forget()
 
     def save_memory(self, path: str | PathLike[str]) -> None:
@@ -208,10 +216,12 @@ class Accelerated(StandIn):
         if self.ties != "keep":
             raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
         with self._call():
-            return ContinuousEngine(
+            engine = ContinuousEngine(
                 self.model, self.tokenizer, self.drafter, self._parts[1], self.control.another(), self._hosting,
                 max_rows, max_tokens,
             )  # fmt: skip
+            self._engines.add(engine)
+            return engine
 
     def _decode(
         self,

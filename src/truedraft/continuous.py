@@ -95,7 +95,8 @@ class ContinuousEngine:
         return bool(self._waiting or self._running)
 
     def room(self) -> int:
-        """Number of requests that could still begin with the next step; long sources may also wait for memory."""
+        """Requests that could still begin with the next step; negative where some wait for a slot. Those with long
+        sources may also wait for memory."""
         return self.max_rows - len(self._running) - len(self._waiting)
 
     def add_request(
@@ -155,7 +156,7 @@ class ContinuousEngine:
             report.passes = request.passes
             return EngineRequest(request, seed, streamer, report)
 
-        with exclusive([self]), exclusive(parts_of([given])), defaults():
+        with exclusive([self]), exclusive(parts_of([given]), same_call=True), defaults():
             self._open()
             if kwargs.get("assistant_model") is not None:
                 raise Refused("assistant_model selects a drafter: give it as draft=")
@@ -248,9 +249,11 @@ class ContinuousEngine:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Exclusive use of the drafters, which other models may share; an exception within closes the engine."""
-        drafters = [request._request.drafter for request in self._unfinished()]
-        with exclusive(parts_of(drafters)), defaults():
+        drafters = {id(request._request.drafter): request._request.drafter for request in self._unfinished()}
+        with exclusive(parts_of([*drafters.values()]), same_call=True), defaults():
             try:
+                for drafter in drafters.values():
+                    fitted(drafter, self._target, self.tokenizer)  # it may have drafted in another call since
                 yield
             except BaseException:
                 self._close()

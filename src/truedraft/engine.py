@@ -142,7 +142,7 @@ class Engine:
         for place in reversed(range(first, len(self.rows))):
             if self.rows[place].request.error:
                 self._end(self.rows[place])
-                del self.rows[place]
+                self.rows.pop(place).request = None  # type: ignore[assignment]
         for slot, row in enumerate(self.rows[first:], first):
             row.slot = slot
         self.control.start(self.rows[first:])
@@ -168,9 +168,30 @@ class Engine:
             self._cohort = Cohort.of(self.rows)
         cohort = self._cohort
         drafts = self._propose(cohort, self._budget(cohort.rows))
+        try:
+            return cohort, *self._scored(cohort, drafts)
+        except Exception:
+            if not self._malformed(cohort, drafts):
+                raise
+            return cohort, *self._scored(cohort, [DraftTree.chain(row.tokens[-1]) for row in cohort.rows])
+
+    def _scored(self, cohort: Cohort, drafts: list[DraftTree]) -> tuple[list[DraftTree], Scores]:
+        """Drafts as they are verified, and the pass over them."""
         kept = _unpicked(drafts, self._prune(cohort.rows, drafts))
         trees = for_each(cohort.requests, self._probed, cohort.rows, kept)
-        return cohort, trees, self._score(trees)
+        return trees, self._score(trees)
+
+    def _malformed(self, cohort: Cohort, drafts: Sequence[DraftTree]) -> bool:
+        """Fail the requests whose drafts break the contract of `DraftTree`; whether there were any."""
+        before = len(self._failed)
+        for row, tree in zip(cohort.rows, drafts, strict=True):
+            try:
+                tree.check()
+                if not all(0 <= token < self.target.vocabulary for token in tree.tokens):
+                    raise ValueError(f"a draft has tokens outside the vocabulary of {self.target.vocabulary}")
+            except Exception as error:
+                self._fail([row], error)
+        return len(self._failed) > before
 
     def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
         def drafted(drafter: Drafter, rows: Sequence[Row], nodes: Sequence[int]) -> list[DraftTree]:

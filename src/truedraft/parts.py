@@ -49,8 +49,8 @@ def drafter_of(given: Any) -> Drafter:
 
 
 def parts_of(drafters: Sequence[Drafter]) -> list[Drafter]:
-    """The drafters and the drafters that they are composed of."""
-    return [part for drafter in drafters for part in (drafter, *getattr(drafter, "parts", ()))]
+    """The drafters and, at any depth, the drafters that they are composed of."""
+    return [part for drafter in drafters for part in (drafter, *parts_of(getattr(drafter, "parts", ())))]
 
 
 def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Drafter:
@@ -59,14 +59,15 @@ def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase 
     Raises:
         Refused: it cannot draft for this target.
     """
-    vocabulary, before = target.vocabulary, drafter.bound
-    if before is None or before.target() is not target:
+    vocabulary, parts = target.vocabulary, parts_of([drafter])
+    if any(part.bound is None or part.bound.target() is not target for part in parts):
         check_vocabulary(drafter, tokenizer, vocabulary)
-        if before is not None and before.vocabulary != vocabulary:
+        if any(part.bound is not None and part.bound.vocabulary != vocabulary for part in parts):
             drafter.forget()
         drafter.bind(target)
         drafter.read(tokenizer)
-        drafter.bound = Bound(ref(target), vocabulary)
+        for part in parts:
+            part.bound = Bound(ref(target), vocabulary)
     return drafter
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from truedraft.layout import labelled
 
 COARSE = ("bfloat16", "float16")  # dtypes in which two ways of computing often lead to different texts
-
-P = ParamSpec("P")
-R = TypeVar("R")
-D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class PassTimes:
     control: budgets, cuts, and what the control learns.
     prefill: passes over prompts.
     draft: proposals of drafters.
-    observe: what drafters and rules do when rows begin and after passes.
+    observe: what drafters do when rows begin and after passes.
     target: passes over drafts, until the device has made them.
     """
 
@@ -84,7 +80,7 @@ class Report:
     runtime: how passes were computed, and why not faster.
     notes: one sentence for each condition that a caller should notice (rows in lockstep, a lossy rule).
     passes: every pass of the target, the prompt's own first.
-    seconds: wall time by part: calibrate (measuring costs, a share of each call until they are complete), prefill,
+    seconds: wall time by part: measure (measuring costs, a share of each call until they are complete), prefill,
         draft, observe (updates of drafters when rows begin and after passes), control, target, all.
     attributions: spans of the output that were copied from documents, from rules that report them.
     reference: the plain decoding that the guarantee names.

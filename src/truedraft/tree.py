@@ -359,7 +359,7 @@ class Row:
     namespace: owner of the text: what drafters keep of it is offered only to rows of the same namespace.
     given: its prompt, with the encoder states of an encoder-decoder.
     request: the `Request` that it belongs to, while it runs.
-    slot: its slot in the target's cache, while it runs; it may change when another row leaves.
+    slot: its slot in the target's cache from its first pass on; it may change when another row leaves.
     """
 
     index: int

@@ -163,7 +163,10 @@ class AttributingRule(Rule):
 
 
 def _name(rule: Rule) -> str:
-    return type(rule).__module__.rpartition(".")[2].replace("_", "-")
+    """As `rule=` takes it: of a lossy rule with its folder."""
+    module = type(rule).__module__
+    inside = module.removeprefix("truedraft.accept.")
+    return (inside if inside != module else module.rpartition(".")[2]).replace(".", "/").replace("_", "-")
 
 
 def extra_probes(rule: Rule, width: int) -> int:

@@ -109,7 +109,7 @@ class Verification:
     def emitted(self, verdict: Callable[[int], Verdict]) -> list[Accepted]:
         """Emit the tokens of accepted paths and the tokens that follow, up to where plain decoding would have ended.
 
-        verdict: index of a row -> its accepted path and token; not called for ended rows, which emit padding.
+        verdict: index of a row -> its accepted path and token; not called for rows that have ended and emit padding.
         """
         if not self.stops.lockstep:
             return [self._emit_row(i, *verdict(i)) for i in range(len(self.rows))]

@@ -23,34 +23,59 @@ class CallLock:
         self._holder: int | None = None  # identifier of the thread
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, wait: bool) -> Iterator[None]:
         if self._holder == threading.get_ident():
             raise Refused(
                 "a call inside a call that uses the same accelerated model or drafter: "
                 "use another accelerate(model) with a drafter of its own for the inner one"
             )
-        with self._lock:
+        if not self._lock.acquire(blocking=wait):
+            raise Refused("a call inside a call needs what another thread is using: make it outside the first call")
+        try:
             self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
+            yield
+        finally:
+            self._holder = None
+            self._lock.release()
 
     def __reduce__(self) -> tuple[type[CallLock], tuple[()]]:
         return CallLock, ()
 
 
+class _Thread(threading.local):
+    calls = 0  # that it is in, one inside the other
+
+
+_thread = _Thread()
+
+
 @contextmanager
-def exclusive(parts: Sequence[Any]) -> Iterator[None]:
+def exclusive(parts: Sequence[Any], same_call: bool = False) -> Iterator[None]:
     """Exclusive use of objects during a call; other accelerated models may share them.
 
+    A thread that is in another call already (from a streamer, say) never waits: what it holds could be waited for.
+
+    same_call: whether these are further objects of a call that has begun.
+
     Raises:
-        Refused: this thread is in a call with one of them already.
+        Refused: this thread is in a call with one of them already, or is in another call and would have to wait.
     """
+    if not same_call:
+        _thread.calls += 1
+    try:
+        with _locked(parts):
+            yield
+    finally:
+        if not same_call:
+            _thread.calls -= 1
+
+
+@contextmanager
+def _locked(parts: Sequence[Any]) -> Iterator[None]:
     locks = {id(lock): lock for lock in (vars(part).setdefault("_call_lock", CallLock()) for part in parts)}
     with ExitStack() as stack:
         for _, lock in sorted(locks.items()):  # one global order, against deadlocks
-            stack.enter_context(lock.held())
+            stack.enter_context(lock.held(wait=_thread.calls < 2))
         yield
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import ClassVar
 
 from truedraft.card import Card
 from truedraft.drafters._base import Drafter
+from truedraft.errors import Refused
 from truedraft.stats import PassTimes
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
@@ -26,8 +27,14 @@ class Control(ABC):
     drafting: Mapping[int, float] = {}
 
     def another(self) -> Control:
-        """A control with the same knobs and no observations."""
-        return replace(self)  # type: ignore[type-var]
+        """A control with the same knobs and no observations.
+
+        Raises:
+            Refused: it is no dataclass, as controls are.
+        """
+        if not is_dataclass(self):
+            raise Refused(f"control={self!r} is no dataclass, so an engine cannot have one with the same knobs")
+        return replace(self)
 
     def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
         """Called before the first rows of a drafter in a call, or in an engine in which it has none.

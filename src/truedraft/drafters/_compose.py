@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -35,6 +36,7 @@ TRIED = 3  # for this many, if it contributes nothing
 MORE = 1.5  # expected tokens of a right part where the parts called before it are wrong
 SKIPPED = 32  # most passes for which a part is not called because others are confident
 HICCUP = 4.0  # times the usual time of a part: what exceeds it is not counted
+HISTORY = 4096  # choices that a route remembers
 KEPT = 0.9  # weight that a part's contribution keeps at each later pass
 
 
@@ -211,7 +213,7 @@ class Route(Many):
     Cheap parts are all called, and compared by their confidences. An expensive part (a model) is called where its
     earlier drafts promised more tokens per second than the best draft so far.
 
-    history: the part chosen in each pass of the last call: (row, tokens emitted before, part).
+    history: the part chosen in each of the last passes: (row, tokens emitted before, part).
     """
 
     sign = "|"
@@ -219,12 +221,12 @@ class Route(Many):
     def __init__(self, parts: Sequence[Drafter]):
         super().__init__(parts)
         self.gains = [math.inf] * len(parts)  # moving average of the expected tokens of a draft
-        self.history: list[tuple[int, int, int]] = []
+        self.history: deque[tuple[int, int, int]] = deque(maxlen=HISTORY)
         self._idle = [0] * len(parts)
 
     def open(self) -> None:
         super().open()
-        self.history = []
+        self.history.clear()
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         best: list[DraftTree] = []

@@ -70,6 +70,6 @@ class Reflective(LossyRule, ProbingRule):
                 law = torch.lerp(law, second, self.share)
             best, token = law.max(-1)
             chosen = -1 if best.isnan() else int(token)
-            if (below := tree.child(path[-1], chosen)) is None:
+            if chosen in row.ends or (below := tree.child(path[-1], chosen)) is None:
                 return path, chosen
             path.append(below)

@@ -257,7 +257,8 @@ class Branching(ModelDrafter):
 
 
 def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """(k, V) draft probabilities after each of k drafted paths, through the processors of each row's request.
+    """(k, V) draft probabilities after each of k drafted paths, through the processors of each row's request; zeros
+    where these are NaN, or where a processor raises.
 
     logits: (k, V), raw.
     """
@@ -265,7 +266,10 @@ def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor
     for request, group in groupby(range(len(rows)), lambda i: rows[i].request):
         at = list(group)
         some = slice(at[0], at[-1] + 1)
-        scores.append(request.laws.of_drafts(rows[some], drafts[some], logits[some]))
+        try:
+            scores.append(request.laws.of_drafts(rows[some], drafts[some], logits[some]))
+        except Exception:  # of a processor, at a prefix that may never be emitted: nothing is drafted there
+            scores.append(torch.full_like(logits[some], torch.nan))
     return torch.cat(scores).softmax(-1).nan_to_num_(0.0)
 
 
