@@ -23,7 +23,7 @@ from truedraft.bench.replay import ReplayTarget, replayed
 from truedraft.drafters._compose import Route, name_of
 from truedraft.files import write_whole
 from truedraft.loading import load_tokenizer
-from truedraft.stats import Stopwatch
+from truedraft.stopwatch import Stopwatch
 
 
 def recording() -> tuple[Recording, list[tuple[str, int]], int]:

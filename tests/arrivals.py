@@ -103,6 +103,21 @@ def check_logits(engine: ContinuousEngine) -> None:
     inner._decide = checked
 
 
+def state_left(part: Any) -> list[Any]:
+    """The state of rows that a drafter or control still has."""
+    held = [getattr(part, name, None) for name in ("_states", "_rows", "_emitted", "_cache", "_running")]
+    held += [
+        calibration._rows
+        for calibration in [getattr(part, "_calibration", None), *getattr(part, "_calibrations", {}).values()]
+        if calibration
+    ]
+    for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
+        held += [] if reader is None else [reader.slot_rows, reader.written, reader._confirmed, reader.target.cache]
+    for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
+        held += state_left(inner)
+    return [kept for kept in held if kept]
+
+
 def check_nothing_left(engine: ContinuousEngine, drafts: Iterable[Any]) -> None:
     """No row is left in the cache, in a slot or in a drafter."""
     inner: Any = engine._engine
@@ -110,8 +125,7 @@ def check_nothing_left(engine: ContinuousEngine, drafts: Iterable[Any]) -> None:
     assert cache.lengths == inner.rows == [] and getattr(cache, "counts", []) == []
     assert engine.room() == engine.max_rows
     for draft in drafts:
-        for part in getattr(draft, "parts", [draft]):
-            assert not getattr(part, "_states", {}) and not getattr(part, "_going", ()), "a row was left in a drafter"
+        assert not state_left(draft), "a row was left in a drafter"
 
 
 def run_events(

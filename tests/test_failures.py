@@ -523,8 +523,9 @@ def test_a_processor_that_raises_on_drafts_ends_no_other_request() -> None:
         lambda root: truedraft.DraftTree((root, 5), (-1, 0), confidence=(1.0,)),
         lambda root: truedraft.DraftTree((root, 5, 6), (-1, 2, 0), confidence=(1.0, 0.9, 0.9)),
         lambda root: truedraft.DraftTree.chain(root, [10**6], [0.9]),
+        lambda root: truedraft.DraftTree((root, 5), (-1, 0), probes=frozenset([1]), embeds={1: torch.zeros(3)}),
     ],
-    ids=["confidence of another length", "a parent behind its child", "outside the vocabulary"],
+    ids=["confidence of another length", "a parent behind its child", "outside the vocabulary", "a narrow embedding"],
 )
 def test_a_malformed_draft_ends_its_request_alone(broken: Any, control: str) -> None:
     own: Any = drafter("token-recycling", model())
@@ -572,3 +573,42 @@ def test_a_call_inside_a_call_does_not_wait_for_another_thread() -> None:
         stepping[0].join(20)
         assert not stepping[0].is_alive() and "another thread" in found[0]
         check(request, 0, 12, None)
+
+
+def test_prompts_of_ids_and_of_embeddings_begin_together() -> None:
+    embed = model().get_input_embeddings()
+    with truedraft.accelerate(model(), control="fixed").engine(max_rows=3, max_tokens=LONGEST) as engine:
+        requests = [added(engine, 0, 8, None, None)]
+        vectors = embed(torch.tensor([prompts()[1]])).detach()
+        settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 5, "pad_token_id": 0}
+        given = engine.add_request(None, inputs_embeds=vectors, draft=None, **settings)
+        requests.append(added(engine, 2, 8, None, None))
+        finish(engine)
+        for which, request in zip((0, 2), requests, strict=True):
+            check(request, which, 8, None)
+        assert given.tokens == model().generate(inputs_embeds=vectors, **settings)[0].tolist()
+
+
+def test_a_draft_model_without_memory_for_a_new_row_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: Any = drafter("draft-model", model())
+    with truedraft.accelerate(model(), control="fixed").engine(max_rows=3, max_tokens=LONGEST) as engine:
+        first = added(engine, 0, 14, None, shared)
+        engine.step()
+        engine.step()
+        free, reserve = [True], shared._reader.target.reserve
+
+        def reserved(*sizes: int) -> None:
+            if not free[0]:
+                raise NoRoom("as planned")
+            reserve(*sizes)
+
+        monkeypatch.setattr(shared._reader.target, "reserve", reserved)
+        free[0] = False
+        second = added(engine, 1, 14, None, shared)
+        third = added(engine, 2, 14, None, shared)
+        engine.step()
+        free[0] = True
+        finish(engine)
+        check(first, 0, 14, None)
+        assert first.finish_reason in ("stop", "length")
+        assert "error" in (second.finish_reason, third.finish_reason), "the reader never had to grow"

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import seq2seq_models
 import truedraft
+from arrivals import state_left
 from drafters_for_tests import Noise
 from models import ragged, sibling, tiny
 from truedraft import Refused, accelerated, continuous, engine
@@ -77,21 +78,6 @@ def raising_after(passes: int, error: BaseException | None = None) -> Callable[[
             raise error or KeyboardInterrupt
 
     return interrupt
-
-
-def state_left(part: Any) -> list[Any]:
-    """The state of rows that a drafter or control still has."""
-    held = [getattr(part, name, None) for name in ("_states", "_rows", "_shadows", "_emitted", "_cache", "_running")]
-    held += [
-        calibration._rows
-        for calibration in [getattr(part, "_calibration", None), *getattr(part, "_calibrations", {}).values()]
-        if calibration
-    ]
-    for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
-        held += [] if reader is None else [reader.slot_rows, reader.written, reader._confirmed, reader.target.cache]
-    for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
-        held += state_left(inner)
-    return [kept for kept in held if kept]
 
 
 def check_clean(fast: truedraft.Accelerated) -> None:

@@ -183,12 +183,14 @@ class Engine:
 
     def _malformed(self, cohort: Cohort, drafts: Sequence[DraftTree]) -> bool:
         """Fail the requests whose drafts break the contract of `DraftTree`; whether there were any."""
-        before = len(self._failed)
+        before, width = len(self._failed), self.target.embedding_width
         for row, tree in zip(cohort.rows, drafts, strict=True):
             try:
                 tree.check()
                 if not all(0 <= token < self.target.vocabulary for token in tree.tokens):
                     raise ValueError(f"a draft has tokens outside the vocabulary of {self.target.vocabulary}")
+                if tree.embeds and any(vector.shape != (width,) for vector in tree.embeds.values()):
+                    raise ValueError(f"a draft has embeddings that are not of shape ({width},), as the model reads")
             except Exception as error:
                 self._fail([row], error)
         return len(self._failed) > before

@@ -131,8 +131,7 @@ class CompiledSeq2SeqPass(CrossAttentionPass, CompiledStackPass):
         super().__init__(model, model.get_decoder())
 
     def attach(self, cache: Seq2SeqCache | None) -> None:  # type: ignore[override]
-        if cache is not None:
-            self.seq2seq_cache = cache
+        self.seq2seq_cache = cache  # type: ignore[assignment]
         super().attach(None if cache is None else cache.rows)
         if cache is not None:
             self._point()

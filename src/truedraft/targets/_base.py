@@ -54,6 +54,10 @@ class Target(Protocol):
         """V, padding at its end included."""
 
     @property
+    def embedding_width(self) -> int | None:
+        """Width of the embeddings that probes may have in the place of tokens; None where the model reads none."""
+
+    @property
     def context(self) -> int | None:
         """Positions that the model was trained for; None where its configuration names none."""
 

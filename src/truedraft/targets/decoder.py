@@ -172,6 +172,11 @@ class DecoderTarget:
         return self.model.dtype
 
     @property
+    def embedding_width(self) -> int | None:
+        table: Any = self.model.get_input_embeddings()
+        return int(table.weight.shape[-1])
+
+    @property
     def context(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
 
@@ -243,7 +248,7 @@ class DecoderTarget:
         """By the pass that is faster for a prompt of its length; the choice depends on nothing else."""
         self.rewind()
         parts: list[Scores] = []
-        for long, group in groupby(prompts, self._is_long):
+        for (long, _), group in groupby(prompts, lambda p: (self._is_long(p), p.ids is None)):
             batch = list(group)
             parts.append(self.read(batch) if long else self.runner.prefill(batch, self.taps))
         self.wait()

@@ -144,6 +144,10 @@ class Seq2SeqTarget(DecoderTarget):
         return encoder == decoder and getattr(self.model.config, "share_encoder_decoder_embeddings", True)
 
     @property
+    def embedding_width(self) -> int | None:
+        return None
+
+    @property
     def context(self) -> int | None:
         return table_size(self.model.get_decoder())
 

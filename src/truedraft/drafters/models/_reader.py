@@ -95,6 +95,7 @@ class Reader:
         """Reserve cache for new rows, with `more` tokens for drafts beyond the end of a row.
 
         Raises:
+            NoRoom: it does not fit in memory; rows that run already are not affected.
             Refused: the draft model has an encoder, and a row's source is not given as token ids.
         """
         self._host()
@@ -110,8 +111,8 @@ class Reader:
         (slots, room), count = self.target.reserved, len(self._running)
         capacity = max(row.prompt + row.room for row in self._running) + more + CHUNK
         if slots < count or room < capacity:
-            self.slot_rows, self.written, self._confirmed = [], [], []  # what was read is read again
             self.target.reserve(max(count, 2 * slots), capacity)
+            self.slot_rows, self.written, self._confirmed = [], [], []  # what was read is read again
 
     def end(self, row: Row) -> None:
         """The row is finished; its slot is freed by the next `admit`, or when the last row ends."""
