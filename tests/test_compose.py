@@ -192,7 +192,7 @@ def test_a_route_chooses_the_most_expected_tokens_and_records_the_part() -> None
     router = Route([FixedChain([5], 0.9), FixedChain([6, 7], 0.9), FixedChain([8, 9, 3], 0.1)])
     row, tree = drafted(router)
     assert paths(tree) == {(6,), (6, 7)}
-    assert router.history == [(row.index, 0, 1)]
+    assert list(router.history) == [(row.index, 0, 1)]
 
 
 def test_a_cascade_continues_at_the_end_of_a_draft() -> None:

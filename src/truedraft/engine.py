@@ -170,8 +170,8 @@ class Engine:
         drafts = self._propose(cohort, self._budget(cohort.rows))
         try:
             return cohort, *self._scored(cohort, drafts)
-        except Exception:
-            if not self._malformed(cohort, drafts):
+        except Exception as error:
+            if not self._malformed(cohort, drafts, error):
                 raise
             return cohort, *self._scored(cohort, [DraftTree.chain(row.tokens[-1]) for row in cohort.rows])
 
@@ -181,16 +181,16 @@ class Engine:
         trees = for_each(cohort.requests, self._probed, cohort.rows, kept)
         return trees, self._score(trees)
 
-    def _malformed(self, cohort: Cohort, drafts: Sequence[DraftTree]) -> bool:
+    def _malformed(self, cohort: Cohort, drafts: Sequence[DraftTree], raised: Exception) -> bool:
         """Fail the requests whose drafts break the contract of `DraftTree`; whether there were any."""
-        before, width = len(self._failed), self.target.embedding_width
+        before = len(self._failed)
         for row, tree in zip(cohort.rows, drafts, strict=True):
             try:
                 tree.check()
                 if not all(0 <= token < self.target.vocabulary for token in tree.tokens):
                     raise ValueError(f"a draft has tokens outside the vocabulary of {self.target.vocabulary}")
-                if tree.embeds and any(vector.shape != (width,) for vector in tree.embeds.values()):
-                    raise ValueError(f"a draft has embeddings that are not of shape ({width},), as the model reads")
+                if any(vector.shape != (self.target.embedding_width,) for vector in tree.embeds.values()):
+                    raise raised
             except Exception as error:
                 self._fail([row], error)
         return len(self._failed) > before
