@@ -112,7 +112,8 @@ def state_left(part: Any) -> list[Any]:
         if calibration
     ]
     for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
-        held += [] if reader is None else [reader.slot_rows, reader.written, reader._confirmed, reader.target.cache]
+        if reader is not None and reader._hosted is not None:
+            held += [reader.slot_rows, reader.written, reader._confirmed, reader._hosted.cache]
     for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
         held += state_left(inner)
     return [kept for kept in held if kept]
