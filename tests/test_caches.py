@@ -153,7 +153,7 @@ def test_sources_stay_with_their_rows() -> None:
     assert cache.counts == [4, 2, 3]
     assert cache.states[:, 0, 0].tolist() == [1, 5, 50] and cache.source_mask.tolist() == masks.tolist()
     assert source.get_seq_length() == source.get_max_length() == 4 and source.get_mask_sizes(7) == (4, 0)
-    assert source.addresses == tuple(kept.data_ptr() for kept in source._all)
+    assert source.data_pointers == tuple(kept.data_ptr() for kept in source._all)
     cache.cursor.first, cache.cursor.last = 0, 3
     cache.show()
     assert source.keys[:, 0, 0, 0].tolist() == [1, 5, 70] and source.values[:, 0, 0, 0].tolist() == [-1, -5, -70]

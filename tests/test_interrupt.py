@@ -235,6 +235,18 @@ WATCHED: list[Callable[..., Any]] = [
 ]  # fmt: skip
 
 
+def interrupting(spot: tuple[CodeType, int], nth: int, times: Counter[Any]) -> Callable[[CodeType, int], None]:
+    """Ctrl-C when a line is reached for the nth time; `times` counts every line."""
+
+    def interrupt(code: CodeType, line: int) -> None:
+        times[code, line] += 1
+        if (code, line) == spot and times[spot] == nth:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
 @contextmanager
 def traced(seen: Callable[[CodeType, int], None]) -> Iterator[None]:
     """Call `seen` at every line of the watched functions, nested ones included; it may raise."""
@@ -269,16 +281,8 @@ def check_every_line(make: Callable[[], truedraft.Accelerated], inputs: dict[str
     interrupted = 0
     for spot, nth in spots:
         fast.forget()
-        times = Counter[tuple[CodeType, int]]()
-
-        def interrupt(code: CodeType, line: int, spot: Any = spot, nth: int = nth, times: Any = times) -> None:
-            times[code, line] += 1
-            if (code, line) == spot and times[spot] == nth:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-
         try:
-            with traced(interrupt):
+            with traced(interrupting(spot, nth, Counter())):
                 fast.generate(**inputs, **GREEDY)
         except KeyboardInterrupt as raised:
             interrupted += 1
@@ -332,16 +336,9 @@ def test_ctrl_c_at_every_line_of_a_running_engine() -> None:
     interrupted = 0
     for spot, nth in [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())]:
         fast.forget()
-        times = Counter[tuple[CodeType, int]]()
-
-        def interrupt(code: CodeType, line: int, spot: Any = spot, nth: int = nth, times: Any = times) -> None:
-            times[code, line] += 1
-            if (code, line) == spot and times[spot] == nth:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-
         running, streamers = fast.engine(2, 32), [Recorder() for _ in range(3)]
-        with traced(interrupt):
+        times = Counter[tuple[CodeType, int]]()
+        with traced(interrupting(spot, nth, times)):
             requests = run(running, streamers)
         interrupted += times[spot] >= nth
         running.close()

@@ -14,6 +14,11 @@ Guarantee = Literal["tokens", "distribution", "none"]
 SHOWN = 60  # characters of a value in a message
 
 
+def method_name(part: object) -> str:
+    """Name of a method, from the file of its class: `prompt-lookup` of `prompt_lookup.py`."""
+    return part.__class__.__module__.rpartition(".")[2].replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Card:
     """The description of a method in its file; listings, documentation and tests are derived from it.

@@ -18,7 +18,7 @@ from truedraft.accept._base import Rule, extra_probes
 from truedraft.call.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
 from truedraft.call.outcome import cut
 from truedraft.call.prepared import Call, Prepared, request_of
-from truedraft.call.surroundings import defaults, exclusive
+from truedraft.call.surroundings import also_exclusive, defaults, exclusive
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
@@ -156,7 +156,7 @@ class ContinuousEngine:
             report.passes = request.passes
             return EngineRequest(request, seed, streamer, report)
 
-        with exclusive([self]), exclusive(parts_of([given]), same_call=True), defaults():
+        with exclusive([self]), also_exclusive(parts_of([given])), defaults():
             self._open()
             if kwargs.get("assistant_model") is not None:
                 raise Refused("assistant_model selects a drafter: give it as draft=")
@@ -250,7 +250,7 @@ class ContinuousEngine:
     def _changing(self) -> Iterator[None]:
         """Exclusive use of the drafters, which other models may share; an exception within closes the engine."""
         drafters = {id(request._request.drafter): request._request.drafter for request in self._unfinished()}
-        with exclusive(parts_of([*drafters.values()]), same_call=True), defaults():
+        with also_exclusive(parts_of([*drafters.values()])), defaults():
             try:
                 for drafter in drafters.values():
                     fitted(drafter, self._target, self.tokenizer)  # it may have drafted in another call since

@@ -125,7 +125,7 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens over the time of the call, calibration left out."""
+        """Emitted tokens over the time of the call, measuring left out."""
         return self.tokens / self._working
 
     @property
@@ -247,7 +247,7 @@ class EngineReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens of all rows over the time within steps, calibration left out."""
+        """Emitted tokens of all rows over the time within steps, measuring left out."""
         return self.totals.tokens / max(self.seconds.get("all", 0.0) - self.seconds.get("measure", 0.0), 1e-9)
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.accept._verification import Candidates, TargetProbs, Verdict, Verification, candidates
-from truedraft.card import Card, Guarantee
+from truedraft.card import Card, Guarantee, method_name
 from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
@@ -53,8 +53,9 @@ class Rule(ABC):
                 calls or look across rows, since `accept` evaluates drafted prefixes that may not be emitted.
         """
         if laws.unknown_processors:
+            name = f"{'lossy/' if self.guarantee == 'none' else ''}{method_name(self)}"
             raise Refused(
-                f"rule={_name(self)!r} needs the laws after drafted tokens before these are emitted, and "
+                f"rule={name!r} needs the laws after drafted tokens before these are emitted, and "
                 f"{laws.unknown_processors[0]} may count its calls or look across rows: use rule="
                 f"{'rejection' if self.samples else 'greedy'!r}"
             )
@@ -160,13 +161,6 @@ class AttributingRule(Rule):
     @abstractmethod
     def attributions(self) -> tuple[Attribution, ...]:
         """The spans of the output of the last call that are copies, with their places in the documents."""
-
-
-def _name(rule: Rule) -> str:
-    """As `rule=` takes it: of a lossy rule with its folder."""
-    module = type(rule).__module__
-    inside = module.removeprefix("truedraft.accept.")
-    return (inside if inside != module else module.rpartition(".")[2]).replace(".", "/").replace("_", "-")
 
 
 def extra_probes(rule: Rule, width: int) -> int:

@@ -58,7 +58,7 @@ class SourceLayer(SlotLayer):
         self.keys, self.values = (kept[self.cursor.first : self.cursor.last] for kept in self._all)
 
     @property
-    def addresses(self) -> tuple[int, int]:
+    def data_pointers(self) -> tuple[int, int]:
         """Memory addresses of all keys and of all values."""
         keys, values = self._all
         return keys.data_ptr(), values.data_ptr()

@@ -50,28 +50,25 @@ _thread = _Thread()
 
 
 @contextmanager
-def exclusive(parts: Sequence[Any], same_call: bool = False) -> Iterator[None]:
+def exclusive(parts: Sequence[Any]) -> Iterator[None]:
     """Exclusive use of objects during a call; other accelerated models may share them.
 
     A thread that is in another call already (from a streamer, say) never waits: what it holds could be waited for.
 
-    same_call: whether these are further objects of a call that has begun.
-
     Raises:
         Refused: this thread is in a call with one of them already, or is in another call and would have to wait.
     """
-    if not same_call:
-        _thread.calls += 1
+    _thread.calls += 1
     try:
-        with _locked(parts):
+        with also_exclusive(parts):
             yield
     finally:
-        if not same_call:
-            _thread.calls -= 1
+        _thread.calls -= 1
 
 
 @contextmanager
-def _locked(parts: Sequence[Any]) -> Iterator[None]:
+def also_exclusive(parts: Sequence[Any]) -> Iterator[None]:
+    """The same for further objects of a call that has begun; see `exclusive`."""
     locks = {id(lock): lock for lock in (vars(part).setdefault("_call_lock", CallLock()) for part in parts)}
     with ExitStack() as stack:
         for _, lock in sorted(locks.items()):  # one global order, against deadlocks

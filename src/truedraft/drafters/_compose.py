@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from truedraft.card import Card
+from truedraft.card import Card, method_name
 from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, moving_average
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._joint import Joint
@@ -312,7 +312,7 @@ def name_of(part: object) -> str:
         return part.name
     if isinstance(part, Plain):
         return "plain"
-    return part.__class__.__module__.rpartition(".")[2].replace("_", "-")
+    return method_name(part)
 
 
 def _doubt(tree: DraftTree) -> float:

@@ -110,7 +110,7 @@ class CrossAttentionPass(CompiledPass):
         """Point the operations at the cached sources."""
         for layer, (op, _, _) in zip(self.seq2seq_cache.sources, self.program.crosses, strict=True):
             if layer.is_initialized:
-                op.keys, op.values = layer.addresses
+                op.keys, op.values = layer.data_pointers
         self._variants = {}
 
     def _complete(self, given: PassArguments, nodes: Nodes) -> None:

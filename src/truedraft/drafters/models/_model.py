@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from truedraft.card import method_name
 from truedraft.chance import likeliest
 from truedraft.drafters._base import Drafter
 from truedraft.drafters.models._reader import Reader, loaded
@@ -296,5 +297,5 @@ def nodes_of(factors: Sequence[int]) -> int:
 
 def unnamed(drafter: Drafter) -> Refused:
     """The refusal of a drafter that was given no draft model."""
-    name = type(drafter).__module__.rpartition(".")[2].replace("_", "-")
+    name = method_name(drafter)
     return Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or accelerate(draft=MODEL)")
