@@ -42,9 +42,11 @@ FAILURES = {
 
 @dataclass
 class Nodes:
-    """The nodes of a pass, row after row: one entry per node but for `extra` and `group_from`.
+    """The nodes of a pass, row after row: one entry per node but for `extra`, `extra_position` and `group_from`.
 
-    base: node i attends to the first `base[i]` positions of its row and to `extra[extra_from[i]:extra_from[i + 1]]`.
+    place: where keys and values are written in the row's slot.
+    base: node i attends to the first `base[i]` places of its slot and to `extra[extra_from[i]:extra_from[i + 1]]`,
+        whose positions are in `extra_position`; they are written by this pass or were by an earlier one.
     """
 
     token: list[int] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Nodes:
     base: list[int] = field(default_factory=list)
     extra_from: list[int] = field(default_factory=lambda: [0])
     extra: list[int] = field(default_factory=list)
+    extra_position: list[int] = field(default_factory=list)
     group_from: list[int] = field(default_factory=lambda: [0])
     longest: int = 0
 
@@ -69,7 +72,8 @@ class Nodes:
         self.place += range(length, length + n)
         self.base += [length + r for r in shape.run]
         for extras in shape.extras:
-            self.extra += [first + e for e in extras]
+            self.extra += [length + e for e in extras]
+            self.extra_position += [length + shape.depth[e] for e in extras]
             self.extra_from.append(len(self.extra))
         self._grouped(first, n, length + 1 + max(shape.depth))
 
@@ -92,7 +96,8 @@ class Nodes:
         self.place += range(end, end + n)
         self.base += [end] * n
         for _ in range(n):
-            self.extra += range(first, first + n)
+            self.extra += range(end, end + n)
+            self.extra_position += range(end, end + n)
             self.extra_from.append(len(self.extra))
         self._grouped(first, n, end + n)
 
@@ -276,6 +281,7 @@ class CompiledPass(Runner):
             token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
             slot=array(nodes.slot), position=array(nodes.position), place=array(nodes.place),
             base=array(nodes.base), extra_from=array(nodes.extra_from), extra=array(nodes.extra or [0]),
+            extra_position=array(nodes.extra_position or [0]),
             gather=array(gather), groups=len(nodes.group_from) - 1, group_from=array(nodes.group_from),
             longest=nodes.longest, slots=self.cache.cursor.slots, extras=len(nodes.extra), buffers=len(buffers),
             room=array(room), buffer=(c_void_p * len(buffers))(*buffers), stride=array(strides),
