@@ -10,7 +10,7 @@ import torch
 
 from truedraft import Card, Drafter, DraftTree
 from truedraft.chance import likeliest
-from truedraft.drafters.models._model import laws_of
+from truedraft.drafters._growing import laws_of
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, Draws, Row, Scores, Taps
 from truedraft.views.layers import SkipLayers

@@ -1,4 +1,4 @@
-"""Base classes of drafters with a draft model: its next-token distributions grow a tree, level by level."""
+"""Drafts that grow level by level, each level from next-token distributions at the nodes of the one before."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from truedraft.card import method_name
 from truedraft.chance import likeliest
 from truedraft.drafters._base import Drafter
-from truedraft.drafters.models._reader import Reader, loaded
-from truedraft.errors import Refused
-from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Draws, Row
 
 NODES = 1024  # most nodes of a tree given by its branching factors
@@ -25,14 +21,13 @@ BRANCHES = f"how many children a node has, level by level, as in '4x2x1', {NODES
 
 @dataclass(eq=False)
 class GrowingTree:
-    """One row's draft while it grows: first the row's tokens that the draft model has not read, then the tree.
+    """One row's draft while it grows: first the row's tokens that its reader has not read, then the tree.
 
-    tokens, parent: of every node; those before `root` are tokens of the row that the draft model has still to read.
+    tokens, parent: of every node; those before `root` are tokens of the row that the reader has still to read.
     root: index of the pending token.
     room: nodes that may still be added.
     deepest: levels that may be added below the root.
-    frontier: nodes added at the last level, which the next pass of the draft model reads.
-    read: how many of the first nodes the draft model's cache holds.
+    frontier: nodes added at the last level, which the reader's next pass expands.
     laws: node -> the distribution that its children were drawn from.
     score: node -> the method's score of it.
     arrival: node -> its arrival time, for stochastic beam search.
@@ -47,7 +42,6 @@ class GrowingTree:
     parent: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=list)
-    read: int = 0
     laws: dict[int, Tensor] = field(default_factory=dict)
     score: dict[int, float] = field(default_factory=dict)
     arrival: dict[int, float] = field(default_factory=dict)
@@ -85,21 +79,6 @@ class GrowingTree:
             node = self.parent[node]
         return tokens[::-1]
 
-    def next_input(self) -> DraftTree:
-        """The tree that the next pass of the draft model reads."""
-        parents = (-1, *(p - self.read for p in self.parent[self.read + 1 :]))
-        return DraftTree(tuple(self.tokens[self.read :]), parents)
-
-    def linear_prefix(self, reached: int) -> int:
-        """Move `read` past the nodes before `reached` that all later ones descend from; returns their number, which the
-        cache keeps."""
-        node = self.read
-        while node < reached and self.parent.count(node) == 1:
-            node += 1
-        kept = node - self.read
-        self.read = node
-        return kept
-
     def tree(self, draws: Draws, chosen: Sequence[int] | None = None) -> DraftTree:
         """The draft, of the nodes `chosen` (parents before children) or of all nodes."""
         nodes = [self.root, *(range(self.root + 1, len(self.tokens)) if chosen is None else chosen)]
@@ -113,24 +92,42 @@ class GrowingTree:
         )
 
 
-class ModelDrafter(Drafter):
-    """A drafter with a smaller model that shares the target's tokenizer.
+class LevelReader(Protocol):
+    """Computes the distributions that drafts grow from: a draft model or a learned head, with its cache per row."""
 
-    A subclass defines how drafts grow from that model's distributions. Each level of a draft is one pass of the draft
-    model over all rows; it reads the tokens emitted since the last pass and the nodes of the previous level. Rejected
-    tokens of the last draft are cropped from its cache.
+    def start(self, rows: Sequence[Row], more: int) -> None:
+        """Reserve memory for new rows, with `more` nodes for drafts beyond the end of a row.
 
-    Fields of every subclass: model (a model of transformers, or the name of one: a folder, an embedded model, one on
-    the hub).
-    """
+        Raises:
+            NoRoom: it does not fit in memory; rows that run already are not affected.
+        """
+
+    def end(self, row: Row) -> None:
+        """Remove a finished row."""
+
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        """Read the tokens of running rows, up to a last part that their next pass reads."""
+
+    def tokens_read(self, row: Row, after: int) -> int | None:
+        """Tokens of a row that are read; None where the row cannot be read with `after` tokens more."""
+
+    def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
+        """One pass: (k, V) raw logits at the frontier nodes of all trees, in order, V as in the target."""
+
+    def grown(self, growing: Sequence[GrowingTree]) -> None:
+        """The level of the last pass was added to the trees."""
+
+
+class GrowingDrafter(Drafter):
+    """A drafter whose drafts grow level by level; each level is one pass of its reader over all rows."""
 
     prior_confidence = 0.7
     autoregressive = True
-    model: Any
 
-    def __post_init__(self) -> None:
-        self.model, self.tokenizer = loaded(self.model)
-        self._reader = Reader(self.model)
+    @property
+    @abstractmethod
+    def reader(self) -> LevelReader:
+        """What computes its distributions."""
 
     @property
     @abstractmethod
@@ -139,34 +136,22 @@ class ModelDrafter(Drafter):
 
     @abstractmethod
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        """Add the next level: children of the k `nodes`, by the draft model's (k, V) distributions there."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        return None if self.model is None else self._reader.vocab_size
-
-    def bind(self, target: Target) -> None:
-        if self.model is None:
-            raise unnamed(self)
-        self._reader.fit(target)
+        """Add the next level: children of the k `nodes`, by the reader's (k, V) distributions there."""
 
     def start(self, rows: Sequence[Row]) -> None:
-        self._reader.start(rows, self.room(self.width))
+        self.reader.start(rows, self.room(self.width))
 
     def end(self, row: Row) -> None:
-        self._reader.end(row)
+        self.reader.end(row)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
-        reader = self._reader
-        reader.admit(rows)
-        reader.catch_up([row.tokens if reader.fits(row, 0) else None for row in reader.slot_rows])
-        growing_trees = {id(row): self._growing(row, most) for row, most in zip(rows, budget, strict=True)}
-        standing = [growing_trees[id(row)] for row in reader.slot_rows]
-        while any(growing.frontier for growing in standing):
-            self._level(standing)
-        return [self.finished(growing_trees[id(row)]) for row in rows]
+        self.reader.catch_up(rows)
+        growing = [self._growing(row, most) for row, most in zip(rows, budget, strict=True)]
+        while active := [tree for tree in growing if tree.frontier]:
+            self._level(active)
+        return [self.finished(tree) for tree in growing]
 
     def room(self, budget: int) -> int:
         """Nodes that may be grown for a draft of at most `budget` nodes."""
@@ -178,38 +163,24 @@ class ModelDrafter(Drafter):
 
     def _growing(self, row: Row, budget: int) -> GrowingTree:
         """A row's draft before its first level."""
-        reader = self._reader
         deepest = min(self.levels, row.room - row.step - 1)
-        common = len(row.tokens) - 1
-        if row in reader.slot_rows and reader.fits(row, deepest):
-            common = len(reader.written[reader.slot_rows.index(row)])
-        else:
-            deepest = 0
+        read = self.reader.tokens_read(row, deepest)
+        if read is None:
+            read, deepest = len(row.tokens) - 1, 0
         most = min(budget, self.width)
-        return GrowingTree(
-            row, row.tokens[common:], len(row.tokens) - 1 - common, self.room(most), deepest, budget=most
-        )
+        return GrowingTree(row, row.tokens[read:], len(row.tokens) - 1 - read, self.room(most), deepest, budget=most)
 
-    def _level(self, standing: Sequence[GrowingTree]) -> None:
-        """One pass of the draft model, and the level grown from it; rows with complete drafts read a dummy node."""
-        scores = self._reader.score(
-            [growing.next_input() if growing.frontier else DraftTree.chain(0) for growing in standing]
-        )
-        at = [(slot, node) for slot, growing in enumerate(standing) for node in growing.frontier]
-        logits = scores[[slot for slot, _ in at], [node - standing[slot].read for slot, node in at]]
-        rows, paths = [standing[slot].row for slot, _ in at], [standing[slot].path(node) for slot, node in at]
-        laws = laws_of(rows, paths, logits)
+    def _level(self, active: Sequence[GrowingTree]) -> None:
+        """One pass of the reader, and the level grown from it."""
+        logits = self.reader.expand(active)
+        at = [(growing, node) for growing in active for node in growing.frontier]
+        laws = laws_of([growing.row for growing, _ in at], [growing.path(node) for growing, node in at], logits)
         first = 0
-        kept: list[list[int]] = []
-        for growing in standing:
-            frontier, reached, read = growing.frontier, len(growing.tokens), growing.read
-            if frontier:
-                self.grow(growing, frontier, laws[first : first + len(frontier)])
-                first += len(frontier)
-                kept.append(growing.tokens[read : read + growing.linear_prefix(reached)])
-            else:
-                kept.append([])
-        self._reader.keep(kept)
+        for growing in active:
+            nodes = growing.frontier
+            self.grow(growing, nodes, laws[first : first + len(nodes)])
+            first += len(nodes)
+        self.reader.grown(active)
 
     def likeliest(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
         """Add the `count` most probable continuations of all paths, with path probabilities as scores; returns their
@@ -236,8 +207,8 @@ class ModelDrafter(Drafter):
         return likeliest(law, count)
 
 
-class Branching(ModelDrafter):
-    """A draft model's trees with a fixed number of children per node at each level.
+class Branching(GrowingDrafter):
+    """Trees with a fixed number of children per node at each level.
 
     Further fields of every subclass: branches, as in "4x2x1".
     """
@@ -245,7 +216,7 @@ class Branching(ModelDrafter):
     branches: str
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[misc]
         self._factors = branched(self.branches)
 
     @property
@@ -293,9 +264,3 @@ def nodes_of(factors: Sequence[int]) -> int:
         level *= factor
         total += level
     return total - 1
-
-
-def unnamed(drafter: Drafter) -> Refused:
-    """The refusal of a drafter that was given no draft model."""
-    name = method_name(drafter)
-    return Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or accelerate(draft=MODEL)")
