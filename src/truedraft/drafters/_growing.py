@@ -30,6 +30,7 @@ class GrowingTree:
     frontier: nodes added at the last level, which the reader's next pass expands.
     laws: node -> the distribution that its children were drawn from.
     score: node -> the method's score of it.
+    chance: node -> the probability that it is right if its parent is, as its drafter estimates it.
     arrival: node -> its arrival time, for stochastic beam search.
     budget: most nodes of the finished draft.
     """
@@ -44,6 +45,7 @@ class GrowingTree:
     frontier: list[int] = field(default_factory=list)
     laws: dict[int, Tensor] = field(default_factory=dict)
     score: dict[int, float] = field(default_factory=dict)
+    chance: dict[int, float] = field(default_factory=dict)
     arrival: dict[int, float] = field(default_factory=dict)
     budget: int = 0
 

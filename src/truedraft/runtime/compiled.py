@@ -101,6 +101,26 @@ class Nodes:
             self.extra_from.append(len(self.extra))
         self._grouped(first, n, end + n)
 
+    def add_node(self, slot: int, position: int, place: int, base: int, above: Sequence[int]) -> None:
+        """A node of a level, which sees the first `base` places, those of the nodes `above` it, and itself; `group`
+        follows when all of the slot's are added."""
+        self.slot.append(slot)
+        self.position.append(position)
+        self.place.append(place)
+        self.base.append(base)
+        self.extra += (*above, place)
+        self.extra_position += range(position - len(above), position + 1)
+        self.extra_from.append(len(self.extra))
+
+    def group(self, n: int) -> None:
+        """The last `n` nodes are those of one slot."""
+        first = len(self) - n
+        longest = max(
+            b + t - f
+            for b, f, t in zip(self.base[first:], self.extra_from[first:], self.extra_from[first + 1 :], strict=True)
+        )
+        self._grouped(first, n, longest)
+
     def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """A text in which every token attends to every other."""
         first, n = len(self), len(tokens)
@@ -311,23 +331,27 @@ class CompiledPass(Runner):
         self._storage = [
             torch.zeros(self._arena * self.program.rows[n], self._stride(n), dtype=torch.float32) for n in names[:-1]
         ]
+        for name, (of, column) in self.program.parts.items():
+            at, of_at = names.index(name), names.index(of)
+            self._strides[at], self._storage[at] = self._strides[of_at], self._storage[of_at][:, column:]
         self._buffers = [s.data_ptr() for s in self._storage] + [0]  # the logits, allocated per pass
-        self._room = [s.numel() for s in self._storage]
+        self._room = [len(s) * stride for s, stride in zip(self._storage, self._strides, strict=False)]
 
     def _ops(self, hidden: tuple[int, ...], skipped: frozenset[int]) -> ctypes.Array[Op]:
         """The operations except those of skipped layers, with a copy of "x" after each layer in `hidden`."""
         if (hidden, skipped) not in self._variants:
             p = self.program
-            last = len(p.outputs) - 1
             depths = [index % len(p.outputs) for index in hidden]
             skipped_ops = {i for layer in skipped for i in p.ops_of(layer)}
             ops: list[Op] = []
             for i, op in enumerate(p.ops):
                 if i not in skipped_ops:
                     ops.append(op)
-                ops += [_copy(p, len(p.widths) + k) for k, d in enumerate(depths) if d < last and p.outputs[d] == i]
-            for k, depth in enumerate(depths):
-                if depth == last:  # after the last norm, for all nodes
+                ops += [
+                    _copy(p, len(p.widths) + k) for k, d in enumerate(depths) if hidden[k] != -1 and p.outputs[d] == i
+                ]
+            for k, layer in enumerate(hidden):
+                if layer == -1:  # after the last norm, for all nodes
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
                     norm.tail, norm.src, norm.dst = 0, list(p.widths).index("x"), len(p.widths) + k
                     ops.append(norm)
