@@ -24,7 +24,7 @@ class Program:
     widths: floats in a row of each buffer, by name.
     rows: rows per node of the buffers that have several.
     layers: for each op, the layer of the KV cache that it uses, or -1.
-    outputs: the ops after which "x" is a hidden state, as in `output_hidden_states`, without the last one.
+    outputs: the ops after which "x" is layer 0, 1, ... (`Taps`), up to the number of blocks.
     """
 
     narrow: bool
