@@ -22,6 +22,7 @@ from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
+from truedraft.runtime.tapping import layer_number
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
@@ -279,11 +280,14 @@ class CompiledPass(Runner):
         Args:
             gather: the nodes whose logits are returned.
             embeds: (nodes, H) instead of token ids.
-            hidden: layers whose hidden states are returned, numbered as in `output_hidden_states`.
+            hidden: layers whose hidden states are returned, numbered as in `Taps`.
             skipped: layers that do not run.
 
         Returns:
             fp32 logits (len(gather), V), and the hidden states (nodes, H) by layer.
+
+        Raises:
+            Refused: there is no such layer.
         """
         n, m = len(nodes), len(gather)
         kept = {layer: torch.zeros(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
@@ -341,17 +345,15 @@ class CompiledPass(Runner):
         """The operations except those of skipped layers, with a copy of "x" after each layer in `hidden`."""
         if (hidden, skipped) not in self._variants:
             p = self.program
-            depths = [index % len(p.outputs) for index in hidden]
+            numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
             skipped_ops = {i for layer in skipped for i in p.ops_of(layer)}
             ops: list[Op] = []
             for i, op in enumerate(p.ops):
                 if i not in skipped_ops:
                     ops.append(op)
-                ops += [
-                    _copy(p, len(p.widths) + k) for k, d in enumerate(depths) if hidden[k] != -1 and p.outputs[d] == i
-                ]
-            for k, layer in enumerate(hidden):
-                if layer == -1:  # after the last norm, for all nodes
+                ops += [_copy(p, len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
+            for k, number in enumerate(numbers):
+                if number == -1:  # after the final norm, for all nodes
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
                     norm.tail, norm.src, norm.dst = 0, list(p.widths).index("x"), len(p.widths) + k
                     ops.append(norm)

@@ -26,7 +26,7 @@ class Program:
     parts: buffers that are the later columns of another: name -> (the other, its column).
     fed: the hidden state that a head continues from, numbered as in `Taps`.
     layers: for each op, the layer of the KV cache that it uses, or -1.
-    outputs: the ops after which "x" is a hidden state, as in `output_hidden_states`, without the last one.
+    outputs: the ops after which "x" is layer 0, 1, ... (`Taps`), up to the number of blocks.
     """
 
     narrow: bool
