@@ -116,10 +116,8 @@ class Nodes:
     def group(self, n: int) -> None:
         """The last `n` nodes are those of one slot."""
         first = len(self) - n
-        longest = max(
-            b + t - f
-            for b, f, t in zip(self.base[first:], self.extra_from[first:], self.extra_from[first + 1 :], strict=True)
-        )
+        starts, ends = self.extra_from[first:-1], self.extra_from[first + 1 :]
+        longest = max(b + end - start for b, start, end in zip(self.base[first:], starts, ends, strict=True))
         self._grouped(first, n, longest)
 
     def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
