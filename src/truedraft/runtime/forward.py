@@ -102,13 +102,15 @@ class ForwardPass(Runner):
         return Scores(logits, hidden, [0] * len(trees))
 
     def prepare(self, taps: Taps) -> None:
-        """Find the layers to tap, if any, by forwards over one token; called before a pass.
+        """Find the layers to tap, if any, by forwards over one token; called before passes.
 
         Raises:
-            Refused: no hidden states are found.
+            Refused: there is no such layer, or it is not found.
         """
         if taps.hidden and self._taps is None:
             self._taps = LayerTaps(self.model)
+        for layer in taps.hidden:
+            self._taps.number(layer)  # type: ignore[union-attr]
 
     def _scored(self, trees: Sequence[DraftTree], taps: Taps) -> Output:
         cursor = self.cache.cursor

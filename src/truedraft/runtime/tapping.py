@@ -59,7 +59,7 @@ class LayerTaps:
         states: dict[int, Tensor] = {}
         chosen: dict[int, list[int]] = {}  # k >= 0 or -1 -> as requested
         for layer in layers:
-            chosen.setdefault(self._number(layer), []).append(layer)
+            chosen.setdefault(self.number(layer), []).append(layer)
 
         def record(number: int, state: Tensor) -> None:
             for layer in chosen.get(number, ()):
@@ -68,15 +68,22 @@ class LayerTaps:
         with overridden(self._overrides(chosen, record)):
             yield states
 
-    def _number(self, layer: int) -> int:
+    def number(self, layer: int) -> int:
+        """A layer as k >= 0 or -1.
+
+        Raises:
+            Refused: see `recording`.
+        """
         number = layer_number(layer, self.blocks)
         if number == self.blocks and not self._layers:
             raise Refused(
-                f"layer {layer} of {self._name}, its last block's output before the final norm, is not found: "
-                "give -1, that after the norm"
+                f"layer={layer}: the output of the last block of {self._name} is not found, give -1, that after the "
+                "final norm"
             )
         if number == -1 and not self._final:
-            raise Refused(f"layer -1 of {self._name} is not found: its output head reads something else")
+            raise Refused(
+                f"layer={layer}: the output head of {self._name} reads no layer of its decoder, give 0 or more"
+            )
         return number
 
     def _overrides(self, chosen: Iterable[int], record: Record) -> Iterator[Override]:
@@ -146,8 +153,8 @@ def layer_number(layer: int, blocks: int) -> int:
     """
     if not -blocks - 1 <= layer <= blocks:
         raise Refused(
-            f"layer {layer} is none of a model with {blocks} blocks: give 0 (the embeddings) to {blocks} (after the "
-            "last block), or -1 (after the final norm)"
+            f"layer={layer}: give 0 (the embeddings) to {blocks} (after the last of the {blocks} blocks), or -1 "
+            f"(after the final norm) to {-blocks - 1}, counted from the end"
         )
     return layer if layer >= -1 else layer + blocks + 1
 
