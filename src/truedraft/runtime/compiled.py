@@ -215,6 +215,10 @@ class CompiledPass(Runner):
         """The positions of a prompt's tokens, where they differ from their indices; else None."""
         return None
 
+    def check_taps(self, taps: Taps) -> None:
+        for layer in taps.hidden:
+            layer_number(layer, len(self.program.outputs) - 1)
+
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.
 
