@@ -269,7 +269,7 @@ class CompiledPass(Runner):
             Refused: there is no such layer.
         """
         n, m = len(nodes), len(gather)
-        kept = {layer: torch.zeros(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
+        kept = {layer: torch.empty(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
         logits = torch.empty(m, self._stride("logits"), dtype=torch.float32)
         self._reserve(n)
         buffers = [*self._buffers, *(kept[layer].data_ptr() for layer in hidden)]
