@@ -97,7 +97,7 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
     both = [DecoderTarget(model, "auto"), DecoderTarget(model, "stock")]
     both[1].runner, both[1].fallback_reason = both[1]._stock(), None
     for target in both:
-        target.taps = Taps((0, -1))
+        target.taps = Taps((0, 2, -1))
         target.reserve(4, 100)
         target.prefill(prompts(device, 5, 21, 1))
     rows = 3
@@ -107,7 +107,7 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
         for row, tree in enumerate(trees):
             for mine, theirs in (
                 (captured.logits[row, : len(tree)], stock.logits[row, : len(tree)]),
-                *((captured.hidden[layer][row], stock.hidden[layer][row]) for layer in (0, -1)),
+                *((captured.hidden[layer][row], stock.hidden[layer][row]) for layer in (0, 2, -1)),
             ):
                 assert mine.shape == theirs.shape
                 assert (mine - theirs).abs().max() < 1e-5 * max(theirs.abs().max(), 1), (step, row)

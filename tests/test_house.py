@@ -92,7 +92,8 @@ ALLOWED = {
     "engine": {"tree", "request", "cohort", "stats", "accept", "drafters", "control", "targets"},
     "cohort": {"tree", "request", "drafters"},
     "request": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters"},
-    "tree": set(),
+    "tree": {"tree_shape"},
+    "tree_shape": set(),
     "chance": {"tree", "errors"},
     "sampling": {"tree", "errors"},
     "stopping": {"tree", "sampling"},
@@ -104,7 +105,8 @@ ALLOWED = {
     "files": {"errors"},
     # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
-    "stores": {"tree", "card", "errors", "files", "stores"},
+    # runtime: the hidden states of given texts
+    "stores": {"tree", "card", "errors", "files", "stores", "runtime"},
     "registry": {"card", "declared", "errors"},
     "declared": {"card"},
     "loading": {"assets", "errors", "runtime", "targets"},

@@ -263,7 +263,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("samples, and do_sample is False", lambda: _generated(do_sample=False)),
     ("no text to search", lambda: _generated()),
     ("no text to search", lambda: _generated(references=[[5]])),
-    (r"layer=3: give 0 .* to 2 .* or -1 to -3", lambda: truedraft.accelerate(tiny(), draft="nest:layer=3")),
+    (r"layer=3: give 0 .* to 2 .* or -1 .* to -3", lambda: truedraft.accelerate(tiny(), draft="nest:layer=3")),
     ("layer=-4", lambda: _generated(rule="lossy/nest:layer=-4", draft=None, references=[[5, 6]])),
     ("layer=9", lambda: Neighbours.built(tiny(), TEXTS, layer=9)),
     ("vocabulary of 4", lambda: Neighbours.built(tiny(vocabulary=SIZE), [("a", [1, 5])])),

@@ -354,9 +354,9 @@ def test_hidden_states_are_numbered_as_in_the_whole_model(runtime: str) -> None:
     """The state after a skipped layer is the one before it, so that a head may read the state of any layer."""
     model = deep("llama", torch.float32)
     target = begun(target_of(model, runtime), [[7]])
-    hidden = target.score([DraftTree.chain(7, [8, 9])], SkipLayers((1, 3), Taps((0, 1, 2, 3, -1)))).hidden
+    hidden = target.score([DraftTree.chain(7, [8, 9])], SkipLayers((1, 3), Taps((0, 1, 2, 3, 4, -1)))).hidden
     plain = cut(model, (1, 3))(torch.tensor([[7, 8, 9]]), output_hidden_states=True).hidden_states
-    assert torch.equal(hidden[1][0], hidden[2][0])
+    assert torch.equal(hidden[1][0], hidden[2][0]) and torch.equal(hidden[3][0], hidden[4][0])
     for mine, theirs in ((0, 0), (1, 1), (-1, 2)):
         assert error(hidden[mine][0], plain[theirs][0]) < 1e-4
     normed = model.model.norm(hidden[3][0])  # changed by the last norm only

@@ -65,6 +65,7 @@ def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase 
         if any(part.bound is not None and part.bound.vocabulary != vocabulary for part in parts):
             drafter.forget()
         drafter.bind(target)
+        target.check_taps(drafter.needs)
         drafter.read(tokenizer)
         for part in parts:
             part.bound = Bound(ref(target), vocabulary)

@@ -83,6 +83,7 @@ def request_of(
     """
     input_ids, config = prepared.input_ids, prepared.config
     rule.bind(target.model, tokenizer)
+    target.check_taps(rule.needs)
     drafter.read(tokenizer)
     prompts = target.prompts_of(input_ids, prepared.inputs, call.sources)
     batch, most = len(prompts), max(map(len, prompts))

@@ -39,6 +39,10 @@ class Runner(ABC):
         """
 
     @abstractmethod
+    def check_taps(self, taps: Taps) -> None:
+        """Raises Refused, in one sentence, where this model has no such layers, or they are not found."""
+
+    @abstractmethod
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.
 

@@ -238,6 +238,10 @@ class CompiledPass(Runner):
         """The positions of a prompt's tokens, where they differ from their indices; else None."""
         return None
 
+    def check_taps(self, taps: Taps) -> None:
+        for layer in taps.hidden:
+            layer_number(layer, len(self.program.outputs) - 1)
+
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.
 
@@ -288,7 +292,7 @@ class CompiledPass(Runner):
             Refused: there is no such layer.
         """
         n, m = len(nodes), len(gather)
-        kept = {layer: torch.zeros(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
+        kept = {layer: torch.empty(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
         logits = torch.empty(m, self._stride("logits"), dtype=torch.float32)
         self._reserve(n)
         buffers = [*self._buffers, *(kept[layer].data_ptr() for layer in hidden)]

@@ -21,7 +21,7 @@ from truedraft.runtime.embedding import embedded
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.skipping import SkippableLayers
-from truedraft.runtime.tapping import LayerTaps
+from truedraft.runtime.tapping import LayerTaps, one_token
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
@@ -65,7 +65,7 @@ class ForwardPass(Runner):
 
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
         """Read prompts of one length together, at most `most` positions of each at a time."""
-        self.prepare(taps)
+        self.check_taps(taps)
         cursor, length = self.cache.cursor, len(batch[0])
         name, given = "input_ids", [p.ids for p in batch]
         if batch[0].embeds is not None:
@@ -93,7 +93,7 @@ class ForwardPass(Runner):
         Raises:
             Refused: see `skipped`.
         """
-        self.prepare(taps)
+        self.check_taps(taps)
         with self._under(view):
             logits, states = self._scored(trees, taps)
         hidden = {
@@ -101,14 +101,16 @@ class ForwardPass(Runner):
         }
         return Scores(logits, hidden, [0] * len(trees))
 
-    def prepare(self, taps: Taps) -> None:
-        """Find the layers to tap, if any, by forwards over one token; called before a pass.
-
-        Raises:
-            Refused: no hidden states are found.
-        """
+    def check_taps(self, taps: Taps) -> None:
+        """See `Runner.check_taps`. Layers are found by forwards over one token, the first time that any are tapped."""
         if taps.hidden and self._taps is None:
-            self._taps = LayerTaps(self.model)
+            self._taps = LayerTaps(self.model, self._one_token())
+        for layer in taps.hidden:
+            self._taps.number(layer)  # type: ignore[union-attr]
+
+    def _one_token(self) -> dict[str, Any]:
+        """Inputs of the model's forward over one token."""
+        return {"input_ids": one_token(self.model)}
 
     def _scored(self, trees: Sequence[DraftTree], taps: Taps) -> Output:
         cursor = self.cache.cursor

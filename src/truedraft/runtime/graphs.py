@@ -146,6 +146,9 @@ class GraphPass(Runner):
         """Read the prompts of new rows by plain forwards."""
         return self.stock.prefill(prompts, taps)
 
+    def check_taps(self, taps: Taps) -> None:
+        self.stock.check_taps(taps)
+
     def skipped(self, view: View) -> frozenset[int]:
         """See `ForwardPass.skipped`: passes under a view are plain forwards."""
         return self.stock.skipped(view)
@@ -160,7 +163,7 @@ class GraphPass(Runner):
         """
         if view is not None:
             return self.stock.score(trees, taps, view)
-        self.stock.prepare(taps)
+        self.stock.check_taps(taps)
         cursor, width = self.stock.cache.cursor, max(map(len, trees))
         rows = bucket(len(trees), cursor.slots)
         ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]

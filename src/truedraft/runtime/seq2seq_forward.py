@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -16,6 +17,7 @@ from truedraft.runtime.forward import ForwardPass, LinearsPass, Output
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.positions import Positions, table_size
 from truedraft.runtime.seq2seq import padded_sources
+from truedraft.runtime.tapping import one_token
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
 
@@ -51,6 +53,14 @@ class Seq2SeqPass(ForwardPass):
             f"{type(self.model).__name__} cannot run under a view by the {self.name}, in which a row's first pass "
             "computes the keys of its source in every layer: views of encoder-decoders need the compiled pass"
         )
+
+    def _one_token(self) -> dict[str, Any]:
+        width = self.model.get_encoder().config.hidden_size
+        source = torch.zeros(1, 1, width, dtype=self.model.dtype, device=self.device)
+        return {
+            "encoder_outputs": BaseModelOutput(last_hidden_state=source),
+            "decoder_input_ids": one_token(self.model),
+        }
 
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
         return False

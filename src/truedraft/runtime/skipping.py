@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from truedraft.errors import Refused
 from truedraft.runtime.fingerprint import does_more
 from truedraft.runtime.overrides import overridden
-from truedraft.runtime.tapping import blocks_of, given
+from truedraft.runtime.tapping import blocks_of, given, one_token
 
 
 class SkippableLayers:
@@ -72,10 +72,8 @@ class SkippableLayers:
 
             return forward
 
-        table = model.get_input_embeddings().weight
-        token = torch.full((1, 1), len(table) // 2, device=table.device)  # not padding, whose embedding may be zero
         with overridden((layer, "forward", noting(layer)) for layer in self._layers):
-            model(input_ids=token, use_cache=False, return_dict=True)
+            model(input_ids=one_token(model), use_cache=False, return_dict=True)
         if len(calls) != len(self._layers) or not all(after.follows(call) for call, after in pairwise(calls)):
             raise self._refused("they do not simply follow each other")
         return [len(call.returned) if isinstance(call.returned, tuple) else 0 for call in calls]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import Refused
 from truedraft.runtime.overrides import Override, overridden
@@ -30,6 +29,9 @@ class LayerTaps:
     reads layer -1. Where the decoder's blocks are not found, layers are those of `output_hidden_states`, and the last
     block's output before the final norm is refused.
 
+    Args:
+        inputs: of a forward over one token, by default its id; for a model that reads more than tokens.
+
     Attributes:
         blocks: number of decoder blocks.
 
@@ -37,8 +39,9 @@ class LayerTaps:
         Refused: the model's forward returns no hidden states, or none are found in its calls.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, inputs: Mapping[str, Any] | None = None):
         self._model: Any = model
+        self._inputs = {"input_ids": one_token(model)} if inputs is None else inputs
         self._name = type(model).__name__
         self.blocks = len(self._returned()) - 1
         self._layers: Sequence[nn.Module] = blocks_of(model, self.blocks) or ()
@@ -59,7 +62,7 @@ class LayerTaps:
         states: dict[int, Tensor] = {}
         chosen: dict[int, list[int]] = {}  # k >= 0 or -1 -> as requested
         for layer in layers:
-            chosen.setdefault(self._number(layer), []).append(layer)
+            chosen.setdefault(self.number(layer), []).append(layer)
 
         def record(number: int, state: Tensor) -> None:
             for layer in chosen.get(number, ()):
@@ -68,15 +71,22 @@ class LayerTaps:
         with overridden(self._overrides(chosen, record)):
             yield states
 
-    def _number(self, layer: int) -> int:
+    def number(self, layer: int) -> int:
+        """A layer as k >= 0 or -1.
+
+        Raises:
+            Refused: see `recording`.
+        """
         number = layer_number(layer, self.blocks)
         if number == self.blocks and not self._layers:
             raise Refused(
-                f"layer {layer} of {self._name}, its last block's output before the final norm, is not found: "
-                "give -1, that after the norm"
+                f"layer={layer}: the output of the last block of {self._name} is not found, give -1, that after the "
+                "final norm"
             )
         if number == -1 and not self._final:
-            raise Refused(f"layer -1 of {self._name} is not found: its output head reads something else")
+            raise Refused(
+                f"layer={layer}: the output head of {self._name} reads no layer of its decoder, give 0 or more"
+            )
         return number
 
     def _overrides(self, chosen: Iterable[int], record: Record) -> Iterator[Override]:
@@ -125,17 +135,16 @@ class LayerTaps:
     @torch.no_grad()
     def _returned(self) -> Sequence[Tensor]:
         """The `output_hidden_states` of a forward over one token."""
-        config: Any = self._model.config.get_text_config(decoder=True)
-        device = self._model.get_input_embeddings().weight.device
-        inputs: dict[str, Any] = {"input_ids": torch.full((1, 1), config.vocab_size // 2, device=device)}
-        if self._model.config.is_encoder_decoder:
-            source = torch.zeros(1, 1, self._model.get_encoder().config.hidden_size, dtype=self._model.dtype)
-            encoded = BaseModelOutput(last_hidden_state=source.to(device))
-            inputs = {"encoder_outputs": encoded, "decoder_input_ids": inputs["input_ids"]}
-        states = _states(self._model(**inputs, use_cache=False, output_hidden_states=True, return_dict=True))
+        states = _states(self._model(**self._inputs, use_cache=False, output_hidden_states=True, return_dict=True))
         if not states:
             raise Refused(f"the hidden states of {self._name} cannot be tapped: its forward returns none")
         return states
+
+
+def one_token(model: Any) -> Tensor:
+    """(1, 1) a token id on the model's device; not padding, whose embedding may be zero."""
+    device = model.get_input_embeddings().weight.device
+    return torch.full((1, 1), model.config.get_text_config(decoder=True).vocab_size // 2, device=device)
 
 
 def layer_number(layer: int, blocks: int) -> int:
@@ -146,8 +155,8 @@ def layer_number(layer: int, blocks: int) -> int:
     """
     if not -blocks - 1 <= layer <= blocks:
         raise Refused(
-            f"layer {layer} is none of a model with {blocks} blocks: give 0 (the embeddings) to {blocks} (after the "
-            "last block), or -1 (after the final norm)"
+            f"layer={layer}: give 0 (the embeddings) to {blocks} (after the last of the {blocks} blocks), or -1 "
+            f"(after the final norm) to {-blocks - 1}, counted from the end"
         )
     return layer if layer >= -1 else layer + blocks + 1
 

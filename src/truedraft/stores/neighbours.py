@@ -22,6 +22,7 @@ from torch import Tensor
 
 from truedraft.card import shown
 from truedraft.errors import Refused, why
+from truedraft.runtime.tapping import LayerTaps, layer_number
 from truedraft.stores import _file
 from truedraft.tree import Row
 
@@ -33,7 +34,7 @@ PART = 1024  # tokens of a pass; in longer documents each token has at least hal
 class Neighbours:
     """States of a model in texts, and the tokens that follow.
 
-    layer: index of the layer of these states, as in `output_hidden_states`: 0 the embeddings, -1 the last, normed.
+    layer: of these states, numbered as in `Taps`.
     names: of the documents. starts: where each begins in `text`, and where the last one ends.
     text: (n,) token ids of all documents. keys: (m, H) states at all tokens but the last of each document.
     unchanged: called before the states are used; raises Refused where their file was changed.
@@ -73,6 +74,7 @@ class Neighbours:
             Refused: no such layer, a token outside the vocabulary, or no document of two tokens.
         """
         config = _check_layer(model, layer)
+        taps = LayerTaps(model)
         names: list[str] = []
         starts, text, keys = [0], list[int](), list[Tensor]()
         for name, tokens in documents:
@@ -82,7 +84,8 @@ class Neighbours:
                 names.append(name)
                 text += tokens
                 starts.append(len(text))
-                keys.append(_states(model, tokens, layer, getattr(config, "max_position_embeddings", PART)))
+                part = min(PART, getattr(config, "max_position_embeddings", PART))
+                keys.append(_states(model, taps, tokens, layer, part))
         if not keys:
             raise Refused("there is nothing to look for neighbours in: give a document of two tokens or more")
         return cls(layer, tuple(names), tuple(starts), torch.tensor(text), torch.cat(keys))
@@ -172,7 +175,7 @@ class Search:
     """The search for neighbours and their weight, shared by drafter and rule.
 
     store: the datastore; None for the references of each row, whose states are computed at the first search.
-    layer: of the states, where there is no store. k: neighbours of a search.
+    layer: of the states, numbered as in `Taps`, where there is no store. k: neighbours of a search.
     alpha, tau: the model's weight is sigmoid((r - alpha) / tau), r the similarity of the nearest neighbour over that of
         the farthest. A similarity is minus a squared distance: r is 0 to 1, small where one is much nearer.
 
@@ -237,26 +240,22 @@ def _of_references(model: Any, row: Row, layer: int) -> Neighbours:
 def _check_layer(model: Any, layer: int) -> Any:
     """The text configuration of a model that has this layer."""
     config = model.config.get_text_config(decoder=True)
-    last = config.num_hidden_layers
-    if not -last - 1 <= layer <= last:
-        raise Refused(
-            f"layer={layer}: give 0 (the embeddings) to {last} (the last layer, normed), or -1 to {-last - 1}"
-        )
+    layer_number(layer, config.num_hidden_layers)
     return config
 
 
 @torch.no_grad()
-def _states(model: Any, tokens: Sequence[int], layer: int, context: int) -> Tensor:
-    """(n - 1, H) states at the tokens of a document but the last."""
-    part = min(PART, context)
+def _states(model: Any, taps: LayerTaps, tokens: Sequence[int], layer: int, part: int) -> Tensor:
+    """(n - 1, H) states at the tokens of a document but the last, read `part` tokens at a time."""
     parts: list[Tensor] = []
     read, end = 0, len(tokens) - 1
     while read < end:
         first = max(read - part // 2, 0)
         last = min(first + part, end)
         ids = torch.tensor([tokens[first:last]], device=model.device)
-        seen = model.base_model(ids, use_cache=False, output_hidden_states=True).hidden_states[layer]
-        parts.append(_scaled(seen[0, read - first :]))
+        with taps.recording((layer,)) as states:
+            model.base_model(ids, use_cache=False)
+        parts.append(_scaled(states[layer][0, read - first :]))
         read = last
     return torch.cat(parts)
 

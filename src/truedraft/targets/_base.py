@@ -210,6 +210,9 @@ class Target(Protocol):
                 view has written no scratch, or the cache has no room for more scratch; nothing was computed.
         """
 
+    def check_taps(self, taps: Taps) -> None:
+        """Raises Refused, in one sentence, where this model has no such layers."""
+
     def check_view(self, view: View) -> None:
         """Raises Refused, in one sentence, where this model cannot run under a view."""
 

@@ -294,6 +294,9 @@ class DecoderTarget:
                 )
             return self.runner.score(padded, view.taps, view).of(slots)
 
+    def check_taps(self, taps: Taps) -> None:
+        self.runner.check_taps(taps)
+
     def check_view(self, view: View) -> None:
         self.runner.skipped(view)
 

@@ -62,7 +62,7 @@ class Nest(LossyNodeRule, AttributingRule):
     samples: ClassVar[bool] = True
     preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
-    layer: int = knob(-2, -1024, 1024)  # whose states are compared, -1 for the last; that of the authors' code
+    layer: int = knob(-2, -1024, 1024)  # whose states are compared, as in `Taps`; that of the authors' code
     k: int = knob(1024, 1, 1_000_000)  # neighbours of a search; authors' code, published a few hundred to 1024
     alpha: float = knob(0.3, -1e6, 1e6)  # nearest over farthest at which their weight is 1/2; authors' demo, unverified
     tau: float = knob(0.1, 0, 1e6, open=True)  # scale of that sigmoid; authors' demo, unverified

@@ -47,7 +47,7 @@ class Nest(PerRow[QueryState]):
     )
     takes_references = True
     store: Any = None  # Neighbours or their file (stores/neighbours.py); else the references of each call
-    layer: int = knob(-2, -1024, 1024)  # whose output is compared, -1 the last; that of the authors' code
+    layer: int = knob(-2, -1024, 1024)  # whose states are compared, as in `Taps`; that of the authors' code
     k: int = knob(1024, 1, 1_000_000)  # neighbours searched; authors' code, published a few hundred to 1024
     alpha: float = knob(0.3, -1e6, 1e6)  # similarity ratio at which the model weighs half; authors' demo, unverified
     tau: float = knob(0.1, 0, 1e6, open=True)  # how fast that weight changes; authors' demo, unverified
