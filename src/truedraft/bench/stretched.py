@@ -6,6 +6,8 @@ behind them. An RMSNorm then divides by sqrt(d / D) times what it did, so that i
 and its epsilon by d / D; its output again is the original's, followed by zeros. `stretched_features` is this map of
 features, `LayerMap` that of layers; a module that reads features of the original reads those of the stretched model
 when its weights are padded by `padded_weight`, `padded_bias` and `padded_norm`, and its epsilon by `padded_epsilon`.
+Norms over each head keep their width, but configurations have one epsilon for all norms: there `rescaled` multiplies
+what they normalise, the weights of q_proj and k_proj, by sqrt(d / D) too, which their quotient cancels exactly.
 
 All matrices are dense and of full size, and no inner projection has a part that is zero: the further heads and neurons
 are copies of the original ones, and what they compute is multiplied by zeros of the output projections.
@@ -26,7 +28,6 @@ from transformers.initialization import no_init_weights
 
 from truedraft.errors import Refused
 
-SIZES = {"0.1B": (8, 1024), "0.5B": (42, 1024)}  # of the embedded `nano`: blocks and width; 98.6 M and 499.7 M weights
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose blocks have the modules named below
 INNER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # they read the residual stream, after a norm
 OUTPUT = ("o_proj", "down_proj")  # they add to it
@@ -78,9 +79,10 @@ def stretched(model: PreTrainedModel, *, layers: int, hidden: int, prompts: Tens
     of a head, the vocabulary and the groups of queries per key-value head stay. Both models' greedy tokens and logits
     are compared in the model's own dtype; the result has the figures as its attribute `stretch`, a `Stretch`.
 
-    Norm weights are rounded once more, unless the ratio is a power of 4: then sqrt(d / D) is a power of two, and
-    exact in bf16 as in any dtype. In bf16 and fp16 the text may differ where two tokens nearly tie, by other orders
-    of summation and, at other ratios, by these rounded weights: `stretch.same_text` tells.
+    Norm weights (and, with norms over each head, the weights of queries and keys) are rounded once more, unless the
+    ratio is a power of 4: then sqrt(d / D) is a power of two, and exact in bf16 as in any dtype. In bf16 and fp16 the
+    text may differ where two tokens nearly tie, by other orders of summation and, at other ratios, by these rounded
+    weights: `stretch.same_text` tells.
 
     Args:
         layers: decoder blocks, at least the model's own; those that are added add zero to the residual stream.
@@ -150,12 +152,16 @@ def padded_norm(weight: Tensor, hidden: int, parts: int = 1) -> Tensor:
     """The weight of an RMSNorm over padded features, whose output is the original's and zeros behind.
 
     Args:
-        weight: (d,), multiplied by sqrt(d / hidden) in fp64 and rounded to its dtype.
+        weight: (d,), multiplied by sqrt(d / hidden); over several parts, d is the width of all.
         hidden: width D of the padded features, those of all parts.
         parts: vectors that it is one norm of, side by side, each padded alone.
     """
-    scaled = (weight.double() * math.sqrt(len(weight) / hidden)).to(weight.dtype)
-    return stretched_features(scaled, hidden, parts)
+    return stretched_features(rescaled(weight, len(weight), hidden), hidden, parts)
+
+
+def rescaled(weight: Tensor, width: int, hidden: int) -> Tensor:
+    """A tensor times sqrt(width / hidden), computed in fp64 and rounded to its dtype; exact at ratios of 4 and 16."""
+    return (weight.double() * math.sqrt(width / hidden)).to(weight.dtype)
 
 
 def padded_epsilon(epsilon: float, width: int, hidden: int) -> float:
@@ -219,6 +225,7 @@ def _weights(model: PreTrainedModel, larger: Any, layers: LayerMap, width: int, 
         Refused: the original has weights that no weight of the stretched model is made of, or lacks some.
     """
     own, found, read = model.state_dict(), {}, set()
+    head_norms = any(name.endswith("q_norm.weight") for name in own)
     for name, empty in larger.state_dict().items():
         parts = name.split(".")
         adds = True
@@ -227,7 +234,9 @@ def _weights(model: PreTrainedModel, larger: Any, layers: LayerMap, width: int, 
             parts[2] = str(source)
         read.add(origin := ".".join(parts))
         if origin in own:
-            found[name] = _stretched_weight(parts[-2], own[origin], empty.shape, adds)
+            normed = head_norms and parts[-2] in ("q_proj", "k_proj")
+            weight = rescaled(own[origin], width, hidden) if normed else own[origin]
+            found[name] = _stretched_weight(parts[-2], weight, empty.shape, adds)
     if others := sorted(own.keys() ^ read):
         raise Refused(f"model: a {type(model).__name__} with changed modules cannot be stretched ({others[0]})")
     return found
