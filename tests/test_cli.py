@@ -292,7 +292,7 @@ EARLY = {
         ["--draft", "auto", "--draft", "foo"], ["--prompts", "nowhere"], ["--html", "/nowhere/x"], ["--rounds", "0"],
         ["--max-new-tokens", "0"], ["--temperature", "nan"], ["--seed", "1"], ["--assistant", "./nowhere"],
         ["--replay", "nowhere", "--tokenizer", "nano", "--draft", "foo", "--threads", "1"], ["--control", "foo"],
-        ["./nowhere"],
+        ["./nowhere"], ["--stretched", "0.7B"],
     ],
     "audit": [
         ["--draft", "foo"], ["--control", "foo"], ["--file", "nowhere"], ["--temperature", "1e-300"], ["--seed=-1"],

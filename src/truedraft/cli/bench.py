@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from truedraft import assets, registry
+from truedraft.bench.sizes import size_of
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
 from truedraft.cli._options import COLDEST, AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
@@ -40,7 +41,7 @@ UNUSED = {
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
                  "ties", "baselines", "assistant"),
     "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties", "baselines",
-               "assistant", "dtype", "quantize", "oracle", "roofline"),
+               "assistant", "dtype", "quantize", "stretched", "oracle", "roofline"),
 }  # fmt: skip
 REPLAYED = ("tokenizer", "questions", "budget")  # options for recorded outputs only
 
@@ -66,6 +67,9 @@ def bench(
     ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
+    stretched: Annotated[
+        str | None, Option(help="Same text at a larger model's cost: nano at 0.1B or 0.5B; any at LAYERSxHIDDEN.")
+    ] = None,
     threads: Threads = None,
     oracle: Annotated[bool, Option(help="Known outputs drafted at set acceptance rates, against theory.")] = False,
     roofline: Annotated[bool, Option(help="Only pass times by width, against bandwidth and multiply rate.")] = False,
@@ -90,9 +94,10 @@ def bench(
         reads, page = _tokenizer(context, model, tokenizer), (html, context.obj)
         return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
     _check_names(model, dtype, quantize, draft or (), control, assistant, prompts)
+    layers_and_width = None if stretched is None else size_of(stretched, model)
     with waiting("loading the model") as show:
         use_threads(threads)
-        loaded, reader = load(model, dtype, quantize)
+        loaded, reader = _load(model, dtype, quantize, layers_and_width)
         sources = _check_sources(loaded, modes)
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
         machine, rows = _roofline(loaded) if roofline or (html and not sources) else (None, [])
@@ -108,19 +113,36 @@ def bench(
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
             sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
             interrupted = _compare(figures, sides, of_transformers, todo, loaded, reader, *settings, show)
+    name = model if stretched is None else f"{model} stretched to {stretched}"
     if html is not None:
         weights = quantize or str(loaded.dtype).removeprefix("torch.")
-        facts = {"model": model, "weights": weights, **origin(context.obj)}
+        facts = {"model": name, "weights": weights, **origin(context.obj)}
         _write_page(html, facts, figures, rounds, machine, rows, attained)
     if as_json:
-        of_model = {"model": model, "dtype": str(loaded.dtype), "quantized": quantize}
+        of_model = {"model": name, "dtype": str(loaded.dtype), "quantized": quantize}
         print(json.dumps({**of_model, **_result(figures, attained, rows)}, indent=2))
     else:
+        if stretched is not None:
+            print_folded(console(), name, "bold")
         _print(figures, attained, machine, rows, rounds)
     if interrupted:
         print("interrupted: the workloads that were finished are shown", file=sys.stderr)
         return 130
     return int(any(f.differs is not None and f.passes is not None for f in figures))
+
+
+def _load(model: str, dtype: str, quantize: str | None, size: tuple[int, int] | None) -> tuple[Any, Any]:
+    """A model and its tokenizer; size: blocks and width to which it is stretched."""
+    if size is None:
+        return load(model, dtype, quantize)
+    loaded, tokenizer = load(model, dtype)
+    from truedraft.bench.stretched import stretched
+    from truedraft.runtime.quantize import quantize as quantized
+
+    larger = stretched(loaded, layers=size[0], hidden=size[1])
+    if quantize is not None:
+        quantized(larger, quantize)
+    return larger, tokenizer
 
 
 def _compare(
