@@ -1,0 +1,108 @@
+"""The references of foreign checkpoints against themselves: layouts against each other, errors of readers, names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foreign import FORMATS, Foreign
+from foreign.common import V, opened
+
+TOKENS, DRAFTED = [5, 17, 3, 44, 9, 60], [8, 2]
+VARIANTS = [(name, variant) for name, form in FORMATS.items() for variant in form.variants]
+CONTROLS = [(name, wrong) for name, form in FORMATS.items() for wrong in form.controls]
+
+
+def drafted(form: Foreign, folder: Path, seed: int = 0, wrong: str = "", **variant: object) -> Tensor:
+    target = form.target(dtype=torch.float64)
+    path = folder if folder.exists() else form.write(folder, target, seed, **variant)
+    return form.logits(path, target, TOKENS, DRAFTED, wrong=wrong)
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_every_variant_gives_a_law_of_the_targets_vocabulary(name: str, variant: str, tmp_path: Path) -> None:
+    logits = drafted(FORMATS[name], tmp_path / "head", **FORMATS[name].variants[variant])
+    assert logits.shape == (1 + len(DRAFTED), V) and logits.dtype == torch.float64
+    assert not logits.isnan().any() and (logits < float("inf")).all()
+    assert (logits.softmax(-1).max(-1).values < 0.99).all(), "errors would hide in a law of one token"
+
+
+@pytest.mark.parametrize(("name", "wrong"), CONTROLS)
+def test_errors_of_readers_change_the_logits(name: str, wrong: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    right = drafted(form, tmp_path / "head", **form.controls[wrong])
+    other = drafted(form, tmp_path / "head", wrong=wrong)
+    assert (right.softmax(-1) - other.softmax(-1)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, form.kind) for name, form in FORMATS.items()])
+def test_rows_depend_on_what_their_kind_names(name: str, kind: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    target = form.target(dtype=torch.float64)
+    folder = form.write(tmp_path / "head", target, 0)
+    one, other = (form.logits(folder, target, TOKENS, [first, 2]) for first in (8, 9))
+    assert torch.equal(one[0], other[0])
+    assert all(torch.equal(one[i], other[i]) == (kind == "parallel") for i in (1, 2))
+    last = form.logits(folder, target, TOKENS, [8, 3])
+    assert torch.allclose(last[:2], one[:2]), "a row depends on no later draft"
+
+
+@pytest.mark.parametrize(
+    ("one", "first", "other", "second"),
+    [
+        ("eagle3", {}, "eagle3-speculators", dict(norm_before_residual=False)),
+        ("eagle3", dict(ids=(2, 4, 5)), "eagle3", {}),
+        ("eagle3", dict(ids=(1, 3, 6)), "eagle3-speculators", dict(ids=(2, 4, 7), norm_before_residual=False)),
+        (
+            "eagle3",
+            dict(fc_norm=True, norm_output=True, draft_vocab=None, embedded=True),
+            "eagle3-speculators",
+            dict(fc_norm=True, norm_output=True, draft_vocab=None, own_embeddings=True, norm_before_residual=False),
+        ),
+        ("medusa", {}, "medusa-2", {}),
+        ("medusa", dict(layers=2, aliased=False), "medusa-vllm", dict(layers=2)),
+        ("medusa-vllm", dict(kept=29), "medusa-vllm", dict(kept=29, cut=False)),
+    ],
+)
+def test_the_same_weights_in_two_layouts_draft_the_same(
+    one: str, first: dict, other: str, second: dict, tmp_path: Path
+) -> None:
+    found = drafted(FORMATS[one], tmp_path / "one", **first), drafted(FORMATS[other], tmp_path / "other", **second)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-speculators"])
+def test_offsets_of_the_draft_vocabulary_increase_and_agree_with_the_membership(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    _, weights = opened(form.write(tmp_path / "head", form.target(), 0), torch.float32)
+    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    assert weights["d2t"].dtype == torch.int64 and weights["t2d"].dtype == torch.bool
+    assert (ids.diff() > 0).all() and torch.equal(ids, weights["t2d"].nonzero()[:, 0])
+    reachable = drafted(form, tmp_path / "again").isfinite()
+    assert all(torch.equal(row.nonzero()[:, 0], ids) for row in reachable)
+
+
+def names(text: str, **numbers: int) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, from lines `name: rows columns`; braces in a name are alternatives."""
+    found = {}
+    for line in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, shape = line.partition(":")
+        options = [part.split("|") for part in re.findall(r"\{(.*?)\}", name)]
+        for choice in itertools.product(*options):
+            found[re.sub(r"\{.*?\}", "%s", name) % choice] = tuple(eval(n, {}, numbers) for n in shape.split())
+    return found
+
+
+LAYER = "{P}.self_attn.q_proj.weight: q C; {P}.self_attn.{k|v}_proj.weight: k C; {P}.self_attn.o_proj.weight: H q;"
+LAYER += "{P}.post_attention_layernorm.weight: H; {P}.mlp.{gate|up}_proj.weight: I H; {P}.mlp.down_proj.weight: H I;"
+EAGLE3 = LAYER + "{P}.{input_layernorm|hidden_norm}.weight: H; norm.weight: H; fc.weight: H F*H; lm_head.weight: D H;"
+KEPT = "d2t: D; t2d: V;"
+EMBEDDED = "embed_tokens.weight: V H;"
+MEDUSA = "{0|1|2|3}.0.linear.weight: H H; {0|1|2|3}.0.linear.bias: H; {0|1|2|3}.1.weight: V H;"
+VLLM = "blocks.{0|1|2|3}.layers.0.weight: H H; blocks.{0|1|2|3}.layers.0.bias: H; lm_heads.{0|1|2|3}.weight: V H;"
+TABLES: list[tuple[str, str, str, dict[str, int]]] = [
+    ("eagle", "published", f"{LAYER} {EMBEDDED} fc.weight: H 2*H; fc.bias: H;".replace("P", "layers.0"), dict(q=32, k=16, C=32)),
+]
