@@ -83,26 +83,3 @@ def test_offsets_of_the_draft_vocabulary_increase_and_agree_with_the_membership(
     assert (ids.diff() > 0).all() and torch.equal(ids, weights["t2d"].nonzero()[:, 0])
     reachable = drafted(form, tmp_path / "again").isfinite()
     assert all(torch.equal(row.nonzero()[:, 0], ids) for row in reachable)
-
-
-def names(text: str, **numbers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, from lines `name: rows columns`; braces in a name are alternatives."""
-    found = {}
-    for line in filter(None, (part.strip() for part in text.split(";"))):
-        name, _, shape = line.partition(":")
-        options = [part.split("|") for part in re.findall(r"\{(.*?)\}", name)]
-        for choice in itertools.product(*options):
-            found[re.sub(r"\{.*?\}", "%s", name) % choice] = tuple(eval(n, {}, numbers) for n in shape.split())
-    return found
-
-
-LAYER = "{P}.self_attn.q_proj.weight: q C; {P}.self_attn.{k|v}_proj.weight: k C; {P}.self_attn.o_proj.weight: H q;"
-LAYER += "{P}.post_attention_layernorm.weight: H; {P}.mlp.{gate|up}_proj.weight: I H; {P}.mlp.down_proj.weight: H I;"
-EAGLE3 = LAYER + "{P}.{input_layernorm|hidden_norm}.weight: H; norm.weight: H; fc.weight: H F*H; lm_head.weight: D H;"
-KEPT = "d2t: D; t2d: V;"
-EMBEDDED = "embed_tokens.weight: V H;"
-MEDUSA = "{0|1|2|3}.0.linear.weight: H H; {0|1|2|3}.0.linear.bias: H; {0|1|2|3}.1.weight: V H;"
-VLLM = "blocks.{0|1|2|3}.layers.0.weight: H H; blocks.{0|1|2|3}.layers.0.bias: H; lm_heads.{0|1|2|3}.weight: V H;"
-TABLES: list[tuple[str, str, str, dict[str, int]]] = [
-    ("eagle", "published", f"{LAYER} {EMBEDDED} fc.weight: H 2*H; fc.bias: H;".replace("P", "layers.0"), dict(q=32, k=16, C=32)),
-]

@@ -45,9 +45,10 @@ class Foreign:
 
 
 def _formats() -> dict[str, Foreign]:
-    from foreign import eagle1, eagle3, medusa
+    from foreign import dflash, eagle1, eagle3, hydra, medusa, mlp_speculator
 
-    return {form.name: form for family in (eagle1, eagle3, medusa) for form in family.FORMATS}
+    families = (eagle1, eagle3, medusa, hydra, mlp_speculator, dflash)
+    return {form.name: form for family in families for form in family.FORMATS}
 
 
-FORMATS = _formats()
+FORMATS = _formats()  # by name
