@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from foreign import FORMATS, Foreign
 from foreign.common import V, opened
@@ -83,3 +85,26 @@ def test_offsets_of_the_draft_vocabulary_increase_and_agree_with_the_membership(
     assert (ids.diff() > 0).all() and torch.equal(ids, weights["t2d"].nonzero()[:, 0])
     reachable = drafted(form, tmp_path / "again").isfinite()
     assert all(torch.equal(row.nonzero()[:, 0], ids) for row in reachable)
+
+
+@pytest.mark.parametrize("name", ["mtp-deepseek", "mtp-glm"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_stored_prediction_layers_draft_as_those_of_transformers(name: str, layers: int, tmp_path: Path) -> None:
+    """`transformers` loads the folder by itself; the pattern of names names the published number of layers alone."""
+    form = FORMATS[name]
+    target = form.target(dtype=torch.float64)
+    folder = form.write(tmp_path / "model", target, 0, layers=layers)
+    n = target.config.num_hidden_layers
+    target.config.name_or_path, target.config.num_mtp_layers = str(folder), layers
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n + depth}\." for depth in range(layers)]
+    judge, cache = MtpModel.from_pretrained(target).eval(), MtpCache(config=target.config.get_mtp_config())
+    ids, rows = torch.tensor([TOKENS + DRAFTED]), []
+    with torch.no_grad():
+        states = target(ids[:, : len(TOKENS) - 1], output_hidden_states=True).hidden_states[-1]
+        for depth in range(layers):
+            positions = torch.arange(len(TOKENS) - 1)[None] + 1 + depth
+            later = ids[:, 1 + depth :][:, : len(TOKENS) - 1]
+            states = judge.forward_layer(depth, states, positions, cache, input_ids=later)
+            rows.append(judge._project_to_logits(states)[0, -1])
+    found = form.logits(folder, target, TOKENS, DRAFTED[: layers - 1])
+    torch.testing.assert_close(found, torch.stack(rows), atol=1e-5, rtol=1e-5)

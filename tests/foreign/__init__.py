@@ -45,9 +45,9 @@ class Foreign:
 
 
 def _formats() -> dict[str, Foreign]:
-    from foreign import dflash, eagle1, eagle3, hydra, medusa, mlp_speculator
+    from foreign import dflash, eagle1, eagle3, hydra, medusa, mlp_speculator, mtp
 
-    families = (eagle1, eagle3, medusa, hydra, mlp_speculator, dflash)
+    families = (eagle1, eagle3, medusa, hydra, mlp_speculator, dflash, mtp)
     return {form.name: form for family in families for form in family.FORMATS}
 
 

@@ -30,7 +30,11 @@ def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> 
 
 def random_model(config: PretrainedConfig, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The causal model of a configuration, every parameter random by its name and the seed."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().to(dtype)
+    model = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+        .eval()
+        .to(dtype)
+    )
     randomise(model, seed)
     return model
 
@@ -113,6 +117,13 @@ def save(folder: Path, config: dict[str, Any], weights: Weights, file: str) -> P
     else:
         torch.save(weights, folder / file)
     return folder
+
+
+def checkpoint(folder: Path, target: PreTrainedModel) -> tuple[dict[str, Any], Weights]:
+    """Write the target's own checkpoint; (its config.json, its weights as stored)."""
+    target.save_pretrained(folder)
+    target.config.dtype = target.dtype  # saving leaves only its name there
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
 def opened(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Any], Weights]:

@@ -6,19 +6,17 @@ an output matrix. Head i drafts the token i after the pending one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from foreign import Foreign
-from foreign.common import Draws, Weights, features, head, opened, save, scattered, under
+from foreign.common import Draws, Weights, checkpoint, features, head, opened, save, scattered, under
 
 HEADS = 4
 
@@ -64,11 +62,10 @@ def write_medusa2(
 ) -> Path:
     """The target's own checkpoint with the heads in it. claimed: None leaves the number of heads out of the
     configuration."""
-    target.save_pretrained(folder)
-    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    settings, own = checkpoint(folder, target)
     settings |= dict(version="2", medusa_num_layers=layers) | ({} if claimed is None else {"medusa_num_heads": claimed})
     heads = under("medusa_head.", _published(Draws(seed), target, layers, True))
-    return save(folder, settings, load_file(folder / "model.safetensors") | heads, "model.safetensors")
+    return save(folder, settings, own | heads, "model.safetensors")
 
 
 def write_vllm(
