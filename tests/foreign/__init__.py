@@ -9,7 +9,12 @@ the readers of `truedraft.drafters.heads`. Every format follows one calling conv
     logits = form.logits(folder, target, tokens=[5, 17, 3], drafted=[8, 2])  # (3, V)
 
 `tokens` ends with the pending token, which the target has not processed yet; row j of the logits is the draft for the
-token after `tokens + drafted[:j]`, over the target's vocabulary, -inf outside the draft's.
+token after `tokens + drafted[:j]`, over the target's vocabulary, -inf outside the draft's. `wrong=`, a key of
+`form.controls`, plants that error of a reader into the law, so that a test can show that it would notice it.
+
+Weights are stored in float32, those inside a checkpoint in its own type, and computed with in the target's type.
+transformers takes norms in float32 whatever the type of a model, and angles too, so two right readers of a float64
+target differ by about 1e-6.
 """
 
 from __future__ import annotations
