@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -14,13 +15,43 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import Refused, why
 from truedraft.stores import _file as file
+from truedraft.tree import Taps
 
 Module = TypeVar("Module", bound=nn.Module)
-Line = tuple[list[int], list[int]]  # tokens of a source; the decoder's prompt followed by the target's output
+Metrics = dict[str, float | list[float]]
+ParameterGroups = tuple[list[nn.Parameter], list[nn.Parameter]]  # those that Muon moves; those that AdamW moves
 
 VERSION = 2
 WEIGHTS = "drafter.safetensors"  # file name in a checkpoint's folder
 SAMPLED = 64  # rows of the embedding table that go into a fingerprint
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts to train on, and what the frozen target computes of them.
+
+    ids: (rows, length) tokens, padded at the right: prompt and response; of an encoder-decoder those of the decoder.
+    mask: (rows, length) bool, False on padding.
+    loss_mask: (rows, length) bool, True on the tokens to predict: those of the target's response.
+    features: layer -> (rows, length, H) hidden states of the target, for the layers in `Learner.needs`.
+    source: encoder states (rows, source length, H) and source mask, for encoder-decoders.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    loss_mask: Tensor
+    features: dict[int, Tensor]
+    source: tuple[Tensor, Tensor] | None = None
+
+    def split(self, rows: int) -> Iterator[Batch]:
+        """Batches of at most that many rows each, of the same length."""
+        for first in range(0, len(self.ids), rows):
+            part = slice(first, first + rows)
+            yield replace(
+                self, ids=self.ids[part], mask=self.mask[part], loss_mask=self.loss_mask[part],
+                features={layer: states[part] for layer, states in self.features.items()},
+                source=None if self.source is None else (self.source[0][part], self.source[1][part]),
+            )  # fmt: skip
 
 
 class Learner(ABC):
@@ -28,11 +59,13 @@ class Learner(ABC):
 
     name: of the drafter.
     module: the trained module; the target's own weights are not part of it.
+    needs: what the trainer supplies in `Batch.features`; set by `begin`.
     progress: progress of the training, 0 to 1, kept current by the trainer.
     """
 
     name: ClassVar[str]
     module: nn.Module
+    needs = Taps()
     progress = 0.0
 
     @abstractmethod
@@ -43,13 +76,23 @@ class Learner(ABC):
             Refused: the method cannot draft for this target, or a knob is invalid.
         """
 
+    def prepare(self, counts: Tensor) -> None:
+        """Set the module up for the data, before training starts anew.
+
+        counts: (V,) occurrences of each token among the tokens to predict.
+        """
+
     @abstractmethod
-    def loss(self, lines: Sequence[Line]) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """The scalar to minimise."""
 
     @abstractmethod
-    def evaluate(self, lines: Sequence[Line]) -> dict[str, float]:
-        """Metrics on held-out lines; the checkpoint with the highest `tokens_per_pass` among them is kept."""
+    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
+        """Metrics on held-out lines.
+
+        Among them are `tokens_per_pass`, by which the best checkpoint is kept, and `acceptance`, where the method
+        measures it: by position of a draft, the share of drafts accepted among those whose earlier tokens are.
+        """
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
@@ -62,6 +105,20 @@ class Learner(ABC):
         Raises:
             Refused: it was trained with other knobs.
         """
+
+    def parameter_groups(self) -> ParameterGroups:
+        """The trained parameters: matrices, moved by Muon, and all others, moved by AdamW."""
+        return split_parameters(self.module)
+
+
+def split_parameters(module: nn.Module) -> ParameterGroups:
+    """Parameters that require a gradient: matrices other than embeddings, and the rest."""
+    groups: ParameterGroups = ([], [])
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            matrix = parameter.ndim == 2 and "embed" not in name and "shared" not in name
+            groups[0 if matrix else 1].append(parameter)
+    return groups
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -82,7 +139,8 @@ def save_learnt(folder: Path, name: str, module: nn.Module, model: PreTrainedMod
         OSError: it cannot be written; an earlier checkpoint is left as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {n: w.detach().float().cpu().numpy() for n, w in module.state_dict().items()}
+    weights = {n: w.detach().cpu() for n, w in module.state_dict().items()}
+    arrays = {n: (w.float() if w.is_floating_point() else w).numpy() for n, w in weights.items()}
     config = {**config, "target": type(model).__name__, "fingerprint": fingerprint(model)}
     file.write(folder / WEIGHTS, f"{name} drafter", VERSION, config, arrays)
 
