@@ -91,6 +91,10 @@ class Reader:
         learnt = mask & (torch.arange(ids.shape[1], device=ids.device) >= torch.tensor(given).to(ids.device)[:, None])
         return Batch(ids, mask, learnt, features_of(self.model, self.layers, ids, mask))
 
+    def predicted(self, line: Line) -> list[int]:
+        """The tokens of a line that are to be predicted."""
+        return line[1]
+
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Ids and mask, (rows, longest row), padded at the right."""
         device = self.model.device
@@ -114,6 +118,9 @@ class SourceReader(Reader):
         learnt[:, 0] = False
         return Batch(ids, mask, learnt, {}, (states.float(), source_mask))
 
+    def predicted(self, line: Line) -> list[int]:
+        return line[1][1:]
+
 
 class Feed:
     """Endless batches of lines, in an order that depends on the seed alone.
@@ -136,7 +143,7 @@ class Feed:
     def _next(self) -> list[Line]:
         group = next(self._groups)
         self.drawn += 1
-        self.tokens += sum(len(text) for _, text in group)
+        self.tokens += sum(len(self._read.predicted(line)) for line in group)
         return group
 
 

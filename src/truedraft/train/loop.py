@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from truedraft.drafters._learned import Metrics, ParameterGroups, split_parameters
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 from truedraft.files import read_lines, write_whole
 
 
@@ -120,17 +120,31 @@ class Run:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set everything to an earlier state; peak learning rates remain those of the plan."""
-        self.module.load_state_dict(state["module"])
-        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
-            most = [group["most"] for group in optimizer.param_groups]
-            optimizer.load_state_dict(kept)
-            for group, lr in zip(optimizer.param_groups, most, strict=True):
-                group["most"] = lr
+        """Set everything to an earlier state; peak learning rates remain those of the plan.
+
+        Raises:
+            Refused: it is the state of another module.
+        """
+        try:
+            self.module.load_state_dict(state["module"])
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                most = [group["most"] for group in optimizer.param_groups]
+                optimizer.load_state_dict(kept)
+                for group, lr in zip(optimizer.param_groups, most, strict=True):
+                    group["most"] = lr
+        except (KeyError, ValueError, RuntimeError) as e:
+            raise Refused(
+                f"--resume: the state of the run is that of another module: {' '.join(why(e).split())}"
+            ) from e
         self.steps, self.minutes, self.loss = state["steps"], state["minutes"], state["loss"]
         torch.set_rng_state(state["cpu"])
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def announce(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
 
 
 def fit(
@@ -145,7 +159,7 @@ def fit(
     groups: ParameterGroups | None = None,
     state: dict[str, Any] | None = None,
     on_progress: Callable[[float], None] | None = None,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] = announce,
 ) -> Run:
     """Train until the time is over.
 

@@ -106,18 +106,17 @@ def given_responses(
 ) -> list[Line]:
     """Prompts with responses that are given. A decoder's lines are cut at their end where they are too long.
 
-    A prompt without a response (None) is a text of its own: everything after its first token is to be predicted.
+    A decoder's prompt without a response (None) is a text of its own: everything after its first token is to be
+    predicted.
 
     Raises:
-        Refused: an encoder-decoder's line has no response, or no line is left.
+        Refused: no line is left.
     """
     most = longest(fast, how)
     if fast.target.reads_sources:
-        missing = next((i for i, response in enumerate(responses, 1) if response is None), 0)
-        if missing:
-            raise Refused(f"--data: line {missing} has no tab followed by an answer, which --labels given needs")
         start = fast.model.generation_config.decoder_start_token_id
-        inputs, labels = tokenizer([*prompts])["input_ids"], tokenizer(text_target=[*responses])["input_ids"]
+        labels: Any = tokenizer(text_target=[response or "" for response in responses])["input_ids"]
+        inputs = tokenizer([*prompts])["input_ids"]
         lines = [
             (a, [start, *b]) for a, b in zip(inputs, labels, strict=True) if 1 < len(a) <= most and 1 < len(b) < most
         ]
