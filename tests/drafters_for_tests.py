@@ -10,7 +10,7 @@ import torch
 
 from truedraft import Card, Drafter, DraftTree
 from truedraft.chance import likeliest
-from truedraft.drafters.models._model import laws_of
+from truedraft.drafters._growing import laws_of
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, Draws, Row, Scores, Taps
 from truedraft.views.layers import SkipLayers
@@ -146,9 +146,9 @@ class HiddenReader(Noise):
     ) -> None:
         assert self.head is not None
         for b, (row, tree) in enumerate(zip(rows, trees, strict=True)):
-            hidden = scores.hidden[-1][b]
-            assert len(hidden) == scores.context[b] + len(tree)
-            own = self.head(hidden[scores.context[b] :])
+            features = scores.features(b, range(len(tree)), (-1,))
+            assert len(features) == scores.context[b] + len(tree)
+            own = self.head(features[scores.context[b] :])
             self.largest_error = max(self.largest_error, (own - scores.logits[b, : len(tree)]).abs().max().item())
             self.guess[row.index] = int(own[0].topk(2).indices[1])
 

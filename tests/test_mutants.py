@@ -31,7 +31,8 @@ from truedraft.runtime.program import Program
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Row, TreeShape
+from truedraft.tree import Row
+from truedraft.tree_shape import TreeShape
 
 Net = Callable[[], Any]
 

@@ -87,7 +87,8 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     assert run(ops, count, given, share, threads) == 0
     n = given.nodes
     lists = {name: getattr(given, name)[:n] for name in PER_NODE}
-    lists["extra_from"], lists["extra"] = given.extra_from[: n + 1], given.extra[: given.extras]
+    lists["extra_from"] = given.extra_from[: n + 1]
+    lists |= {name: getattr(given, name)[: given.extras] for name in ("extra", "extra_position")}
     lists["gather"], lists["group_from"] = given.gather[: given.tail], given.group_from[: given.groups + 1]
     if given.source_lengths:
         lists["source_lengths"] = given.source_lengths[:n]

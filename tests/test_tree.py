@@ -14,7 +14,8 @@ from truedraft import tree as trees
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._trees import grafted, placed
 from truedraft.stores import union as unions
-from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, by_node, joined, shape_of
+from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, by_node, joined
+from truedraft.tree_shape import shape_of
 
 TREES = 60
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+from truedraft.tree_shape import TreeShape, shape_of
 
 if TYPE_CHECKING:
     from truedraft.request import Request
@@ -28,52 +30,6 @@ PreferredDrafts = Literal["likeliest", "noise", "law"]
 
 T = TypeVar("T")
 CHECKS = os.environ.get("TRUEDRAFT_CHECK", "") not in ("", "0")
-
-
-@dataclass(frozen=True, eq=False)
-class TreeShape:
-    """What follows from the parents of a tree alone; computed once per distinct shape.
-
-    depth: (n,) 0 for the root.
-    children: (n,) indices of each node's children, in order.
-    order: (n,) index of each node among its siblings.
-    run: (n,) length of the longest 0, 1, 2, ... that a node's path from the root begins with.
-    extras: (n,) the rest of its path.
-    """
-
-    parent: tuple[int, ...]
-    depth: tuple[int, ...]
-    children: tuple[tuple[int, ...], ...]
-    order: tuple[int, ...]
-    run: tuple[int, ...]
-    extras: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """(n, n) bool: mask[i, j] is True where j is i or an ancestor of i."""
-        mask = torch.eye(len(self.parent), dtype=torch.bool)
-        for i in range(1, len(self.parent)):
-            mask[i] |= mask[self.parent[i]]
-        return mask
-
-
-@lru_cache(maxsize=4096)
-def shape_of(parent: tuple[int, ...]) -> TreeShape:
-    """The shape of the tree with these parents."""
-    n = len(parent)
-    depth, order, run = [0] * n, [0] * n, [1] * n
-    children: list[list[int]] = [[] for _ in range(n)]
-    extras: list[tuple[int, ...]] = [()] * n
-    for i in range(1, n):
-        p = parent[i]
-        depth[i] = depth[p] + 1
-        order[i] = len(children[p])
-        children[p].append(i)
-        if not extras[p] and run[p] == i:
-            run[i] = i + 1
-        else:
-            run[i], extras[i] = run[p], (*extras[p], i)
-    return TreeShape(parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run), tuple(extras))
 
 
 def _first(nodes: Sequence[int]) -> bool:
@@ -286,8 +242,9 @@ class Prompt:
 class Taps:
     """What a drafter or rule requires of every pass besides logits. `a | b` is the union.
 
-    hidden: layers whose output is required, numbered as in `output_hidden_states`: 0 for the embeddings, -1 for the
-        last layer after the final norm.
+    hidden: layers of the decoder whose states are required. Layer k >= 0 is the residual stream after k decoder blocks:
+        0 the embeddings, n (the number of blocks) the last block's output before the final norm; -1 is that after the
+        final norm, which the output head reads. Below -1 they count from the end: -2 is n - 1.
     """
 
     hidden: tuple[int, ...] = ()
@@ -309,6 +266,28 @@ class Scores:
     logits: Tensor
     hidden: dict[int, list[Tensor]]
     context: Sequence[int]
+
+    def features(self, row: int, path: Sequence[int], layers: Sequence[int]) -> Tensor:
+        """The states of a row's committed positions of this pass: those before node 0, then those at nodes of a path.
+
+        A view of the pass's states where one layer and adjacent nodes are requested.
+
+        Args:
+            row: place of the row in this pass.
+            path: ascending node indices.
+            layers: tapped layers, concatenated in this order.
+
+        Returns:
+            (context + len(path), len(layers) * H).
+        """
+        before, states = self.context[row], [self.hidden[layer][row] for layer in layers]
+        first, last = (path[0], path[-1] + 1) if path else (0, 0)
+        if last - first == len(path) and (first == 0 or not before):
+            parts = [state[first : before + last] for state in states]
+        else:
+            at = torch.tensor([*range(before), *(before + node for node in path)], device=states[0].device)
+            parts = [state.index_select(0, at) for state in states]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def of(self, places: Sequence[int]) -> Scores:
         """The scores of these rows, in this order; logits are not copied where the rows are adjacent."""

@@ -202,7 +202,7 @@ class Verification:
         return partial(self._hidden, place) if self.scores.hidden else None
 
     def _hidden(self, place: int, node: int, layer: int) -> Tensor:
-        return self.scores.hidden[layer][place][self.scores.context[place] + node]
+        return self.scores.features(place, (node,), (layer,))[-1]
 
 
 def candidates(tree: DraftTree, node: int, hidden: Callable[[int, int], Tensor] | None = None) -> Candidates:

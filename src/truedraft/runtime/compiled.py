@@ -22,6 +22,7 @@ from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
+from truedraft.runtime.tapping import layer_number
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
@@ -42,9 +43,11 @@ FAILURES = {
 
 @dataclass
 class Nodes:
-    """The nodes of a pass, row after row: one entry per node but for `extra` and `group_from`.
+    """The nodes of a pass, row after row: one entry per node but for `extra`, `extra_position` and `group_from`.
 
-    base: node i attends to the first `base[i]` positions of its row and to `extra[extra_from[i]:extra_from[i + 1]]`.
+    place: where keys and values are written in the row's slot.
+    base: node i attends to the first `base[i]` places of its slot and to `extra[extra_from[i]:extra_from[i + 1]]`,
+        whose positions are in `extra_position`; they are written by this pass or were by an earlier one.
     """
 
     token: list[int] = field(default_factory=list)
@@ -54,6 +57,7 @@ class Nodes:
     base: list[int] = field(default_factory=list)
     extra_from: list[int] = field(default_factory=lambda: [0])
     extra: list[int] = field(default_factory=list)
+    extra_position: list[int] = field(default_factory=list)
     group_from: list[int] = field(default_factory=lambda: [0])
     longest: int = 0
 
@@ -69,7 +73,8 @@ class Nodes:
         self.place += range(length, length + n)
         self.base += [length + r for r in shape.run]
         for extras in shape.extras:
-            self.extra += [first + e for e in extras]
+            self.extra += [length + e for e in extras]
+            self.extra_position += [length + shape.depth[e] for e in extras]
             self.extra_from.append(len(self.extra))
         self._grouped(first, n, length + 1 + max(shape.depth))
 
@@ -92,9 +97,28 @@ class Nodes:
         self.place += range(end, end + n)
         self.base += [end] * n
         for _ in range(n):
-            self.extra += range(first, first + n)
+            self.extra += range(end, end + n)
+            self.extra_position += range(end, end + n)
             self.extra_from.append(len(self.extra))
         self._grouped(first, n, end + n)
+
+    def add_node(self, slot: int, position: int, place: int, base: int, above: Sequence[int]) -> None:
+        """A node of a level, which sees the first `base` places, those of the nodes `above` it, and itself; `group`
+        follows when all of the slot's are added."""
+        self.slot.append(slot)
+        self.position.append(position)
+        self.place.append(place)
+        self.base.append(base)
+        self.extra += (*above, place)
+        self.extra_position += range(position - len(above), position + 1)
+        self.extra_from.append(len(self.extra))
+
+    def group(self, n: int) -> None:
+        """The last `n` nodes are those of one slot."""
+        first = len(self) - n
+        starts, ends = self.extra_from[first:-1], self.extra_from[first + 1 :]
+        longest = max(b + end - start for b, start, end in zip(self.base[first:], starts, ends, strict=True))
+        self._grouped(first, n, longest)
 
     def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """A text in which every token attends to every other."""
@@ -254,11 +278,14 @@ class CompiledPass(Runner):
         Args:
             gather: the nodes whose logits are returned.
             embeds: (nodes, H) instead of token ids.
-            hidden: layers whose hidden states are returned, numbered as in `output_hidden_states`.
+            hidden: layers whose hidden states are returned, numbered as in `Taps`.
             skipped: layers that do not run.
 
         Returns:
             fp32 logits (len(gather), V), and the hidden states (nodes, H) by layer.
+
+        Raises:
+            Refused: there is no such layer.
         """
         n, m = len(nodes), len(gather)
         kept = {layer: torch.zeros(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
@@ -276,6 +303,7 @@ class CompiledPass(Runner):
             token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
             slot=array(nodes.slot), position=array(nodes.position), place=array(nodes.place),
             base=array(nodes.base), extra_from=array(nodes.extra_from), extra=array(nodes.extra or [0]),
+            extra_position=array(nodes.extra_position or [0]),
             gather=array(gather), groups=len(nodes.group_from) - 1, group_from=array(nodes.group_from),
             longest=nodes.longest, slots=self.cache.cursor.slots, extras=len(nodes.extra), buffers=len(buffers),
             room=array(room), buffer=(c_void_p * len(buffers))(*buffers), stride=array(strides),
@@ -305,23 +333,25 @@ class CompiledPass(Runner):
         self._storage = [
             torch.zeros(self._arena * self.program.rows[n], self._stride(n), dtype=torch.float32) for n in names[:-1]
         ]
+        for name, (of, column) in self.program.parts.items():
+            at, of_at = names.index(name), names.index(of)
+            self._strides[at], self._storage[at] = self._strides[of_at], self._storage[of_at][:, column:]
         self._buffers = [s.data_ptr() for s in self._storage] + [0]  # the logits, allocated per pass
-        self._room = [s.numel() for s in self._storage]
+        self._room = [len(s) * stride for s, stride in zip(self._storage, self._strides, strict=False)]
 
     def _ops(self, hidden: tuple[int, ...], skipped: frozenset[int]) -> ctypes.Array[Op]:
         """The operations except those of skipped layers, with a copy of "x" after each layer in `hidden`."""
         if (hidden, skipped) not in self._variants:
             p = self.program
-            last = len(p.outputs) - 1
-            depths = [index % len(p.outputs) for index in hidden]
+            numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
             skipped_ops = {i for layer in skipped for i in p.ops_of(layer)}
             ops: list[Op] = []
             for i, op in enumerate(p.ops):
                 if i not in skipped_ops:
                     ops.append(op)
-                ops += [_copy(p, len(p.widths) + k) for k, d in enumerate(depths) if d < last and p.outputs[d] == i]
-            for k, depth in enumerate(depths):
-                if depth == last:  # after the last norm, for all nodes
+                ops += [_copy(p, len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
+            for k, number in enumerate(numbers):
+                if number == -1:  # after the final norm, for all nodes
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
                     norm.tail, norm.src, norm.dst = 0, list(p.widths).index("x"), len(p.widths) + k
                     ops.append(norm)

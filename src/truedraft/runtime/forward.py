@@ -21,6 +21,7 @@ from truedraft.runtime.embedding import embedded
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.skipping import SkippableLayers
+from truedraft.runtime.tapping import LayerTaps
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
@@ -32,6 +33,8 @@ LONG = {"intel": 256, "other": 8192, "amx_bf16": 32, "avx512_bf16": 80, "widened
 WIDE = 768
 ROOM = 4 << 30  # most bytes of activations for a prompt read in one call;
 PART = 2048  # tokens per call of longer prompts
+
+Output = tuple[Tensor, dict[int, Tensor]]  # logits (rows, width, V); tapped layers, (rows, width, H) each
 
 
 class ForwardPass(Runner):
@@ -46,6 +49,7 @@ class ForwardPass(Runner):
         self.model, self.layer_types, self.window = model, layer_types, window
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._skippable: SkippableLayers | None = None
+        self._taps: LayerTaps | None = None
 
     @property
     def device(self) -> torch.device:
@@ -61,25 +65,26 @@ class ForwardPass(Runner):
 
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
         """Read prompts of one length together, at most `most` positions of each at a time."""
+        self.prepare(taps)
         cursor, length = self.cache.cursor, len(batch[0])
         name, given = "input_ids", [p.ids for p in batch]
         if batch[0].embeds is not None:
             name, given = "inputs_embeds", [p.embeds for p in batch]
         inputs = torch.stack(given)  # type: ignore[arg-type]
         cut = {"logits_to_keep": 1} if self._cut_logits else {}
-        states: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
+        parts: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
         first = len(cursor.lengths)
         for start in range(0, length, most):
             end = min(start + most, length)
             cursor.lengths[first:] = [start] * len(batch)
             cursor.begin(first, first + len(batch), end - start, self.device)
             positions = torch.arange(start, end, device=self.device)[None].expand(len(batch), -1)
-            out = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
-            for layer, parts in states.items():
-                parts.append(self.hidden_states(out)[layer])
+            logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
+            for layer, read in parts.items():
+                read.append(states[layer])
         cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
-        hidden = {layer: list(torch.cat(parts, 1)) for layer, parts in states.items()}
-        return Scores(out.logits[:, -1:], hidden, [length - 1] * len(batch))
+        hidden = {layer: list(torch.cat(read, 1) if read[1:] else read[0]) for layer, read in parts.items()}
+        return Scores(logits[:, -1:], hidden, [length - 1] * len(batch))
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
@@ -88,15 +93,24 @@ class ForwardPass(Runner):
         Raises:
             Refused: see `skipped`.
         """
+        self.prepare(taps)
         with self._under(view):
-            out = self._scored(trees, taps)
+            logits, states = self._scored(trees, taps)
         hidden = {
-            layer: [h[: len(t)] for h, t in zip(self.hidden_states(out)[layer], trees, strict=True)]
-            for layer in taps.hidden
+            layer: [row[: len(tree)] for row, tree in zip(states[layer], trees, strict=True)] for layer in taps.hidden
         }
-        return Scores(out.logits, hidden, [0] * len(trees))
+        return Scores(logits, hidden, [0] * len(trees))
 
-    def _scored(self, trees: Sequence[DraftTree], taps: Taps) -> Any:
+    def prepare(self, taps: Taps) -> None:
+        """Find the layers to tap, if any, by forwards over one token; called before a pass.
+
+        Raises:
+            Refused: no hidden states are found.
+        """
+        if taps.hidden and self._taps is None:
+            self._taps = LayerTaps(self.model)
+
+    def _scored(self, trees: Sequence[DraftTree], taps: Taps) -> Output:
         cursor = self.cache.cursor
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
         embeds = embedded(self.model, trees, cursor.width, self.device)
@@ -111,8 +125,8 @@ class ForwardPass(Runner):
         cursor = self.cache.cursor
         return len(trees) == cursor.width == 1 and (self.window is None or cursor.extent <= self.window)
 
-    def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Any:
-        """The model's own output for nodes that attend to at most the first `extent` positions of their rows.
+    def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Output:
+        """The output of the model's own forward for nodes that attend to the first `extent` positions of their rows.
 
         embeds: (rows, width, H) instead of the nodes' tokens.
         """
@@ -138,21 +152,26 @@ class ForwardPass(Runner):
         assert self._skippable is not None
         return self._skippable.without(skipped)
 
-    def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
-        """The model's own output, over the cache at its cursor."""
+    def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Output:
+        """The output of the model's own forward, over the cache at its cursor."""
+        with self._recording(taps) as states:
+            logits = self.call(inputs, mask, positions).logits
+        return logits, states
+
+    def call(self, inputs: dict[str, Any], mask: Any, positions: Tensor) -> Any:
+        """The model's own output."""
         return self.model(
             **inputs,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            output_hidden_states=bool(taps.hidden),
             return_dict=True,
         )
 
-    def hidden_states(self, out: Any) -> Sequence[Tensor]:
-        """The hidden states in an output, (rows, width, H) by layer: the embeddings first, the last layer's normed."""
-        return out.hidden_states
+    def _recording(self, taps: Taps) -> AbstractContextManager[dict[int, Tensor]]:
+        """A context in which a forward records the tapped layers."""
+        return self._taps.recording(taps.hidden) if self._taps is not None and taps.hidden else nullcontext({})
 
     def mask(self, nodes: Padded, extent: int) -> Any:
         """The model's attention mask of the nodes over the first `extent` positions, (rows, 1, width, extent)."""
@@ -249,6 +268,6 @@ class LinearsPass(ForwardPass):
         if cache is not None:
             self._linears.refresh()
 
-    def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
+    def call(self, inputs: dict[str, Any], mask: Any, positions: Tensor) -> Any:
         with self._linears.compiled():
-            return super().forward(inputs, mask, positions, taps)
+            return super().call(inputs, mask, positions)

@@ -160,6 +160,7 @@ class GraphPass(Runner):
         """
         if view is not None:
             return self.stock.score(trees, taps, view)
+        self.stock.prepare(taps)
         cursor, width = self.stock.cache.cursor, max(map(len, trees))
         rows = bucket(len(trees), cursor.slots)
         ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]
@@ -195,8 +196,8 @@ class GraphPass(Runner):
 
         def run() -> Outputs:
             self.stock.cache.cursor.replayed(inputs.places, extent)
-            out = self.stock.forward_nodes(inputs, extent, taps, embeds)
-            return (out.logits, *(self.stock.hidden_states(out)[layer] for layer in taps.hidden))
+            logits, states = self.stock.forward_nodes(inputs, extent, taps, embeds)
+            return (logits, *(states[layer] for layer in taps.hidden))
 
         try:
             return Captured(inputs, embeds, self._capture(run))

@@ -23,8 +23,10 @@ class Program:
     ops: with the addresses of weights; those of keys, values and rotary tables belong to a cache and are set later.
     widths: floats in a row of each buffer, by name.
     rows: rows per node of the buffers that have several.
+    parts: buffers that are the later columns of another: name -> (the other, its column).
+    fed: the hidden state that a head continues from, numbered as in `Taps`.
     layers: for each op, the layer of the KV cache that it uses, or -1.
-    outputs: the ops after which "x" is a hidden state, as in `output_hidden_states`, without the last one.
+    outputs: the ops after which "x" is layer 0, 1, ... (`Taps`), up to the number of blocks.
     """
 
     narrow: bool
@@ -33,6 +35,8 @@ class Program:
     layers: list[int] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, tuple[str, int]] = field(default_factory=dict)
+    fed: int = -1
     outputs: list[int] = field(default_factory=list)
     crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
     biased: list[tuple[Op, Any]] = field(
@@ -65,6 +69,13 @@ class Program:
     def buffer(self, name: str, width: int, rows: int = 1) -> None:
         self.widths[name] = max(width, self.widths.get(name, 0))
         self.rows[name] = max(rows, self.rows.get(name, 0))
+
+    def part(self, name: str, of: str, column: int) -> None:
+        """A name for the columns of a buffer from `column` on."""
+        if column % 16:
+            raise NotCompilable(f"hidden states of {column} numbers, not a multiple of sixteen")
+        self.buffer(name, self.widths[of] - column)
+        self.parts[name] = of, column
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
-from truedraft.runtime.forward import ForwardPass, LinearsPass
+from truedraft.runtime.forward import ForwardPass, LinearsPass, Output
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.positions import Positions, table_size
 from truedraft.runtime.seq2seq import padded_sources
@@ -55,13 +55,13 @@ class Seq2SeqPass(ForwardPass):
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
         return False
 
-    def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Any:
+    def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Output:
         if all(self.cache.is_updated.values()):
             self.cache.show()
         with self._positions.at(nodes.ids, nodes.positions, nodes.placed(extent)):
             return super().forward_nodes(nodes, extent, taps, embeds)
 
-    def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Any:
+    def call(self, inputs: dict[str, Any], mask: Any, positions: Tensor) -> Any:
         cursor, cache = self.cache.cursor, self.cache
         rows = slice(cursor.first, cursor.last)
         given = {"attention_mask": cache.source_mask[rows]} if self._masks_sources else {}
@@ -71,13 +71,9 @@ class Seq2SeqPass(ForwardPass):
             decoder_attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            output_hidden_states=bool(taps.hidden),
             return_dict=True,
             **given,
         )
-
-    def hidden_states(self, out: Any) -> Sequence[Tensor]:
-        return out.decoder_hidden_states
 
 
 class Seq2SeqLinearsPass(LinearsPass, Seq2SeqPass):

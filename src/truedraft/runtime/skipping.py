@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from truedraft.errors import Refused
 from truedraft.runtime.fingerprint import does_more
 from truedraft.runtime.overrides import overridden
+from truedraft.runtime.tapping import blocks_of, given
 
 
 class SkippableLayers:
@@ -33,16 +34,12 @@ class SkippableLayers:
     def __init__(self, model: PreTrainedModel, count: int):
         self._name = type(model).__name__
         config: Any = model.config.get_text_config(decoder=True)
-        modules = [
-            *model.get_decoder().modules(),
-            *model.modules(),
-        ]  # `get_decoder` does not find the layers of every model
-        lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == count]
-        if not lists:
+        layers = blocks_of(model, count)
+        if layers is None:
             raise self._refused("they are not found")
         if getattr(config, "num_kv_shared_layers", None):
             raise self._refused("some read the keys and values of others")
-        self._layers = list(lists[0])
+        self._layers = layers
         if any(does_more(layer) for layer in self._layers):
             raise self._refused("they have hooks or replaced forwards")
         self._values = self._observed(model)
@@ -56,7 +53,7 @@ class SkippableLayers:
         """A forward that returns its input: as a tensor if `values` is 0, else first in a tuple of that size."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            states = _given(args, kwargs)
+            states = given(args, kwargs)
             return (states, *[None] * (values - 1)) if values else states
 
         return forward
@@ -68,9 +65,9 @@ class SkippableLayers:
 
         def noting(layer: nn.Module) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                given = _given(args, kwargs).clone()
+                states = given(args, kwargs).clone()
                 returned = type(layer).forward(layer, *args, **kwargs)
-                calls.append(_Call(given, [*args, *kwargs.values()], returned))
+                calls.append(_Call(states, [*args, *kwargs.values()], returned))
                 return returned
 
             return forward
@@ -100,8 +97,3 @@ class _Call:
         states, *others = before.returned if isinstance(before.returned, tuple) else (before.returned,)
         handed_on = any(value is other for value in self.given for other in others if other is not None)
         return torch.equal(self.states, states) and not handed_on
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among a layer's arguments."""
-    return args[0] if args else kwargs["hidden_states"]

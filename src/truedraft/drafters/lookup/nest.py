@@ -76,8 +76,7 @@ class Nest(PerRow[QueryState]):
     ) -> None:
         super().observe(rows, trees, scores, accepted)
         for b, (row, a) in enumerate(zip(rows, accepted, strict=True)):
-            hidden = scores.hidden[self._search.layer][b]
-            self._states[id(row)] = QueryState(hidden[scores.context[b] + a.path[-1]])
+            self._states[id(row)] = QueryState(scores.features(b, a.path[-1:], (self._search.layer,))[-1])
 
     def draft(self, row: Row, state: QueryState, after: Sequence[int], budget: int) -> DraftTree:
         root, near = root_of(row, after), self._near(row, state)

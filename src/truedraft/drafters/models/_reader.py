@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.card import shown
+from truedraft.drafters._growing import GrowingTree
 from truedraft.errors import Refused
 from truedraft.loading import load
 from truedraft.targets._base import Target
@@ -38,7 +40,8 @@ def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
 
 
 class Reader:
-    """A draft model with a KV cache of its own, a slot per row; a row may be admitted to it later than to the target.
+    """A draft model with a KV cache of its own, a slot per row, as a `LevelReader`; a row may be admitted to it later
+    than to the target.
 
     An encoder-decoder encodes the sources of the rows with its own encoder, once each, and starts from the same
     decoder prompt as the target.
@@ -53,6 +56,7 @@ class Reader:
         self._confirmed: list[int] = []  # leading tokens of `written` that the row emitted
         self._running: set[Row] = set()
         self._hosted: Target | None = None
+        self._branches: dict[int, Branch] = {}  # of the trees that are growing, by slot
 
     @property
     def vocab_size(self) -> int:
@@ -148,7 +152,35 @@ class Reader:
             kept[slot] = kept[-1]
             kept.pop()
 
-    def catch_up(self, texts: Sequence[Sequence[int] | None]) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        """Admit these rows and no others, and read their tokens up to the last `CHUNK` or fewer."""
+        self._branches.clear()
+        self.admit(rows)
+        self.follow([row.tokens if self.fits(row, 0) else None for row in self.slot_rows])
+
+    def tokens_read(self, row: Row, after: int) -> int | None:
+        if row not in self.slot_rows or not self.fits(row, after):
+            return None
+        return len(self.written[self.slot_rows.index(row)])
+
+    def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
+        slots = [self.slot_rows.index(tree.row) for tree in growing]
+        for slot, tree in zip(slots, growing, strict=True):
+            if slot not in self._branches or self._branches[slot].tree is not tree:
+                self._branches[slot] = Branch(tree)
+        branches = {slot: self._branches[slot] for slot in slots}
+        scored = [branches[s].next_input() if s in branches else DraftTree.chain(0) for s in range(len(self.slot_rows))]
+        at = [(slot, node - branches[slot].read) for slot in slots for node in branches[slot].tree.frontier]
+        return self.score(scored)[[slot for slot, _ in at], [node for _, node in at]]
+
+    def grown(self, growing: Sequence[GrowingTree]) -> None:
+        kept: list[list[int]] = [[] for _ in self.slot_rows]
+        for tree in growing:
+            slot = self.slot_rows.index(tree.row)
+            kept[slot] = self._branches[slot].linear_prefix()
+        self.keep(kept)
+
+    def follow(self, texts: Sequence[Sequence[int] | None]) -> None:
         """Crop each slot to its common prefix with its text, and read the text up to its last `CHUNK` tokens or fewer.
 
         texts: by slot, the row's tokens followed by drafted ones; None for a row that is not to be read.
@@ -189,6 +221,33 @@ class Reader:
         self.target.commit([range(len(kept)) for kept in tokens])
         for written, kept in zip(self.written, tokens, strict=True):
             written += kept
+
+
+@dataclass
+class Branch:
+    """A growing tree as the draft model reads it.
+
+    read: how many of the first nodes its cache holds. reached: nodes of the last pass's end.
+    """
+
+    tree: GrowingTree
+    read: int = 0
+    reached: int = 0
+
+    def next_input(self) -> DraftTree:
+        """The tree that the next pass reads: all nodes that the cache does not hold."""
+        tree, self.reached = self.tree, len(self.tree.tokens)
+        parents = (-1, *(p - self.read for p in tree.parent[self.read + 1 :]))
+        return DraftTree(tuple(tree.tokens[self.read :]), parents)
+
+    def linear_prefix(self) -> list[int]:
+        """Move `read` past the nodes of the last pass that all later ones descend from; returns their tokens, which the
+        cache keeps."""
+        first = node = self.read
+        while node < self.reached and self.tree.parent.count(node) == 1:
+            node += 1
+        self.read = node
+        return self.tree.tokens[first:node]
 
 
 def _sized(logits: Tensor, vocabulary: int) -> Tensor:

@@ -25,8 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from truedraft import registry
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
+from truedraft.drafters._growing import NODES, laws_of
 from truedraft.drafters._joint import Joint
-from truedraft.drafters.models._model import NODES, laws_of, unnamed
+from truedraft.drafters.models._model import unnamed
 from truedraft.drafters.models._reader import Reader, loaded
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
@@ -190,7 +191,7 @@ class CsDrafting(Joint):
         texts: list[list[int] | None] = [None] * len(reader.slot_rows)
         for slot, draft in zip(slots, drafts, strict=True):
             texts[slot] = draft.row.tokens + draft.drafted
-        reader.catch_up(texts)
+        reader.follow(texts)
         read: list[list[int]] = [
             [] if text is None else text[len(written) :] for text, written in zip(texts, reader.written, strict=True)
         ]

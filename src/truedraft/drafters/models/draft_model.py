@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
-from truedraft.drafters.models._model import GrowingTree, ModelDrafter
+from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters.models._model import ModelDrafter
 from truedraft.tree import Draws
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.chance import likeliest
-from truedraft.drafters.models._model import BRANCHES, Branching, GrowingTree, branched
+from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
+from truedraft.drafters.models._model import ModelDrafter
 from truedraft.tree import Draws
 
 
 @dataclass
-class GreedyMultiDraft(Branching):
+class GreedyMultiDraft(Branching, ModelDrafter):
     card = Card(
         paper="arXiv 2502.18779 (2025)",
         idea="A smaller model drafts its likeliest next tokens, and one more sampled from the rest.",

@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
-from truedraft.drafters.models._model import BRANCHES, Branching, GrowingTree, branched
+from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
+from truedraft.drafters.models._model import ModelDrafter
 from truedraft.tree import Draws
 
 
 @dataclass
-class GumbelTopK(Branching):
+class GumbelTopK(Branching, ModelDrafter):
     card = Card(
         paper="arXiv 2402.14160 (2024)",
         idea="A smaller model drafts several different next tokens at each level, sampled without replacement.",

@@ -88,7 +88,17 @@ class PassArguments(ctypes.Structure):
         ("embeds", c_void_p),
         *(
             (name, INTEGERS)
-            for name in ("slot", "position", "place", "base", "extra_from", "extra", "source_lengths", "gather")
+            for name in (
+                "slot",
+                "position",
+                "place",
+                "base",
+                "extra_from",
+                "extra",
+                "extra_position",
+                "source_lengths",
+                "gather",
+            )
         ),
         ("groups", c_int64),
         ("group_from", INTEGERS),

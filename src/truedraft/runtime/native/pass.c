@@ -299,8 +299,8 @@ typedef struct {
   const int64_t *slot, *position;       /* of each node; nodes of a slot are contiguous */
   const int64_t *place;                 /* where a node's keys and values are written */
   const int64_t *base;                  /* a node sees the places [0, base) ... */
-  const int64_t *extra_from;            /* ... and the nodes extra[extra_from[i] .. extra_from[i + 1]) */
-  const int64_t *extra;
+  const int64_t *extra_from;            /* ... and the places extra[extra_from[i] .. extra_from[i + 1]) */
+  const int64_t *extra, *extra_position;
   const int64_t *source_lengths;                 /* CROSS: source positions that a node sees */
   const int64_t *gather;                /* the nodes of the tail */
   int64_t groups;                       /* attention: groups of nodes of one slot */
@@ -633,7 +633,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   if (first >= last) continue;
 #define EXTRAS(i, e)                                                                                      \
   for (int64_t e = pass->extra_from[i], seen = base[i] - low[(i) - from]; e < pass->extra_from[(i) + !cross]; e++) \
-    if (!op->window || pass->position[pass->extra[e]] > pass->position[i] - op->window)
+    if (!op->window || pass->extra_position[e] > pass->position[i] - op->window)
   for (int64_t block = 0; block < furthest; block += KEYS)
     for (int64_t i = from; i < to; i++) {
       IN_BLOCK(i)
@@ -645,11 +645,11 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
     int64_t count = base[i] - low[i - from];
     EXTRAS(i, e) {
       for (int64_t h = 0; h < share; h++)
-        scores_of(QUERY(i, h), op->keys, origin + pass->place[pass->extra[e]] * head, 1, head, (int)narrow,
+        scores_of(QUERY(i, h), op->keys, origin + pass->extra[e] * head, 1, head, (int)narrow,
                   WEIGHTS(i, h) + seen);
       if (op->bias)
         for (int64_t h = 0; h < share; h++)
-          lean(op, kv * share + h, pass->position[i], pass->position[pass->extra[e]], 1, WEIGHTS(i, h) + seen);
+          lean(op, kv * share + h, pass->position[i], pass->extra_position[e], 1, WEIGHTS(i, h) + seen);
       count = ++seen;
     }
     for (int64_t h = 0; h < share; h++) {
@@ -668,7 +668,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   for (int64_t i = from; i < to; i++) {
     EXTRAS(i, e) {
       for (int64_t h = 0; h < share; h++)
-        blend(WEIGHTS(i, h) + seen, op->values, origin + pass->place[pass->extra[e]] * head, 1, head, (int)narrow,
+        blend(WEIGHTS(i, h) + seen, op->values, origin + pass->extra[e] * head, 1, head, (int)narrow,
               RESULT(i, h));
       seen++;
     }
@@ -924,7 +924,7 @@ static int biases_fit(const Op *op, const Pass *pass, int64_t node) {
   const int64_t at = pass->position[node] + op->shift;
   if (at >= op->out || at - (pass->base[node] - 1) < 0) return 0;
   for (int64_t e = pass->extra_from[node]; e < pass->extra_from[node + 1]; e++)
-    if (!within(at - pass->position[pass->extra[e]], 0, op->out - 1)) return 0;
+    if (!within(at - pass->extra_position[e], 0, op->out - 1)) return 0;
   return 1;
 }
 
@@ -943,7 +943,8 @@ static int nodes_fit(const Pass *pass) {
       return BAD_NODES;
   }
   for (int64_t e = 0; e < pass->extras; e++)
-    if (!within(pass->extra[e], 0, n - 1)) return BAD_NODES;
+    if (!within(pass->extra[e], 0, pass->capacity - 1) || !within(pass->extra_position[e], 0, pass->capacity - 1))
+      return BAD_NODES;
   for (int64_t i = 0; i < pass->tail; i++)
     if (!within(pass->gather[i], 0, n - 1)) return BAD_NODES;
   if (pass->groups < 0 || pass->group_from[0] != 0 || pass->group_from[pass->groups] != n) return BAD_NODES;

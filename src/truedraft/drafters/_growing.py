@@ -1,0 +1,268 @@
+"""Drafts that grow level by level, each level from next-token distributions at the nodes of the one before."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from truedraft.chance import likeliest
+from truedraft.drafters._base import Drafter
+from truedraft.tree import DraftTree, Draws, Row
+
+NODES = 1024  # most nodes of a tree given by its branching factors
+BRANCHES = f"how many children a node has, level by level, as in '4x2x1', {NODES:,} nodes in all at most"
+
+
+@dataclass(eq=False)
+class GrowingTree:
+    """One row's draft while it grows: first the row's tokens that its reader has not read, then the tree.
+
+    tokens, parent: of every node; those before `root` are tokens of the row that the reader has still to read.
+    root: index of the pending token.
+    room: nodes that may still be added.
+    deepest: levels that may be added below the root.
+    frontier: nodes added at the last level, which the reader's next pass expands.
+    laws: node -> the distribution that its children were drawn from.
+    score: node -> the method's score of it.
+    chance: node -> the probability that it is right if its parent is, as its drafter estimates it.
+    arrival: node -> its arrival time, for stochastic beam search.
+    budget: most nodes of the finished draft.
+    """
+
+    row: Row
+    tokens: list[int]
+    root: int
+    room: int
+    deepest: int
+    parent: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=list)
+    laws: dict[int, Tensor] = field(default_factory=dict)
+    score: dict[int, float] = field(default_factory=dict)
+    chance: dict[int, float] = field(default_factory=dict)
+    arrival: dict[int, float] = field(default_factory=dict)
+    budget: int = 0
+
+    def __post_init__(self) -> None:
+        self.parent = list(range(-1, self.root))
+        self.depth = [0] * (self.root + 1)
+        self.frontier = [self.root] if self.room > 0 and self.deepest > 0 else []
+
+    def add(self, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
+        """Add children of a node, as far as `room` allows; returns their indices."""
+        tokens = tokens[: self.room]
+        first = len(self.tokens)
+        self.tokens += tokens
+        self.parent += [node] * len(tokens)
+        self.depth += [self.depth[node] + 1] * len(tokens)
+        self.room -= len(tokens)
+        if law is not None and tokens:
+            self.laws[node] = law
+        return list(range(first, len(self.tokens)))
+
+    def end_level(self, added: Sequence[int]) -> None:
+        """End a level: `added` becomes the frontier, without end tokens and nodes at the greatest depth."""
+        growing = self.room > 0
+        self.frontier = [
+            n for n in added if growing and self.depth[n] < self.deepest and self.tokens[n] not in self.row.ends
+        ]
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from below the root to a node."""
+        tokens: list[int] = []
+        while node > self.root:
+            tokens.append(self.tokens[node])
+            node = self.parent[node]
+        return tokens[::-1]
+
+    def tree(self, draws: Draws, chosen: Sequence[int] | None = None) -> DraftTree:
+        """The draft, of the nodes `chosen` (parents before children) or of all nodes."""
+        nodes = [self.root, *(range(self.root + 1, len(self.tokens)) if chosen is None else chosen)]
+        new = {node: i for i, node in enumerate(nodes)}
+        drawn = draws != "certain"
+        return DraftTree(
+            tuple(self.tokens[n] for n in nodes),
+            tuple(new.get(self.parent[n], -1) if n > self.root else -1 for n in nodes),
+            tuple(self.laws.get(n) for n in nodes) if drawn else None,
+            draws=draws,
+        )
+
+
+class LevelReader(Protocol):
+    """Computes the distributions that drafts grow from: a draft model or a learned head, with its cache per row."""
+
+    def start(self, rows: Sequence[Row], more: int) -> None:
+        """Reserve memory for new rows, with `more` nodes for drafts beyond the end of a row.
+
+        Raises:
+            NoRoom: it does not fit in memory; rows that run already are not affected.
+        """
+
+    def end(self, row: Row) -> None:
+        """Remove a finished row."""
+
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        """Read the tokens of running rows, up to a last part that their next pass reads."""
+
+    def tokens_read(self, row: Row, after: int) -> int | None:
+        """Tokens of a row that are read; None where the row cannot be read with `after` tokens more."""
+
+    def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
+        """One pass: (k, V) raw logits at the frontier nodes of all trees, in order, V as in the target."""
+
+    def grown(self, growing: Sequence[GrowingTree]) -> None:
+        """The level of the last pass was added to the trees."""
+
+
+class GrowingDrafter(Drafter):
+    """A drafter whose drafts grow level by level; each level is one pass of its reader over all rows."""
+
+    prior_confidence = 0.7
+    autoregressive = True
+
+    @property
+    @abstractmethod
+    def reader(self) -> LevelReader:
+        """What computes its distributions."""
+
+    @property
+    @abstractmethod
+    def levels(self) -> int:
+        """Depth of a full draft."""
+
+    @abstractmethod
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        """Add the next level: children of the k `nodes`, by the reader's (k, V) distributions there."""
+
+    def start(self, rows: Sequence[Row]) -> None:
+        self.reader.start(rows, self.room(self.width))
+
+    def end(self, row: Row) -> None:
+        self.reader.end(row)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        if not any(budget):
+            return [DraftTree.chain(row.tokens[-1]) for row in rows]
+        self.reader.catch_up(rows)
+        growing = [self._growing(row, most) for row, most in zip(rows, budget, strict=True)]
+        while active := [tree for tree in growing if tree.frontier]:
+            self._level(active)
+        return [self.finished(tree) for tree in growing]
+
+    def room(self, budget: int) -> int:
+        """Nodes that may be grown for a draft of at most `budget` nodes."""
+        return budget
+
+    def finished(self, growing: GrowingTree) -> DraftTree:
+        """The draft to verify, from all that was grown."""
+        return growing.tree(self.draws if self.preferred(growing.row) == "law" else "certain")
+
+    def _growing(self, row: Row, budget: int) -> GrowingTree:
+        """A row's draft before its first level."""
+        deepest = min(self.levels, row.room - row.step - 1)
+        read = self.reader.tokens_read(row, deepest)
+        if read is None:
+            read, deepest = len(row.tokens) - 1, 0
+        most = min(budget, self.width)
+        return GrowingTree(row, row.tokens[read:], len(row.tokens) - 1 - read, self.room(most), deepest, budget=most)
+
+    def _level(self, active: Sequence[GrowingTree]) -> None:
+        """One pass of the reader, and the level grown from it."""
+        logits = self.reader.expand(active)
+        at = [(growing, node) for growing in active for node in growing.frontier]
+        laws = laws_of([growing.row for growing, _ in at], [growing.path(node) for growing, node in at], logits)
+        first = 0
+        for growing in active:
+            nodes = growing.frontier
+            self.grow(growing, nodes, laws[first : first + len(nodes)])
+            first += len(nodes)
+        self.reader.grown(active)
+
+    def likeliest(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
+        """Add the `count` most probable continuations of all paths, with path probabilities as scores; returns their
+        indices."""
+        paths = laws * laws.new_tensor([growing.score.get(node, 1.0) for node in nodes])[:, None]
+        score, at = paths.flatten().topk(min(count, paths.numel(), growing.room))
+        added = []
+        for value, place in zip(score.tolist(), at.tolist(), strict=True):
+            if value > 0:
+                (child,) = growing.add(nodes[place // laws.shape[1]], [place % laws.shape[1]])
+                growing.score[child] = value
+                added.append(child)
+        return added
+
+    def chosen(self, growing: GrowingTree, node: int, law: Tensor, count: int = 1) -> list[int]:
+        """Tokens to draft below a node, in order: sampled, chosen with the target's own noise, or the likeliest."""
+        if not law.any():
+            return []  # nothing is allowed here, or the draft model's logits are NaN
+        row, request = growing.row, growing.row.request
+        if self.preferred(row) == "law":
+            return request.chance.draw(law, row, count, distinct=self.draws == "distinct")
+        if self.preferred(row) == "noise" and not request.laws.unknown_processors:
+            return request.chance.draw_with_target_noise(law, row, growing.depth[node], count)
+        return likeliest(law, count)
+
+
+class Branching(GrowingDrafter):
+    """Trees with a fixed number of children per node at each level.
+
+    Further fields of every subclass: branches, as in "4x2x1".
+    """
+
+    branches: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        self._factors = branched(self.branches)
+
+    @property
+    def width(self) -> int:
+        return nodes_of(self._factors)
+
+    @property
+    def levels(self) -> int:
+        return len(self._factors)
+
+
+def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """(k, V) draft probabilities after each of k drafted paths, through the processors of each row's request; zeros
+    where these are NaN, or where a processor raises.
+
+    logits: (k, V), raw.
+    """
+    scores = []
+    for request, group in groupby(range(len(rows)), lambda i: rows[i].request):
+        at = list(group)
+        some = slice(at[0], at[-1] + 1)
+        try:
+            scores.append(request.laws.of_drafts(rows[some], drafts[some], logits[some]))
+        except Exception:  # of a processor, at a prefix that may never be emitted: nothing is drafted there
+            scores.append(torch.full_like(logits[some], torch.nan))
+    return torch.cat(scores).softmax(-1).nan_to_num_(0.0)
+
+
+def branched(text: str) -> tuple[int, ...]:
+    """Branching factors of the levels from the root on: "4x2x1" has four children below the root, two below each.
+
+    Raises:
+        ValueError: another format, or a tree of more than `NODES` nodes.
+    """
+    factors = tuple(map(int, text.split("x")))
+    if len(factors) > NODES or not all(1 <= factor <= NODES for factor in factors) or nodes_of(factors) > NODES:
+        raise ValueError
+    return factors
+
+
+def nodes_of(factors: Sequence[int]) -> int:
+    """Nodes below the root of a tree with these branching factors."""
+    level = total = 1
+    for factor in factors:
+        level *= factor
+        total += level
+    return total - 1

@@ -1,0 +1,190 @@
+"""Base class of drafters with an autoregressive head: loading, features, trees."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from truedraft.card import method_name, shown
+from truedraft.drafters._calibration import Calibration
+from truedraft.drafters._growing import GrowingDrafter, GrowingTree
+from truedraft.drafters.heads._checkpoint import Format, read_head
+from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._reader import HeadReader
+from truedraft.errors import Refused
+from truedraft.targets._base import Target
+from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps
+
+SEQ2SEQ = {"encoder-decoder": "its head continues the hidden states of a decoder language model"}
+
+
+class HeadDrafter(GrowingDrafter):
+    """A drafter with a head trained for its target, which reads the target's hidden states.
+
+    Fields of every subclass: model (the folder of a checkpoint, in any of the formats, or its name on the hub; or a
+    `Head`).
+
+    formats: of checkpoints, see `_checkpoint.Format`; the first that matches is read.
+    """
+
+    formats: ClassVar[Sequence[Format]]
+    model: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | PathLike | Head | None):
+            raise Refused(f"{self._name}:model={shown(self.model)}: give the folder of a checkpoint, or a Head")
+        self._head: Head | None = None
+        self._reader: HeadReader | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        self._calibration = Calibration()
+
+    @property
+    def _name(self) -> str:
+        return method_name(self)
+
+    def bind(self, target: Target) -> None:
+        if why := self.card.cannot.get(target.family):
+            raise Refused(f"{self._name} cannot draft for {type(target.model).__name__}: {why}")
+        if self.model is None:
+            raise Refused(
+                f"{self._name} needs a head: draft='{self._name}:FOLDER', made by `truedraft train`, or others'"
+            )
+        if isinstance(self.model, Head):
+            self._head = self.model
+        else:
+            self._head = read_head(self._name, self.model, self.formats, target.model, self.rebuilt)
+        self._head.to(target.device, target.dtype).eval()
+        self.needs = Taps(self._head.layers)
+        self._reader = HeadReader(self._head)
+
+    @staticmethod
+    @abstractmethod
+    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> Head:
+        """The untrained head of a record, see `Head.record`."""
+
+    @property
+    def head(self) -> Head:
+        """The head that is bound."""
+        assert self._head is not None
+        return self._head
+
+    @property
+    def reader(self) -> HeadReader:
+        assert self._reader is not None
+        return self._reader
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        self.reader.observe(rows, scores, accepted)
+        for row in rows:
+            self._calibration.update(row)
+
+    def end(self, row: Row) -> None:
+        self._calibration.end(row)
+        super().end(row)
+
+    def finished(self, growing: GrowingTree) -> DraftTree:
+        tree = self.drafted(growing)
+        return tree if tree.dist is not None else self._calibration.proposed(growing.row, tree)
+
+    def drafted(self, growing: GrowingTree) -> DraftTree:
+        """The draft to verify, with the head's probabilities as confidence."""
+        return super().finished(growing)
+
+
+class ConfidenceTree(HeadDrafter):
+    """A head's dynamic trees (EAGLE-2): nodes in the order of the head's probability of their paths.
+
+    At each level the `top_k` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes`
+    likeliest are drafted. Under `seeded`, a node's tokens are those that the target's own noise ranks first.
+
+    Fields of every subclass: model, nodes, depth, top_k, drawn.
+
+    drawn: for rules that verify drafts against the distribution that they were drawn from, whether the draft is a chain
+        drawn from the head.
+    """
+
+    nodes: int
+    depth: int
+    top_k: int
+    drawn: bool
+
+    @property
+    def width(self) -> int:
+        return max(self.nodes, self.depth)
+
+    @property
+    def levels(self) -> int:
+        return self.depth
+
+    @property
+    def draws(self) -> Draws:
+        return "one" if self.drawn else "certain"
+
+    def room(self, budget: int) -> int:
+        return self.depth * max(self.top_k, budget) if budget > 0 else 0
+
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        if self._is_drawn(growing.row):
+            (node,), (law,) = nodes, laws
+            growing.end_level(growing.add(node, self.chosen(growing, node, law), law))
+            return
+        most = min(growing.budget, self.nodes)
+        children = [
+            (growing.score.get(node, 1.0) * chance, node, token, chance)
+            for node, candidates in zip(nodes, self._candidates(growing, nodes, laws, most), strict=True)
+            for token, chance in candidates
+        ]
+        least = sorted(growing.score.values(), reverse=True)[most - 1 : most]
+        added = []
+        for value, node, token, chance in sorted(children, key=lambda child: -child[0])[:most]:
+            if not least or value > least[0]:
+                (child,) = growing.add(node, [token])
+                growing.score[child], growing.chance[child] = value, chance
+                added.append(child)
+        growing.end_level(added[: self.top_k])
+
+    def _is_drawn(self, row: Row) -> bool:
+        return self.drawn and self.preferred(row) == "law"
+
+    def _candidates(
+        self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, most: int
+    ) -> list[list[tuple[int, float]]]:  # fmt: skip
+        """The tokens to draft below each node, with the probability that each is right."""
+        count = min(self.top_k, most, laws.shape[1])
+        row = growing.row
+        if self.preferred(row) == "noise" and not row.request.laws.unknown_processors:
+            ranked = [self.chosen(growing, node, law, count) for node, law in zip(nodes, laws, strict=True)]
+            return [_by_rank(tokens, law[tokens].tolist()) for tokens, law in zip(ranked, laws, strict=True)]
+        chances, tokens = laws.topk(count)
+        return [
+            [(token, p) for token, p in zip(some, values, strict=True) if p > 0]
+            for some, values in zip(tokens.tolist(), chances.tolist(), strict=True)
+        ]
+
+    def drafted(self, growing: GrowingTree) -> DraftTree:
+        if self._is_drawn(growing.row):
+            return growing.tree("one")
+        best = sorted(growing.score, key=lambda node: (-growing.score[node], node))[: min(self.nodes, growing.budget)]
+        tree = growing.tree("certain", best)
+        return tree.replaced(confidence=(1.0, *(growing.chance[node] for node in best)))
+
+
+def _by_rank(tokens: Sequence[int], law: Sequence[float]) -> list[tuple[int, float]]:
+    """Tokens in the order of the target's noise, with an estimate that each is the one that the target draws.
+
+    law: the head's probabilities of the tokens.
+    """
+    found, left = [], 1.0
+    for token, p in zip(tokens, law, strict=True):
+        found.append((token, left * (0.5 + 0.5 * p)))
+        left *= 0.5 - 0.5 * p
+    return found

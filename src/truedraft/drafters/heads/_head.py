@@ -1,0 +1,142 @@
+"""The contract of autoregressive heads: modules that continue the target's features, token by token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from truedraft.drafters.heads._layers import Attend, HeadLayer, Rotary
+from truedraft.runtime.native import OpKind
+from truedraft.runtime.program import Program
+
+
+class Head(nn.Module, ABC):
+    """Predicts the token after each pair of a feature and the token that follows it.
+
+    The feature of a token is made of the target's hidden states there. Of a pair, the feature of token i and token
+    i + 1, the head computes a state, which stands for the feature of token i + 1, and the logits of token i + 2. For
+    drafted tokens the head's own states are the features.
+
+    Weights that are the target's (embeddings, output head) are no part of its parameters.
+
+    layers: layers of the target that its features are made of, numbered as in `Taps`.
+    config: configuration of its decoder layers.
+    blocks: its decoder layers, in order.
+    vocabulary: V of the target.
+    kept: (draft vocabulary,) target ids of its logits, ascending; None where they are those of the target.
+    rotary: see `_layers.rotary_of`.
+    """
+
+    layers: tuple[int, ...]
+    config: Any
+    rotary: Any
+    kept: Tensor | None = None
+
+    def __init__(self, model: PreTrainedModel, config: Any):
+        super().__init__()
+        self._shared = (model.get_input_embeddings(), model.get_output_embeddings())  # not submodules
+        self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+        self.config = config
+        self.runner: Any = None  # what computes its passes in drafting, once it did
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Sequence[HeadLayer]: ...
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """(..., layers * H of the target) to (..., H): the features that pairs are made of."""
+
+    @abstractmethod
+    def forward(self, embeds: Tensor, features: Tensor, rotary: Rotary, attends: Sequence[Attend]) -> Tensor:
+        """The states of pairs, (rows, width, H).
+
+        Args:
+            embeds: (rows, width, H) embeddings of their tokens.
+            features: (rows, width, H), fused, or own states.
+            attends: attention over the cache, by block.
+        """
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """(..., H) to (..., draft vocabulary)."""
+
+    @abstractmethod
+    def compile(self, program: Program) -> None:
+        """Append its operations: from "embeds" and "features" to "x", the states, and "logits".
+
+        Raises:
+            NotCompilable: there is no compiled pass for it.
+        """
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """The configuration from which it can be rebuilt, its layers included."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...) ids of tokens of the target to (..., H)."""
+        table: Any = self._shared[0]
+        return embedding(tokens, table.weight).to(self.dtype)
+
+    @property
+    def output_head(self) -> Any:
+        """The target's output head."""
+        return self._shared[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def size(self) -> int:
+        """H of its states."""
+        return self.config.hidden_size
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._shared[0]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self._shared[1]
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """(..., draft vocabulary) logits as (..., V) ones of the target, minus infinity outside."""
+        if self.kept is None:
+            return logits
+        wide = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
+        wide[..., self.kept] = logits
+        return wide
+
+
+def begin_program(p: Program, head: Head) -> None:
+    """The buffers of a head's layers, "embeds" and "features" among them, with the embeddings given for each node."""
+    c, size = head.config, head.size
+    for name in ("x", "h", "t", "embeds", "features"):
+        p.buffer(name, size)
+    for name in ("q", "a"):
+        p.buffer(name, c.num_attention_heads * c.head_dim)
+    for name in ("k", "v"):
+        p.buffer(name, c.num_key_value_heads * c.head_dim)
+    p.buffer("g", c.intermediate_size)
+    p.op(OpKind.EMBED, dst="embeds", inner=size, blank=-1)
+
+
+def layer_program(p: Program, index: int, layer: HeadLayer, config: Any, given: str) -> None:
+    """A layer from "x" to "x". given: the buffer that its attention reads; "h" for "x", normalised where it is."""
+    if given == "h":
+        if layer.normed:
+            p.rms_norm("x", "h", layer.input_layernorm)
+        else:
+            p.copy("x", "h")
+    p.qkv(given, layer.self_attn, config)
+    p.attend(index, layer.self_attn, config, per_head=0.0 if layer.self_attn.norms else None)
+    p.linear("a", "x", layer.self_attn.o_proj, add=True)
+    p.rms_norm("x", "h", layer.post_attention_layernorm)
+    p.gated("h", layer.mlp, config.hidden_act)
+    p.linear("g", "x", layer.mlp.down_proj, add=True)
+    p.outputs.append(len(p.ops) - 1)

@@ -1,0 +1,224 @@
+"""An autoregressive head run beside the target: features that it has not read, its KV per row, and its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from truedraft.caches.rows import RowCache
+from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters.heads._head import Head
+from truedraft.runtime.compiled import Nodes
+from truedraft.runtime.heads import head_pass
+from truedraft.targets.memory import check_room
+from truedraft.tree import Accepted, Row, Scores
+
+CHUNK = 256  # most tokens of a row that a pass reads before the one that drafts
+
+
+class Unread:
+    """Features of a row's tokens that the head has not read, in order."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def add(self, features: Tensor) -> None:
+        """Append features, (count, size)."""
+        self._parts.append(features)
+
+    def take(self, count: int) -> Tensor:
+        """Remove and return the first `count`."""
+        whole = torch.cat(self._parts) if len(self._parts) > 1 else self._parts[0]
+        self._parts = [whole[count:].clone()] if len(whole) > count else []
+        return whole[:count]
+
+
+@dataclass
+class Branches:
+    """The nodes of a growing tree that the head has read in this draft.
+
+    length: places of the row's own tokens. written: places in use. seen: node -> the places of it and its ancestors
+    below the root. states: node of the last level -> its row in the states of the last pass.
+    """
+
+    tree: GrowingTree
+    length: int
+    written: int
+    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=dict)
+
+
+class HeadReader:
+    """A head with a KV cache of its own, a slot per row, as a `LevelReader`.
+
+    A row's token i + 1 is read with the feature of token i, at place and position i; its first token is not read.
+    Features come from the target's passes (`observe`) and are kept until the head reads them.
+    """
+
+    def __init__(self, head: Head):
+        self.head = head
+        self.passes = head.runner = head.runner or head_pass(head)
+        self._cache: RowCache | None = None
+        self._slots: list[Row] = []
+        self._unread: dict[int, Unread] = {}
+        self._branches: dict[int, Branches] = {}
+        self._states: Tensor | None = None  # of the last pass
+
+    @property
+    def name(self) -> str:
+        """How passes are computed."""
+        return self.passes.name
+
+    def start(self, rows: Sequence[Row], more: int) -> None:
+        """Give new rows slots of the cache, which grows for them; see `LevelReader`."""
+        count = len(self._slots) + len(rows)
+        capacity = max(row.prompt + row.room for row in [*self._slots, *rows]) + more + 2  # the last is for padding
+        cache = self._cache
+        if cache is None or cache.cursor.slots < count or cache.cursor.capacity < capacity:
+            self._cache = self._grown(count, capacity)
+            self.passes.attach(self._cache)
+        assert self._cache is not None
+        for row in rows:
+            self._slots.append(row)
+            self._cache.lengths.append(0)
+            self._unread[id(row)] = Unread()
+
+    def _grown(self, slots: int, capacity: int) -> RowCache:
+        """A larger cache with the same contents.
+
+        Raises:
+            NoRoom: it does not fit in memory.
+        """
+        old, config = self._cache, self.head.config
+        weight = next(self.head.parameters())
+        if old is not None:
+            slots, capacity = max(slots, 2 * old.cursor.slots), max(capacity, old.cursor.capacity)
+        check_room(config, len(self.head.blocks), slots, capacity, weight.dtype, weight.device)
+        cache = RowCache(len(self.head.blocks), slots, capacity)
+        for i, layer in enumerate(cache.layers):
+            layer.allocate(config.num_key_value_heads, config.head_dim, weight.dtype, weight.device)
+            if old is not None:
+                for kept, before in ((layer.keys, old.layers[i].keys), (layer.values, old.layers[i].values)):
+                    kept[: before.shape[0], :, : before.shape[2]] = before
+        if old is not None:
+            cache.lengths.extend(old.lengths)
+        return cache
+
+    def end(self, row: Row) -> None:
+        if row in self._slots:
+            slot = self._slots.index(row)
+            self._unread.pop(id(row), None)
+            self._branches.pop(id(row), None)
+            if self._cache is not None and slot < len(self._cache.lengths):
+                self._cache.release(slot)
+            self._slots[slot] = self._slots[-1]
+            self._slots.pop()
+        if not self._slots:
+            self._cache = self._states = None
+            self.passes.attach(None)
+
+    def observe(self, rows: Sequence[Row], scores: Scores, accepted: Sequence[Accepted]) -> None:
+        """Keep the features of the tokens that a pass of the target has read for good."""
+        for place, (row, one) in enumerate(zip(rows, accepted, strict=True)):
+            if not one.ended and id(row) in self._unread:
+                self._unread[id(row)].add(scores.features(place, one.path, self.head.layers))
+
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        self._branches.clear()
+        self._states = None
+        for row in rows:
+            while (backlog := len(self._unread[id(row)])) > CHUNK:
+                self._read([row], [min(CHUNK, backlog - CHUNK)])
+
+    def _read(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Read the next tokens of rows, without logits."""
+        nodes, embeds, features = Nodes(), list[Tensor](), list[Tensor]()
+        for row, count in zip(rows, counts, strict=True):
+            self._add_tokens(row, count, nodes, embeds, features)
+        self.passes.run(nodes, torch.cat(embeds), torch.cat(features), [])
+
+    def _add_tokens(
+        self, row: Row, count: int, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]
+    ) -> None:  # fmt: skip
+        """The next `count` tokens of a row, with their features, which are then read."""
+        assert self._cache is not None
+        slot = self._slots.index(row)
+        first = self._cache.lengths[slot]
+        nodes.add_chain(slot, first, None, count)
+        embeds.append(self._embeds(row, first + 1, count))
+        features.append(self.head.fuse(self._unread[id(row)].take(count).to(self.head.dtype)))
+        self._cache.lengths[slot] += count
+
+    def _embeds(self, row: Row, first: int, count: int) -> Tensor:
+        """(count, H) embeddings of a row's tokens from `first` on."""
+        device = next(self.head.parameters()).device
+        given = None if row.given is None else row.given.embeds
+        if given is None:
+            return self.head.embed(torch.tensor(row.tokens[first : first + count], device=device))
+        offset = len(given) - row.prompt  # embedded prompts have no token ids
+        tokens = torch.tensor(row.tokens[max(first - offset, 0) : max(first + count - offset, 0)], device=device)
+        own = given[first : first + count].to(self.head.dtype)
+        return torch.cat([own, self.head.embed(tokens.long())[len(own) - count :] if len(own) < count else own[:0]])
+
+    def tokens_read(self, row: Row, after: int) -> int | None:
+        if row not in self._slots:
+            return None
+        unread = len(self._unread[id(row)])
+        return len(row.tokens) - unread if unread else None
+
+    def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
+        nodes, embeds, features, gather = Nodes(), list[Tensor](), list[Tensor](), list[int]()
+        order = sorted(growing, key=lambda tree: self._slots.index(tree.row))
+        for tree in order:
+            if id(tree.row) in self._branches:
+                gather += range(len(nodes), len(nodes) + len(tree.frontier))
+                self._add_frontier(self._branches[id(tree.row)], nodes, embeds, features)
+            else:
+                self._begin(tree, nodes, embeds, features)
+                gather.append(len(nodes) - 1)
+        states, logits = self.passes.run(nodes, torch.cat(embeds), torch.cat(features), gather)
+        self._states = states[gather]
+        places = self._placed(order)
+        if [id(tree) for tree in order] != [id(tree) for tree in growing]:
+            logits = logits[[place for tree in growing for place in places[id(tree)]]]
+        return self.head.spread(logits)
+
+    def _begin(self, tree: GrowingTree, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]) -> None:
+        """The unread tokens of a row; the last one is the root of its tree."""
+        assert self._cache is not None
+        self._add_tokens(tree.row, len(self._unread[id(tree.row)]), nodes, embeds, features)
+        length = self._cache.lengths[self._slots.index(tree.row)]
+        self._branches[id(tree.row)] = Branches(tree, length, length, {tree.root: ()})
+
+    def _add_frontier(self, branches: Branches, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]) -> None:
+        """The frontier of a tree, each node with the state of its parent as its feature."""
+        assert self._states is not None
+        tree, slot = branches.tree, self._slots.index(branches.tree.row)
+        device = self._states.device
+        for node in tree.frontier:
+            above = branches.seen[tree.parent[node]]
+            branches.seen[node] = (*above, branches.written)
+            nodes.add_node(slot, branches.length - 1 + tree.depth[node], branches.written, branches.length, above)
+            branches.written += 1
+        nodes.group(len(tree.frontier))
+        embeds.append(self.head.embed(torch.tensor([tree.tokens[node] for node in tree.frontier], device=device)))
+        features.append(self._states[[branches.states[tree.parent[node]] for node in tree.frontier]])
+
+    def _placed(self, order: Sequence[GrowingTree]) -> dict[int, list[int]]:
+        """Where the frontier nodes of each tree are in the states of the last pass, which is recorded."""
+        places: dict[int, list[int]] = {}
+        first = 0
+        for tree in order:
+            places[id(tree)] = list(range(first, first + len(tree.frontier)))
+            self._branches[id(tree.row)].states = dict(zip(tree.frontier, places[id(tree)], strict=True))
+            first += len(tree.frontier)
+        return places
+
+    def grown(self, growing: Sequence[GrowingTree]) -> None:
+        """Does nothing: the cache keeps what was read until the next draft."""

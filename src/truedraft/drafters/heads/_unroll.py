@@ -1,0 +1,213 @@
+"""Training of autoregressive heads: unrolled over their own states, as in drafting (training-time test, EAGLE-3)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from truedraft.drafters._learned import Batch, Learner, Metrics
+from truedraft.drafters._losses import IGNORED, LOSSES
+from truedraft.drafters.heads._drafter import SEQ2SEQ
+from truedraft.drafters.heads._head import Head
+from truedraft.errors import Refused
+from truedraft.targets.kinds import family_of
+from truedraft.tree import Taps
+
+DRAFTED = 8  # positions of a draft that an evaluation measures
+
+
+class Unrolled:
+    """Attention of one block of a head over the steps of its unrolling.
+
+    At step 0 pair i sees the pairs up to i. At step j its state stands for pair i + j, which in drafting sees the pairs
+    up to i as they were at step 0, and of each later step up to j the one at its own place.
+    """
+
+    def __init__(self, visible: Tensor):
+        self._visible = visible  # (rows, 1, width, width)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        share = query.shape[1] // key.shape[1]
+        self._keys.append(key.repeat_interleave(share, 1))
+        self._values.append(value.repeat_interleave(share, 1))
+        query = query * query.shape[-1] ** -0.5
+        scores = (query @ self._keys[0].mT).masked_fill(~self._visible, torch.finfo(query.dtype).min)
+        later = [(query * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
+        weights = torch.cat([scores, *later], -1).float().softmax(-1).to(query.dtype)
+        width = scores.shape[-1]
+        found = weights[..., :width] @ self._values[0]
+        for step, values in enumerate(self._values[1:]):
+            found = found + weights[..., width + step, None] * values
+        return found
+
+
+class UnrolledLearner(Learner):
+    """Training of a `Head`. Subclasses have the knobs steps (of the unrolling), decay (weight of a step relative to the
+    one before), loss_name, vocabulary (tokens of the draft vocabulary, 0 for all), and make the head."""
+
+    steps: int
+    decay: float
+    loss_name: str
+    vocabulary: int
+    module: Head
+
+    @abstractmethod
+    def head(self, model: PreTrainedModel) -> Head:
+        """An untrained head for a target."""
+
+    def begin(self, model: PreTrainedModel) -> None:
+        if why := SEQ2SEQ.get(family_of(model.config)):
+            raise Refused(f"{type(model).__name__} is no decoder language model: {why}")
+        self.model = model.requires_grad_(False)
+        self.module = self.head(model)
+        self.needs = Taps((*self.module.layers, -1))
+
+    def prepare(self, counts: Tensor) -> None:
+        """Keep the most frequent tokens in the draft vocabulary, and begin with the target's output head for them."""
+        head = self.module
+        if head.kept is not None:
+            order = (-counts).argsort(stable=True)
+            head.kept.copy_(order[: len(head.kept)].sort().values)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Set weights that begin as the target's."""
+
+    def config(self) -> dict[str, Any]:
+        return self.module.record()
+
+    def resume(self, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        if {k: v for k, v in config.items() if k in self.config()} != self.config():
+            raise Refused(f"--resume: the checkpoint is of a head {config}, not {self.config()}: give the same knobs")
+        self.module.load_state_dict(weights)
+
+    def loss(self, batch: Batch) -> Tensor:
+        total, weight = torch.zeros(()), 1.0
+        compute = LOSSES[self.loss_name]
+        for logits, p, labels, _ in self._unrolled(batch, self.steps):
+            counted = labels != IGNORED
+            if counted.any():
+                found = compute(logits[counted].float().log_softmax(-1), p(counted), labels[counted])
+                total = total + weight * found.sum() / counted.sum()
+            weight *= self.decay
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
+        """Acceptance of chains of the likeliest tokens by position, over all positions of the responses, and the tokens
+        per pass of decoding them with such drafts."""
+        right, tried = [0] * DRAFTED, [0] * DRAFTED
+        tokens = passes = 0
+        for batch in batches:
+            reach = self._reach(batch)
+            for row, (ids, mask) in zip(
+                reach.tolist(), zip(batch.mask.sum(1).tolist(), batch.loss_mask, strict=True), strict=True
+            ):
+                first = int(mask.int().argmax()) - 1
+                for i in range(first, ids - 2):
+                    most = min(DRAFTED, ids - 2 - i)
+                    for place in range(min(row[i] + 1, most)):
+                        tried[place] += 1
+                        right[place] += place < row[i]
+                i = first
+                while i < ids - 2:
+                    i, passes = i + 1 + row[i], passes + 1
+                tokens += ids - 2 - first
+        rates = [round(a / b, 4) for a, b in zip(right, tried, strict=True) if b]
+        return {"tokens_per_pass": round(tokens / max(passes, 1), 3), "acceptance": rates}
+
+    def _reach(self, batch: Batch) -> Tensor:
+        """(rows, pairs) number of leading tokens of a chain drafted after each pair that are right."""
+        alive: Tensor | None = None
+        reach: Tensor | None = None
+        for logits, _, _, expected in self._unrolled(batch, DRAFTED):
+            found = logits.argmax(-1)
+            found = found if self.module.kept is None else self.module.kept[found]
+            right = found == expected
+            alive = right if alive is None else alive & right
+            reach = alive.long() if reach is None else reach + alive
+        assert reach is not None
+        return reach
+
+    def _unrolled(self, batch: Batch, steps: int) -> Iterator[tuple[Tensor, Any, Tensor, Tensor]]:
+        """By step: (rows, pairs, draft vocabulary) logits; a function from counted pairs to the target's probabilities
+        there; labels in the draft vocabulary, `IGNORED` where there is no loss; and the target ids of the text, -1
+        beyond it."""
+        head, ids = self.module, batch.ids
+        pairs = ids.shape[1] - 1
+        tapped = torch.cat([batch.features[layer] for layer in head.layers], -1)[:, :-1]
+        states = self.noised(head.fuse(tapped.to(head.dtype)), batch)
+        causal = torch.ones(pairs, pairs, dtype=torch.bool, device=ids.device).tril()
+        attends = [Unrolled(causal[None, None]) for _ in head.blocks]
+        shifted = torch.cat([ids, ids.new_zeros(len(ids), steps + 1)], 1)
+        counted = torch.cat([batch.loss_mask, batch.loss_mask.new_zeros(len(ids), steps + 1)], 1)
+        position = torch.arange(pairs, device=ids.device)[None]
+        for step in range(steps):
+            embeds = head.embed(shifted[:, step + 1 : step + 1 + pairs])
+            states = head(embeds, states, head.rotary(embeds, position + step), attends)
+            expected = shifted[:, step + 2 : step + 2 + pairs]
+            here = counted[:, step + 2 : step + 2 + pairs]
+            labels, teacher = self._labels(expected, here), partial(self._teacher, batch, step)
+            yield head.logits(states), teacher, labels, expected.masked_fill(~here, -1)
+
+    def noised(self, states: Tensor, batch: Batch) -> Tensor:
+        """The features with noise, for methods that train with it."""
+        return states
+
+    def _labels(self, expected: Tensor, counted: Tensor) -> Tensor:
+        kept = self.module.kept
+        if kept is None:
+            return expected.masked_fill(~counted, IGNORED)
+        at = torch.searchsorted(kept, expected).clamp_max(len(kept) - 1)
+        return at.masked_fill(~counted | (kept[at] != expected), IGNORED)
+
+    def _teacher(self, batch: Batch, step: int, counted: Tensor) -> Tensor:
+        """The target's probabilities, over the draft vocabulary, of the tokens after some pairs at a step."""
+        rows, places = counted.nonzero(as_tuple=True)
+        logits = target_logits(self.model, batch.features[-1][rows, places + 1 + step])
+        return (logits if self.module.kept is None else logits[:, self.module.kept]).softmax(-1)
+
+
+@torch.no_grad()
+def target_logits(model: Any, states: Tensor) -> Tensor:
+    """A target's logits from its hidden states after the final norm; fp32."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+    logits = head(states.to(head.weight.dtype)).float()
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0) * (getattr(config, "logit_scale", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def layer_like(config: Any) -> dict[str, Any]:
+    """Fields of the configuration of a head's layers of the sizes of a target's."""
+    heads = config.num_attention_heads
+    return dict(
+        hidden_size=config.hidden_size, num_attention_heads=heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6), hidden_act="silu", attention_bias=False, mlp_bias=False,
+        max_position_embeddings=getattr(config, "max_position_embeddings", 2048),
+    )  # fmt: skip
+
+
+def spread_layers(text: str, count: int | None = None) -> tuple[int, ...]:
+    """Layers of a target from "2x4x6"; by default three of `count`: 2, n/2 and n - 3, in small models nearer the ends.
+
+    Raises:
+        ValueError: another format.
+    """
+    if text:
+        return tuple(map(int, text.split("x")))
+    if count is None:
+        return ()
+    published = (2, count // 2, count - 3)
+    return published if published[0] < published[1] < published[2] else (min(1, count), (count + 1) // 2, count)

@@ -1,0 +1,55 @@
+"""What the parents of a draft tree alone determine: depths, children, the nodes that each node attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TreeShape:
+    """What follows from the parents of a tree alone; computed once per distinct shape.
+
+    depth: (n,) 0 for the root.
+    children: (n,) indices of each node's children, in order.
+    order: (n,) index of each node among its siblings.
+    run: (n,) length of the longest 0, 1, 2, ... that a node's path from the root begins with.
+    extras: (n,) the rest of its path.
+    """
+
+    parent: tuple[int, ...]
+    depth: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+    run: tuple[int, ...]
+    extras: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """(n, n) bool: mask[i, j] is True where j is i or an ancestor of i."""
+        mask = torch.eye(len(self.parent), dtype=torch.bool)
+        for i in range(1, len(self.parent)):
+            mask[i] |= mask[self.parent[i]]
+        return mask
+
+
+@lru_cache(maxsize=4096)
+def shape_of(parent: tuple[int, ...]) -> TreeShape:
+    """The shape of the tree with these parents."""
+    n = len(parent)
+    depth, order, run = [0] * n, [0] * n, [1] * n
+    children: list[list[int]] = [[] for _ in range(n)]
+    extras: list[tuple[int, ...]] = [()] * n
+    for i in range(1, n):
+        p = parent[i]
+        depth[i] = depth[p] + 1
+        order[i] = len(children[p])
+        children[p].append(i)
+        if not extras[p] and run[p] == i:
+            run[i] = i + 1
+        else:
+            run[i], extras[i] = run[p], (*extras[p], i)
+    return TreeShape(parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run), tuple(extras))
