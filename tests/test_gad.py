@@ -210,7 +210,7 @@ def test_training_begins_anew_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_
 
 
 def test_responses_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
-    from truedraft.train.responses import target_responses
+    from truedraft.train.responses import Responding, target_responses
 
     model, tokenizer = toy
 
@@ -219,7 +219,7 @@ def test_responses_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
 
     fast = truedraft.accelerate(model, tokenizer)
     fast.generate = unused  # type: ignore[method-assign, assignment]
-    kept = target_responses(fast, tokenizer, lines(400), checkpoint, print)
+    kept = target_responses(fast, tokenizer, lines(400), checkpoint, print, Responding())
     assert len(kept) == 400
     for source, answer in kept[::40]:
         assert torch.equal(model.generate(torch.tensor([source]), max_new_tokens=20), torch.tensor([answer]))
@@ -238,7 +238,7 @@ def test_lines_without_trainable_pairs_are_refused(toy: Any, tmp_path: Path) -> 
 
 
 def test_interrupted_responses_are_not_kept(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from truedraft.train.responses import target_responses
+    from truedraft.train.responses import Responding, target_responses
 
     def pressed(_: Any) -> None:
         raise KeyboardInterrupt
@@ -246,7 +246,7 @@ def test_interrupted_responses_are_not_kept(toy: Any, tmp_path: Path, monkeypatc
     fast = truedraft.accelerate(*toy, draft=None)
     monkeypatch.setattr(fast, "generate", partial(fast.generate, on_pass=pressed))
     with pytest.raises(KeyboardInterrupt):
-        target_responses(fast, toy[1], lines(9), tmp_path, print)
+        target_responses(fast, toy[1], lines(9), tmp_path, print, Responding())
     assert not list(tmp_path.iterdir())
 
 

@@ -102,8 +102,9 @@ ALLOWED = {
     "delegate": set(),
     "errors": set(),
     "files": {"errors"},
-    # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters
-    "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
+    # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters;
+    # runtime: the target's hidden states; bench: its plots
+    "train": {"errors", "files", "train", "accelerated", "drafters", "stores", "runtime", "bench"},
     "stores": {"tree", "card", "errors", "files", "stores"},
     "registry": {"card", "declared", "errors"},
     "declared": {"card"},

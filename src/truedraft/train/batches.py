@@ -12,11 +12,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from truedraft.drafters._learned import Batch
+from truedraft.runtime.tapping import LayerTaps
 
 Line = tuple[list[int], list[int]]
 Width = Callable[[Line], int]  # positions that a line has in a batch
@@ -78,18 +79,33 @@ class Reader:
     """Lines -> a batch, with what a learner needs of a frozen decoder: the features of its layers.
 
     layers: numbered as in `Taps.hidden`.
+
+    Raises:
+        Refused: the model has no such layer, or its layers are not found.
     """
 
     width: Width = staticmethod(both_sides)
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
         self.model, self.layers = model, layers
+        if layers:
+            self._taps = LayerTaps(model)
+            for layer in layers:
+                self._taps.number(layer)
 
     def __call__(self, lines: Sequence[Line]) -> Batch:
         texts, given = [prompt + response for prompt, response in lines], [len(prompt) for prompt, _ in lines]
         ids, mask = self._padded(texts)
         learnt = mask & (torch.arange(ids.shape[1], device=ids.device) >= torch.tensor(given).to(ids.device)[:, None])
-        return Batch(ids, mask, learnt, features_of(self.model, self.layers, ids, mask))
+        return Batch(ids, mask, learnt, self.features(ids, mask) if self.layers else {})
+
+    @torch.no_grad()
+    def features(self, ids: Tensor, mask: Tensor) -> dict[int, Tensor]:
+        """Hidden states, layer -> (rows, length, H) in float32; those of padding mean nothing."""
+        decoder: Any = self.model.base_model
+        with self._taps.recording(self.layers) as states:
+            decoder(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+        return {layer: states[layer].float() for layer in self.layers}
 
     def predicted(self, line: Line) -> list[int]:
         """The tokens of a line that are to be predicted."""
@@ -145,26 +161,3 @@ class Feed:
         self.drawn += 1
         self.tokens += sum(len(self._read.predicted(line)) for line in group)
         return group
-
-
-@torch.no_grad()
-def features_of(model: PreTrainedModel, layers: Sequence[int], ids: Tensor, mask: Tensor) -> dict[int, Tensor]:
-    """Hidden states of layers of a decoder, layer -> (rows, length, H) in float32; layers as in `Taps.hidden`.
-
-    ids, mask: (rows, length), padded at the right; states of padding mean nothing.
-    """
-    if not layers:
-        return {}
-    decoder: Any = model.get_decoder()
-    blocks = model.config.get_text_config(decoder=True).num_hidden_layers
-    last = next(part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == blocks)[-1]
-    raw: list[Any] = []
-    hook = last.register_forward_hook(lambda module, inputs, output: raw.append(output))
-    try:
-        out = decoder(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True, use_cache=False)
-    finally:
-        hook.remove()
-    states = {layer: out.hidden_states[layer] for layer in layers if layer != blocks}
-    if blocks in layers:
-        states[blocks] = raw[0][0] if isinstance(raw[0], tuple) else raw[0]
-    return {layer: states[layer].float() for layer in layers}

@@ -37,7 +37,7 @@ def train_drafter(
     plan: Plan,
     *,
     answers: Sequence[str | None] | None = None,
-    how: Responding = Responding(),
+    how: Responding | None = None,
     batch: int = 2048,
     resume: bool = False,
     report: Callable[[str], None] = announce,
@@ -70,7 +70,7 @@ def train_drafter(
     state = _checked(learner, model, out, resume, plan)
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        lines, read = _read(model, tokenizer, sources, answers, out, how, learner, report)
+        lines, read = _read(model, tokenizer, sources, answers, out, how or Responding(), learner, report)
         step = max(HELD_OUT, len(lines) // MOST)
         held = lines[::step]
         trained = [line for i, line in enumerate(lines) if i % step] or held

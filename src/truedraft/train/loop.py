@@ -255,6 +255,7 @@ def _gradients(loss: Callable[[Any], torch.Tensor], batches: Iterator[Any], plan
     for _ in range(plan.micro):
         with torch.autocast(device, torch.bfloat16, enabled=plan.bf16):
             value = loss(next(batches)) / plan.micro
-        value.backward()
+        if value.requires_grad:  # else the batch has no token to predict
+            value.backward()
         mean += value.item()
     return mean

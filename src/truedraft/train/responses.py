@@ -56,7 +56,7 @@ def target_responses(
     prompts: Sequence[str],
     folder: Path,
     report: Report,
-    how: Responding = Responding(),
+    how: Responding,
 ) -> list[Line]:
     """The target's responses to prompts, in their order. A run that was interrupted is continued from its files.
 
@@ -102,7 +102,7 @@ def given_responses(
     prompts: Sequence[str],
     responses: Sequence[str | None],
     report: Report,
-    how: Responding = Responding(),
+    how: Responding,
 ) -> list[Line]:
     """Prompts with responses that are given. A decoder's lines are cut at their end where they are too long.
 
