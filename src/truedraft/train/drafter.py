@@ -20,7 +20,7 @@ from truedraft.files import write_whole
 from truedraft.train.batches import Feed, Line, Reader, SourceReader, sorted_groups
 from truedraft.train.checkpoints import STATE, read_state, write_state
 from truedraft.train.curves import drawn
-from truedraft.train.loop import Plan, Run, announce, fit
+from truedraft.train.loop import Plan, Run, announce, check_bf16, fit
 from truedraft.train.responses import Responding, given_responses, target_responses
 
 HELD_OUT = 100  # one line in this many is held out for validation,
@@ -64,6 +64,7 @@ def train_drafter(
             not fit, before any work; later, the loss is not a number, or a file cannot be written. The last checkpoint
             is kept.
     """
+    check_bf16(plan, model.device)
     model.requires_grad_(False)
     with model.device:
         learner.begin(model)
@@ -156,11 +157,12 @@ def _read(
 ) -> tuple[list[Line], Reader]:  # fmt: skip
     """The lines to train on, and what makes batches of them; the target is hosted for its responses alone."""
     fast = accelerate(model, tokenizer, draft=None)
+    read = (SourceReader if fast.target.reads_sources else Reader)(model, learner.needs.hidden)
     if answers is None:
         lines = target_responses(fast, tokenizer, sources, out, report, how)
     else:
         lines = given_responses(fast, tokenizer, sources, answers, report, how)
-    return lines, (SourceReader if fast.target.reads_sources else Reader)(model, learner.needs.hidden)
+    return lines, read
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from truedraft.drafters._learned import Metrics, ParameterGroups, split_parameters
 from truedraft.errors import Refused, why
 from truedraft.files import read_lines, write_whole
+from truedraft.runtime.forward import processor
 
 
 class Muon(torch.optim.Optimizer):
@@ -140,6 +141,19 @@ class Run:
         torch.set_rng_state(state["cpu"])
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def check_bf16(plan: Plan, device: torch.device) -> None:
+    """Raises Refused where products are to be in bf16 and the device has no units for it."""
+    if not plan.bf16:
+        return
+    flags = processor()
+    if device.type == "cuda":
+        units = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        units = not flags or bool(flags & {"amx_bf16", "avx512_bf16"})
+    if not units:
+        raise Refused("--bf16: this machine has no units for products in bf16, which would be slower: leave it out")
 
 
 def announce(text: str) -> None:
