@@ -90,8 +90,8 @@ class Reader:
         self.model, self.layers = model, layers
         if layers:
             self._taps = LayerTaps(model)
-            for layer in layers:
-                self._taps.number(layer)
+            with self._taps.recording(layers):
+                pass
 
     def __call__(self, lines: Sequence[Line]) -> Batch:
         texts, given = [prompt + response for prompt, response in lines], [len(prompt) for prompt, _ in lines]
