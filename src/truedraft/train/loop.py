@@ -199,7 +199,7 @@ def fit(
     run = _begun(model, plan, split_parameters(model) if groups is None else groups)
     if state is not None:
         run.restore(state)
-        run.rows = _logged(log, run.steps)
+        run.rows = [json.loads(line) for line in read_lines(log)] if log.exists() else []
     device = run.learning[0].device.type
     log.parent.mkdir(parents=True, exist_ok=True)
     start, last = time.monotonic() - 60 * run.minutes, run.minutes
@@ -255,12 +255,6 @@ def _validated(
     report(", ".join(f"{name} {value}" for name, value in row.items()))
     save(run)
     write_whole(log, "".join(f"{json.dumps(row)}\n" for row in run.rows))
-
-
-def _logged(log: Path, steps: int) -> list[dict[str, Any]]:
-    """The figures of a log up to a step."""
-    rows = [json.loads(line) for line in read_lines(log)] if log.exists() else []
-    return [row for row in rows if row["steps"] <= steps]
 
 
 def _gradients(loss: Callable[[Any], torch.Tensor], batches: Iterator[Any], plan: Plan, device: str) -> float:

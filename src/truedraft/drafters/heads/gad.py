@@ -184,11 +184,13 @@ class Filling(Learner):
         tokens = passes = 0
         accepted, offered = torch.zeros(self.k), torch.zeros(self.k)
         for batch in batches:
-            for part in batch.split(max(PART // (batch.ids.shape[1] * (1 + self.k)) ** 2, 1)):
+            length = batch.ids.shape[1]
+            for part in batch.split(max(PART // (2 * length) ** 2, 1)):
                 ends = part.mask.sum(-1)
-                starts = torch.arange(1, part.ids.shape[1], device=ends.device).expand(len(ends), -1)
+                starts = torch.arange(1, length, device=ends.device).expand(len(ends), -1)
                 labels = _labels(part.ids, ends, starts, self.k)
-                right = (self._filled(part, starts).argmax(-1) == labels).long().cumprod(-1)
+                filled = [self._filled(part, some).argmax(-1) for some in starts.split(max(length // self.k, 1), 1)]
+                right = (torch.cat(filled, 1) == labels).long().cumprod(-1)
                 before = torch.cat([torch.ones_like(right[..., :1]), right[..., :-1]], -1)
                 accepted += right.sum((0, 1)).cpu()
                 offered += (before * (labels != IGNORED)).sum((0, 1)).cpu()
