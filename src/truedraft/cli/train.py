@@ -140,7 +140,7 @@ def _lines(path: Path) -> tuple[list[int], list[str], list[str | None]]:
     lines = [(i, line) for i, line in enumerate(read_lines(path), 1) if line.strip()]
     if not lines:
         raise Refused(f"--data {path}: the file has no text")
-    if ".jsonl" in path.suffixes[-2:]:
+    if path.name.removesuffix(".gz").endswith(".jsonl"):
         pairs = [_entry(path, i, line) for i, line in lines]
     else:
         sides = [line.split("\t", 1) for _, line in lines]
