@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,10 @@ from truedraft.drafters._learned import VERSION, WEIGHTS, read_learnt
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.runtime import native
 from truedraft.stores import _file as store
+from truedraft.train.batches import Line, SourceReader, pad_to
+from truedraft.train.checkpoints import STATE
 from truedraft.train.drafter import train_drafter
 from truedraft.train.loop import Plan, fit
-from truedraft.train.pairs import Pair, pad_to
 
 WORDS, END = 30, 2
 KNOBS = dict(k=6, layers=1)
@@ -64,17 +66,17 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreT
     )  # fmt: skip
     data = sentences(0)
 
-    def groups() -> Iterator[list[Pair]]:
+    def groups() -> Iterator[list[Line]]:
         while True:
             group = [next(data) for _ in range(32)]
             yield [([*words, END], [*translated(words), END]) for words in group]
 
-    def loss(group: list[Pair]) -> torch.Tensor:
+    def loss(group: list[Line]) -> torch.Tensor:
         ids, labels = pad_to([a for a, _ in group], 0), pad_to([b for _, b in group], -100)
         return model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
 
     plan, log = Plan(steps=350, lr=1e-2, warmup=20), tmp_path_factory.mktemp("toy") / "log"
-    fit(model, loss, groups(), plan, validate=dict, save=lambda: None, log=log)
+    fit(model, loss, groups(), plan, validate=dict, save=lambda run: None, log=log)
     words = {word: i for i, word in enumerate(["<pad>", "<unk>", "</s>", *(f"w{i}" for i in range(WORDS))])}
     made = Tokenizer(models.WordLevel(words, "<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -126,7 +128,9 @@ def test_evaluation_equals_decoding(toy: Any, checkpoint: Path) -> None:
         out = fast.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)
         held.append((ids, out[0].tolist()))
         passes, tokens = passes + len(fast.report().passes), tokens + fast.report().tokens
-    assert again.evaluate(held)["tokens_per_pass"] == pytest.approx(tokens / passes, abs=1e-3)
+    assert again.evaluate([SourceReader(model, ())(held)])["tokens_per_pass"] == pytest.approx(
+        tokens / passes, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
@@ -141,7 +145,7 @@ def test_incremental_drafts_equal_those_from_the_whole_row(
     made = learner(layers=2)
     made.begin(model)
     draft = registry.load("drafters", "gad", model=made.module)
-    given, compared = sources(), 0
+    given, compared, read = sources(), 0, SourceReader(model, ())
     propose = draft.propose
 
     def checked(rows: Any, budget: Any) -> Any:
@@ -150,9 +154,8 @@ def test_incremental_drafts_equal_those_from_the_whole_row(
         for row, tree in zip(rows, trees, strict=True):
             length = int(given["attention_mask"][row.index].sum())
             source = given["input_ids"][row.index, :length].tolist()
-            ids, _, source_mask = made._read([(source, row.tokens)])
             with torch.no_grad():
-                filled = made._filled(ids, torch.tensor([[len(row.tokens)]]), source_mask)
+                filled = made._filled(read([(source, row.tokens)]), torch.tensor([[len(row.tokens)]]))
             assert list(tree.tokens[1:]) == filled.argmax(-1).flatten().tolist()[: len(tree) - 1]
             assert len(tree) in (1, 7) or tree.tokens[-1] in row.ends
         compared += 1
@@ -183,26 +186,31 @@ def test_tree_has_the_likeliest_paths() -> None:
     assert likeliest_paths(7, [[3], [4], [5]], [[0.5], [0.4], [0.3]], 9, frozenset({4})).tokens == (7, 3, 4)
 
 
-def test_training_resumes_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
-    for name in (WEIGHTS, "responses.safetensors"):
-        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+def test_training_begins_anew_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_path: Path) -> None:
+    """From weights alone, without the state of their run."""
+    shutil.copy(checkpoint / WEIGHTS, tmp_path)
+    shutil.copytree(checkpoint / "responses", tmp_path / "responses")
     with pytest.raises(Refused, match="go on from it with --resume"):
         train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=1))
     before = (tmp_path / WEIGHTS).read_bytes()
     figures = train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=3, lr=5.0, warmup=1), resume=True)
     assert figures["tokens_per_pass"] > 2 and (tmp_path / WEIGHTS).read_bytes() == before, "a worse one was kept"
+    with pytest.raises(Refused, match=r"is complete after .* remove training.pt there"):
+        train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=3), resume=True)
+    (tmp_path / STATE).unlink()
     train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=60, lr=1e-2, warmup=5), resume=True)
     assert (tmp_path / WEIGHTS).read_bytes() != before
     with pytest.raises(Refused, match=r"not .*'layers': 3"):
         train_drafter(learner(layers=3), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)
-    with pytest.raises(Refused, match=r"responses.safetensors' holds responses to other lines"):
+    (tmp_path / STATE).unlink()
+    with pytest.raises(Refused, match=r"responses.00000.safetensors' holds responses to other lines"):
         train_drafter(learner(), *toy, lines(9), tmp_path, Plan(steps=1), resume=True)
     with pytest.raises(Refused, match="there is no checkpoint"):
         train_drafter(learner(), *toy, lines(9), tmp_path / "new", Plan(steps=1), resume=True)
 
 
 def test_responses_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
-    from truedraft.train.responses import target_responses
+    from truedraft.train.responses import Responding, target_responses
 
     model, tokenizer = toy
 
@@ -211,7 +219,7 @@ def test_responses_are_those_of_the_model(toy: Any, checkpoint: Path) -> None:
 
     fast = truedraft.accelerate(model, tokenizer)
     fast.generate = unused  # type: ignore[method-assign, assignment]
-    kept = target_responses(fast, tokenizer, lines(400), checkpoint, print)
+    kept = target_responses(fast, tokenizer, lines(400), checkpoint, print, Responding())
     assert len(kept) == 400
     for source, answer in kept[::40]:
         assert torch.equal(model.generate(torch.tensor([source]), max_new_tokens=20), torch.tensor([answer]))
@@ -221,7 +229,7 @@ def test_lines_without_trainable_pairs_are_refused(toy: Any, tmp_path: Path) -> 
     long, reports = " ".join(["w1"] * 130), []
     knobs: dict[str, Any] = dict(out=tmp_path / "run", plan=Plan(steps=1), report=reports.append)
     for answers in (["", ""], [long, long]):
-        with pytest.raises(Refused, match="no line with both sides of 1 to 64 tokens"):
+        with pytest.raises(Refused, match="every line has a side that is empty or longer than 64 tokens"):
             train_drafter(learner(), *toy, ["w1", "w2"], answers=answers, **knobs)
     with pytest.raises(Refused, match="no line of 1 to 64 tokens"):
         train_drafter(learner(), *toy, [long], **knobs)
@@ -230,7 +238,7 @@ def test_lines_without_trainable_pairs_are_refused(toy: Any, tmp_path: Path) -> 
 
 
 def test_interrupted_responses_are_not_kept(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from truedraft.train.responses import target_responses
+    from truedraft.train.responses import Responding, target_responses
 
     def pressed(_: Any) -> None:
         raise KeyboardInterrupt
@@ -238,7 +246,7 @@ def test_interrupted_responses_are_not_kept(toy: Any, tmp_path: Path, monkeypatc
     fast = truedraft.accelerate(*toy, draft=None)
     monkeypatch.setattr(fast, "generate", partial(fast.generate, on_pass=pressed))
     with pytest.raises(KeyboardInterrupt):
-        target_responses(fast, toy[1], lines(9), tmp_path, print)
+        target_responses(fast, toy[1], lines(9), tmp_path, print, Responding())
     assert not list(tmp_path.iterdir())
 
 
@@ -307,7 +315,7 @@ def test_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest.Cap
         ([*base, "--data", str(data), "--labels", "mine"], "choose target or given"),
         ([*base[:-1], "0", "--data", str(data)], "--minutes 0.0: give a number above 0"),
         ([*base, "--data", str(data), "--threads", "0"], "--threads 0: this machine has"),
-        (["train", "llma", *base[2:], "--data", str(data)], "llma has nothing to learn: train one of gad"),
+        (["train", "llma", *base[2:], "--data", str(data)], "llma has nothing to learn: train one of eagle3, gad"),
         (["train", "gad:j=4", *base[2:], "--data", str(data)], "the training of gad has no knob 'j'"),
         (["train", "gad:k=0", *base[2:], "--data", str(data)], "gad:k=0: give a whole number, 1 to 64"),
         ([*base[:3], str(tmp_path / "decoder"), *base[4:], "--data", str(data)], "is not an encoder-decoder"),

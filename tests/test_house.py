@@ -103,10 +103,10 @@ ALLOWED = {
     "delegate": set(),
     "errors": set(),
     "files": {"errors"},
-    # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters
-    "train": {"errors", "files", "train", "accelerated", "drafters", "stores"},
-    # runtime: the hidden states of given texts
-    "stores": {"tree", "card", "errors", "files", "stores", "runtime"},
+    # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters;
+    # runtime: the target's hidden states; bench: its plots
+    "train": {"errors", "files", "train", "accelerated", "drafters", "stores", "runtime", "bench"},
+    "stores": {"tree", "card", "errors", "files", "stores"},
     "registry": {"card", "declared", "errors"},
     "declared": {"card"},
     "loading": {"assets", "errors", "runtime", "targets"},

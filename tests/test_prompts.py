@@ -180,14 +180,14 @@ def test_length_limit_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     found: list[int] = []
     for known in ({"amx_bf16", "avx512_bf16"}, {"avx512_bf16", "GenuineIntel"}, {"avx2"}, set()):
-        monkeypatch.setattr(forward, "_processor", lambda known=known: frozenset(known))
+        monkeypatch.setattr(forward, "processor", lambda known=known: frozenset(known))
         found.append(forward.long_prompt(torch.bfloat16, 4096))
         fp32 = [forward.long_prompt(torch.float32, width) for width in (4096, 768, 256)]
         assert fp32 == ([256, 256, 768] if "GenuineIntel" in known else [8192, 8192, 2731])
         assert forward.long_prompt(torch.bfloat16, 256) == 3 * forward.long_prompt(torch.bfloat16, 768)
     assert found == sorted(found) == [32, 80, 16384, 16384]
     monkeypatch.undo()
-    assert forward._processor() == frozenset() or len(forward._processor()) > 5
+    assert forward.processor() == frozenset() or len(forward.processor()) > 5
 
 
 def test_quantised_models_prefill_by_compiled_passes() -> None:

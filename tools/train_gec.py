@@ -30,9 +30,9 @@ from transformers import PegasusForConditionalGeneration, PreTrainedTokenizerFas
 
 from gec_errors import WORD, Errors, misspellings
 from train_nano import NAMES, library
-from train_translation import build, tokenizer_of
-from truedraft.train.loop import Plan, fit
-from truedraft.train.pairs import bucketed, pad_to
+from train_translation import LONGEST, build, tokenizer_of
+from truedraft.train.batches import bucketed, longer_side, pad_to
+from truedraft.train.loop import Plan, Run, fit
 
 VOCABULARY = 6144
 RARE = 100  # a character with fewer occurrences in the text is mapped to the unknown token
@@ -233,7 +233,8 @@ class Pairs:
         while True:
             lines = [self.pair(rng.choice(self.lines), rng) for _ in range(256)]
             sources = self.tokenizer([a for a, _ in lines])["input_ids"]
-            yield from zip(sources, self.tokenizer([b for _, b in lines])["input_ids"], strict=True)
+            pairs = zip(sources, self.tokenizer([b for _, b in lines])["input_ids"], strict=True)
+            yield from (pair for pair in pairs if longer_side(pair) <= LONGEST)
 
     def batch(self, sources: list[list[int]], targets: list[list[int]]) -> dict[str, torch.Tensor]:
         """Sources, labels, and the weight of each label in the loss: larger where target and source differ."""
@@ -296,7 +297,7 @@ def train_model(args: argparse.Namespace) -> None:
                     hurt, right = hurt + 1, right + hit
         return {"held_out": round(total, 4), "corrected": round(right / hurt, 3), "left_alone": round(kept / whole, 3)}
 
-    def save() -> None:
+    def save(_: Run) -> None:
         model.save_pretrained(args.out / "model")
         tokenizer.save_pretrained(args.out / "model")
 

@@ -18,10 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
 
 from truedraft.files import read_lines
-from truedraft.train.loop import Plan, fit
-from truedraft.train.pairs import Pair, bucketed, pad_to, shuffled
+from truedraft.train.batches import Line, bucketed, longer_side, pad_to, shuffled
+from truedraft.train.loop import Plan, Run, fit
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+LONGEST = 120  # tokens of a side; longer pairs are left out
 SHAPE = dict(
     d_model=256,
     encoder_layers=3,
@@ -101,11 +102,11 @@ def main() -> None:
     model = build(tokenizer, SHAPE, args.dropout)
     if args.start:
         model.load_state_dict(PegasusForConditionalGeneration.from_pretrained(args.start).state_dict())
-    pairs: list[Pair] = list(zip(tokenizer(sources)["input_ids"], tokenizer(targets)["input_ids"], strict=True))
-    kept, pairs = pairs[::100], [pair for i, pair in enumerate(pairs) if i % 100]
+    pairs: list[Line] = list(zip(tokenizer(sources)["input_ids"], tokenizer(targets)["input_ids"], strict=True))
+    kept, pairs = pairs[::100], [pair for i, pair in enumerate(pairs) if i % 100 and longer_side(pair) <= LONGEST]
     print(f"{model.num_parameters():,} parameters, {len(pairs):,} pairs", flush=True)
 
-    def loss(group: list[Pair], smoothing: float = args.smoothing) -> torch.Tensor:
+    def loss(group: list[Line], smoothing: float = args.smoothing) -> torch.Tensor:
         ids, labels = pad_to([a for a, _ in group], tokenizer.pad_token_id), pad_to([b for _, b in group], -100)
         fed = model.prepare_decoder_input_ids_from_labels(labels=labels)
         mask = (ids != tokenizer.pad_token_id).long()
@@ -116,11 +117,11 @@ def main() -> None:
         parts = [kept[i : i + 50] for i in range(0, len(kept), 50)]
         return {"held_out": round(sum(loss(part, 0.0).item() * len(part) for part in parts) / len(kept), 4)}
 
-    def save() -> None:
+    def save(_: Run) -> None:
         model.save_pretrained(args.out / "model")
         tokenizer.save_pretrained(args.out / "model")
 
-    def groups() -> Iterator[list[Pair]]:
+    def groups() -> Iterator[list[Line]]:
         return bucketed(shuffled(pairs, args.seed), args.batch, args.seed)
 
     plan = Plan(minutes=args.minutes, lr=args.lr, every=args.every, bf16=args.bf16, seed=args.seed)

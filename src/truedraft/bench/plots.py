@@ -13,6 +13,7 @@ from truedraft.layout import SEPARATORS
 COLORS = ("#4a78d0", "#d9703f", "#2a9d8f", "#9465c9", "#b07a33", "#7a848e", "#d0405a", "#3a9ac4")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 480, 220, 64, 42, 14
 TICKS = 8  # on the horizontal axis, at most
+LINE, NAMES = 18, 150  # of a picture: height of a line of text, width of the names beside its plots
 
 STYLE = """
 .bar{display:grid;grid-template-columns:15rem 1fr 4rem;gap:0 .75rem;align-items:center;margin:.3rem 0}
@@ -95,6 +96,19 @@ def curves(
     label: of the horizontal axis.
     ticks: labels for 0, 1, 2, ... there.
     """
+    body = _drawing(lines, label, top, value, ticks)
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{body}</svg>'
+    return f"<figure>{svg}{keys([(name, i) for i, (name, _) in enumerate(lines)])}</figure>"
+
+
+def _drawing(
+    lines: Sequence[tuple[str, Sequence[float]]],
+    label: str,
+    top: float,
+    value: Callable[[float], str],
+    ticks: Sequence[str] | None,
+) -> str:
+    """The shapes and texts of `curves`, WIDTH by HEIGHT."""
     last = max(len(points) for _, points in lines) - 1
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -113,5 +127,41 @@ def curves(
         body.append(f'<text x="{x}" y="{y + 17}" text-anchor="middle">{escape(ticks[k] if ticks else str(k))}</text>')
     body.append(f'<text x="{WIDTH - 14}" y="{HEIGHT - 6}" text-anchor="end">{escape(label)}</text>')
     body += [f'<path d="{path(list(enumerate(points)))}" {_stroke(i)}/>' for i, (_, points) in enumerate(lines)]
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
-    return f"<figure>{svg}{keys([(name, i) for i, (name, _) in enumerate(lines)])}</figure>"
+    return "".join(body)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plot of a picture: lines by name, labels of their points, the top of the axis (by default their maximum)."""
+
+    title: str
+    lines: Sequence[tuple[str, Sequence[float]]]
+    ticks: Sequence[str] | None = None
+    top: float | None = None
+    value: Callable[[float], str] = "{:.3g}".format
+
+
+def picture(panels: Sequence[Panel], label: str) -> str:
+    """Plots one below the other, with names of their lines, as an SVG document of its own.
+
+    label: of the horizontal axes.
+    """
+    parts, y = [], 0
+    for panel in panels:
+        top = panel.top or max([value for _, points in panel.lines for value in points]) or 1.0
+        names = "".join(
+            f'<g transform="translate({WIDTH} {TOP + LINE * i})"><path d="M0 0H24" {_stroke(i, 3)}/>'
+            f'<text x="30" y="4">{escape(name)}</text></g>'
+            for i, (name, _) in enumerate(panel.lines)
+        )
+        body = _drawing(panel.lines, label, top, panel.value, panel.ticks)
+        parts.append(
+            f'<text x="{LEFT}" y="{y + LINE}" font-weight="600">{escape(panel.title)}</text>'
+            f'<g transform="translate(0 {y + LINE + 6})">{body}{names}</g>'
+        )
+        y += LINE + 16 + max(HEIGHT, TOP + LINE * len(panel.lines))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + NAMES} {y}" width="{WIDTH + NAMES}" '
+        f'font-family="system-ui,sans-serif" font-size="13" fill="#1f2328" color="#1f2328">'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )

@@ -2,49 +2,91 @@
 
 from __future__ import annotations
 
+import json
+from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from truedraft import loading, registry
-from truedraft.cli._options import Threads, check_seeds, use_threads
+from truedraft.cli._options import COLDEST, Threads, check_seeds, use_threads
 from truedraft.errors import Refused
+from truedraft.targets import kinds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEVICES = ("auto", "cpu", "cuda")
 
 
 def train(
-    drafter: Annotated[str, Argument(metavar="DRAFTER", help="gad, or with training knobs: gad:k=8,layers=2.")],
+    drafter: Annotated[str, Argument(metavar="DRAFTER", help="Its name, or with training knobs: gad:k=8,layers=2.")],
     target: Annotated[str, Option(help="The model that it will draft for: a local folder, or a name on the hub.")],
-    data: Annotated[Path, Option(help="Lines, the model's inputs, plain or .gz; text after a tab is ignored.")],
-    out: Annotated[Path, Option(help="Folder of the checkpoint, and of the model's outputs for the lines.")],
+    data: Annotated[
+        Path,
+        Option(
+            help='Prompts, a line each, plain or .gz; text after a tab is a response. Or .jsonl: {"prompt": ..., '
+            '"response": ...}, the response optional.'
+        ),
+    ],
+    out: Annotated[Path, Option(help="Folder of the checkpoint, its log and curves, and the model's responses.")],
     labels: Annotated[
-        str, Option(help="target: train on the model's output for each line; given: on the text after the tab.")
+        str,
+        Option(
+            help="target: train on the model's own responses; given: on those in the data, where a decoder's line "
+            "without one is a text of its own."
+        ),
     ] = "target",
-    minutes: Annotated[float, Option(help="Minutes of training, after the model's outputs are generated.")] = 30.0,
-    every: Annotated[float, Option(help="Minutes between validations; each saves the checkpoint.")] = 5.0,
+    temperature: Annotated[float, Option(help="Of the model's responses; 0 for its likeliest tokens.")] = 0.0,
+    max_new_tokens: Annotated[int, Option(help="Tokens of a response, at most.")] = 512,
+    max_length: Annotated[int, Option(help="Tokens of prompt and response, at most; 0: the model's context.")] = 0,
+    chat: Annotated[bool, Option("--chat", help="Put prompts into the model's chat template.")] = False,
+    minutes: Annotated[
+        float, Option(help="Minutes of training, after the responses are generated; those before --resume count.")
+    ] = 30.0,
+    every: Annotated[float, Option(help="Minutes between validations; each saves the run.")] = 5.0,
     lr: Annotated[float, Option(help="Peak learning rate.")] = 3e-3,
-    batch: Annotated[int, Option(help="Tokens per step, of the longer side of the lines, with padding.")] = 2048,
+    batch: Annotated[
+        int, Option(help="Tokens per step, with padding; of an encoder-decoder those of the longer side.")
+    ] = 2048,
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
     threads: Threads = None,
     bf16: Annotated[bool, Option("--bf16", help="Matrix products in bf16, on machines that support it.")] = False,
-    seed: Annotated[int, Option(help="Seed of the order of the lines and of the initial weights.")] = 0,
-    resume: Annotated[bool, Option("--resume", help="Continue from the checkpoint in the folder.")] = False,
+    seed: Annotated[int, Option(help="Seed of the order of the lines, the initial weights, and sampling.")] = 0,
+    resume: Annotated[
+        bool, Option("--resume", help="Continue the run in the folder from its last validation.")
+    ] = False,
 ) -> None:
-    """Train a drafter for a model on the model's outputs; use it as `--draft gad:model=FOLDER`.
+    """Train a drafter for a model on the model's responses; use it as `--draft NAME:model=FOLDER`.
 
     \f
     Raises Refused, before any work: a file, folder, model or drafter cannot be used.
     """
     if labels not in ("target", "given"):
         raise Refused(f"--labels {labels}: choose target or given")
-    for option, value in (("--minutes", minutes), ("--every", every), ("--lr", lr), ("--batch", batch)):
-        if not value > 0:
+    if device not in DEVICES:
+        raise Refused(f"--device {device}: choose one of {', '.join(DEVICES)}")
+    positive = {
+        "--minutes": minutes,
+        "--every": every,
+        "--lr": lr,
+        "--batch": batch,
+        "--max-new-tokens": max_new_tokens,
+    }
+    for option, value in positive.items():
+        if not 0 < value < inf:
             raise Refused(f"{option} {value}: give a number above 0")
+    if temperature != 0 and not COLDEST <= temperature < inf:
+        raise Refused(f"--temperature {temperature}: give 0, or a number from {COLDEST:g} on")
+    if max_length != 0 and max_length < 2:
+        raise Refused(f"--max-length {max_length}: give 0 for the model's context, or at least 2")
     check_seeds([seed])
     if out.exists() and not out.is_dir():
         raise Refused(f"--out {out} is not a folder: name another")
     registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")
-    sources, answers = _lines(data, labels == "given")
+    numbers, sources, answers = _lines(data)
     use_threads(threads)
     import torch
 
@@ -52,14 +94,33 @@ def train(
     from truedraft.text.languages import check_monolingual
     from truedraft.train.drafter import train_drafter
     from truedraft.train.loop import Plan
+    from truedraft.train.responses import Responding
 
+    _check_device(device)
     torch.manual_seed(seed)
     learner = _learner(drafter)
     model, tokenizer = load(target, argument="--target")
     check_monolingual(tokenizer, "truedraft train")
-    plan = Plan(minutes=minutes, lr=lr, every=every, bf16=bf16, seed=seed)
-    train_drafter(learner, model, tokenizer, sources, out, plan, answers=answers, batch=batch, resume=resume)
+    if labels == "given" and None in answers and kinds.reads_sources(model.config):
+        line = numbers[answers.index(None)]
+        raise Refused(f"--data {data}: line {line} has no tab followed by an answer, which --labels given needs")
+    train_drafter(
+        learner, _placed(model, device), tokenizer, sources, out,
+        Plan(minutes=minutes, lr=lr, every=every, bf16=bf16, seed=seed), answers=answers if labels == "given" else None,
+        how=Responding(max_new_tokens, max_length, temperature, chat, seed), batch=batch, resume=resume,
+    )  # fmt: skip
     print(f"{out}: use it as --draft {learner.name}:model={out}")
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refused("--device cuda: torch finds no GPU here; give cpu")
+
+
+def _placed(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    return model if device == "auto" else model.to(device)  # type: ignore[arg-type]
 
 
 def _learner(spec: str) -> Any:
@@ -72,16 +133,28 @@ def _learner(spec: str) -> Any:
     return registry.built(learner, f"the training of {name}", spec, knobs)
 
 
-def _lines(path: Path, given: bool) -> tuple[list[str], list[str] | None]:
-    """Sources and, if `given`, their answers."""
+def _lines(path: Path) -> tuple[list[int], list[str], list[str | None]]:
+    """Numbers of lines, prompts, and the responses to them; None for a prompt without one."""
     from truedraft.files import read_lines
 
-    lines = [(i, line.split("\t", 1)) for i, line in enumerate(read_lines(path), 1) if line.strip()]
+    lines = [(i, line) for i, line in enumerate(read_lines(path), 1) if line.strip()]
     if not lines:
         raise Refused(f"--data {path}: the file has no text")
-    if not given:
-        return [sides[0] for _, sides in lines], None
-    for i, sides in lines:
-        if len(sides) < 2:
-            raise Refused(f"--data {path}: line {i} has no tab followed by an answer, which --labels given needs")
-    return [sides[0] for _, sides in lines], [sides[1] for _, sides in lines]
+    if path.name.removesuffix(".gz").endswith(".jsonl"):
+        pairs = [_entry(path, i, line) for i, line in lines]
+    else:
+        sides = [line.split("\t", 1) for _, line in lines]
+        pairs = [(prompt, rest[0] if rest else None) for prompt, *rest in sides]
+    return [i for i, _ in lines], [prompt for prompt, _ in pairs], [response for _, response in pairs]
+
+
+def _entry(path: Path, number: int, line: str) -> tuple[str, str | None]:
+    """Prompt and response of a line of JSON."""
+    try:
+        entry = json.loads(line)
+        prompt, response = entry["prompt"], entry.get("response")
+        if isinstance(prompt, str) and prompt.strip() and isinstance(response, str | None):
+            return prompt, response
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise Refused(f'--data {path}: line {number} is not {{"prompt": TEXT}} with an optional "response": TEXT')

@@ -73,7 +73,8 @@ def tvd_plus_plus(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 
 def nla(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
     """Negative log-acceptance, -log sum_x min(p(x), q(x)), of LK losses (arXiv 2602.23881)."""
-    return _counted(-torch.minimum(_log(log_q), _log_target(p)).logsumexp(-1), labels)
+    log_p = _log_target(p).masked_fill(p == 0, LOWEST_DRAFT)  # else a q below that of p's tokens has no gradient
+    return _counted(-torch.minimum(_log(log_q), log_p).logsumexp(-1), labels)
 
 
 def lk(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def long_prompt(dtype: torch.dtype, width: int) -> int:
 
     width: hidden size.
     """
-    features = _processor()
+    features = processor()
     if dtype != torch.bfloat16 and "GenuineIntel" not in features:  # attention grows faster there than elsewhere
         return round(LONG["other"] * min(width / WIDE, 1.0))
     if dtype != torch.bfloat16:
@@ -213,7 +213,7 @@ def long_prompt(dtype: torch.dtype, width: int) -> int:
 
 
 @cache
-def _processor() -> frozenset[str]:
+def processor() -> frozenset[str]:
     """The processor's vendor and flags in /proc/cpuinfo; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

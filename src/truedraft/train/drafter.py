@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from truedraft.accelerated import Accelerated, accelerate
-from truedraft.drafters._learned import WEIGHTS, Learner, Line, read_learnt, save_learnt
-from truedraft.errors import Refused
-from truedraft.train.loop import Plan, fit
-from truedraft.train.pairs import bucketed, shuffled
-from truedraft.train.responses import longest, target_responses
+from truedraft.accelerated import accelerate
+from truedraft.drafters._learned import WEIGHTS, Learner, Metrics, read_learnt, save_learnt
+from truedraft.errors import Refused, why
+from truedraft.files import write_whole
+from truedraft.train.batches import Feed, Line, Reader, SourceReader, sorted_groups
+from truedraft.train.checkpoints import STATE, read_state, write_state
+from truedraft.train.curves import drawn
+from truedraft.train.loop import Plan, Run, announce, check_bf16, fit
+from truedraft.train.responses import Responding, given_responses, target_responses
 
 HELD_OUT = 100  # one line in this many is held out for validation,
 MOST = 200  # at most this many lines
+CURVES, LOG = "curves.svg", "log.jsonl"  # file names in a checkpoint's folder
 
 
 def train_drafter(
@@ -28,95 +36,149 @@ def train_drafter(
     out: Path,
     plan: Plan,
     *,
-    answers: Sequence[str] | None = None,
+    answers: Sequence[str | None] | None = None,
+    how: Responding | None = None,
     batch: int = 2048,
     resume: bool = False,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] = announce,
 ) -> dict[str, float]:
-    """Train a drafter for a model; the best checkpoint, the log and the model's responses are kept in a folder.
+    """Train a drafter for a model. The best checkpoint, the run's state, its log with a picture, and the model's
+    responses are kept in a folder.
 
     Args:
         learner: the drafter's module, its loss and its evaluation.
         model: the target, in eval mode; its weights are frozen.
-        sources: its inputs, one text per line.
-        out: the folder; a checkpoint in it is continued with `resume`, and refused without.
-        answers: responses to use instead of the target's own.
-        batch: tokens of a step, on the longer side, with padding.
+        sources: prompts; an encoder-decoder's inputs.
+        out: the folder; a checkpoint in it is continued with `resume`, and refused without. A run that was interrupted
+            goes on from its last validation, as if it had not been; one without a state begins anew with the weights.
+        answers: responses to use instead of the target's own; None for a text of its own, see `given_responses`.
+        how: how the target responds, and how long texts may be.
+        batch: tokens of a step, with padding; of an encoder-decoder those of the longer side.
         report: called with lines of text on the progress.
 
     Returns:
         The figure of the best validation, whose checkpoint is kept.
 
     Raises:
-        Refused: the drafter does not support this model, or the contents of the folder do not fit; before any work.
+        Refused: the drafter does not support this model, the model cannot be hosted, or the contents of the folder do
+            not fit, before any work; later, the loss is not a number, or a file cannot be written. The last checkpoint
+            is kept.
     """
+    check_bf16(plan, model.device)
+    model.requires_grad_(False)
     with model.device:
         learner.begin(model)
-    _check_folder(out, resume)
-    if resume:
-        learner.resume(*read_learnt(out, learner.name, model))
-    out.mkdir(parents=True, exist_ok=True)
-    fast = accelerate(model, tokenizer, draft=None)
-    if answers is None:
-        lines = target_responses(fast, tokenizer, sources, out, report)
-    else:
-        lines = _given(fast, tokenizer, sources, answers, report)
-    step = max(HELD_OUT, len(lines) // MOST)
-    held = lines[::step]
-    trained = [line for i, line in enumerate(lines) if i % step] or held
-    weights = sum(p.numel() for p in learner.module.parameters())
-    report(f"{weights:,} weights, {len(trained):,} lines to train on, {len(held):,} held out")
-    figures: dict[str, float] = {}
-    best = 0.0
-
-    def validate() -> dict[str, float]:
-        figures.update(learner.evaluate(held))
-        return figures
-
-    def save() -> None:
-        nonlocal best
-        if figures["tokens_per_pass"] >= best:
-            best = figures["tokens_per_pass"]
-            save_learnt(out, learner.name, learner.module, model, learner.config())
-
-    groups = bucketed(shuffled(trained, plan.seed), batch, plan.seed)
-    with model.device:
-        if resume:
-            best = _initial(learner, held)
-        fit(
-            learner.module, learner.loss, groups, plan, validate=validate, save=save, log=out / "log.jsonl",
-            on_progress=partial(setattr, learner, "progress"),
-        )  # fmt: skip
-    return {"tokens_per_pass": best}
+    state = _checked(learner, model, out, resume, plan)
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        lines, read = _read(model, tokenizer, sources, answers, out, how or Responding(), learner, report)
+        step = max(HELD_OUT, len(lines) // MOST)
+        held = lines[::step]
+        trained = [line for i, line in enumerate(lines) if i % step] or held
+        training = _Training(learner, model, out, read, held, batch)
+        with model.device:
+            if not resume:
+                tokens = torch.tensor([*chain.from_iterable(map(read.predicted, trained))])
+                vocabulary = model.config.get_text_config(decoder=True).vocab_size
+                learner.prepare(tokens.bincount(minlength=vocabulary))
+            elif state is None:
+                training.best = training.initial()
+            else:
+                training.best = state["best"]
+            weights = sum(p.numel() for p in learner.module.parameters())
+            report(f"{weights:,} weights, {len(trained):,} lines to train on, {len(held):,} held out")
+            training.feed = Feed(trained, batch, plan.seed, read, 0 if state is None else state["steps"] * plan.micro)
+            fit(
+                learner.module, learner.loss, training.feed, plan, validate=training.validate, save=training.save,
+                log=out / LOG, groups=learner.parameter_groups(), state=state,
+                on_progress=partial(setattr, learner, "progress"), report=report,
+            )  # fmt: skip
+    return {"tokens_per_pass": training.best}
 
 
-def _check_folder(out: Path, resume: bool) -> None:
+@dataclass
+class _Training:
+    """Validation and saving of a run. best: `tokens_per_pass` of the checkpoint in the folder."""
+
+    learner: Learner
+    model: PreTrainedModel
+    out: Path
+    read: Reader
+    held: Sequence[Line]
+    batch: int
+    best: float = 0.0
+    feed: Feed | None = None
+
+    def validate(self) -> Metrics:
+        tokens: Metrics = {"tokens": self.feed.tokens} if self.feed is not None else {}
+        return {
+            **tokens,
+            **self.learner.evaluate(map(self.read, sorted_groups(self.held, self.batch, self.read.width))),
+        }
+
+    @torch.no_grad()
+    def initial(self) -> float:
+        """Tokens per pass before training is continued."""
+        self.learner.module.eval()
+        return _number(self.validate()["tokens_per_pass"])
+
+    def save(self, run: Run) -> None:
+        """Write the checkpoint where it is the best so far, then the run's state and its picture."""
+        reached = _number(run.rows[-1]["tokens_per_pass"])
+        if reached >= self.best:
+            self.best = reached
+            save_learnt(self.out, self.learner.name, self.learner.module, self.model, self.learner.config())
+        write_state(self.out, {"best": self.best, **run.state()})
+        write_whole(self.out / CURVES, drawn(run.rows))
+
+
+def _checked(learner: Learner, model: PreTrainedModel, out: Path, resume: bool, plan: Plan) -> dict[str, Any] | None:
+    """Load the checkpoint that is continued; the state of its run, None where there is none."""
     if (out / WEIGHTS).exists() != resume:
         raise Refused(
             f"--resume: there is no checkpoint in {str(out)!r}" if resume
             else f"--out: {str(out)!r} holds a checkpoint: go on from it with --resume, or give another folder"
         )  # fmt: skip
+    if not resume:
+        return None
+    learner.resume(*read_learnt(out, learner.name, model))
+    state = read_state(out)
+    if state is not None and plan.fraction_done(state["minutes"], state["steps"]) >= 1:
+        raise Refused(
+            f"--resume: the run in {str(out)!r} is complete after {state['minutes']:.1f} minutes: give more --minutes, "
+            f"or remove {STATE} there to begin another from its weights"
+        )
+    return state
 
 
-@torch.no_grad()
-def _initial(learner: Learner, held: Sequence[Line]) -> float:
-    """Tokens per pass before training is continued."""
-    learner.module.eval()
-    return learner.evaluate(held)["tokens_per_pass"]
+def _read(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str],
+    answers: Sequence[str | None] | None, out: Path, how: Responding, learner: Learner, report: Callable[[str], None],
+) -> tuple[list[Line], Reader]:  # fmt: skip
+    """The lines to train on, and what makes batches of them; the target is hosted for its responses alone."""
+    fast = accelerate(model, tokenizer, draft=None)
+    read = (SourceReader if fast.target.reads_sources else Reader)(model, learner.needs.hidden)
+    if answers is None:
+        lines = target_responses(fast, tokenizer, sources, out, report, how)
+    else:
+        lines = given_responses(fast, tokenizer, sources, answers, report, how)
+    return lines, read
 
 
-def _given(
-    fast: Accelerated, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], answers: Sequence[str],
-    report: Callable[[str], None],
-) -> list[Line]:  # fmt: skip
-    start, most = fast.model.generation_config.decoder_start_token_id, longest(fast)
-    inputs, labels = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(answers))["input_ids"]
-    lines = [
-        (a, [start, *b]) for a, b in zip(inputs, labels, strict=True)
-        if 1 < len(a) <= most and 1 < len(b) < most
-    ]  # fmt: skip
-    if not lines:
-        raise Refused(f"--data has no line with both sides of 1 to {most} tokens")
-    if len(lines) < len(sources):
-        report(f"{len(sources) - len(lines):,} lines have a side that is empty or longer than {most} tokens: left out")
-    return lines
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Within the block, a file that cannot be written is refused in one sentence."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        rest = "the last checkpoint is kept: make room, and go on with --resume"
+        if not (out / WEIGHTS).exists():
+            rest = "make room, and give the command again, which goes on from the responses that were kept"
+        raise Refused(f"{e.filename or out}: {why(e)}; {rest}") from e
+
+
+def _number(value: Any) -> float:
+    assert isinstance(value, float | int)
+    return float(value)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from truedraft.errors import Refused
+from truedraft.drafters._learned import Metrics, ParameterGroups, split_parameters
+from truedraft.errors import Refused, why
+from truedraft.files import read_lines, write_whole
+from truedraft.runtime.forward import processor
 
 
 class Muon(torch.optim.Optimizer):
@@ -91,73 +95,166 @@ class Plan:
         return max(minutes / self.minutes, steps / self.steps if self.steps else 0.0)
 
 
+@dataclass
+class Run:
+    """A training run: all that decides how it goes on.
+
+    module: its weights are moved. learning, optimizers: the trained parameters, and what moves them.
+    steps, minutes, loss: done so far; the loss is smoothed.
+    rows: the figures of all validations, as they are logged.
+    """
+
+    module: torch.nn.Module
+    learning: list[torch.nn.Parameter]
+    optimizers: list[torch.optim.Optimizer]
+    steps: int = 0
+    minutes: float = 0.0
+    loss: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the rows, as tensors, numbers, lists and dictionaries."""
+        return {
+            "module": self.module.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "steps": self.steps, "minutes": self.minutes, "loss": self.loss, "cpu": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Set everything to an earlier state; peak learning rates remain those of the plan.
+
+        Raises:
+            Refused: it is the state of another module.
+        """
+        try:
+            self.module.load_state_dict(state["module"])
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                most = [group["most"] for group in optimizer.param_groups]
+                optimizer.load_state_dict(kept)
+                for group, lr in zip(optimizer.param_groups, most, strict=True):
+                    group["most"] = lr
+        except (KeyError, ValueError, RuntimeError) as e:
+            raise Refused(
+                f"--resume: the state of the run is that of another module: {' '.join(why(e).split())}"
+            ) from e
+        self.steps, self.minutes, self.loss = state["steps"], state["minutes"], state["loss"]
+        torch.set_rng_state(state["cpu"])
+        if state["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def check_bf16(plan: Plan, device: torch.device) -> None:
+    """Raises Refused where products are to be in bf16 and the device has no units for it."""
+    if not plan.bf16:
+        return
+    flags = processor()
+    if device.type == "cuda":
+        units = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        units = not flags or bool(flags & {"amx_bf16", "avx512_bf16"})
+    if not units:
+        raise Refused("--bf16: this machine has no units for products in bf16, which would be slower: leave it out")
+
+
+def announce(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
 def fit(
     model: torch.nn.Module,
     loss: Callable[[Any], torch.Tensor],
     batches: Iterator[Any],
     plan: Plan,
     *,
-    validate: Callable[[], dict[str, float]],
-    save: Callable[[], None],
+    validate: Callable[[], Metrics],
+    save: Callable[[Run], None],
     log: Path,
+    groups: ParameterGroups | None = None,
+    state: dict[str, Any] | None = None,
     on_progress: Callable[[float], None] | None = None,
-) -> dict[str, float]:
-    """Train until the time is over; the last validation is returned.
+    report: Callable[[str], None] = announce,
+) -> Run:
+    """Train until the time is over.
 
-    Matrices are moved by Muon, embeddings, norms and biases by AdamW. Every `plan.every` minutes the model is
-    validated and saved and a line of JSON is added to `log`.
+    Every `plan.every` minutes, and at the end, the model is validated and saved, and its figures are written to `log`
+    as a line of JSON.
 
     Args:
         model: the module; parameters without `requires_grad` are frozen.
         loss: a batch -> a scalar.
         batches: endless.
-        validate: returns figures of the model, called in evaluation mode.
-        save: writes the model.
+        validate: returns figures of the model, called in evaluation mode; random numbers that it draws do not count.
+        save: writes the model, and the run's state where it is to be continued.
+        groups: parameters that Muon moves, and those that AdamW moves; by default matrices, and the others.
+        state: of the run that is continued. With batches from its place on, and the same plan, the weights are those
+            of a run that was not interrupted.
         on_progress: called before every step with the fraction of the plan that is done.
+        report: called with lines of text.
 
     Raises:
-        Refused: the loss is NaN.
+        Refused: the loss is NaN or infinite.
     """
     torch.manual_seed(plan.seed)
-    learning, optimizers = _optimizers(model, plan)
-    device = learning[0].device.type
+    run = _begun(model, plan, split_parameters(model) if groups is None else groups)
+    if state is not None:
+        run.restore(state)
+        run.rows = [json.loads(line) for line in read_lines(log)] if log.exists() else []
+    device = run.learning[0].device.type
     log.parent.mkdir(parents=True, exist_ok=True)
-    start, step, smooth, last = time.monotonic(), 0, 0.0, 0.0
+    start, last = time.monotonic() - 60 * run.minutes, run.minutes
     model.train()
-
-    def report() -> dict[str, float]:
-        model.eval()
-        with torch.no_grad():
-            row = {"minutes": round(minutes, 1), "steps": step, "loss": round(smooth, 4), **validate()}
-        model.train()
-        save()
-        with log.open("a") as file:
-            print(json.dumps(row), file=file)
-        print(row, flush=True)
-        return row
-
-    while (done := plan.fraction_done(minutes := (time.monotonic() - start) / 60, step)) < 1:
-        pace = min(1.0, (step + 1) / plan.warmup, (1 - done) / plan.decay)
-        for optimizer in optimizers:
+    while (done := plan.fraction_done(run.minutes, run.steps)) < 1:
+        pace = min(1.0, (run.steps + 1) / plan.warmup, (1 - done) / plan.decay)
+        for optimizer in run.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["most"] * pace
         if on_progress is not None:
             on_progress(done)
         mean = _gradients(loss, batches, plan, device)
-        if mean != mean:
-            raise Refused(f"the loss is not a number after {step} steps; lower the learning rate (lr={plan.lr})")
-        torch.nn.utils.clip_grad_norm_(learning, 1.0)
-        for optimizer in optimizers:
+        if not math.isfinite(mean):
+            raise Refused(f"the loss is not a number after {run.steps} steps; lower the learning rate (lr={plan.lr})")
+        torch.nn.utils.clip_grad_norm_(run.learning, 1.0)
+        for optimizer in run.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        step += 1
-        smooth = mean if step == 1 else 0.95 * smooth + 0.05 * mean
-        if step % 50 == 0:
-            print(f"{minutes:6.1f} min  step {step}  loss {smooth:.4f}", flush=True)
-        if minutes - last >= plan.every:
-            last = minutes
-            report()
-    return report()
+        run.steps += 1
+        run.loss = mean if run.steps == 1 else 0.95 * run.loss + 0.05 * mean
+        run.minutes = (time.monotonic() - start) / 60
+        if run.steps % 50 == 0:
+            report(f"{run.minutes:6.1f} min  step {run.steps}  loss {run.loss:.4f}")
+        if run.minutes - last >= plan.every and plan.fraction_done(run.minutes, run.steps) < 1:
+            last = run.minutes
+            _validated(run, validate, save, log, report)
+    _validated(run, validate, save, log, report)
+    return run
+
+
+def _begun(model: torch.nn.Module, plan: Plan, groups: ParameterGroups) -> Run:
+    """A run at its first step; every group of its optimizers has its highest learning rate, `most`."""
+    matrices, others = groups
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(Muon(matrices, plan.lr, dtype=torch.bfloat16 if plan.bf16 else torch.float32))
+    if others:
+        optimizers.append(torch.optim.AdamW(others, plan.lr * plan.rest, betas=(0.9, 0.98), weight_decay=0.0))
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["most"] = group["lr"]
+    return Run(model, [*matrices, *others], optimizers)
+
+
+def _validated(
+    run: Run, validate: Callable[[], Metrics], save: Callable[[Run], None], log: Path, report: Callable[[str], None]
+) -> None:
+    run.module.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        figures = validate()
+    run.module.train()
+    row = {"minutes": round(run.minutes, 2), "steps": run.steps, "loss": round(run.loss, 4), **figures}
+    run.rows.append(row)
+    report(", ".join(f"{name} {value}" for name, value in row.items()))
+    save(run)
+    write_whole(log, "".join(f"{json.dumps(row)}\n" for row in run.rows))
 
 
 def _gradients(loss: Callable[[Any], torch.Tensor], batches: Iterator[Any], plan: Plan, device: str) -> float:
@@ -166,21 +263,7 @@ def _gradients(loss: Callable[[Any], torch.Tensor], batches: Iterator[Any], plan
     for _ in range(plan.micro):
         with torch.autocast(device, torch.bfloat16, enabled=plan.bf16):
             value = loss(next(batches)) / plan.micro
-        value.backward()
+        if value.requires_grad:  # else the batch has no token to predict
+            value.backward()
         mean += value.item()
     return mean
-
-
-def _optimizers(model: torch.nn.Module, plan: Plan) -> tuple[list[torch.nn.Parameter], list[torch.optim.Optimizer]]:
-    """The trained parameters and their optimizers, each group with its highest learning rate."""
-    learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for n, p in learning.items() if p.ndim == 2 and "embed" not in n and "shared" not in n]
-    chosen = set(map(id, matrices))
-    others = [p for p in learning.values() if id(p) not in chosen]
-    optimizers = [
-        Muon(matrices, plan.lr, dtype=torch.bfloat16 if plan.bf16 else torch.float32),
-        torch.optim.AdamW(others, plan.lr * plan.rest, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["most"] = group["lr"]
-    return [*learning.values()], optimizers

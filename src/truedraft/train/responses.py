@@ -1,100 +1,238 @@
-"""A target's responses to given sources: the training data of its drafters, generated once and kept in a file."""
+"""Lines to train on: prompts with the target's own responses, generated once and kept in parts, or with given ones."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.accelerated import Accelerated
-from truedraft.drafters._learned import Line, fingerprint
-from truedraft.errors import Refused
+from truedraft.drafters._learned import fingerprint
+from truedraft.errors import NoRoom, Refused
 from truedraft.stores import _file as file
+from truedraft.train.batches import Line
 
-VERSION = 2
-KIND, NAME = "target's responses", "responses.safetensors"
-LONGEST = 120  # tokens of a source and of a response, at most
-ROWS = 128  # sources of a batch: wide enough that drafts do not pay
+VERSION = 3
+KIND, FOLDER = "target's responses", "responses"
+PART = 256  # lines of a file
+ROWS = 128  # lines of a batch, at most: wide enough that drafts do not pay
+POSITIONS = 1 << 16  # of a batch, at most
 REPORT_EVERY = 20.0  # seconds between reports
+UNLIMITED = 1 << 30
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Responding:
+    """How the target responds to prompts.
+
+    max_new_tokens: of a response, at most.
+    max_length: tokens of prompt and response, at most; 0 for the target's context.
+    temperature: of sampling; 0 for the likeliest tokens.
+    chat: whether prompts are messages for the tokenizer's chat template.
+    seed: of sampling; a response depends on it and on the line's number alone.
+    """
+
+    max_new_tokens: int = 512
+    max_length: int = 0
+    temperature: float = 0.0
+    chat: bool = False
+    seed: int = 0
 
 
 def target_responses(
     fast: Accelerated,
     tokenizer: PreTrainedTokenizerBase,
-    sources: Sequence[str],
+    prompts: Sequence[str],
     folder: Path,
-    report: Callable[[str], None],
+    report: Report,
+    how: Responding,
 ) -> list[Line]:
-    """The target's greedy responses to sources, in their order, read from the folder if they are there.
+    """The target's responses to prompts, in their order. A run that was interrupted is continued from its files.
 
-    Sources that are empty or too long are left out.
+    A decoder's prompts that leave no room for a response are cut at their beginning. Prompts without a token are left
+    out, as are sources that are longer than an encoder-decoder reads.
 
     Raises:
-        Refused: the folder holds another target's responses, or those to other sources.
+        Refused: no prompt is left; the folder holds another target's responses, or those to other prompts or settings.
+        OSError: a part cannot be written; earlier ones are kept.
     """
-    path, digest = folder / NAME, hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
-    config = {"fingerprint": fingerprint(fast.model), "sources": digest}
-    if path.exists():
-        return _read(path, config)
-    most = longest(fast)
-    lines = [ids for ids in tokenizer(list(sources))["input_ids"] if 1 < len(ids) <= most]
-    if not lines:
+    ids = [line for line in _prompts(fast, tokenizer, prompts, how) if line is not None]
+    most = longest(fast, how)
+    if not ids:
         raise Refused(f"--data has no line of 1 to {most} tokens")
-    if len(lines) < len(sources):
-        report(f"{len(sources) - len(lines):,} lines are empty or longer than {most} tokens, and left out")
-    order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
-    answers: dict[int, list[int]] = {}
+    if len(ids) < len(prompts):
+        report(f"{len(prompts) - len(ids):,} lines are empty or longer than {most:,} tokens, and left out")
+    digest = hashlib.sha256(json.dumps([*prompts]).encode()).hexdigest()[:16]
+    config = {"fingerprint": fingerprint(fast.model), "sources": digest, "settings": asdict(how)}
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    responses: dict[int, list[int]] = {}
     began = reported = time.monotonic()
-    for at in range(0, len(order), ROWS):
-        places = order[at : at + ROWS]
-        answers.update(zip(places, _answered(fast, [lines[i] for i in places]), strict=True))
+    generated = 0
+    for number, first in enumerate(range(0, len(order), PART)):
+        path, places = folder / FOLDER / f"{number:05}.safetensors", order[first : first + PART]
+        if path.exists():
+            responses.update(zip(places, _read(path, config), strict=True))
+            continue
+        found = [answer for at in range(0, PART, ROWS) for answer in _answered(fast, ids, places[at : at + ROWS], how)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.write(path, KIND, VERSION, config, _flat(found))
+        responses.update(zip(places, found, strict=True))
+        generated += sum(map(len, found))
         if time.monotonic() - reported > REPORT_EVERY:
             reported = time.monotonic()
-            report(f"the target has answered {len(answers):,} of {len(lines):,} lines, {reported - began:.0f} s")
-    found = [(line, answers[i]) for i, line in enumerate(lines)]
-    file.write(path, KIND, VERSION, config, _flat(found))
-    return found
+            rate = generated / (reported - began)
+            report(f"the target has responded to {len(responses):,} of {len(ids):,} lines, {rate:,.0f} tokens/s")
+    return [(line, responses[i]) for i, line in enumerate(ids) if responses[i]]
 
 
-def longest(fast: Accelerated) -> int:
-    """Tokens of a source, and of its response with the start token, at most."""
-    return min(LONGEST, fast.target.longest_source or LONGEST, fast.target.hard_limit or LONGEST)
+def given_responses(
+    fast: Accelerated,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    responses: Sequence[str | None],
+    report: Report,
+    how: Responding,
+) -> list[Line]:
+    """Prompts with responses that are given. A decoder's lines are cut at their end where they are too long.
+
+    A decoder's prompt without a response (None) is a text of its own: everything after its first token is to be
+    predicted.
+
+    Raises:
+        Refused: no line is left.
+    """
+    most = longest(fast, how)
+    if fast.target.reads_sources:
+        start = fast.model.generation_config.decoder_start_token_id
+        labels: Any = tokenizer(text_target=[response or "" for response in responses])["input_ids"]
+        inputs = tokenizer([*prompts])["input_ids"]
+        lines = [
+            (a, [start, *b]) for a, b in zip(inputs, labels, strict=True) if 1 < len(a) <= most and 1 < len(b) < most
+        ]
+        fault = f"a side that is empty or longer than {most:,} tokens"
+    else:
+        lines = _texts(tokenizer, prompts, responses, most, how, _ends(fast))
+        fault = f"nothing to predict within {most:,} tokens"
+    if not lines:
+        raise Refused(f"--data: every line has {fault}; give other lines")
+    if len(lines) < len(prompts):
+        report(f"{len(prompts) - len(lines):,} lines have {fault}: left out")
+    return lines
 
 
-def _answered(fast: Accelerated, sources: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The target's response to each source, with the decoder's start token and its end token."""
-    config = fast.model.generation_config
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    pad, width = fast.model.config.pad_token_id or 0, max(map(len, sources))
-    given = torch.tensor([[*line, *[pad] * (width - len(line))] for line in sources], device=fast.target.device)
-    mask = torch.tensor([[1] * len(line) + [0] * (width - len(line)) for line in sources], device=given.device)
-    most = longest(fast) - 1
-    out = fast.generate(given, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=most)
-    for row in out.tolist():
-        yield row[: next((i for i, token in enumerate(row[1:], 2) if token in ends), len(row))]
+def longest(fast: Accelerated, how: Responding) -> int:
+    """Tokens of a text, at most: of a decoder's prompt and response, or of each side of an encoder-decoder's line."""
+    target = fast.target
+    limits = target.context, target.hard_limit, target.longest_source, how.max_length or None
+    return min((limit for limit in limits if limit is not None), default=UNLIMITED)
 
 
-def _flat(lines: Sequence[Line]) -> dict[str, Any]:
+def _prompts(
+    fast: Accelerated, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], how: Responding
+) -> list[list[int] | None]:
+    """Ids of prompts, cut where they leave no room for a response; None for those to be left out."""
+    most = longest(fast, how)
+    if fast.target.reads_sources:
+        return [ids if 1 < len(ids) <= most else None for ids in tokenizer([*prompts])["input_ids"]]
+    room = most - min(how.max_new_tokens, most // 2)
+    return [ids[-room:] or None for ids in _encoded(tokenizer, prompts, how)]
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], how: Responding) -> list[list[int]]:
+    if not how.chat:
+        return tokenizer([*prompts])["input_ids"]
+    if not tokenizer.chat_template:
+        raise Refused("--chat: the tokenizer of this model has no chat template; drop --chat")
+    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return encoded["input_ids"]
+
+
+def _texts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], responses: Sequence[str | None], most: int,
+    how: Responding, ends: Sequence[int],
+) -> list[Line]:  # fmt: skip
+    """A decoder's lines with something to predict, cut at their end."""
+    answers = tokenizer([response or "" for response in responses], add_special_tokens=False)["input_ids"]
+    plain = [i for i, response in enumerate(responses) if response is None]
+    texts = dict(zip(plain, tokenizer([prompts[i] for i in plain])["input_ids"], strict=True)) if plain else {}
+    lines: list[Line] = []
+    for i, (prompt, answer) in enumerate(zip(_encoded(tokenizer, prompts, how), answers, strict=True)):
+        sides = (texts[i][:1], texts[i][1:]) if i in texts else (prompt, [*answer, *ends[:1]])
+        lines.append((sides[0], sides[1][: max(most - len(sides[0]), 0)]))
+    return [line for line in lines if all(line)]
+
+
+def _ends(fast: Accelerated) -> list[int]:
+    found = fast.model.generation_config.eos_token_id
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def _answered(fast: Accelerated, ids: Sequence[list[int]], places: Sequence[int], how: Responding) -> list[list[int]]:
+    """The target's responses to some prompts, up to their end tokens; an encoder-decoder's with its start token."""
+    if not places:
+        return []
+    sources = fast.target.reads_sources
+    width = max(len(ids[i]) for i in places)
+    new = min(how.max_new_tokens, longest(fast, how) - (1 if sources else width))
+    if len(places) * (width + new) <= POSITIONS or len(places) == 1:
+        try:
+            rows = _generated(fast, [ids[i] for i in places], places, new, how)
+        except NoRoom:
+            if len(places) == 1:
+                raise
+        else:
+            return [_ended(row, _ends(fast), first=1 if sources else 0) for row in rows]
+    half = len(places) // 2
+    return _answered(fast, ids, places[:half], how) + _answered(fast, ids, places[half:], how)
+
+
+def _generated(
+    fast: Accelerated, prompts: Sequence[list[int]], places: Sequence[int], new: int, how: Responding
+) -> list[list[int]]:
+    """What `generate` returns for prompts, without the prompts and with padding."""
+    sources = fast.target.reads_sources
+    pad = fast.model.config.get_text_config(decoder=True).pad_token_id or 0
+    tensors = [torch.tensor(prompt, device=fast.target.device) for prompt in prompts]
+    side = "right" if sources else "left"
+    given = pad_sequence(tensors, True, pad, side)
+    mask = pad_sequence([torch.ones_like(prompt) for prompt in tensors], True, 0, side)
+    settings: dict[str, Any] = {"do_sample": False}
+    if how.temperature:
+        seeds = [int.from_bytes(hashlib.sha256(f"{how.seed} {i}".encode()).digest()[:6]) for i in places]
+        settings = {"do_sample": True, "temperature": how.temperature, "seed": seeds}
+    out = fast.generate(given, attention_mask=mask, num_beams=1, max_new_tokens=new, **settings)
+    return out[:, 0 if sources else given.shape[1] :].tolist()
+
+
+def _ended(row: list[int], ends: Sequence[int], first: int) -> list[int]:
+    """A row up to its end token, which is searched from index `first` on."""
+    return row[: next((i for i, token in enumerate(row[first:], first + 1) if token in ends), len(row))]
+
+
+def _flat(answers: Sequence[Sequence[int]]) -> dict[str, Any]:
     return {
-        f"{name}_{part}": np.array(values, dtype=np.int32)
-        for name, side in zip(("source", "answer"), zip(*lines, strict=True), strict=True)
-        for part, values in (("tokens", [t for line in side for t in line]), ("lengths", [len(line) for line in side]))
+        "tokens": np.array([token for answer in answers for token in answer], dtype=np.int32),
+        "lengths": np.array([len(answer) for answer in answers], dtype=np.int32),
     }
 
 
-def _read(path: Path, config: dict[str, Any]) -> list[Line]:
+def _read(path: Path, config: dict[str, Any]) -> list[list[int]]:
     found, arrays, _ = file.read(path, KIND, VERSION, "truedraft train")
-    for part, other in (("fingerprint", "another model's responses"), ("sources", "responses to other lines")):
+    others = {"fingerprint": "another model's responses", "sources": "responses to other lines"}
+    others["settings"] = "responses by other settings"
+    for part, other in others.items():
         if found[part] != config[part]:
-            raise Refused(f"--out: {str(path)!r} holds {other}: remove it, or give another folder")
-    sides = [
-        [line.tolist() for line in np.split(arrays[f"{name}_tokens"], arrays[f"{name}_lengths"].cumsum()[:-1])]
-        for name in ("source", "answer")
-    ]
-    return list(zip(*sides, strict=True))
+            raise Refused(f"--out: {str(path)!r} holds {other}: remove its folder, or give another")
+    return [answer.tolist() for answer in np.split(arrays["tokens"], arrays["lengths"].cumsum()[:-1])]

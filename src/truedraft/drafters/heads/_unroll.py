@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -85,8 +86,9 @@ class UnrolledLearner(Learner):
         return self.module.record()
 
     def resume(self, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        if {k: v for k, v in config.items() if k in self.config()} != self.config():
-            raise Refused(f"--resume: the checkpoint is of a head {config}, not {self.config()}: give the same knobs")
+        own = json.loads(json.dumps(self.config()))  # as it is read from a checkpoint
+        if {k: v for k, v in config.items() if k in own} != own:
+            raise Refused(f"--resume: the checkpoint is of a head {config}, not {own}: give the same knobs")
         self.module.load_state_dict(weights)
 
     def loss(self, batch: Batch) -> Tensor:

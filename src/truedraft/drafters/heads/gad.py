@@ -12,7 +12,7 @@ cached; the masks attend to all of it and to each other. Drafts are the likelies
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import gcd
@@ -24,13 +24,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
-from truedraft.drafters._learned import Learner, Line, read_learnt, with_weights
+from truedraft.drafters._learned import Batch, Learner, Metrics, read_learnt, with_weights
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters.heads._filling import FillerCache, filler_cache
 from truedraft.drafters.heads._nn import CacheUpdate, CrossAttentionLayer, PositionEncoding, attention_bias
@@ -154,7 +153,6 @@ class Filling(Learner):
     def begin(self, model: PreTrainedModel) -> None:
         if why := CANNOT.get(family_of(model.config)):
             raise Refused(f"{type(model).__name__} is not an encoder-decoder: {why}")
-        self.model = model.requires_grad_(False)
         self.module: MaskFiller = MaskFiller.fresh(model, self.layers, self.k, self.dropout)
 
     def config(self) -> dict[str, Any]:
@@ -165,79 +163,70 @@ class Filling(Learner):
             raise Refused(f"--resume: the checkpoint has the shape {config['shape']}, not {self.config()['shape']}")
         self.module.load_state_dict(weights)
 
-    def loss(self, lines: Sequence[Line]) -> Tensor:
-        ids, ends, encoded = self._read(lines)
-        starts = 1 + (torch.rand(len(lines), self.places) * (ends[:, None] - 1)).long()
+    def loss(self, batch: Batch) -> Tensor:
+        ids, ends, device = batch.ids, batch.mask.sum(-1), batch.ids.device
+        starts = 1 + (torch.rand(len(ids), self.places, device=device) * (ends[:, None] - 1)).long()
         labels = _labels(ids, ends, starts, self.k)
         scored, shown = labels != IGNORED, None
         if self.glance > 0:
             with torch.no_grad():
-                wrong = self._filled(ids, starts, encoded).argmax(-1) != labels
+                wrong = self._filled(batch, starts).argmax(-1) != labels
             progress = self.glance + (self.glance_end - self.glance) * self.progress
             count = (progress * (wrong & scored).sum(-1, keepdim=True)).round()
-            order = torch.rand(labels.shape).masked_fill(~scored, 2.0).argsort(-1).argsort(-1)
+            order = torch.rand(labels.shape, device=device).masked_fill(~scored, 2.0).argsort(-1).argsort(-1)
             shown = torch.where(order < count, labels, IGNORED)
             scored &= order >= count
-        logits = self._filled(ids, starts, encoded, shown, scored)
+        logits = self._filled(batch, starts, shown, scored)
         return cross_entropy(logits, labels[scored])
 
-    def evaluate(self, lines: Sequence[Line]) -> dict[str, float]:
-        """`tokens_per_pass` of decoding each line with drafts verified in full."""
+    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
+        """`tokens_per_pass` of decoding each line with drafts verified in full; `acceptance` after every prefix."""
         tokens = passes = 0
-        for part in self._parts(lines):
-            ids, ends, encoded = self._read(part)
-            starts = torch.arange(1, ids.shape[1]).expand(len(part), -1)
-            predicted, labels = self._filled(ids, starts, encoded).argmax(-1), _labels(ids, ends, starts, self.k)
-            right = (predicted == labels).long().cumprod(-1).sum(-1).tolist()
-            for (_, line), reach in zip(part, right, strict=True):
-                at = 1
-                while at < len(line):
-                    at, passes = at + reach[at - 1] + 1, passes + 1
-                tokens += len(line) - 1
-        return {"tokens_per_pass": round(tokens / passes, 3)}
-
-    def _parts(self, lines: Sequence[Line]) -> Iterator[Sequence[Line]]:
-        left = sorted(lines, key=lambda line: len(line[1]))
-        while left:
-            count = max(PART // (len(left[-1][1]) * (1 + self.k)) ** 2, 1)
-            yield left[-count:]
-            del left[-count:]
-
-    def _read(self, lines: Sequence[Line]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Padded ids of the outputs, their lengths, and the encoder states and mask of the sources."""
-        sources, outputs = zip(*lines, strict=True)
-        ends = torch.tensor([len(line) for line in outputs])
-        ids = pad_sequence([torch.tensor(line) for line in outputs], batch_first=True)
-        given = pad_sequence([torch.tensor(line) for line in sources], batch_first=True)
-        mask = torch.arange(given.shape[1]) < torch.tensor([[len(line)] for line in sources])
-        with torch.no_grad():
-            states = self.model.get_encoder()(input_ids=given, attention_mask=mask.long()).last_hidden_state
-        return ids, ends, (states.float(), mask)
+        accepted, offered = torch.zeros(self.k), torch.zeros(self.k)
+        for batch in batches:
+            length = batch.ids.shape[1]
+            for part in batch.split(max(PART // (2 * length) ** 2, 1)):
+                ends = part.mask.sum(-1)
+                starts = torch.arange(1, length, device=ends.device).expand(len(ends), -1)
+                labels = _labels(part.ids, ends, starts, self.k)
+                filled = [self._filled(part, some).argmax(-1) for some in starts.split(max(length // self.k, 1), 1)]
+                right = (torch.cat(filled, 1) == labels).long().cumprod(-1)
+                before = torch.cat([torch.ones_like(right[..., :1]), right[..., :-1]], -1)
+                accepted += right.sum((0, 1)).cpu()
+                offered += (before * (labels != IGNORED)).sum((0, 1)).cpu()
+                for end, reach in zip(ends.tolist(), right.sum(-1).tolist(), strict=True):
+                    at = 1
+                    while at < end:
+                        at, passes = at + reach[at - 1] + 1, passes + 1
+                    tokens += end - 1
+        acceptance = (accepted / offered.clamp_min(1)).tolist()
+        return {"tokens_per_pass": round(tokens / passes, 3), "acceptance": [round(rate, 4) for rate in acceptance]}
 
     def _filled(
-        self, ids: Tensor, starts: Tensor, encoded: tuple[Tensor, Tensor], shown: Tensor | None = None,
-        scored: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, batch: Batch, starts: Tensor, shown: Tensor | None = None, scored: Tensor | None = None
+    ) -> Tensor:
         """(rows, places, k, V) logits of masks that follow the prefixes ending before `starts`, (rows, places).
 
-        encoded: encoder states and source mask. shown: (rows, places, k) tokens given instead of masks.
+        shown: (rows, places, k) tokens given instead of masks.
         scored: (rows, places, k) bool, positions whose logits are returned, flattened; None for all.
         """
-        filler, (rows, length), (states, source_mask) = self.module, ids.shape, encoded
+        assert batch.source is not None
+        filler, (rows, length), (states, source_mask) = self.module, batch.ids.shape, batch.source
+        device = states.device
         masks = filler.mask_embeddings.expand(*starts.shape, -1, -1)
         if shown is not None:
             masks = torch.where((shown != IGNORED)[..., None], filler.tokens(shown.clamp_min(0)), masks)
-        before, blocks = torch.arange(length), starts.shape[1] * self.k
-        at = (starts[..., None] + torch.arange(self.k)).flatten(1)
+        before, blocks = torch.arange(length, device=device), starts.shape[1] * self.k
+        at = (starts[..., None] + torch.arange(self.k, device=device)).flatten(1)
         places = filler.places(torch.cat([before.expand(rows, -1), at], 1))
-        visible = torch.zeros(rows, length + blocks, length + blocks, dtype=torch.bool)
+        visible = torch.zeros(rows, length + blocks, length + blocks, dtype=torch.bool, device=device)
         visible[:, :length, :length] = before <= before[:, None]
         visible[:, length:, :length] = before < starts.repeat_interleave(self.k, 1)[..., None]
-        block = torch.arange(blocks) // self.k
+        block = torch.arange(blocks, device=device) // self.k
         visible[:, length:, length:] = block == block[:, None]
         mask = attention_bias(visible, states.dtype)[:, None]
         source_bias = attention_bias(source_mask, states.dtype)[:, None, None]
-        x = torch.cat([filler.tokens(ids), masks.flatten(1, 2)], 1) + places.sinusoid
+        x = torch.cat([filler.tokens(batch.ids), masks.flatten(1, 2)], 1) + places.sinusoid
         updates = [lambda *new: new] * len(filler.layers)
         x = filler(x, places, updates, mask, filler.encoder_kv(states), source_bias, length)
         x = x.unflatten(1, (-1, self.k))
@@ -246,8 +235,8 @@ class Filling(Learner):
 
 def _labels(ids: Tensor, ends: Tensor, starts: Tensor, k: int) -> Tensor:
     """(rows, places, k) labels of masks that begin at `starts`; `IGNORED` beyond a line's end."""
-    at = starts[..., None] + torch.arange(k)
-    found = ids[torch.arange(len(ids))[:, None, None], at.clamp_max(ids.shape[1] - 1)]
+    at = starts[..., None] + torch.arange(k, device=ids.device)
+    found = ids[torch.arange(len(ids), device=ids.device)[:, None, None], at.clamp_max(ids.shape[1] - 1)]
     return found.masked_fill(at >= ends[:, None, None], IGNORED)
 
 
