@@ -106,7 +106,8 @@ ALLOWED = {
     # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters;
     # runtime: the target's hidden states; bench: its plots
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores", "runtime", "bench"},
-    "stores": {"tree", "card", "errors", "files", "stores"},
+    # runtime: the hidden states of given texts
+    "stores": {"tree", "card", "errors", "files", "stores", "runtime"},
     "registry": {"card", "declared", "errors"},
     "declared": {"card"},
     "loading": {"assets", "errors", "runtime", "targets"},

@@ -14,9 +14,9 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from train_nano import Corpus, held_out, plays
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from train_nano import Corpus, held_out, plays
 from truedraft import assets
 from truedraft.files import write_whole
 

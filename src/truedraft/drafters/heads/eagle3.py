@@ -67,7 +67,7 @@ class Eagle3Head(Head):
 
     @property
     def blocks(self) -> Sequence[HeadLayer]:
-        return [self.midlayer, *self.later]  # type: ignore[list-item]
+        return [self.midlayer, *self.later]
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens if self._record["embeddings"] else super().get_input_embeddings()
@@ -113,7 +113,7 @@ class Eagle3Head(Head):
 
 @dataclass
 class Training(UnrolledLearner):
-    """Training of an `Eagle3Head`: cross-entropy with the target's distribution, unrolled over the head's own outputs."""
+    """Training of an `Eagle3Head` by the target's distributions, unrolled over the head's own outputs."""
 
     name: ClassVar[str] = "eagle3"
     steps: int = knob(5, 1, 16)  # of the unrolling; published 7, in speculators 3
@@ -123,13 +123,13 @@ class Training(UnrolledLearner):
     layers: str = knob("", form="layers of the target, as in '2x4x6'", reader=spread_layers)  # published: 2, n/2, n - 3
 
     def initialise(self) -> None:
-        """Begin with the output head and the final norm of the target, and with its last tapped layer as the feature."""
-        head, whole = self.module, self.model.get_output_embeddings()
+        """Begin with the target's output head, and with the last tapped layer as the feature."""
+        head: Any = self.module
         with torch.no_grad():
-            head.lm_head.weight.copy_(whole.weight if head.kept is None else whole.weight[head.kept])
+            rows: Any = self.model.get_output_embeddings()
+            head.lm_head.weight.copy_(rows.weight if head.kept is None else rows.weight[head.kept])
             head.fc.weight.normal_(0, 0.02)
-            size = head.size
-            head.fc.weight[:, -size:] += torch.eye(size)
+            head.fc.weight[:, -head.size :] += torch.eye(head.size)
 
     def head(self, model: PreTrainedModel) -> Eagle3Head:
         config = model.config.get_text_config(decoder=True)
