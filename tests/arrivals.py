@@ -112,8 +112,8 @@ def state_left(part: Any) -> list[Any]:
         if calibration
     ]
     for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
-        if reader is not None and reader._hosted is not None:
-            held += [reader.slot_rows, reader.written, reader._confirmed, reader._hosted.cache]
+        held += [getattr(reader, name, None) for name in ("slot_rows", "written", "_confirmed", "_unread", "_branches")]
+        held += [getattr(getattr(reader, "_hosted", None), "cache", None), getattr(reader, "_cache", None)]
     for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
         held += state_left(inner)
     return [kept for kept in held if kept]

@@ -59,13 +59,15 @@ class HeadReader:
 
     A row's token i + 1 is read with the feature of token i, at place and position i; its first token is not read.
     Features come from the target's passes (`observe`) and are kept until the head reads them.
+
+    slot_rows: row of each slot.
     """
 
     def __init__(self, head: Head):
         self.head = head
         self.passes = head.runner = head.runner or head_pass(head)
         self._cache: RowCache | None = None
-        self._slots: list[Row] = []
+        self.slot_rows: list[Row] = []
         self._unread: dict[int, Unread] = {}
         self._branches: dict[int, Branches] = {}
         self._states: Tensor | None = None  # of the last pass
@@ -77,15 +79,16 @@ class HeadReader:
 
     def start(self, rows: Sequence[Row], more: int) -> None:
         """Give new rows slots of the cache, which grows for them; see `LevelReader`."""
-        count = len(self._slots) + len(rows)
-        capacity = max(row.prompt + row.room for row in [*self._slots, *rows]) + more + 2  # the last is for padding
+        count = len(self.slot_rows) + len(rows)
+        longest = max(max(row.prompt, len(row.given or ())) + row.room for row in [*self.slot_rows, *rows])
+        capacity = longest + more + 2  # the last is for padding
         cache = self._cache
         if cache is None or cache.cursor.slots < count or cache.cursor.capacity < capacity:
             self._cache = self._grown(count, capacity)
             self.passes.attach(self._cache)
         assert self._cache is not None
         for row in rows:
-            self._slots.append(row)
+            self.slot_rows.append(row)
             self._cache.lengths.append(0)
             self._unread[id(row)] = Unread()
 
@@ -111,15 +114,15 @@ class HeadReader:
         return cache
 
     def end(self, row: Row) -> None:
-        if row in self._slots:
-            slot = self._slots.index(row)
+        if row in self.slot_rows:
+            slot = self.slot_rows.index(row)
             self._unread.pop(id(row), None)
             self._branches.pop(id(row), None)
             if self._cache is not None and slot < len(self._cache.lengths):
                 self._cache.release(slot)
-            self._slots[slot] = self._slots[-1]
-            self._slots.pop()
-        if not self._slots:
+            self.slot_rows[slot] = self.slot_rows[-1]
+            self.slot_rows.pop()
+        if not self.slot_rows:
             self._cache = self._states = None
             self.passes.attach(None)
 
@@ -148,7 +151,7 @@ class HeadReader:
     ) -> None:  # fmt: skip
         """The next `count` tokens of a row, with their features, which are then read."""
         assert self._cache is not None
-        slot = self._slots.index(row)
+        slot = self.slot_rows.index(row)
         first = self._cache.lengths[slot]
         nodes.add_chain(slot, first, None, count)
         embeds.append(self._embeds(row, first + 1, count))
@@ -161,20 +164,19 @@ class HeadReader:
         given = None if row.given is None else row.given.embeds
         if given is None:
             return self.head.embed(torch.tensor(row.tokens[first : first + count], device=device))
-        offset = len(given) - row.prompt  # embedded prompts have no token ids
-        tokens = torch.tensor(row.tokens[max(first - offset, 0) : max(first + count - offset, 0)], device=device)
-        own = given[first : first + count].to(self.head.dtype)
-        return torch.cat([own, self.head.embed(tokens.long())[len(own) - count :] if len(own) < count else own[:0]])
+        last = first + count - len(given)  # embedded prompts have no token ids
+        tokens = torch.tensor(row.tokens[max(last - count, 0) : max(last, 0)], dtype=torch.long, device=device)
+        return torch.cat([given[first : first + count].to(self.head.dtype), self.head.embed(tokens)])
 
     def tokens_read(self, row: Row, after: int) -> int | None:
-        if row not in self._slots:
+        if row not in self.slot_rows:
             return None
         unread = len(self._unread[id(row)])
-        return len(row.tokens) - unread if unread else None
+        return max(len(row.tokens) - unread, 0) if unread else None
 
     def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
         nodes, embeds, features, gather = Nodes(), list[Tensor](), list[Tensor](), list[int]()
-        order = sorted(growing, key=lambda tree: self._slots.index(tree.row))
+        order = sorted(growing, key=lambda tree: self.slot_rows.index(tree.row))
         for tree in order:
             if id(tree.row) in self._branches:
                 gather += range(len(nodes), len(nodes) + len(tree.frontier))
@@ -193,13 +195,13 @@ class HeadReader:
         """The unread tokens of a row; the last one is the root of its tree."""
         assert self._cache is not None
         self._add_tokens(tree.row, len(self._unread[id(tree.row)]), nodes, embeds, features)
-        length = self._cache.lengths[self._slots.index(tree.row)]
+        length = self._cache.lengths[self.slot_rows.index(tree.row)]
         self._branches[id(tree.row)] = Branches(tree, length, length, {tree.root: ()})
 
     def _add_frontier(self, branches: Branches, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]) -> None:
         """The frontier of a tree, each node with the state of its parent as its feature."""
         assert self._states is not None
-        tree, slot = branches.tree, self._slots.index(branches.tree.row)
+        tree, slot = branches.tree, self.slot_rows.index(branches.tree.row)
         device = self._states.device
         for node in tree.frontier:
             above = branches.seen[tree.parent[node]]
