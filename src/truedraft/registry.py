@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from typing import Any
 
 from truedraft.card import shown, values_of
@@ -194,7 +195,7 @@ def split(spec: str) -> tuple[str, list[str]]:
 
 
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and the knobs of `name:knob=value,knob=value`.
+    """The name and the knobs of `name:knob=value,knob=value`; of a drafter with a model also `name:MODEL,knob=value`.
 
     Raises:
         Refused: the spec has another form.
@@ -203,6 +204,9 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
     knobs: dict[str, Any] = {}
     for part in filter(None, given.split(",")):
         key, eq, value = part.partition("=")
+        if not eq and not knobs and _has_model(name):
+            knobs["model"] = part.strip()
+            continue
         if not eq:
             raise Refused(f"cannot read {shown(part)} in {shown(spec)}: knobs are written name:knob=value,knob=value")
         if key.strip() in knobs:
@@ -214,6 +218,12 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
     return name, knobs
 
 
+def _has_model(name: str) -> bool:
+    """Whether a drafter has a draft model or a checkpoint."""
+    name = presets("drafters").get(name, (name, {}))[0]
+    return name in _files("drafters") and "model" in signature(declared(_files("drafters")[name]).knobs).parameters
+
+
 def built(cls: Any, name: str, spec: str, knobs: Mapping[str, Any]) -> Any:
     """An instance of a dataclass from its knobs; `name` and `spec` are for messages.
 
@@ -221,13 +231,13 @@ def built(cls: Any, name: str, spec: str, knobs: Mapping[str, Any]) -> Any:
         Refused: unknown knob, or an invalid value: declared knobs check themselves (`card.knob`), others must have
             the type of their default.
     """
-    allowed = list(inspect.signature(cls).parameters)
+    allowed = list(signature(cls).parameters)
     for key in knobs:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(allowed) or 'none'}."
             raise Refused(f"{name} has no knob {shown(key)}: {hint}")
-        default = inspect.signature(cls).parameters[key].default
+        default = signature(cls).parameters[key].default
         if isinstance(default, int | float) and values_of(cls, key) is None:
             sign = "" if default < 0 else "non-negative "
             if type(knobs[key]) is not type(default) or not math.isfinite(knobs[key]) or (sign and knobs[key] < 0):

@@ -168,7 +168,7 @@ class UnrolledLearner(Learner):
         kept = self.module.kept
         if kept is None:
             return expected.masked_fill(~counted, IGNORED)
-        at = torch.searchsorted(kept, expected).clamp_max(len(kept) - 1)
+        at = torch.searchsorted(kept, expected.contiguous()).clamp_max(len(kept) - 1)
         return at.masked_fill(~counted | (kept[at] != expected), IGNORED)
 
     def _teacher(self, batch: Batch, step: int, counted: Tensor) -> Tensor:

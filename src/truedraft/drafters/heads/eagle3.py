@@ -60,7 +60,7 @@ class Eagle3Head(Head):
         if record["embeddings"]:
             self.embed_tokens = nn.Embedding(self.vocabulary, size)
         if count:
-            self.register_buffer("kept", torch.arange(count))
+            self.kept = torch.arange(count)
 
     def record(self) -> dict[str, Any]:
         return self._record

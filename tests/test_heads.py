@@ -1,0 +1,207 @@
+"""Learned heads: their passes against a head run plainly over whole texts, and training against serving."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import truedraft
+from models import tiny
+from test_knobs import knobs
+from truedraft import registry
+from truedraft.drafters._learned import Batch
+from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._reader import HeadReader
+from truedraft.drafters.heads._unroll import UnrolledLearner
+from truedraft.runtime.heads import TorchHeadPass
+
+UNROLLED = [
+    name
+    for name in registry.names("drafters")
+    if (learner := registry.method("drafters", name).learner) is not None and issubclass(learner, UnrolledLearner)
+]
+STEPS = 4
+
+
+def target() -> PreTrainedModel:
+    return tiny(dtype=torch.float32)
+
+
+def learner_of(name: str, model: PreTrainedModel, **knobs: Any) -> Any:
+    torch.manual_seed(3)
+    learner = registry.method("drafters", name).learner(**knobs)
+    learner.begin(model)
+    for parameter in learner.module.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    return learner
+
+
+def batch_of(model: PreTrainedModel, layers: Sequence[int], texts: Sequence[Sequence[int]], prompt: int) -> Batch:
+    """Texts of one length, with the hidden states of a plain forward; `layers` without the raw last block."""
+    ids = torch.tensor(texts)
+    blocks = model.config.num_hidden_layers
+    raw: list[Tensor] = []
+    hook = model.model.layers[-1].register_forward_hook(lambda _, __, out: raw.append(out))
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    hook.remove()
+    features = {layer: raw[0] if layer == blocks else states[layer] for layer in layers}
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return Batch(ids, mask, mask & (torch.arange(ids.shape[1]) >= prompt), features)
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    share = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+
+@torch.no_grad()
+def plain_logits(head: Head, features: Tensor, tokens: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """(1 + drafted, draft vocabulary) logits after `tokens` and after each drafted one, without a cache.
+
+    features: (len(tokens) - 1, size), of all tokens but the last.
+    """
+    known, found = list(head.fuse(features)), []
+    for count in range(len(drafted) + 1):
+        embeds = head.embed(torch.tensor([*tokens[1:], *drafted[:count]]))[None]
+        rotary = head.rotary(embeds, torch.arange(embeds.shape[1])[None])
+        states = head(embeds, torch.stack(known)[None], rotary, [plain_attention] * len(head.blocks))[0]
+        found.append(head.logits(states[-1]))
+        known.append(states[-1])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+@pytest.mark.parametrize("vocabulary", [0, 20])
+def test_unrolled_step_is_that_of_drafting(name: str, vocabulary: int) -> None:
+    """The logits of every pair at every step equal those of a chain drafted there, of the text's tokens."""
+    model = target()
+    learner = learner_of(name, model, **({"vocabulary": vocabulary} if vocabulary else {}))
+    texts = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = batch_of(model, learner.needs.hidden, texts, 5)
+    with torch.no_grad():
+        steps = [logits for logits, *_ in learner._unrolled(batch, STEPS)]
+    features = torch.cat([batch.features[layer] for layer in learner.module.layers], -1)
+    for row, text in enumerate(texts):
+        for pair in range(len(text) - 1 - STEPS):
+            drafted = text[pair + 2 : pair + 1 + STEPS]
+            plain = plain_logits(learner.module, features[row, : pair + 1], text[: pair + 2], drafted)
+            trained = torch.stack([logits[row, pair] for logits in steps])
+            torch.testing.assert_close(trained, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+def test_labels_and_teacher_are_those_of_the_token_after_the_pair(name: str) -> None:
+    model, text = target(), torch.randint(0, 61, (14,), generator=torch.Generator().manual_seed(1)).tolist()
+    learner = learner_of(name, model)
+    batch = batch_of(model, learner.needs.hidden, [text], 6)
+    laws = model(torch.tensor([text])).logits[0].softmax(-1)
+    for step, (_, teacher, labels, _) in enumerate(learner._unrolled(batch, STEPS)):
+        counted = [pair for pair in range(13) if 6 <= pair + 2 + step < 14]
+        assert (labels[0] != -100).nonzero().flatten().tolist() == counted
+        assert [int(labels[0, pair]) for pair in counted] == [text[pair + 2 + step] for pair in counted]
+        torch.testing.assert_close(teacher(labels != -100), laws[[pair + 1 + step for pair in counted]])
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+@pytest.mark.parametrize("passes", ["compiled", "torch"])
+def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches of rows of different lengths, with rows that leave: the logits at every node of every drafted tree."""
+    model = target()
+    learner = learner_of(name, model)
+    head = learner.module.eval()
+    if passes == "torch":
+        head.runner = TorchHeadPass(head)
+    compared = 0
+    expand = HeadReader.expand
+
+    def checked(self: HeadReader, growing: Sequence[Any]) -> Tensor:
+        nonlocal compared
+        logits = expand(self, growing)
+        at = 0
+        for tree in growing:
+            tokens = tree.row.tokens
+            batch = batch_of(model, head.layers, [tokens], 0)
+            features = torch.cat([batch.features[layer][0] for layer in head.layers], -1)[:-1]
+            for node in tree.frontier:
+                plain = plain_logits(head, features, tokens, tree.path(node))[-1]
+                torch.testing.assert_close(logits[at], head.spread(plain), rtol=2e-4, atol=2e-4)
+                at, compared = at + 1, compared + 1
+        assert at == len(logits)
+        return logits
+
+    monkeypatch.setattr(HeadReader, "expand", checked)
+    draft = registry.load("drafters", name, model=head)
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    ids = torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(2))
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 2 + [1] * 7])
+    out = fast.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    assert torch.equal(out, expected)
+    assert compared > 30
+    assert draft.reader.name == {"compiled": "compiled pass", "torch": "torch"}[passes]
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+def test_acceptance_in_training_is_that_in_serving(name: str) -> None:
+    """The reach of a greedy chain at each place where a pass begins: measured by the trainer, and by the engine."""
+    model = target()
+    learner = learner_of(name, model)
+    head = learner.module
+    rows: Any = model.get_output_embeddings().weight
+    with torch.no_grad():  # drafts that are right now and then
+        for module in (m for m in head.modules() if isinstance(m, torch.nn.Linear)):
+            module.weight.mul_(0.05)
+        if hasattr(head, "lm_head"):
+            head.lm_head.weight.copy_(rows)
+    optimizer = torch.optim.Adam(head.parameters(), 3e-3)
+    ids = torch.randint(1, 61, (6, 5), generator=torch.Generator().manual_seed(4))
+    texts = model.generate(ids, max_new_tokens=26, do_sample=False, eos_token_id=None)
+    batch = batch_of(model, learner.needs.hidden, texts.tolist(), 5)
+    for _ in range(60):
+        optimizer.zero_grad()
+        learner.loss(batch).backward()
+        optimizer.step()
+    head.eval()
+    reach = learner._reach(batch)
+    static = "branches" in [name for name, _ in knobs(registry.method("drafters", name))]
+    chain = {"branches": "1x1x1x1"} if static else {"nodes": 4, "depth": 4, "top_k": 1}
+    draft = registry.load("drafters", name, model=head, **chain)
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    accepted = right = 0
+    for row, text in enumerate(texts):
+        fast.generate(ids[row : row + 1], max_new_tokens=26, do_sample=False, eos_token_id=None)
+        at = 5  # the pending token's place
+        for one in fast.report().passes[1:]:
+            (emitted,) = one.emitted
+            expected = min(int(reach[row, at - 1]), 4, len(text) - at - 2)
+            assert emitted.drafted == expected, (row, at)
+            accepted, right, at = accepted + emitted.drafted, right + expected, at + len(emitted.tokens)
+    assert accepted == right > 5
+
+
+def test_features_that_a_head_has_read_are_not_kept() -> None:
+    model = target()
+    learner = learner_of("eagle3", model)
+    draft = registry.load("drafters", "eagle3", model=learner.module.eval())
+    kept: list[int] = []
+    propose = draft.propose
+
+    def proposed(rows: Any, budget: Sequence[int]) -> Any:
+        trees = propose(rows, budget)
+        kept.append(sum(map(len, draft.reader._unread.values())) if any(budget) else 0)
+        return trees
+
+    draft.propose = proposed
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    fast.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False)
+    assert kept and not any(kept[:-1]), "but for the last pass, which has no room for a draft"
+    assert draft.reader._cache is None and not draft.reader._unread
