@@ -154,7 +154,9 @@ def drafter(
         other = {"model": [small] * count if count > 1 else small, **other}
     if "training" in needs:
         learner = method.learner()
-        learner.begin(model)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            learner.begin(model)
         other = {"model": learner.module, **other}
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}

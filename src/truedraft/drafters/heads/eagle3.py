@@ -149,7 +149,7 @@ class Eagle3(ConfidenceTree):
         family="learned head",
         needs=("training",),
         cannot=SEQ2SEQ,
-        presets={"eagle3-published": {"nodes": 59, "depth": 8, "top_k": 10}},
+        presets={"eagle3-published": {"nodes": 59, "depth": 8, "top_k": 10}, "eagle3-drawn": {"drawn": True}},
         published="Up to 6.5x; 1.4x over EAGLE-2; mean acceptance length 6.1 for Llama 3.1 8B on MT-bench (one GPU).",
     )
     learner = Training
