@@ -1,5 +1,5 @@
 """The command line: `truedraft generate`, `truedraft correct`, `truedraft translate`, `truedraft demo`,
-`truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft methods`."""
+`truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft export`, `truedraft methods`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from truedraft import __version__
-from truedraft.cli import audit, bench, corpus, correct, demo, generate, methods, train, translate
+from truedraft.cli import audit, bench, corpus, correct, demo, export, generate, methods, train, translate
 from truedraft.cli._options import Command
 from truedraft.cli._streams import guarded
 from truedraft.cli._text import notes_on_stderr
@@ -42,13 +42,14 @@ EXAMPLES: dict[Callable[..., int | None], str] = {
     bench.bench: "truedraft bench nano --draft auto --draft none --limit 2 --html page.html",
     audit.audit: "truedraft audit nano --draft suffix --max-new-tokens 32",
     train.train: "truedraft train gad:k=6 --target MODEL --data FILE --out FOLDER --minutes 30",
+    export.export: "truedraft export FOLDER --target MODEL --format vllm --out OUT",
     methods.methods: "truedraft methods --json",
 }
 for command, example in EXAMPLES.items():
     app.command(cls=Command, epilog=f"Example: {example}")(command)
 app.add_typer(corpus.app, name="corpus")
 
-WRITERS = ("correct", "corpus", "train", "translate")  # commands whose results may be files
+WRITERS = ("correct", "corpus", "export", "train", "translate")  # commands whose results may be files
 
 
 @app.callback()
