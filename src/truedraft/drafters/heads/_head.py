@@ -36,13 +36,14 @@ class Head(nn.Module, ABC):
     layers: tuple[int, ...]
     config: Any
     rotary: Any
-    kept: Tensor | None = None
+    kept: Tensor | None
 
     def __init__(self, model: PreTrainedModel, config: Any):
         super().__init__()
         self._shared = (model.get_input_embeddings(), model.get_output_embeddings())  # not submodules
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.config = config
+        self.register_buffer("kept", None)
         self.runner: Any = None  # what computes its passes in drafting, once it did
 
     @property
@@ -81,7 +82,7 @@ class Head(nn.Module, ABC):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...) ids of tokens of the target to (..., H)."""
-        table: Any = self._shared[0]
+        table: Any = self.get_input_embeddings()
         return embedding(tokens, table.weight).to(self.dtype)
 
     @property
