@@ -293,6 +293,7 @@ FORMATS = [
             "whole vocabulary": dict(draft_vocab=None),
             "own embeddings": dict(own_embeddings=True),
             "biases": dict(attention_bias=True),
+            "biases of qwen3": dict(attention_bias=True, kind="qwen3"),
             "defaults": dict(changes=dict(rms_norm_eps=1e-6, rope_theta=10000.0)),
             "scaled rope": dict(changes=dict(rope_scaling=LLAMA3)),
         },

@@ -82,7 +82,7 @@ class Head(nn.Module, ABC):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...) ids of tokens of the target to (..., H)."""
-        table: Any = self._shared[0]
+        table: Any = self.get_input_embeddings()
         return embedding(tokens, table.weight).to(self.dtype)
 
     @property

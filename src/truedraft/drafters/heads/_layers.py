@@ -23,8 +23,11 @@ def rotary_of(config: PreTrainedConfig) -> LlamaRotaryEmbedding:
 
 
 def layer_config(**fields: Any) -> LlamaConfig:
-    """A configuration of decoder layers from the fields of a checkpoint's config.json; others are ignored."""
-    return LlamaConfig(**fields)
+    """A configuration of decoder layers from the fields of a checkpoint's config.json; others are ignored.
+
+    With `output_bias` False, `attention_bias` does not hold for the output of attention.
+    """
+    return LlamaConfig(**{"output_bias": True, **fields})
 
 
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:
@@ -52,7 +55,7 @@ class HeadAttention(nn.Module):
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias and not norms)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias and config.output_bias)
         if norms:
             self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
         self.norms = norms

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from truedraft.card import Card, knob
 from truedraft.drafters._losses import LOSSES, named
 from truedraft.drafters.heads._drafter import SEQ2SEQ, ConfidenceTree
+from truedraft.drafters.heads._eagle3_formats import formats
 from truedraft.drafters.heads._head import Head, begin_program, layer_program
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._unroll import UnrolledLearner, layer_like, spread_layers
@@ -37,7 +38,7 @@ class Eagle3Head(Head):
             layers), blocks (their number), draft_vocabulary (0 for that of the target), norm_before_residual (whether
             the residual stream begins with the normalised feature), norm_output (whether the normalised state is fed
             back, EAGLE-3.1), fuse_norm ("each" tapped layer, or the "whole", is normalised before it is fused, or ""),
-            fuse_bias, head_norms (of queries and keys), embeddings (whether it has its own).
+            fuse_bias, head_norms (of queries and keys), embeddings and output_head (whether it has its own).
     """
 
     def __init__(self, record: dict[str, Any], model: PreTrainedModel):
@@ -56,7 +57,8 @@ class Eagle3Head(Head):
             HeadLayer(self.config, norms=record["head_norms"]) for _ in range(record["blocks"] - 1)
         )
         self.norm = nn.RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, count or self.vocabulary, bias=False)
+        if record["output_head"]:
+            self.lm_head = nn.Linear(size, count or self.vocabulary, bias=False)
         if record["embeddings"]:
             self.embed_tokens = nn.Embedding(self.vocabulary, size)
         if count:
@@ -73,7 +75,7 @@ class Eagle3Head(Head):
         return self.embed_tokens if self._record["embeddings"] else super().get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
+        return self.lm_head if self._record["output_head"] else super().get_output_embeddings()
 
     def fuse(self, features: Tensor) -> Tensor:
         if self._record["fuse_norm"]:
@@ -90,14 +92,15 @@ class Eagle3Head(Head):
         return self.norm(x) if self._record["norm_output"] else x
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.lm_head(states if self._record["norm_output"] else self.norm(states))
+        states = states if self._record["norm_output"] else self.norm(states)
+        return self.get_output_embeddings()(states)
 
     def compile(self, program: Program) -> None:
         p, layer, size = program, self.midlayer, self.size
         begin_program(p, self)
         p.buffer("pair", 2 * size)
         p.part("feature", "pair", size)
-        p.buffer("logits", self.lm_head.out_features)
+        p.buffer("logits", self._record["draft_vocabulary"] or self.vocabulary)
         if self._record["norm_before_residual"]:
             p.rms_norm("features", "x", layer.hidden_norm)
         else:
@@ -137,6 +140,7 @@ class Training(UnrolledLearner):
             layers=spread_layers(self.layers, config.num_hidden_layers), feature_size=config.hidden_size,
             layer=layer_like(config), blocks=1, draft_vocabulary=self.vocabulary, norm_before_residual=False,
             norm_output=False, fuse_norm="", fuse_bias=False, head_norms=False, embeddings=False,
+            output_head=True,
         )  # fmt: skip
         return Eagle3Head(record, model)
 
@@ -158,7 +162,7 @@ class Eagle3(ConfidenceTree):
     depth: int = knob(6, 1, 64)  # levels; published 8
     top_k: int = knob(6, 1, 256)  # nodes expanded at each level, and children of each; published 10
     drawn: bool = knob(False)  # a chain drawn from the head, for rules that verify such drafts; published: the tree
-    formats = ()
+    formats = formats(Eagle3Head)
 
     @staticmethod
     def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> Eagle3Head:

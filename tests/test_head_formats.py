@@ -1,0 +1,222 @@
+"""Published checkpoints of learned heads, as they are read, against the plain references of `foreign`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import foreign.eagle3
+from foreign import FORMATS, Foreign
+from foreign.common import V, features, save
+from foreign.common import opened as raw
+from truedraft import Refused, accelerate, registry
+from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters.heads._checkpoint import read_head
+from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._reader import HeadReader
+from truedraft.runtime.heads import CompiledHeadPass, HeadPass, TorchHeadPass
+from truedraft.tree import Accepted, Row, Scores
+
+TOKENS, LATER = [5, 17, 3, 44, 9, 60], [7, 31, 12]
+Paths = list[tuple[int, ...]]
+CHAIN: Paths = [(), (8,), (8, 2), (8, 2, 40)]
+TREE: Paths = [(), (8,), (2,), (8, 4), (8, 8), (2, 4), (8, 8, 1), (2, 4, 9)]
+METHODS = {"eagle3": "eagle3", "eagle3-speculators": "eagle3"}
+VARIANTS = [(name, variant) for name in METHODS for variant in FORMATS[name].variants]
+CONTROLS = [(name, wrong) for name in METHODS for wrong in FORMATS[name].controls]
+PASSES: list[tuple[Callable[[Head], HeadPass], torch.dtype, float]] = [
+    (CompiledHeadPass, torch.float32, 1e-4), (TorchHeadPass, torch.float32, 1e-4), (TorchHeadPass, torch.float64, 1e-5)
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _heads_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head size that compiled passes can compute."""
+    monkeypatch.setitem(foreign.eagle3.LAYER, "head_dim", 16)
+
+
+def opened(name: str, folder: Path, target: PreTrainedModel) -> Head:
+    """The head of a folder, as the drafter of its method reads it."""
+    method = registry.method("drafters", METHODS[name])
+    head: Any = read_head(METHODS[name], folder, method.formats, target, method.rebuilt)
+    return head.to(target.dtype).eval()
+
+
+def written(name: str, folder: Path, dtype: torch.dtype = torch.float32, **variant: Any) -> PreTrainedModel:
+    target = FORMATS[name].target(dtype=dtype)
+    FORMATS[name].write(folder, target, 0, **variant)
+    return target
+
+
+class Driven:
+    """A head that drafts given paths after a text, of which it has read all but the last token."""
+
+    def __init__(self, head: Head, passes: HeadPass, target: PreTrainedModel):
+        self.reader, self.target = HeadReader(head), target
+        self.reader.passes = passes
+        self.row = Row(0, list(TOKENS), len(TOKENS), 20)
+        self.reader.start([self.row], 40)
+        self._observe(0)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        read = len(self.row.tokens) - 1
+        self.row.tokens += tokens
+        self._observe(read)
+
+    def _observe(self, read: int) -> None:
+        """What passes of the target give of the tokens from `read` on, the pending one not among them."""
+        tokens = self.row.tokens
+        parts = {layer: features(self.target, tokens, [layer])[read:] for layer in self.reader.head.layers}
+        count = len(tokens) - 1 - read
+        scores = Scores(torch.zeros(1, count, V), {layer: [part] for layer, part in parts.items()}, [0])
+        self.reader.observe([self.row], scores, [Accepted(tuple(range(count)), tokens[-1], False)])
+
+    def logits(self, paths: Paths) -> Tensor:
+        """(len(paths), V) after each path; with a path its ancestors are given, those of one level together."""
+        row = self.row
+        self.reader.catch_up([row])
+        read = self.reader.tokens_read(row, 8)
+        assert read is not None
+        growing = GrowingTree(row, row.tokens[read:], len(row.tokens) - 1 - read, 40, 8)
+        node, found = {(): growing.root}, dict[tuple[int, ...], Tensor]()
+        while growing.frontier:
+            here = [next(path for path, at in node.items() if at == one) for one in growing.frontier]
+            found |= dict(zip(here, self.reader.expand([growing]), strict=True))
+            added = []
+            for path in paths:
+                if path and path not in node and path[:-1] in here:
+                    (node[path],) = growing.add(node[path[:-1]], [path[-1]])
+                    added.append(node[path])
+            growing.end_level(added)
+            self.reader.grown([growing])
+        return torch.stack([found[path] for path in paths])
+
+
+def reference(form: Foreign, folder: Path, target: PreTrainedModel, paths: Paths, more: Sequence[int] = ()) -> Tensor:
+    return torch.stack([form.logits(folder, target, [*TOKENS, *more], path)[-1] for path in paths])
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert torch.equal(found.isinf(), expected.isinf())
+    torch.testing.assert_close(found.nan_to_num(neginf=0), expected.nan_to_num(neginf=0), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(("made", "dtype", "tolerance"), PASSES)
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_drafts_are_those_of_the_published_law(
+    name: str, variant: str, made: Callable[[Head], HeadPass], dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    """A chain, a tree, and a tree after a round in which none of the drafted tokens was accepted."""
+    form = FORMATS[name]
+    if made is CompiledHeadPass and variant == "narrower":
+        pytest.skip("hidden states that are no multiple of sixteen are not compiled")
+    target = written(name, tmp_path, dtype, **form.variants[variant])
+    head = opened(name, tmp_path, target)
+    driven = Driven(head, made(head), target)
+    assert_close(driven.logits(CHAIN), reference(form, tmp_path, target, CHAIN), tolerance)
+    driven.append(LATER)
+    assert_close(driven.logits(TREE), reference(form, tmp_path, target, TREE, LATER), tolerance)
+    driven.append(LATER[:1])
+    assert_close(driven.logits(TREE), reference(form, tmp_path, target, TREE, [*LATER, *LATER[:1]]), tolerance)
+
+
+@pytest.mark.parametrize(("name", "wrong"), CONTROLS)
+def test_errors_of_readers_would_show(name: str, wrong: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    target = written(name, tmp_path, torch.float64, **form.controls[wrong])
+    head = opened(name, tmp_path, target)
+    found = Driven(head, TorchHeadPass(head), target).logits(CHAIN)
+    law = form.logits(tmp_path, target, TOKENS, CHAIN[-1], wrong=wrong)
+    assert (found.softmax(-1) - law.softmax(-1)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_text_is_that_of_generate(name: str, variant: str, tmp_path: Path) -> None:
+    target = written(name, tmp_path, **FORMATS[name].variants[variant])
+    ids = torch.tensor([TOKENS])
+    expected = target.generate(ids, max_new_tokens=12, do_sample=False)
+    drafter = registry.load("drafters", METHODS[name], model=str(tmp_path))
+    fast = accelerate(target, draft=drafter)
+    assert torch.equal(fast.generate(ids, max_new_tokens=12), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "convention", "layers"),
+    [
+        ("eagle3", {}, "default", (2, 4, 5)),
+        ("eagle3", dict(ids=(1, 3, 6)), "outputs of blocks", (2, 4, 7)),
+        ("eagle3", dict(ids=(4, 6, 8)), "layers", (4, 6, 8)),
+        ("eagle3-speculators", dict(ids=(2, 4, 5, 8)), "layers", (2, 4, 5)),
+        ("eagle3-speculators", dict(ids=None), "default", (2, 4, 5)),
+    ],
+)
+def test_records_keep_how_the_source_numbers_layers(
+    name: str, variant: dict, convention: str, layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    head = opened(name, tmp_path, written(name, tmp_path, **variant))
+    record = json.loads(json.dumps(head.record()))
+    assert record["convention"] == convention and tuple(record["layers"]) == head.layers == layers
+    assert record["source"] == {"eagle3": "SpecForge"}.get(name, "speculators")
+
+
+def test_copies_of_the_targets_weights_are_not_kept(tmp_path: Path) -> None:
+    target = written("eagle3-speculators", tmp_path)
+    assert opened("eagle3-speculators", tmp_path, target).get_input_embeddings() is target.get_input_embeddings()
+
+
+def changed(folder: Path, config: dict[str, Any], weights: dict[str, Tensor | None]) -> None:
+    """Replace entries of a checkpoint; None removes a tensor."""
+    settings, found = raw(folder, torch.float32)
+    kept = {n: w for n, w in {**found, **weights}.items() if w is not None}
+    save(folder, {**settings, **config}, kept, "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "weights", "message"),
+    [
+        ("eagle3", {"target_hidden_size": 48}, {}, "its target_hidden_size is 48, that of the target 32"),
+        ("eagle3", {"vocab_size": 99}, {}, "its vocab_size is 99, that of the target 97"),
+        ("eagle3", {"model_type": "gemma"}, {}, "its layers are of the kind 'gemma'"),
+        ("eagle3", {"num_attention_heads": "many"}, {}, "describes no layers of the kind 'llama'"),
+        ("eagle3", {"bias": True}, {}, "lacks fc.bias"),
+        ("eagle3", {"fc_norm": True}, {}, "lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}}, {}, "reads 96 numbers, not 2"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}}, {}, "it reads layer 9, but"),
+        ("eagle3", {}, {"fc.weight": None}, "it lacks the matrix fc.weight"),
+        ("eagle3", {}, {"fc.weight": torch.ones(32, 100)}, "its fc.weight reads 100 numbers"),
+        ("eagle3", {}, {"midlayer.hidden_norm.weight": None}, "lacks midlayer.hidden_norm.weight"),
+        ("eagle3", {}, {"mask_hidden": torch.ones(3)}, "has foreign mask_hidden"),
+        ("eagle3", {}, {"norm.weight": torch.ones(16)}, "norm.weight (16,) instead of (32,)"),
+        ("eagle3", {}, {"d2t": None}, "it lacks d2t: its lm_head has 41 rows, the target 97 tokens"),
+        ("eagle3", {}, {"d2t": torch.zeros(40).long()}, "its d2t is 40, that of the target 41"),
+        ("eagle3", {}, {"d2t": torch.arange(41).long() + 60, "t2d": None}, "of the target's 97 tokens"),
+        ("eagle3", {}, {"d2t": -torch.arange(41).long(), "t2d": None}, "no ascending ids"),
+        ("eagle3", {}, {"t2d": torch.arange(97) < 41}, "its d2t and t2d name different tokens"),
+        ("eagle3", {}, {"t2d": torch.arange(96) < 41}, "its vocabulary, by t2d, is 96, that of the target 97"),
+        ("eagle3", {"hidden_size": 16}, {}, "it lacks embed_tokens.weight: its hidden size is 16, not 32"),
+        ("eagle3-speculators", {"transformer_layer_config": None}, {}, "has no transformer_layer_config"),
+        ("eagle3-speculators", {"norm_before_fc": True, "fc_norm": True}, {}, "has both fc_norm and norm_before_fc"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(
+    name: str, config: dict, weights: dict, message: str, tmp_path: Path
+) -> None:
+    target = written(name, tmp_path)
+    changed(tmp_path, config, weights)
+    with pytest.raises(Refused) as error:
+        opened(name, tmp_path, target)
+    assert message in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_in_no_format_is_refused(tmp_path: Path) -> None:
+    target = written("eagle3", tmp_path)
+    save(tmp_path, {}, {"other.weight": torch.ones(2)}, "model.safetensors")
+    with pytest.raises(Refused, match=r"in no format that it reads .SpecForge's, speculators'."):
+        opened("eagle3", tmp_path, target)
