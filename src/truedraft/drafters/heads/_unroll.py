@@ -16,6 +16,7 @@ from truedraft.drafters._learned import Batch, Learner, Metrics
 from truedraft.drafters._losses import IGNORED, LOSSES
 from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
 from truedraft.targets.kinds import family_of
 from truedraft.tree import Taps
@@ -106,25 +107,12 @@ class UnrolledLearner(Learner):
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Acceptance of chains of the likeliest tokens by position, over all positions of the responses, and the tokens
         per pass of decoding them with such drafts."""
-        right, tried = [0] * DRAFTED, [0] * DRAFTED
-        tokens = passes = 0
+        walk = Walk(DRAFTED)
         for batch in batches:
-            reach = self._reach(batch)
-            for row, (ids, mask) in zip(
-                reach.tolist(), zip(batch.mask.sum(1).tolist(), batch.loss_mask, strict=True), strict=True
-            ):
-                first = int(mask.int().argmax()) - 1
-                for i in range(first, ids - 2):
-                    most = min(DRAFTED, ids - 2 - i)
-                    for place in range(min(row[i] + 1, most)):
-                        tried[place] += 1
-                        right[place] += place < row[i]
-                i = first
-                while i < ids - 2:
-                    i, passes = i + 1 + row[i], passes + 1
-                tokens += ids - 2 - first
-        rates = [round(a / b, 4) for a, b in zip(right, tried, strict=True) if b]
-        return {"tokens_per_pass": round(tokens / max(passes, 1), 3), "acceptance": rates}
+            lengths = batch.mask.sum(1).tolist()
+            for reach, length, mask in zip(self._reach(batch).tolist(), lengths, batch.loss_mask, strict=True):
+                walk.add(reach, int(mask.int().argmax()) - 1, length)
+        return walk.metrics()
 
     def _reach(self, batch: Batch) -> Tensor:
         """(rows, pairs) number of leading tokens of a chain drafted after each pair that are right."""
@@ -178,7 +166,6 @@ class UnrolledLearner(Learner):
         return (logits if self.module.kept is None else logits[:, self.module.kept]).softmax(-1)
 
 
-@torch.no_grad()
 def target_logits(model: Any, states: Tensor) -> Tensor:
     """A target's logits from its hidden states after the final norm; fp32."""
     head, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
