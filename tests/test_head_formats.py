@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,7 +19,9 @@ from foreign.common import V, features, save
 from foreign.common import opened as raw
 from truedraft import Refused, accelerate, registry
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._learned import save_learnt
 from truedraft.drafters.heads._checkpoint import read_head
+from truedraft.drafters.heads._export import files_of
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.runtime.heads import CompiledHeadPass, HeadPass, TorchHeadPass
@@ -220,3 +223,52 @@ def test_a_folder_in_no_format_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {}, {"other.weight": torch.ones(2)}, "model.safetensors")
     with pytest.raises(Refused, match=r"in no format that it reads .SpecForge's, speculators'."):
         opened("eagle3", tmp_path, target)
+
+
+@pytest.mark.parametrize(("engine", "layers", "ids"), [
+    ("vllm", "1x4x8", [1, 4, 8]), ("vllm", "2x4x8", [2, 4, 8]),
+    ("sglang", "2x4x8", [1, 3, 7]), ("sglang", "3x4x6", [3, 4, 6])
+])  # fmt: skip
+def test_exported_head_is_read_back(engine: str, layers: str, ids: list[int], tmp_path: Path) -> None:
+    target = FORMATS["eagle3"].target()
+    learner = registry.method("drafters", "eagle3").learner(layers=layers, vocabulary=40)
+    learner.begin(target)
+    learner.prepare(torch.randint(0, 50, (V,), generator=torch.Generator().manual_seed(1)))
+    save_learnt(tmp_path / "own", "eagle3", learner.module, target, learner.config())
+    target.save_pretrained(tmp_path / "target")
+    out = tmp_path / engine
+    own = opened("eagle3", tmp_path / "own", target)
+    config, weights = files_of(own, engine)
+    save_file(weights, tmp_path / "weights")
+    out.mkdir()
+    (tmp_path / "weights").rename(out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config))
+    assert (
+        config["eagle_aux_hidden_state_layer_ids"] == config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
+    )
+    read = opened("eagle3", out, target)
+    assert read.layers == own.layers == tuple(map(int, layers.split("x")))
+    for one, other in zip(drafted(own, target), drafted(read, target), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    if engine == "vllm" and ids[0] != 1:
+        config.pop("truedraft")
+        (out / "config.json").write_text(json.dumps(config))
+        plain = FORMATS["eagle3"].logits(out, target, TOKENS, LATER)
+        torch.testing.assert_close(drafted(own, target)[0], plain[0], rtol=1e-4, atol=1e-4)
+
+
+def drafted(head: Head, target: PreTrainedModel) -> Tensor:
+    """The logits of a head at the nodes of a tree."""
+    driven = Driven(head, TorchHeadPass(head), target)
+    return driven.logits(TREE)
+
+
+def test_heads_without_a_place_in_the_layout_are_refused() -> None:
+    target = FORMATS["eagle3"].target()
+    for knobs, engine, why in (
+        ({}, "vllm", "whole vocabulary"), ({"vocabulary": 40, "layers": "1x4x8"}, "sglang", "begin with 1")
+    ):  # fmt: skip
+        learner = registry.method("drafters", "eagle3").learner(**knobs)
+        learner.begin(target)
+        with pytest.raises(Refused, match=why):
+            files_of(learner.module, engine)

@@ -46,7 +46,9 @@ def _midlayer(made: Made, folder: Foreign, model: PreTrainedModel) -> Head:
 
 def _sglang_layers(config: Mapping[str, Any], blocks: int) -> tuple[Sequence[int], str]:
     """The layers that a head reads, and how the source numbers them: explicit ids that begin with 1 are blocks, from 0
-    on, whose outputs it reads (SGLang); others are layers."""
+    on, whose outputs it reads (SGLang); others are layers. Exports from here name the layers themselves."""
+    if own := (config.get("truedraft") or {}).get("layers"):
+        return own, "layers"
     ids = (config.get("eagle_config") or {}).get(IDS) or config.get(IDS)
     if not ids:
         return (2, blocks // 2, blocks - 3), "default"

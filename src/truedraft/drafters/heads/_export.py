@@ -11,7 +11,14 @@ from truedraft.drafters.heads._head import Head
 from truedraft.errors import Refused
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-PLAIN = {"norm_before_residual": False, "fuse_norm": "", "fuse_bias": False, "head_norms": False, "embeddings": False}
+PLAIN = {
+    "norm_before_residual": False,
+    "fuse_norm": "",
+    "fuse_bias": False,
+    "head_norms": False,
+    "embeddings": False,
+    "output_head": True,
+}
 
 
 def files_of(head: Head, engine: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
