@@ -17,6 +17,7 @@ from foreign import FORMATS, Foreign
 from models import V, ragged, tiny
 from truedraft import Refused, registry
 from truedraft.drafters._learned import Learner, save_learnt
+from truedraft.runtime import native
 from truedraft.train.batches import Line, Reader
 from truedraft.train.loop import Plan, fit
 
@@ -138,6 +139,38 @@ def test_text_is_that_of_the_model(sample: bool, knobs: dict[str, Any]) -> None:
     expected = model.generate(**inputs, **kwargs)
     torch.manual_seed(1)
     assert torch.equal(fast.generate(**inputs, **kwargs), expected)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"own_head": False}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_run_in_compiled_layers(dtype: torch.dtype, knobs: dict[str, Any]) -> None:
+    """Wide enough for them; the drafts of a call are those of torch's layers at the same states."""
+    model = FORMATS["medusa"].target(dtype=dtype, hidden_size=384, vocab_size=2000)
+    made = learner(model, heads=2, **knobs)
+    for parameter in made.module.blocks.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.05)
+    fast = loaded(model, made.module, top_k=1)
+    drafter: Any = fast.drafter
+    assert native.library() is None or len(drafter._linears) == (4 if made.own_head else 3)
+    propose, count = drafter.propose, 0
+
+    def checked(rows: Any, budget: Any) -> Any:
+        nonlocal count
+        trees = propose(rows, budget)
+        for row, tree in zip(rows, trees, strict=True):
+            with torch.no_grad():
+                logits = made.module(drafter._states[id(row)])
+            for place, token in enumerate(tree.tokens[1:]):
+                assert logits[place].max() - logits[place, token] <= 0.05
+                count += 1
+        return trees
+
+    drafter.propose = checked
+    inputs = ragged(model, 2)
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    found = fast.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert dtype == torch.bfloat16 or torch.equal(found, expected)
+    assert count >= 10
 
 
 def test_static_tree_has_the_paths_likeliest_right() -> None:

@@ -293,7 +293,7 @@ class Medusa(Drafter):
         if why := self.card.cannot.get(target.family):
             raise Refused(f"medusa cannot draft for {type(target.model).__name__}: {why}")
         if self.model is None:
-            raise Refused("medusa needs heads: draft='medusa:FOLDER', made by `truedraft train`, or others'")
+            raise Refused("medusa needs heads: draft='medusa:model=FOLDER', made by `truedraft train`, or others'")
         if isinstance(self.model, MedusaHeads):
             self.heads = self.model
         else:
@@ -353,7 +353,8 @@ class Medusa(Drafter):
         for place, (row, one) in enumerate(zip(rows, accepted, strict=True)):
             self._calibration.update(row)
             if not one.ended:
-                self._states[id(row)] = scores.features(place, one.path[-1:], (-1,))[-1].clone()
+                last = scores.features(place, one.path[-1:], (-1,))[-1]
+                self._states[id(row)] = last.to(self.heads.accuracy.dtype, copy=True)
 
     def end(self, row: Row) -> None:
         self._calibration.end(row)
