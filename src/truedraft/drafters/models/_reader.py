@@ -121,6 +121,7 @@ class Reader:
     def end(self, row: Row) -> None:
         """The row is finished; its slot is freed by the next `admit`, or when the last row ends."""
         self._running.discard(row)
+        self._branches.clear()
         if not self._running:
             self.slot_rows, self.written, self._confirmed = [], [], []
             self.target.free()
