@@ -28,7 +28,7 @@ TOKENS, LATER = [5, 17, 3, 44, 9, 60], [7, 31, 12]
 Paths = list[tuple[int, ...]]
 CHAIN: Paths = [(), (8,), (8, 2), (8, 2, 40)]
 TREE: Paths = [(), (8,), (2,), (8, 4), (8, 8), (2, 4), (8, 8, 1), (2, 4, 9)]
-METHODS = {"eagle3": "eagle3", "eagle3-speculators": "eagle3"}
+METHODS = {"eagle3": "eagle3", "eagle3-speculators": "eagle3", "eagle": "eagle"}
 VARIANTS = [(name, variant) for name in METHODS for variant in FORMATS[name].variants]
 CONTROLS = [(name, wrong) for name in METHODS for wrong in FORMATS[name].controls]
 PASSES: list[tuple[Callable[[Head], HeadPass], torch.dtype, float]] = [
@@ -142,9 +142,10 @@ def test_text_is_that_of_generate(name: str, variant: str, tmp_path: Path) -> No
     target = written(name, tmp_path, **FORMATS[name].variants[variant])
     ids = torch.tensor([TOKENS])
     expected = target.generate(ids, max_new_tokens=12, do_sample=False)
-    drafter = registry.load("drafters", METHODS[name], model=str(tmp_path))
-    fast = accelerate(target, draft=drafter)
-    assert torch.equal(fast.generate(ids, max_new_tokens=12), expected)
+    for method in (METHODS[name], *(["eagle2"] if name == "eagle" else [])):
+        drafter = registry.load("drafters", method, model=str(tmp_path))
+        fast = accelerate(target, draft=drafter)
+        assert torch.equal(fast.generate(ids, max_new_tokens=12), expected)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,7 @@ def test_text_is_that_of_generate(name: str, variant: str, tmp_path: Path) -> No
         ("eagle3", dict(ids=(4, 6, 8)), "layers", (4, 6, 8)),
         ("eagle3-speculators", dict(ids=(2, 4, 5, 8)), "layers", (2, 4, 5)),
         ("eagle3-speculators", dict(ids=None), "default", (2, 4, 5)),
+        ("eagle", {}, "after the final norm", (-1,)),
     ],
 )
 def test_records_keep_how_the_source_numbers_layers(
@@ -163,7 +165,7 @@ def test_records_keep_how_the_source_numbers_layers(
     head = opened(name, tmp_path, written(name, tmp_path, **variant))
     record = json.loads(json.dumps(head.record()))
     assert record["convention"] == convention and tuple(record["layers"]) == head.layers == layers
-    assert record["source"] == {"eagle3": "SpecForge"}.get(name, "speculators")
+    assert record["source"] == {"eagle3": "SpecForge", "eagle": "SafeAILab"}.get(name, "speculators")
 
 
 def test_copies_of_the_targets_weights_are_not_kept(tmp_path: Path) -> None:
@@ -175,6 +177,7 @@ def changed(folder: Path, config: dict[str, Any], weights: dict[str, Tensor | No
     """Replace entries of a checkpoint; None removes a tensor."""
     settings, found = raw(folder, torch.float32)
     kept = {n: w for n, w in {**found, **weights}.items() if w is not None}
+    (folder / "pytorch_model.bin").unlink(missing_ok=True)
     save(folder, {**settings, **config}, kept, "model.safetensors")
 
 
@@ -201,6 +204,9 @@ def changed(folder: Path, config: dict[str, Any], weights: dict[str, Tensor | No
         ("eagle3", {}, {"t2d": torch.arange(97) < 41}, "its d2t and t2d name different tokens"),
         ("eagle3", {}, {"t2d": torch.arange(96) < 41}, "its vocabulary, by t2d, is 96, that of the target 97"),
         ("eagle3", {"hidden_size": 16}, {}, "it lacks embed_tokens.weight: its hidden size is 16, not 32"),
+        ("eagle", {"hidden_size": 48, "head_dim": 8}, {}, "its hidden_size is 48, that of the target 32"),
+        ("eagle", {"bias": False}, {}, "has foreign fc.bias"),
+        ("eagle", {}, {"layers.0.input_layernorm.weight": torch.ones(32)}, "has foreign"),
         ("eagle3-speculators", {"transformer_layer_config": None}, {}, "has no transformer_layer_config"),
         ("eagle3-speculators", {"norm_before_fc": True, "fc_norm": True}, {}, "has both fc_norm and norm_before_fc"),
     ],
