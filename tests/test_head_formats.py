@@ -18,6 +18,7 @@ from foreign.common import V, features, save
 from foreign.common import opened as raw
 from truedraft import Refused, accelerate, registry
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._learned import Batch
 from truedraft.drafters.heads._checkpoint import read_head
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
@@ -226,3 +227,32 @@ def test_a_folder_in_no_format_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {}, {"other.weight": torch.ones(2)}, "model.safetensors")
     with pytest.raises(Refused, match=r"in no format that it reads .SpecForge's, speculators'."):
         opened("eagle3", tmp_path, target)
+
+
+def test_training_of_eagle_regresses_features_and_their_distributions(tmp_path: Path) -> None:
+    """One step, against the published law: the last position of every prefix is that of its drafts."""
+    target = written("eagle", tmp_path, torch.float64)
+    learner: Any = registry.method("drafters", "eagle").learner(noise=0.0, weight=0.3)
+    learner.begin(target)
+    learner.module = opened("eagle", tmp_path, target)
+    ids = torch.tensor([[*TOKENS, *LATER, 0]])
+    read = int(ids.shape[1]) - 1  # the last token is padding
+    states = features(target, ids[0].tolist(), [-1])
+    loss_mask = torch.arange(read + 1)[None] >= 4
+    mask = torch.arange(read + 1)[None] < read
+    batch = Batch(ids, mask, loss_mask & mask, {-1: torch.cat([states, states[:1]])[None]})
+    head = target.get_output_embeddings().weight.detach()
+    expected = []
+    for place in range(4, read):  # tokens to predict
+        logits = FORMATS["eagle"].logits(tmp_path, target, ids[0, :place].tolist(), [])[-1]
+        q, p = logits.log_softmax(-1), (states[place - 1] @ head.T).softmax(-1)
+        state = torch.linalg.lstsq(head, logits[:, None]).solution[:, 0]  # the head has more rows than columns
+        apart = (state - states[place - 1]).abs()
+        smooth = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+        expected.append(smooth + 0.3 * (p * (p.log() - q)).sum())
+    torch.testing.assert_close(learner.loss(batch).double(), torch.stack(expected).mean(), atol=1e-4, rtol=1e-4)
+    noisy: Any = registry.method("drafters", "eagle").learner(noise=0.5)
+    noise = noisy.noised(torch.zeros(1, read + 1, 32), batch) * read / 512
+    assert noise.abs().max() <= 0.5 and noise.max() > 0.4 and noise.min() < -0.4
+    with torch.no_grad():
+        assert not noisy.noised(torch.zeros(1, read + 1, 32), batch).any(), "there is none in evaluation"

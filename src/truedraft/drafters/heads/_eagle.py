@@ -31,9 +31,10 @@ class EagleHead(Head):
 
     Its features are the target's hidden states after the final norm, as are its own states, which the target's output
     head reads.
+
     Args:
-        record: layers (-1 alone), layer (fields of the configuration of its layer), fuse_bias (of the linear layer), embeddings (whether
-            it has its own).
+        record: layers (-1 alone), layer (fields of the configuration of its layer), fuse_bias (of the linear layer),
+            embeddings (whether it has its own).
     """
 
     def __init__(self, record: dict[str, Any], model: PreTrainedModel):
