@@ -18,7 +18,7 @@ from foreign.common import V, features, save
 from foreign.common import opened as raw
 from truedraft import Refused, accelerate, registry
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._learned import Batch
+from truedraft.drafters._learned import Batch, save_learnt
 from truedraft.drafters.heads._checkpoint import read_head
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
@@ -256,3 +256,14 @@ def test_training_of_eagle_regresses_features_and_their_distributions(tmp_path: 
     assert noise.abs().max() <= 0.5 and noise.max() > 0.4 and noise.min() < -0.4
     with torch.no_grad():
         assert not noisy.noised(torch.zeros(1, read + 1, 32), batch).any(), "there is none in evaluation"
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle2"])
+def test_both_trees_of_eagle_read_a_head_trained_here(method: str, tmp_path: Path) -> None:
+    target = written("eagle", tmp_path / "published")
+    head: Any = opened("eagle", tmp_path / "published", target)
+    save_learnt(tmp_path / "own", "eagle", head, target, head.record())
+    drafter: Any = registry.load("drafters", method, model=str(tmp_path / "own"))
+    ids = torch.tensor([TOKENS])
+    accelerate(target, draft=drafter).generate(ids, max_new_tokens=4)
+    assert all(torch.equal(w, drafter.head.state_dict()[n]) for n, w in head.state_dict().items())
