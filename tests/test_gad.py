@@ -315,7 +315,10 @@ def test_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest.Cap
         ([*base, "--data", str(data), "--labels", "mine"], "choose target or given"),
         ([*base[:-1], "0", "--data", str(data)], "--minutes 0.0: give a number above 0"),
         ([*base, "--data", str(data), "--threads", "0"], "--threads 0: this machine has"),
-        (["train", "llma", *base[2:], "--data", str(data)], "llma has nothing to learn: train one of eagle3, gad"),
+        (
+            ["train", "llma", *base[2:], "--data", str(data)],
+            "llma has nothing to learn: train one of eagle, eagle2, eagle3,",
+        ),
         (["train", "gad:j=4", *base[2:], "--data", str(data)], "the training of gad has no knob 'j'"),
         (["train", "gad:k=0", *base[2:], "--data", str(data)], "gad:k=0: give a whole number, 1 to 64"),
         ([*base[:3], str(tmp_path / "decoder"), *base[4:], "--data", str(data)], "is not an encoder-decoder"),

@@ -19,7 +19,7 @@ from foreign.common import V, features, save
 from foreign.common import opened as raw
 from truedraft import Refused, accelerate, registry
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._learned import save_learnt
+from truedraft.drafters._learned import Batch, save_learnt
 from truedraft.drafters.heads._checkpoint import read_head
 from truedraft.drafters.heads._export import files_of
 from truedraft.drafters.heads._head import Head
@@ -31,7 +31,7 @@ TOKENS, LATER = [5, 17, 3, 44, 9, 60], [7, 31, 12]
 Paths = list[tuple[int, ...]]
 CHAIN: Paths = [(), (8,), (8, 2), (8, 2, 40)]
 TREE: Paths = [(), (8,), (2,), (8, 4), (8, 8), (2, 4), (8, 8, 1), (2, 4, 9)]
-METHODS = {"eagle3": "eagle3", "eagle3-speculators": "eagle3"}
+METHODS = {"eagle3": "eagle3", "eagle3-speculators": "eagle3", "eagle": "eagle"}
 VARIANTS = [(name, variant) for name in METHODS for variant in FORMATS[name].variants]
 CONTROLS = [(name, wrong) for name in METHODS for wrong in FORMATS[name].controls]
 PASSES: list[tuple[Callable[[Head], HeadPass], torch.dtype, float]] = [
@@ -145,9 +145,10 @@ def test_text_is_that_of_generate(name: str, variant: str, tmp_path: Path) -> No
     target = written(name, tmp_path, **FORMATS[name].variants[variant])
     ids = torch.tensor([TOKENS])
     expected = target.generate(ids, max_new_tokens=12, do_sample=False)
-    drafter = registry.load("drafters", METHODS[name], model=str(tmp_path))
-    fast = accelerate(target, draft=drafter)
-    assert torch.equal(fast.generate(ids, max_new_tokens=12), expected)
+    for method in (METHODS[name], *(["eagle2"] if name == "eagle" else [])):
+        drafter = registry.load("drafters", method, model=str(tmp_path))
+        fast = accelerate(target, draft=drafter)
+        assert torch.equal(fast.generate(ids, max_new_tokens=12), expected)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ def test_text_is_that_of_generate(name: str, variant: str, tmp_path: Path) -> No
         ("eagle3", dict(ids=(4, 6, 8)), "layers", (4, 6, 8)),
         ("eagle3-speculators", dict(ids=(2, 4, 5, 8)), "layers", (2, 4, 5)),
         ("eagle3-speculators", dict(ids=None), "default", (2, 4, 5)),
+        ("eagle", {}, "after the final norm", (-1,)),
     ],
 )
 def test_records_keep_how_the_source_numbers_layers(
@@ -166,7 +168,7 @@ def test_records_keep_how_the_source_numbers_layers(
     head = opened(name, tmp_path, written(name, tmp_path, **variant))
     record = json.loads(json.dumps(head.record()))
     assert record["convention"] == convention and tuple(record["layers"]) == head.layers == layers
-    assert record["source"] == {"eagle3": "SpecForge"}.get(name, "speculators")
+    assert record["source"] == {"eagle3": "SpecForge", "eagle": "SafeAILab"}.get(name, "speculators")
 
 
 def test_copies_of_the_targets_weights_are_not_kept(tmp_path: Path) -> None:
@@ -178,6 +180,7 @@ def changed(folder: Path, config: dict[str, Any], weights: dict[str, Tensor | No
     """Replace entries of a checkpoint; None removes a tensor."""
     settings, found = raw(folder, torch.float32)
     kept = {n: w for n, w in {**found, **weights}.items() if w is not None}
+    (folder / "pytorch_model.bin").unlink(missing_ok=True)
     save(folder, {**settings, **config}, kept, "model.safetensors")
 
 
@@ -204,6 +207,9 @@ def changed(folder: Path, config: dict[str, Any], weights: dict[str, Tensor | No
         ("eagle3", {}, {"t2d": torch.arange(97) < 41}, "its d2t and t2d name different tokens"),
         ("eagle3", {}, {"t2d": torch.arange(96) < 41}, "its vocabulary, by t2d, is 96, that of the target 97"),
         ("eagle3", {"hidden_size": 16}, {}, "it lacks embed_tokens.weight: its hidden size is 16, not 32"),
+        ("eagle", {"hidden_size": 48, "head_dim": 8}, {}, "its hidden_size is 48, that of the target 32"),
+        ("eagle", {"bias": False}, {}, "has foreign fc.bias"),
+        ("eagle", {}, {"layers.0.input_layernorm.weight": torch.ones(32)}, "has foreign"),
         ("eagle3-speculators", {"transformer_layer_config": None}, {}, "has no transformer_layer_config"),
         ("eagle3-speculators", {"norm_before_fc": True, "fc_norm": True}, {}, "has both fc_norm and norm_before_fc"),
     ],
@@ -272,3 +278,43 @@ def test_heads_without_a_place_in_the_layout_are_refused() -> None:
         learner.begin(target)
         with pytest.raises(Refused, match=why):
             files_of(learner.module, engine)
+
+
+def test_training_of_eagle_regresses_features_and_their_distributions(tmp_path: Path) -> None:
+    """One step, against the published law: the last position of every prefix is that of its drafts."""
+    target = written("eagle", tmp_path, torch.float64)
+    learner: Any = registry.method("drafters", "eagle").learner(noise=0.0, weight=0.3)
+    learner.begin(target)
+    learner.module = opened("eagle", tmp_path, target)
+    ids = torch.tensor([[*TOKENS, *LATER, 0]])
+    read = int(ids.shape[1]) - 1  # the last token is padding
+    states = features(target, ids[0].tolist(), [-1])
+    loss_mask = torch.arange(read + 1)[None] >= 4
+    mask = torch.arange(read + 1)[None] < read
+    batch = Batch(ids, mask, loss_mask & mask, {-1: torch.cat([states, states[:1]])[None]})
+    head = target.get_output_embeddings().weight.detach()
+    expected = []
+    for place in range(4, read):  # tokens to predict
+        logits = FORMATS["eagle"].logits(tmp_path, target, ids[0, :place].tolist(), [])[-1]
+        q, p = logits.log_softmax(-1), (states[place - 1] @ head.T).softmax(-1)
+        state = torch.linalg.lstsq(head, logits[:, None]).solution[:, 0]  # the head has more rows than columns
+        apart = (state - states[place - 1]).abs()
+        smooth = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+        expected.append(smooth + 0.3 * (p * (p.log() - q)).sum())
+    torch.testing.assert_close(learner.loss(batch).double(), torch.stack(expected).mean(), atol=1e-4, rtol=1e-4)
+    noisy: Any = registry.method("drafters", "eagle").learner(noise=0.5)
+    noise = noisy.noised(torch.zeros(1, read + 1, 32), batch) * read / 512
+    assert noise.abs().max() <= 0.5 and noise.max() > 0.4 and noise.min() < -0.4
+    with torch.no_grad():
+        assert not noisy.noised(torch.zeros(1, read + 1, 32), batch).any(), "there is none in evaluation"
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle2"])
+def test_both_trees_of_eagle_read_a_head_trained_here(method: str, tmp_path: Path) -> None:
+    target = written("eagle", tmp_path / "published")
+    head: Any = opened("eagle", tmp_path / "published", target)
+    save_learnt(tmp_path / "own", "eagle", head, target, head.record())
+    drafter: Any = registry.load("drafters", method, model=str(tmp_path / "own"))
+    ids = torch.tensor([TOKENS])
+    accelerate(target, draft=drafter).generate(ids, max_new_tokens=4)
+    assert all(torch.equal(w, drafter.head.state_dict()[n]) for n, w in head.state_dict().items())

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from truedraft.card import method_name, shown
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
+from truedraft.drafters._learned import Learner
 from truedraft.drafters.heads._checkpoint import Format, read_head
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
@@ -33,6 +34,7 @@ class HeadDrafter(GrowingDrafter):
     """
 
     formats: ClassVar[Sequence[Format]]
+    learner: ClassVar[type[Learner]]
     model: Any
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class HeadDrafter(GrowingDrafter):
         if isinstance(self.model, Head):
             self._head = self.model
         else:
-            self._head = read_head(self._name, self.model, self.formats, target.model, self.rebuilt)
+            self._head = read_head(self.learner.name, self.model, self.formats, target.model, self.rebuilt)
         self._head.to(target.device, target.dtype).eval()
         self.needs = Taps(self._head.layers)
         self._reader = HeadReader(self._head)

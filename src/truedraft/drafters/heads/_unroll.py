@@ -95,7 +95,7 @@ class UnrolledLearner(Learner):
     def loss(self, batch: Batch) -> Tensor:
         total, weight = torch.zeros(()), 1.0
         compute = LOSSES[self.loss_name]
-        for logits, p, labels, _ in self._unrolled(batch, self.steps):
+        for _, logits, p, labels, _ in self._unrolled(batch, self.steps):
             counted = labels != IGNORED
             if counted.any():
                 found = compute(logits[counted].float().log_softmax(-1), p(counted), labels[counted])
@@ -118,7 +118,7 @@ class UnrolledLearner(Learner):
         """(rows, pairs) number of leading tokens of a chain drafted after each pair that are right."""
         alive: Tensor | None = None
         reach: Tensor | None = None
-        for logits, _, _, expected in self._unrolled(batch, DRAFTED):
+        for _, logits, _, _, expected in self._unrolled(batch, DRAFTED):
             found = logits.argmax(-1)
             found = found if self.module.kept is None else self.module.kept[found]
             right = found == expected
@@ -127,10 +127,10 @@ class UnrolledLearner(Learner):
         assert reach is not None
         return reach
 
-    def _unrolled(self, batch: Batch, steps: int) -> Iterator[tuple[Tensor, Any, Tensor, Tensor]]:
-        """By step: (rows, pairs, draft vocabulary) logits; a function from counted pairs to the target's probabilities
-        there; labels in the draft vocabulary, `IGNORED` where there is no loss; and the target ids of the text, -1
-        beyond it."""
+    def _unrolled(self, batch: Batch, steps: int) -> Iterator[tuple[Tensor, Tensor, Any, Tensor, Tensor]]:
+        """By step: (rows, pairs, H) states; (rows, pairs, draft vocabulary) logits; a function from counted pairs to
+        the target's probabilities there; labels in the draft vocabulary, `IGNORED` where there is no loss; and the
+        target ids of the text, -1 beyond it."""
         head, ids = self.module, batch.ids
         pairs = ids.shape[1] - 1
         tapped = torch.cat([batch.features[layer] for layer in head.layers], -1)[:, :-1]
@@ -146,7 +146,7 @@ class UnrolledLearner(Learner):
             expected = shifted[:, step + 2 : step + 2 + pairs]
             here = counted[:, step + 2 : step + 2 + pairs]
             labels, teacher = self._labels(expected, here), partial(self._teacher, batch, step)
-            yield head.logits(states), teacher, labels, expected.masked_fill(~here, -1)
+            yield states, head.logits(states), teacher, labels, expected.masked_fill(~here, -1)
 
     def noised(self, states: Tensor, batch: Batch) -> Tensor:
         """The features with noise, for methods that train with it."""

@@ -1,0 +1,54 @@
+"""EAGLE: a head of one decoder layer continues the target's last hidden states, and drafts a tree of fixed shape.
+
+Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", ICML 2024 (arXiv 2401.15077). The head
+reads the hidden state that the target's output head reads, beside the embedding of the next token, and predicts the
+next hidden state. Where drafts may be drawn, the children of a node are drawn from the head without replacement. It
+reads the heads of HASS (arXiv 2408.15766) too. It wins where such a head was trained for the model and passes over many
+drafted tokens cost no more than over few; else the trees of EAGLE-2 are better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from truedraft.card import Card, knob
+from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
+from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadDrafter
+from truedraft.drafters.heads._eagle import FORMATS, EagleHead, EagleTraining
+from truedraft.tree import Draws
+
+
+@dataclass
+class Eagle(Branching, HeadDrafter):
+    card = Card(
+        paper="arXiv 2401.15077 (2024)",
+        idea="A trained layer continues the target's last hidden states, and drafts a tree of fixed shape.",
+        family="learned head",
+        needs=("training",),
+        cannot=SEQ2SEQ,
+        published="2.7x to 3.5x for Llama 2 Chat 70B (GPU); about 3x for 13B, 1.6x over Medusa.",
+    )
+    learner = EagleTraining
+    model: Any = None  # a checkpoint's folder, its name on the hub, or a Head
+    branches: str = knob("3x2x1x1x1", form=BRANCHES, reader=branched)  # level by level; published 25 nodes, 5 levels
+    formats = FORMATS
+
+    @staticmethod
+    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> EagleHead:
+        return EagleHead(record, model)
+
+    @property
+    def draws(self) -> Draws:
+        return "distinct"
+
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        added = []
+        for node, law in zip(nodes, laws, strict=True):
+            count = min(self._factors[growing.depth[node]], growing.room)
+            added += growing.add(node, self.chosen(growing, node, law, count), law)
+        growing.end_level(added)
