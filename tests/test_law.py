@@ -44,6 +44,7 @@ SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enume
     "stochastic-beam": {"beam": 2, "length": 2},
     "spectr": {"paths": 2, "length": 1},
     "greedy-multi-draft": {"branches": "2x1"},
+    "eagle": {"branches": "2x1"},
     "eagle3-drawn": {"depth": 2},
 }
 OF_CERTAIN = [r for r in SAMPLING if "certain" in (registry.method("accept", r).accepts_draws or {"certain"})]
