@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.drafters._learned import WEIGHTS, read_learnt
+from truedraft.drafters._learned import WEIGHTS, Module, read_learnt, with_weights
 from truedraft.errors import Refused, why
 
-Module = TypeVar("Module", bound=nn.Module)
 FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -101,7 +100,7 @@ def read_head(
     folder = folder_of(name, source)
     if (folder / WEIGHTS).exists():
         config, weights = read_learnt(folder, name, model)
-        return loaded(rebuilt(config, model), weights, str(source))
+        return with_weights(lambda: rebuilt(config, model), weights, name, str(source))
     foreign = Foreign(str(source), folder)
     for form in formats:
         if form.matches(foreign):
