@@ -58,9 +58,9 @@ def compared(name: str, folder: Path, wrong: str, **variant: Any) -> float:
     with torch.no_grad():
         states = target.get_decoder()(torch.tensor([TOKENS[:-1]])).last_hidden_state[0, -1]
         found = heads(states)
-    if heads.kept is not None:
+    if heads.draft_token_ids is not None:
         wide = found.new_full((len(found), target.config.vocab_size), -torch.inf)
-        wide[:, heads.kept] = found
+        wide[:, heads.draft_token_ids] = found
         found = wide
     assert found.shape == expected.shape
     return (found.softmax(-1) - expected.softmax(-1)).abs().max().item()

@@ -65,9 +65,9 @@ class CompiledHeadPass(CompiledPass):
         self._reserve(len(nodes))
         given = self._storage[list(self.program.widths).index("features")]
         given[: len(nodes), : features.shape[1]] = features
-        fed = self.program.fed
-        logits, states = self(nodes, gather, embeds, (fed,))
-        return states[fed], logits
+        fed_back = self.program.fed_back
+        logits, states = self(nodes, gather, embeds, (fed_back,))
+        return states[fed_back], logits
 
 
 class TorchHeadPass:

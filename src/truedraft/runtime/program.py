@@ -24,7 +24,7 @@ class Program:
     widths: floats in a row of each buffer, by name.
     rows: rows per node of the buffers that have several.
     parts: buffers that are the later columns of another: name -> (the other, its column).
-    fed: the hidden state that a head continues from, numbered as in `Taps`.
+    fed_back: the hidden state that a head continues from, numbered as in `Taps`.
     layers: for each op, the layer of the KV cache that it uses, or -1.
     outputs: the ops after which "x" is layer 0, 1, ... (`Taps`), up to the number of blocks.
     """
@@ -36,7 +36,7 @@ class Program:
     widths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
-    fed: int = -1
+    fed_back: int = -1
     outputs: list[int] = field(default_factory=list)
     crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
     biased: list[tuple[Op, Any]] = field(

@@ -77,7 +77,7 @@ class EagleHead(Head):
         p.outputs.append(len(p.ops) - 1)
         layer_program(p, 0, self.midlayer, self.config, "h")
         p.end(self, p.copy)
-        p.fed = 1
+        p.fed_back = 1
 
 
 def _read(folder: Foreign, model: PreTrainedModel) -> nn.Module:

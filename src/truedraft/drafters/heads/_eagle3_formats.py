@@ -14,7 +14,7 @@ from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._published import (
     check_size,
     checked_layers,
-    kept_tokens,
+    draft_tokens,
     layer_fields,
     own_weights,
     text_config,
@@ -76,7 +76,7 @@ def _renamed(name: str) -> str:
     if name.startswith("layers.0."):
         return "midlayer." + name.removeprefix("layers.0.")
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
-        return f"later.{int(match[1]) - 1}.{match[2]}"
+        return f"further_layers.{int(match[1]) - 1}.{match[2]}"
     return name.replace("input_norm.", "fc_norm.0.") if name.startswith("input_norm.") else name
 
 
@@ -135,9 +135,9 @@ def _read(
     count = vocabulary if stored is None else len(stored)
     if offsets is not None:
         check_size(folder, "d2t", len(offsets), count)
-        kept = kept_tokens(folder, offsets, membership, vocabulary)
+        draft_token_ids = draft_tokens(folder, offsets, membership, vocabulary)
         if count < vocabulary:
-            weights["kept"] = kept
+            weights["draft_token_ids"] = draft_token_ids
     elif count != vocabulary:
         raise folder.refused(f"it lacks d2t: its lm_head has {count} rows, the target {vocabulary} tokens")
     record |= dict(draft_vocabulary=count if count < vocabulary else 0, output_head=stored is not None)

@@ -34,7 +34,7 @@ def files_of(head: Head, engine: str) -> tuple[dict[str, Any], dict[str, Tensor]
     others = [name for name, value in PLAIN.items() if record[name] != value]
     if record["blocks"] != 1 or others:
         raise Refused(f"--format {engine}: its layout is for heads of one plain layer, and this one has {record}")
-    if head.kept is None:
+    if head.draft_token_ids is None:
         raise Refused(
             f"--format {engine}: a head with the target's whole vocabulary would be given the target's output head "
             "there: train one with fewer, `eagle3:vocabulary=N`"
@@ -48,15 +48,15 @@ def files_of(head: Head, engine: str) -> tuple[dict[str, Any], dict[str, Tensor]
     rope = config.rope_parameters
     written = dict(
         architectures=["LlamaForCausalLMEagle3"], model_type="llama", vocab_size=head.vocabulary,
-        draft_vocab_size=len(head.kept), target_hidden_size=record["feature_size"], num_hidden_layers=1,
+        draft_vocab_size=len(head.draft_token_ids), target_hidden_size=record["feature_size"], num_hidden_layers=1,
         norm_output=record["norm_output"], tie_word_embeddings=False, bias=False,
         rope_theta=rope["rope_theta"], rope_scaling=None if rope["rope_type"] == "default" else rope,
         torch_dtype=str(head.dtype).removeprefix("torch."), truedraft={"layers": layers},
         eagle_config={IDS: ids, "use_aux_hidden_state": True}, **{IDS: ids},
         **{name: value for name, value in record["layer"].items() if name not in ("rope_theta", "rope_parameters")},
     )  # fmt: skip
-    weights = {name: w.contiguous() for name, w in head.state_dict().items() if name != "kept"}
+    weights = {name: w.contiguous() for name, w in head.state_dict().items() if name != "draft_token_ids"}
     member = torch.zeros(head.vocabulary, dtype=torch.bool)
-    member[head.kept.cpu()] = True
-    weights |= {"d2t": head.kept.cpu() - torch.arange(len(head.kept)), "t2d": member}
+    member[head.draft_token_ids.cpu()] = True
+    weights |= {"d2t": head.draft_token_ids.cpu() - torch.arange(len(head.draft_token_ids)), "t2d": member}
     return written, weights

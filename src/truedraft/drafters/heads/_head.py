@@ -29,21 +29,21 @@ class Head(nn.Module, ABC):
     config: configuration of its decoder layers.
     blocks: its decoder layers, in order.
     vocabulary: V of the target.
-    kept: (draft vocabulary,) target ids of its logits, ascending; None where they are those of the target.
+    draft_token_ids: (draft vocabulary,) target ids of its logits, ascending; None where they are those of the target.
     rotary: see `_layers.rotary_of`.
     """
 
     layers: tuple[int, ...]
     config: Any
     rotary: Any
-    kept: Tensor | None
+    draft_token_ids: Tensor | None
 
     def __init__(self, model: PreTrainedModel, config: Any):
         super().__init__()
         self._shared = (model.get_input_embeddings(), model.get_output_embeddings())  # not submodules
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.config = config
-        self.register_buffer("kept", None)
+        self.register_buffer("draft_token_ids", None)
         self.runner: Any = None  # what computes its passes in drafting, once it did
 
     @property
@@ -107,10 +107,10 @@ class Head(nn.Module, ABC):
 
     def spread(self, logits: Tensor) -> Tensor:
         """(..., draft vocabulary) logits as (..., V) ones of the target, minus infinity outside."""
-        if self.kept is None:
+        if self.draft_token_ids is None:
             return logits
         wide = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
-        wide[..., self.kept] = logits
+        wide[..., self.draft_token_ids] = logits
         return wide
 
 

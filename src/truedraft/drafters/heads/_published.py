@@ -74,7 +74,7 @@ def check_size(folder: Foreign, name: str, found: int | None, expected: int) -> 
         raise folder.refused(f"its {name} is {found}, that of the target {expected}: give the head of this target")
 
 
-def kept_tokens(folder: Foreign, offsets: Tensor, membership: Tensor | None, vocabulary: int) -> Tensor:
+def draft_tokens(folder: Foreign, offsets: Tensor, membership: Tensor | None, vocabulary: int) -> Tensor:
     """(draft vocabulary,) target ids of a draft vocabulary, ascending.
 
     Args:
@@ -83,14 +83,14 @@ def kept_tokens(folder: Foreign, offsets: Tensor, membership: Tensor | None, voc
     Raises:
         Refused: they are no ids of the target, not ascending, or not those of `t2d`.
     """
-    kept = offsets.long() + torch.arange(len(offsets))
-    if len(kept) == 0 or kept[0] < 0 or kept[-1] >= vocabulary or (kept.diff() <= 0).any():
+    ids = offsets.long() + torch.arange(len(offsets))
+    if len(ids) == 0 or ids[0] < 0 or ids[-1] >= vocabulary or (ids.diff() <= 0).any():
         raise folder.refused(f"its d2t gives no ascending ids of the target's {vocabulary} tokens")
     if membership is not None:
         check_size(folder, "vocabulary, by t2d,", len(membership), vocabulary)
-        if not torch.equal(membership.bool().nonzero()[:, 0], kept):
+        if not torch.equal(membership.bool().nonzero()[:, 0], ids):
             raise folder.refused("its d2t and t2d name different tokens: it is damaged")
-    return kept
+    return ids
 
 
 def _line(error: BaseException) -> str:

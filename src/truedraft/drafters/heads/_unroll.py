@@ -75,9 +75,9 @@ class UnrolledLearner(Learner):
     def prepare(self, counts: Tensor) -> None:
         """Keep the most frequent tokens in the draft vocabulary, and begin with the target's output head for them."""
         head = self.module
-        if head.kept is not None:
+        if head.draft_token_ids is not None:
             order = (-counts).argsort(stable=True)
-            head.kept.copy_(order[: len(head.kept)].sort().values)
+            head.draft_token_ids.copy_(order[: len(head.draft_token_ids)].sort().values)
         self.initialise()
 
     def initialise(self) -> None:
@@ -116,11 +116,12 @@ class UnrolledLearner(Learner):
 
     def _reach(self, batch: Batch) -> Tensor:
         """(rows, pairs) number of leading tokens of a chain drafted after each pair that are right."""
+        ids = self.module.draft_token_ids
         alive: Tensor | None = None
         reach: Tensor | None = None
         for _, logits, _, _, expected in self._unrolled(batch, DRAFTED):
             found = logits.argmax(-1)
-            found = found if self.module.kept is None else self.module.kept[found]
+            found = found if ids is None else ids[found]
             right = found == expected
             alive = right if alive is None else alive & right
             reach = alive.long() if reach is None else reach + alive
@@ -153,17 +154,18 @@ class UnrolledLearner(Learner):
         return states
 
     def _labels(self, expected: Tensor, counted: Tensor) -> Tensor:
-        kept = self.module.kept
-        if kept is None:
+        ids = self.module.draft_token_ids
+        if ids is None:
             return expected.masked_fill(~counted, IGNORED)
-        at = torch.searchsorted(kept, expected.contiguous()).clamp_max(len(kept) - 1)
-        return at.masked_fill(~counted | (kept[at] != expected), IGNORED)
+        at = torch.searchsorted(ids, expected.contiguous()).clamp_max(len(ids) - 1)
+        return at.masked_fill(~counted | (ids[at] != expected), IGNORED)
 
     def _teacher(self, batch: Batch, step: int, counted: Tensor) -> Tensor:
         """The target's probabilities, over the draft vocabulary, of the tokens after some pairs at a step."""
         rows, places = counted.nonzero(as_tuple=True)
         logits = target_logits(self.model, batch.features[-1][rows, places + 1 + step])
-        return (logits if self.module.kept is None else logits[:, self.module.kept]).softmax(-1)
+        ids = self.module.draft_token_ids
+        return (logits if ids is None else logits[:, ids]).softmax(-1)
 
 
 def target_logits(model: Any, states: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Eagle3Head(Head):
             self.fc_norm = nn.ModuleList(nn.RMSNorm(len(self.layers) * given // parts, eps) for _ in range(parts))
         self.midlayer = HeadLayer(self.config, 2 * size, record["head_norms"])
         self.midlayer.hidden_norm = nn.RMSNorm(size, eps)
-        self.later = nn.ModuleList(
+        self.further_layers = nn.ModuleList(
             HeadLayer(self.config, norms=record["head_norms"]) for _ in range(record["blocks"] - 1)
         )
         self.norm = nn.RMSNorm(size, eps)
@@ -62,14 +62,14 @@ class Eagle3Head(Head):
         if record["embeddings"]:
             self.embed_tokens = nn.Embedding(self.vocabulary, size)
         if count:
-            self.kept = torch.arange(count)
+            self.draft_token_ids = torch.arange(count)
 
     def record(self) -> dict[str, Any]:
         return self._record
 
     @property
     def blocks(self) -> Sequence[HeadLayer]:
-        return [self.midlayer, *self.later]
+        return [self.midlayer, *self.further_layers]
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens if self._record["embeddings"] else super().get_input_embeddings()
@@ -87,7 +87,7 @@ class Eagle3Head(Head):
         normed = self.midlayer.hidden_norm(features)  # type: ignore[operator]
         x = normed if self._record["norm_before_residual"] else features
         x = self.midlayer(x, rotary, attends[0], torch.cat([self.midlayer.input_layernorm(embeds), normed], -1))
-        for layer, attend in zip(self.later, attends[1:], strict=True):
+        for layer, attend in zip(self.further_layers, attends[1:], strict=True):
             x = layer(x, rotary, attend)
         return self.norm(x) if self._record["norm_output"] else x
 
@@ -111,7 +111,7 @@ class Eagle3Head(Head):
         for i, block in enumerate(self.blocks):
             layer_program(p, i, block, self.config, "pair" if i == 0 else "h")
         p.end(self, lambda src, dst: p.rms_norm(src, dst, self.norm))
-        p.fed = -1 if self._record["norm_output"] else len(self.blocks)
+        p.fed_back = -1 if self._record["norm_output"] else len(self.blocks)
 
 
 @dataclass
@@ -130,7 +130,9 @@ class Training(UnrolledLearner):
         head: Any = self.module
         with torch.no_grad():
             rows: Any = self.model.get_output_embeddings()
-            head.lm_head.weight.copy_(rows.weight if head.kept is None else rows.weight[head.kept])
+            head.lm_head.weight.copy_(
+                rows.weight if head.draft_token_ids is None else rows.weight[head.draft_token_ids]
+            )
             head.fc.weight.normal_(0, 0.02)
             head.fc.weight[:, -head.size :] += torch.eye(head.size)
 

@@ -67,11 +67,11 @@ class MedusaHeads(nn.Module):
 
     blocks: `blocks.{head}.{block}`. narrow: `narrow.{head}`, to the rank of the matrices. lm_heads: `lm_heads.{head}`.
     accuracy: (heads, RANKS) share of positions at which a head's token of that rank is right; 0 where not measured.
-    kept: (draft vocabulary,) target ids of the logits, None where they are all.
+    draft_token_ids: (draft vocabulary,) target ids of the logits, None where they are all.
     """
 
     accuracy: Tensor
-    kept: Tensor | None
+    draft_token_ids: Tensor | None
 
     def __init__(self, shape: HeadsShape, model: PreTrainedModel):
         super().__init__()
@@ -87,7 +87,7 @@ class MedusaHeads(nn.Module):
         width, rows = shape.rank or size, shape.draft_vocabulary or config.vocab_size
         self.lm_heads = nn.ModuleList(nn.Linear(width, rows, bias=False) for _ in range(count))
         self.register_buffer("accuracy", torch.zeros(shape.heads, RANKS))
-        self.register_buffer("kept", torch.arange(rows) if shape.draft_vocabulary else None)
+        self.register_buffer("draft_token_ids", torch.arange(rows) if shape.draft_vocabulary else None)
 
     def logits(self, head: int, states: Tensor) -> Tensor:
         """A head's logits, (..., draft vocabulary), from the target's states after the final norm, (..., H)."""
@@ -216,17 +216,17 @@ def _published(foreign: Foreign, model: PreTrainedModel) -> MedusaHeads:
 def _vllm(foreign: Foreign, model: PreTrainedModel) -> MedusaHeads:
     """Heads of vLLM's layout; its token map holds ids of the target, which its matrices may or may not be cut to."""
     given = {n.removeprefix("medusa_heads."): t for n, t in foreign.tensors.items() if VLLM.fullmatch(n)}
-    kept = given.pop("token_map", None)
+    ids = given.pop("token_map", None)
     weights = {n.replace(".layers.", "."): t for n, t in given.items()}
-    if kept is not None:
-        weights |= {n: t[kept] for n, t in weights.items() if n.startswith("lm_heads") and len(t) != len(kept)}
-        weights["kept"] = kept.long()
+    if ids is not None:
+        weights |= {n: t[ids] for n, t in weights.items() if n.startswith("lm_heads") and len(t) != len(ids)}
+        weights["draft_token_ids"] = ids.long()
     places = [tuple(map(int, n.split(".")[1:3])) for n in weights if n.startswith("blocks.")]
     heads, blocks = (1 + max(place[k] for place in places) for k in (0, 1))
     matrices = sum(n.startswith("lm_heads.") for n in weights)
     output: Literal["each", "one", "target"] = "each" if matrices > 1 else "one" if matrices else "target"
     bias = any(n.endswith(".bias") for n in weights)
-    shape = HeadsShape(heads, blocks, bias, output, draft_vocabulary=0 if kept is None else len(kept))
+    shape = HeadsShape(heads, blocks, bias, output, draft_vocabulary=0 if ids is None else len(ids))
     return _filled(foreign, model, shape, weights)
 
 
@@ -316,7 +316,7 @@ class Medusa(Drafter):
                 logits = self.heads(torch.stack([self._states[id(row)] for row in asked])).float()
             best, tokens = logits.topk(min(self.top_k, logits.shape[-1]))
             chances = (best - logits.logsumexp(-1, keepdim=True)).exp_().nan_to_num_(0.0).clamp_(max=1.0)
-            tokens = tokens if self.heads.kept is None else self.heads.kept[tokens]
+            tokens = tokens if self.heads.draft_token_ids is None else self.heads.draft_token_ids[tokens]
             drafts = zip(tokens.tolist(), chances.tolist(), strict=True)
             found = {id(row): draft for row, draft in zip(asked, drafts, strict=True)}
         return [
