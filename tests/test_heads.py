@@ -20,11 +20,8 @@ from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import UnrolledLearner
 from truedraft.runtime.heads import TorchHeadPass
 
-UNROLLED = [
-    name
-    for name in registry.names("drafters")
-    if (learner := registry.method("drafters", name).learner) is not None and issubclass(learner, UnrolledLearner)
-]
+LEARNERS = {name: registry.method("drafters", name).learner for name in registry.names("drafters")}
+UNROLLED = [name for name, learner in LEARNERS.items() if learner and issubclass(learner, UnrolledLearner)]
 STEPS = 4
 
 
@@ -111,6 +108,27 @@ def test_labels_and_teacher_are_those_of_the_token_after_the_pair(name: str) -> 
         assert (labels[0] != -100).nonzero().flatten().tolist() == counted
         assert [int(labels[0, pair]) for pair in counted] == [text[pair + 2 + step] for pair in counted]
         torch.testing.assert_close(teacher(labels != -100), laws[[pair + 1 + step for pair in counted]])
+
+
+@pytest.mark.parametrize("name", [*UNROLLED, "medusa"])
+def test_loss_with_products_in_bf16_is_that_in_fp32(name: str) -> None:
+    """Near random weights, whose loss is some nats; gradients reach every weight that has one in fp32."""
+    model = target()
+    learner = learner_of(name, model, **({"noise": 0.0} if "noise" in dict(knobs(LEARNERS[name])) else {}))
+    texts = torch.randint(0, 61, (3, 14), generator=torch.Generator().manual_seed(5)).tolist()
+    batch = batch_of(model, learner.needs.hidden, texts, 5)
+    losses, reached = [], []
+    for enabled in (False, True):
+        learner.module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = learner.loss(batch)
+        loss.backward()
+        gradients = {n: p.grad for n, p in learner.module.named_parameters() if p.grad is not None}
+        assert all(bool(g.isfinite().all()) for g in gradients.values())
+        losses.append(loss.item())
+        reached.append({n for n, g in gradients.items() if g.any()})
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert reached[1] == reached[0]
 
 
 @pytest.mark.parametrize("name", UNROLLED)

@@ -37,6 +37,13 @@ def rotated(x: Tensor, rotary: Rotary) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of its weight: under autocast its inputs may be results of products in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class HeadAttention(nn.Module):
     """Attention of a head's layer; its inputs may be wider than the hidden size.
 
@@ -57,7 +64,7 @@ class HeadAttention(nn.Module):
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias and config.output_bias)
         if norms:
-            self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
+            self.q_norm, self.k_norm = (Norm(self.head_dim, config.rms_norm_eps) for _ in range(2))
         self.norms = norms
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
@@ -102,8 +109,8 @@ class HeadLayer(nn.Module):
         self.self_attn = HeadAttention(config, width or config.hidden_size, norms)
         self.mlp = HeadMlp(config)
         if normed:
-            self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.normed = normed
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend, given: Tensor | None = None) -> Tensor:

@@ -41,9 +41,9 @@ class Unrolled:
         self._keys.append(key.repeat_interleave(share, 1))
         self._values.append(value.repeat_interleave(share, 1))
         query = query * query.shape[-1] ** -0.5
-        scores = (query @ self._keys[0].mT).masked_fill(~self._visible, torch.finfo(query.dtype).min)
-        later = [(query * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
-        weights = torch.cat([scores, *later], -1).float().softmax(-1).to(query.dtype)
+        scores = (query @ self._keys[0].mT).float().masked_fill(~self._visible, -torch.inf)
+        later = [(query * keys).sum(-1, keepdim=True).float() for keys in self._keys[1:]]
+        weights = torch.cat([scores, *later], -1).softmax(-1).to(query.dtype)
         width = scores.shape[-1]
         found = weights[..., :width] @ self._values[0]
         for step, values in enumerate(self._values[1:]):

@@ -23,7 +23,7 @@ from truedraft.drafters._losses import LOSSES, named
 from truedraft.drafters.heads._drafter import SEQ2SEQ, ConfidenceTree
 from truedraft.drafters.heads._eagle3_formats import formats
 from truedraft.drafters.heads._head import Head, begin_program, layer_program
-from truedraft.drafters.heads._layers import Attend, HeadLayer, Rotary, layer_config, rotary_of
+from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._unroll import UnrolledLearner, layer_like, spread_layers
 from truedraft.runtime.program import Program
 
@@ -50,13 +50,13 @@ class Eagle3Head(Head):
         self.fc = nn.Linear(len(self.layers) * given, size, bias=record["fuse_bias"])
         if record["fuse_norm"]:
             parts = len(self.layers) if record["fuse_norm"] == "each" else 1
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(len(self.layers) * given // parts, eps) for _ in range(parts))
+            self.fc_norm = nn.ModuleList(Norm(len(self.layers) * given // parts, eps) for _ in range(parts))
         self.midlayer = HeadLayer(self.config, 2 * size, record["head_norms"])
-        self.midlayer.hidden_norm = nn.RMSNorm(size, eps)
+        self.midlayer.hidden_norm = Norm(size, eps)
         self.further_layers = nn.ModuleList(
             HeadLayer(self.config, norms=record["head_norms"]) for _ in range(record["blocks"] - 1)
         )
-        self.norm = nn.RMSNorm(size, eps)
+        self.norm = Norm(size, eps)
         if record["output_head"]:
             self.lm_head = nn.Linear(size, count or self.vocabulary, bias=False)
         if record["embeddings"]:
