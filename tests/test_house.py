@@ -81,7 +81,7 @@ def test_every_registered_drafter_and_preset_has_its_cases() -> None:
 ALLOWED = {
     # registry: a cascade loads its last drafter by name; runtime: a drafter's own modules run by the compiled code
     # that runs targets; caches: of such modules
-    "drafters": {"registry", "runtime", "caches"}
+    "drafters": {"assets", "registry", "runtime", "caches"}
     | {"tree", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
     "control": {"tree", "card", "errors", "stats", "control", "drafters", "runtime", "targets"},

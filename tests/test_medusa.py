@@ -188,7 +188,7 @@ def test_static_tree_has_the_paths_likeliest_right() -> None:
 
 
 def test_encoder_decoders_and_missing_heads_are_refused() -> None:
-    with pytest.raises(Refused, match="medusa needs heads"):
+    with pytest.raises(Refused, match="medusa needs a head"):
         loaded(tiny(), None)
     with pytest.raises(Refused, match="give the folder of a checkpoint, or a MedusaHeads"):
         loaded(tiny(), 3)

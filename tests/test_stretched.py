@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 import truedraft
 from models import tiny
-from truedraft import Refused, assets
+from truedraft import Refused, assets, registry
 from truedraft.bench import stretched as stretching
 from truedraft.bench.sizes import SIZES, size_of
 from truedraft.bench.stretched import (
@@ -28,6 +29,8 @@ from truedraft.bench.stretched import (
 )
 from truedraft.cli import main
 from truedraft.cli._models import load
+from truedraft.drafters._learned import save_learnt
+from truedraft.drafters.heads import medusa
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SHAPES = [(2, 32), (5, 48), (3, 64), (7, 128), (2, 160)]  # of the tiny models, of 2 blocks and width 32
@@ -300,6 +303,76 @@ def test_a_head_stretched_by_the_helpers_computes_the_same() -> None:
     torch.testing.assert_close(larger_scores, scores)
     both = torch.cat((embeddings, features), -1)
     assert stretched_features(both, 192, parts=2)[..., 96:128].equal(features)
+
+
+def learned(name: str, model: PreTrainedModel, **record: Any) -> nn.Module:
+    """A random head of a method, whose norms and biases are not those of a new module."""
+    kind: Any = registry.method("drafters", name)
+    learner = kind.learner(**({"rank": 12, "blocks": 2} if name == "medusa" else {}))
+    learner.begin(model)
+    head = learner.module
+    if record:
+        head = kind.rebuilt({**head.record(), **record}, model)
+    return noisy(head.to(model.dtype))
+
+
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle", {}),
+    ("eagle3", {}),
+    ("eagle3", dict(fuse_norm="each", blocks=2, norm_output=True, embeddings=True)),
+    ("eagle3", dict(fuse_norm="whole", fuse_bias=True, head_norms=True, norm_before_residual=True)),
+    ("medusa", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "record"), HEADS)
+@pytest.mark.parametrize("hidden", [64, 96])
+def test_a_stretched_head_drafts_the_same_trees(name: str, record: dict[str, Any], hidden: int) -> None:
+    """In fp64, with the probabilities of the head as confidence, at every pass of a text of the original."""
+    model = noisy(tiny("llama"))
+    larger = stretched(model, layers=4, hidden=hidden)
+    head = learned(name, model, **record)
+    kind: Any = registry.method("drafters", name)
+    rebuilt = getattr(kind, "rebuilt", None) or medusa._rebuilt
+    same = larger.stretch.head(head, lambda record: rebuilt(record, larger))
+    assert sum(p.numel() for p in same.parameters()) > 2 * sum(p.numel() for p in head.parameters())
+    found = []
+    for of, module in ((model, head), (larger, same)):
+        draft = registry.load("drafters", name, model=module)
+        drafted: list[Any] = []
+        propose = draft.propose
+        draft.propose = lambda *args, propose=propose, to=drafted: to.extend(trees := propose(*args)) or trees  # type: ignore[func-returns-value]
+        fast = truedraft.accelerate(of, draft=draft, control="fixed")
+        fast.generate(ids(1, 7), max_new_tokens=12, do_sample=False)
+        found.append(drafted)
+    small, large = found
+    assert len(small) > 5 and max(len(tree) for tree in small) > 5
+    for one, other in zip(small, large, strict=True):
+        assert (one.tokens, one.parent) == (other.tokens, other.parent)
+        torch.testing.assert_close(one.confidence, other.confidence, rtol=1e-6, atol=1e-9)
+
+
+def test_a_checkpoint_is_stretched_with_its_target(tmp_path: Path) -> None:
+    """A head in bf16 that was trained for the original, by the folder's name alone."""
+    model = tiny("llama", torch.float32)
+    head: Any = learned("eagle3", model)
+    save_learnt(tmp_path, "eagle3", head, model, head.record(), torch.bfloat16)
+    larger = stretched(model, layers=4, hidden=64)
+    draft = registry.load("drafters", f"eagle3:{tmp_path}")
+    fast = truedraft.accelerate(larger, draft=draft)
+    out = fast.generate(ids(1, 7), max_new_tokens=12, do_sample=False)
+    assert out.equal(model.generate(ids(1, 7), max_new_tokens=12, do_sample=False))
+    found = draft.head.fc.weight
+    assert found.shape == (64, 3 * 64) and found[:32, :32].equal(head.fc.weight[:, :32].bfloat16().float())
+    assert draft.head.layers == tuple(larger.stretch.layers[k] for k in head.layers)
+
+
+def test_a_head_of_another_width_is_refused() -> None:
+    model = tiny("llama", torch.float32)
+    head: Any = learned("eagle3", model)
+    head._record = {**head.record(), "layer": {**head.record()["layer"], "hidden_size": 40}}
+    with pytest.raises(Refused, match="a head of hidden size 40 cannot be stretched"):
+        stretched(model, layers=4, hidden=64).stretch.head(head, lambda record: head)
 
 
 def test_sizes_by_name() -> None:

@@ -9,6 +9,7 @@ from truedraft.errors import Refused
 
 ROOT = Path(__file__).parent
 DRAFTS = {"nano": "nano-draft"}  # embedded model -> its draft model
+HEADS = {"eagle3": "nano-eagle3", "medusa": "nano-medusa"}  # method -> its embedded head, for nano
 
 
 def names() -> list[str]:
@@ -28,6 +29,14 @@ def path(name: str) -> Path:
     near = difflib.get_close_matches(name, available, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(available) or 'none'}"
     raise Refused(f"there is no embedded model {name!r}: {hint}")
+
+
+def head(method: str, model: str | None) -> Path | None:
+    """The folder of the embedded head of a method for an embedded model, None where there is none.
+
+    model: the folder that the model was loaded from, if any.
+    """
+    return ROOT / HEADS[method] if method in HEADS and Path(model or "") == ROOT / "nano" else None
 
 
 def prompt(name: str) -> str:

@@ -17,23 +17,26 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from truedraft.errors import Refused
 
+Module = TypeVar("Module", bound=nn.Module)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose blocks have the modules named below
 INNER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # they read the residual stream, after a norm
 OUTPUT = ("o_proj", "down_proj")  # they add to it
 NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 OF_A_HEAD = ("q_norm", "k_norm")
 TABLES = ("embed_tokens", "lm_head")
+WIDTHS = ("hidden_size", "feature_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rank")
 PROMPTS, LENGTH, TOKENS = 3, 8, 32  # of the check: rows of random tokens, their length, and greedy tokens behind each
 
 
@@ -65,11 +68,58 @@ class LayerMap:
 class Stretch:
     """How a model was stretched, and its measured equality with the original: attribute `stretch` of the model."""
 
+    source: PreTrainedModel  # the original
     layers: LayerMap
     original: int  # width of the original's residual stream
     hidden: int  # width of the stretched model's
     difference: float  # largest absolute difference of logits in the check
     same_text: bool  # whether both chose the same greedy tokens; always so in fp32 and fp64
+
+    def head(self, head: Module, rebuilt: Callable[[dict[str, Any]], Module]) -> Module:
+        """A learned head of the original as one of the stretched model, with the same drafts at the cost of its size.
+
+        Rows of matrices, and the columns behind each vector that they read, are padded with zeros.
+
+        Args:
+            head: with `record`, the configuration from which `rebuilt` makes an untrained head of the larger size.
+
+        Raises:
+            Refused: its width is not that of the original.
+        """
+        larger = rebuilt(self._enlarged(head.record()))  # type: ignore[operator]
+        own, found = head.state_dict(), {}
+        rescales = any(name.endswith("q_norm.weight") for name in own)
+        for name, empty in larger.state_dict().items():
+            module, weight = name.split(".")[-2:][0], own[name]
+            parts = 1 if module in OUTPUT else max(weight.shape[-1] // self.original, 1)
+            if weight.shape == empty.shape:
+                found[name] = weight
+            elif weight.ndim == 2:
+                normed = rescales and module in ("q_proj", "k_proj")
+                scaled = rescaled(weight, self.original, self.hidden) if normed else weight
+                found[name] = padded_weight(scaled, len(empty), empty.shape[1], parts)
+            elif "norm" in name:
+                found[name] = padded_norm(weight, len(empty), parts)
+            else:
+                found[name] = padded_bias(weight, len(empty))
+        larger.load_state_dict(found)
+        return larger
+
+    def _enlarged(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The record of a head with the sizes of the stretched model."""
+        found = dict(record)
+        for name, value in record.items():
+            if isinstance(value, Mapping):
+                found[name] = self._enlarged(value)
+            elif name == "layers":
+                found[name] = tuple(self.layers[layer] for layer in value)
+            elif name == "rms_norm_eps":
+                found[name] = padded_epsilon(value, self.original, self.hidden)
+            elif name == "hidden_size" and value != self.original:
+                raise Refused(f"a head of hidden size {value} cannot be stretched: the target's is {self.original}")
+            elif name in WIDTHS:
+                found[name] = -(-value * self.hidden // self.original)
+        return found
 
 
 def stretched(model: PreTrainedModel, *, layers: int, hidden: int, prompts: Tensor | None = None) -> PreTrainedModel:
@@ -113,7 +163,7 @@ def stretched(model: PreTrainedModel, *, layers: int, hidden: int, prompts: Tens
             f"hidden={hidden}, layers={layers}: the stretched model chooses other tokens than the original (logits "
             f"differ by up to {difference:.2g}): choose a hidden of 4 or 16 times {width}, which rounds least"
         )
-    larger.stretch = Stretch(mapped, width, hidden, difference, same_text)
+    larger.stretch = Stretch(model, mapped, width, hidden, difference, same_text)
     return larger
 
 

@@ -132,16 +132,24 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def save_learnt(folder: Path, name: str, module: nn.Module, model: PreTrainedModel, config: dict[str, Any]) -> None:
+def save_learnt(
+    folder: Path, name: str, module: nn.Module, model: PreTrainedModel, config: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
     """Write a checkpoint atomically.
+
+    Args:
+        dtype: of the matrices in the file, fp32 or bf16; other weights are in fp32.
 
     Raises:
         OSError: it cannot be written; an earlier checkpoint is left as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {n: w.detach().cpu() for n, w in module.state_dict().items()}
+    narrow = sorted(n for n, w in weights.items() if w.is_floating_point() and w.ndim > 1 and dtype == torch.bfloat16)
     arrays = {n: (w.float() if w.is_floating_point() else w).numpy() for n, w in weights.items()}
-    config = {**config, "target": type(model).__name__, "fingerprint": fingerprint(model)}
+    arrays |= {n: weights[n].to(dtype).view(torch.int16).numpy() for n in narrow}  # numpy has no bf16
+    config = {**config, "target": type(model).__name__, "fingerprint": fingerprint(model), "bfloat16": narrow}
     file.write(folder / WEIGHTS, f"{name} drafter", VERSION, config, arrays)
 
 
@@ -161,7 +169,8 @@ def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[s
             f"{name}: {str(folder)!r} was trained for another model (a {config.get('target')}, fingerprint {stored}; "
             f"this is a {type(model).__name__}, {given}): train one for this model"
         )
-    return config, {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
+    weights = {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
+    return config, weights | {n: weights[n].view(torch.bfloat16).float() for n in config.get("bfloat16", ())}
 
 
 def with_weights(module: Callable[[], Module], weights: dict[str, Tensor], name: str, folder: str | Path) -> Module:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from truedraft import assets
 from truedraft.drafters._learned import WEIGHTS, Module, read_learnt, with_weights
 from truedraft.errors import Refused, why
 
@@ -84,19 +85,26 @@ class Format:
 
 
 def read_head(
-    name: str, source: str | PathLike[str], formats: Sequence[Format], model: PreTrainedModel,
+    name: str, source: str | PathLike[str] | None, formats: Sequence[Format], model: PreTrainedModel,
     rebuilt: Callable[[dict[str, Any], PreTrainedModel], Module],
 ) -> Module:  # fmt: skip
     """The head of a checkpoint: trained here, or in the first format that matches.
 
+    For a stretched model (`truedraft.bench.stretched`) it is the head of the original, stretched likewise.
+
     Args:
         name: of the method.
-        source: a folder, or a name on the hub.
+        source: a folder, an embedded head or a name on the hub; None for the embedded head of the target.
         rebuilt: the untrained head of a record that was trained here.
 
     Raises:
         Refused: no such checkpoint, in no format that the method reads, damaged, or not made for this target.
     """
+    if (stretch := getattr(model, "stretch", None)) is not None:
+        head = read_head(name, source, formats, stretch.source, rebuilt)
+        return stretch.head(head, lambda record: rebuilt(record, model))
+    if source is None and (source := assets.head(name, model.config.name_or_path)) is None:
+        raise Refused(f"{name} needs a head: draft='{name}:FOLDER', made by `truedraft train {name}`, or others'")
     folder = folder_of(name, source)
     if (folder / WEIGHTS).exists():
         config, weights = read_learnt(folder, name, model)
@@ -117,7 +125,7 @@ def folder_of(name: str, source: str | PathLike[str]) -> Path:
     Raises:
         Refused: there is none.
     """
-    folder = Path(source).expanduser()
+    folder = assets.ROOT / source if source in assets.HEADS.values() else Path(source).expanduser()
     if folder.is_dir():
         return folder
     text = str(source)

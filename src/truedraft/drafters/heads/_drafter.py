@@ -54,10 +54,6 @@ class HeadDrafter(GrowingDrafter):
     def bind(self, target: Target) -> None:
         if why := self.card.cannot.get(target.family):
             raise Refused(f"{self._name} cannot draft for {type(target.model).__name__}: {why}")
-        if self.model is None:
-            raise Refused(
-                f"{self._name} needs a head: draft='{self._name}:FOLDER', made by `truedraft train`, or others'"
-            )
         if isinstance(self.model, Head):
             self._head = self.model
         else:

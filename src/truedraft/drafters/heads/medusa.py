@@ -89,6 +89,10 @@ class MedusaHeads(nn.Module):
         self.register_buffer("accuracy", torch.zeros(shape.heads, RANKS))
         self.register_buffer("draft_token_ids", torch.arange(rows) if shape.draft_vocabulary else None)
 
+    def record(self) -> dict[str, Any]:
+        """The configuration from which they can be rebuilt."""
+        return {"shape": vars(self.shape)}
+
     def logits(self, head: int, states: Tensor) -> Tensor:
         """A head's logits, (..., draft vocabulary), from the target's states after the final norm, (..., H)."""
         x = states
@@ -145,7 +149,7 @@ class Training(Learner):
         self.module.initialise()
 
     def config(self) -> dict[str, Any]:
-        return {"shape": vars(self.module.shape)}
+        return self.module.record()
 
     def resume(self, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
         own = self.config()["shape"]
@@ -292,8 +296,6 @@ class Medusa(Drafter):
     def bind(self, target: Target) -> None:
         if why := self.card.cannot.get(target.family):
             raise Refused(f"medusa cannot draft for {type(target.model).__name__}: {why}")
-        if self.model is None:
-            raise Refused("medusa needs heads: draft='medusa:model=FOLDER', made by `truedraft train`, or others'")
         if isinstance(self.model, MedusaHeads):
             self.heads = self.model
         else:
