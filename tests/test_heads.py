@@ -226,3 +226,18 @@ def test_features_that_a_head_has_read_are_not_kept() -> None:
     fast.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False)
     assert kept and not any(kept[:-1]), "but for the last pass, which has no room for a draft"
     assert draft.reader._cache is None and not draft.reader._unread
+
+
+def test_reports_have_the_time_in_which_a_head_reads_the_prompt() -> None:
+    model = target()
+    learner = learner_of("eagle3", model)
+    fast = truedraft.accelerate(
+        model, draft=registry.load("drafters", "eagle3", model=learner.module.eval()), control="fixed"
+    )
+    ids = torch.randint(1, 61, (1, 40), generator=torch.Generator().manual_seed(5))
+    fast.generate(ids, max_new_tokens=12, do_sample=False)
+    seconds = fast.report().seconds
+    assert 0 < seconds["draft_prefill"] < seconds["draft"]
+    fast.generate(ids, max_new_tokens=2, do_sample=False)  # one draft
+    seconds = fast.report().seconds
+    assert seconds["draft_prefill"] == seconds["draft"]

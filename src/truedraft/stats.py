@@ -8,6 +8,7 @@ from typing import Any
 
 from truedraft.layout import labelled
 
+NOTABLE = 0.01  # share of a call's time from which it is displayed
 COARSE = ("bfloat16", "float16")  # dtypes in which two ways of computing often lead to different texts
 
 
@@ -60,6 +61,7 @@ class PassTimes:
     control: budgets, cuts, and what the control learns.
     prefill: passes over prompts.
     draft: proposals of drafters.
+    draft_prefill: of these, the first proposals for rows, in which draft models and learned heads read the prompt.
     observe: what drafters do when rows begin and after passes.
     target: passes over drafts, until the device has made them.
     """
@@ -68,6 +70,7 @@ class PassTimes:
     prefill: float = 0.0
     target: float = 0.0
     draft: float = 0.0
+    draft_prefill: float = 0.0
     observe: float = 0.0
     control: float = 0.0
 
@@ -80,8 +83,8 @@ class Report:
     runtime: how passes were computed, and why not faster.
     notes: one sentence for each condition that a caller should notice (rows in lockstep, a lossy rule).
     passes: every pass of the target, the prompt's own first.
-    seconds: wall time by part: measure (measuring costs, a share of each call until they are complete), prefill,
-        draft, observe (updates of drafters when rows begin and after passes), control, target, all.
+    seconds: wall time by part, see `PassTimes`: measure (a share of each call until the costs are measured), prefill,
+        draft, draft_prefill (a part of draft), observe, control, target, and all.
     attributions: spans of the output that were copied from documents, from rules that report them.
     reference: the plain decoding that the guarantee names.
     dtype: of the model, as text.
@@ -183,6 +186,8 @@ class Report:
         yield "speed", f"{self.tokens_per_second:.1f} tokens/s"
         if parts := [part for part in ("prefill", "draft", "target") if part in self.seconds]:
             yield "time", ", ".join(f"{part} {self.seconds[part] / self._working:.0%}" for part in parts)
+            if (first := self.seconds.get("draft_prefill", 0.0) / self._working) >= NOTABLE:
+                yield "", f"the first drafts, for which the prompt is read: {first:.0%}"
         if self.attributions:
             copied, sources = sum(a.end - a.start for a in self.attributions), {a.source for a in self.attributions}
             yield "copied", f"{copied} tokens copied, {len(self.attributions)} spans of {', '.join(sorted(sources))}"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
+from truedraft.drafters._base import Drafter
 from truedraft.engine import Engine
 from truedraft.stats import PassTimes
+from truedraft.tree import DraftTree, Row
 
 P = ParamSpec("P")
 R = TypeVar("R")
-D = TypeVar("D")
+Drafting = Callable[[Drafter, Sequence[Row], Sequence[int]], list[DraftTree]]
 
 # What of an engine is timed, by the method: the part of a pass that it is.
 TIMED = {
@@ -49,17 +51,20 @@ class Stopwatch:
 
         return wrapped
 
-    def timed_drafts(self, f: Callable[Concatenate[D, P], R]) -> Callable[Concatenate[D, P], R]:
-        """`f`, which a drafter is the first argument of: its time counted under `draft`, and for that drafter."""
+    def timed_drafts(self, f: Drafting) -> Drafting:
+        """Drafting, its time counted under `draft` and for the drafter; that of rows' first drafts also under
+        `draft_prefill`."""
         times, drafting = self.times, self.drafting
 
-        def wrapped(drafter: D, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def wrapped(drafter: Drafter, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+            begins = any(row.step == 1 for row in rows)
             start = time.perf_counter()
             try:
-                return f(drafter, *args, **kwargs)
+                return f(drafter, rows, budget)
             finally:
                 spent = time.perf_counter() - start
                 times.draft += spent
+                times.draft_prefill += spent * begins
                 drafting[id(drafter)] = drafting.get(id(drafter), 0.0) + spent
 
         return wrapped
