@@ -30,7 +30,6 @@ from truedraft.bench.stretched import (
 from truedraft.cli import main
 from truedraft.cli._models import load
 from truedraft.drafters._learned import save_learnt
-from truedraft.drafters.heads import medusa
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SHAPES = [(2, 32), (5, 48), (3, 64), (7, 128), (2, 160)]  # of the tiny models, of 2 blocks and width 32
@@ -333,8 +332,7 @@ def test_a_stretched_head_drafts_the_same_trees(name: str, record: dict[str, Any
     larger = stretched(model, layers=4, hidden=hidden)
     head = learned(name, model, **record)
     kind: Any = registry.method("drafters", name)
-    rebuilt = getattr(kind, "rebuilt", None) or medusa._rebuilt
-    same = larger.stretch.head(head, lambda record: rebuilt(record, larger))
+    same = larger.stretch.head(head, lambda record: kind.rebuilt(record, larger))
     assert sum(p.numel() for p in same.parameters()) > 2 * sum(p.numel() for p in head.parameters())
     found = []
     for of, module in ((model, head), (larger, same)):

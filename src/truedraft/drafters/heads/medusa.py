@@ -299,11 +299,16 @@ class Medusa(Drafter):
         if isinstance(self.model, MedusaHeads):
             self.heads = self.model
         else:
-            self.heads = read_head("medusa", self.model, FORMATS, target.model, _rebuilt)
+            self.heads = read_head("medusa", self.model, FORMATS, target.model, self.rebuilt)
         self._tree = static_tree([some[: self.top_k] for some in accuracies(self.heads)], self.nodes)
         self.heads.to(target.device, target.dtype).eval()
         used: list[Any] = [self.heads] if self.heads.lm_heads else [self.heads, target.model.get_output_embeddings()]
         self._linears = Linears(nn.ModuleList(used if target.device.type == "cpu" else []))
+
+    @staticmethod
+    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> MedusaHeads:
+        """The untrained heads of a record, see `MedusaHeads.record`."""
+        return MedusaHeads(HeadsShape(**record["shape"]), model)
 
     @property
     def width(self) -> int:
@@ -361,7 +366,3 @@ class Medusa(Drafter):
     def end(self, row: Row) -> None:
         self._calibration.end(row)
         self._states.pop(id(row), None)
-
-
-def _rebuilt(record: dict[str, Any], model: PreTrainedModel) -> MedusaHeads:
-    return MedusaHeads(HeadsShape(**record["shape"]), model)
