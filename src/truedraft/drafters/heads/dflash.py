@@ -248,9 +248,7 @@ class DFlash(LearnedDrafter):
     depth: int = knob(15, 1, 64)  # drafted positions, at most those of a block; published 15
     top_k: int = knob(1, 1, 256)  # tokens of a position, 1 for a chain; published 1
     nodes: int = knob(24, 1, 1024)  # of a tree; published: the chain
-    drawn: bool = knob(
-        False
-    )  # a chain drawn from the head, for rules that verify such drafts; published: the likeliest
+    drawn: bool = knob(False)  # a chain drawn from the head, for rules that verify such drafts; published False
     formats = formats(DFlashHead)
 
     @staticmethod
