@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 import seq2seq_models
@@ -22,7 +22,9 @@ from foreign.common import features, opened, randomise, save
 from models import V, ragged, tiny
 from truedraft import Refused, registry
 from truedraft.drafters._learned import save_learnt
+from truedraft.drafters.heads._blocks import BlockPass
 from truedraft.drafters.heads._checkpoint import read_head
+from truedraft.runtime import native
 from truedraft.train.batches import Line, Reader
 from truedraft.train.loop import Plan, fit
 from truedraft.tree import Accepted, Row, Scores
@@ -176,7 +178,7 @@ ZLAB = {"mask_token_id": 96, "target_layer_ids": [1, 3, 6]}
         ("dflash", {"dflash_config": 3}, {}, "the dflash_config in its config.json is no object"),
         ("dflash", {"dflash_config": {**ZLAB, "use_swa": True}}, {}, "sliding windows or attention sinks"),
         ("dflash", {"dflash_config": {**ZLAB, "target_layer_ids": [1, 3, 8]}}, {}, "it reads layer 9, but"),
-        ("dflash", {"dflash_config": {**ZLAB, "target_layer_ids": [1, 3]}}, {}, "its fc.weight reads 96 numbers, not 64"),
+        ("dflash", {"dflash_config": {**ZLAB, "target_layer_ids": [1, 3]}}, {}, "its fc.weight reads 96 numbers, not"),
         ("dflash", {"dflash_config": {"target_layer_ids": [1, 3, 6]}}, {}, "its mask_token_id is None"),
         ("dflash", {"dflash_config": {**ZLAB, "mask_token_id": 97}}, {}, "its mask_token_id is 97"),
         ("dflash", {"block_size": None}, {}, "its block_size is None"),
@@ -275,9 +277,9 @@ def test_chains_end_where_nothing_is_allowed_or_the_text_ends(tmp_path: Path) ->
 
 def test_drawn_chains_have_the_distributions_of_their_positions(tmp_path: Path) -> None:
     form, target = FORMATS["dflash"], precise()
-    fast = loaded(target, str(form.write(tmp_path, target, 0)), drawn=True)
-    fast.rule = registry.load("accept", "rejection")
-    propose, drawn = fast.drafter.propose, []
+    draft = registry.load("drafters", "dflash", model=str(form.write(tmp_path, target, 0)), drawn=True)
+    fast = truedraft.accelerate(target, draft=draft, control="fixed", rule="rejection")
+    propose, drawn = draft.propose, []
 
     def checked(rows: Any, budget: Any) -> Any:
         trees = propose(rows, budget)
@@ -290,7 +292,165 @@ def test_drawn_chains_have_the_distributions_of_their_positions(tmp_path: Path) 
                 drawn.append(tree.tokens[1:])
         return trees
 
-    fast.drafter.propose = checked  # type: ignore[method-assign]
+    draft.propose = checked
     torch.manual_seed(0)
     fast.generate(**ragged(target, 3), max_new_tokens=8, do_sample=True, temperature=0.5, top_k=0, pad_token_id=0)
     assert len(set(drawn)) > 10
+
+
+@pytest.mark.parametrize("vocabulary", [0, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_run_in_compiled_layers(dtype: torch.dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide enough for them, the target's output head included; the same numbers as those of torch's layers."""
+    target = FORMATS["dflash"].target(dtype=dtype, hidden_size=384, vocab_size=2000)
+    made = learner(target, vocabulary=vocabulary)
+    made.prepare(torch.arange(2000))
+    head = made.module.to(dtype).eval()
+    assert native.library() is None or len(BlockPass(head)._linears) > 2
+    (found,) = filled(head, target, TOKENS)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert not len(BlockPass(head)._linears)
+    assert apart(found.double(), filled(head, target, TOKENS)[0].double()) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny("llama", torch.float32)
+
+
+def responses(model: PreTrainedModel, count: int, seed: int) -> list[Line]:
+    """Prompts of different lengths with the model's greedy responses."""
+    g = torch.Generator().manual_seed(seed)
+    found: list[Line] = []
+    for i in range(count):
+        prompt = torch.randint(3, V, (1, 2 + i % 3), generator=g)
+        text = model.generate(prompt, attention_mask=prompt.ne(-1), max_new_tokens=24, do_sample=False)[0].tolist()
+        found.append((text[: prompt.shape[1]], text[prompt.shape[1] :]))
+    return found
+
+
+KINDS = [{"block_size": 5}, {"block_size": 4, "vocabulary": 40, "blocks": 1, "layers": "1x2"}]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def trained(request: pytest.FixtureRequest, target: PreTrainedModel, tmp_path_factory: Any) -> tuple[Any, float, float]:
+    """A learner, and its loss before and after a short training."""
+    torch.manual_seed(0)
+    made = learner(target, **request.param)
+    lines = responses(target, 40, seed=1)
+    batch = Reader(target, made.needs.hidden)(lines)
+    made.prepare(torch.tensor([token for _, response in lines for token in response]).bincount(minlength=V))
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield batch
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(made.loss(batch))
+
+    before = loss()
+    plan = Plan(steps=60, lr=1e-2, warmup=5)
+    log = tmp_path_factory.mktemp("dflash") / "log"
+    fit(made.module, made.loss, batches(), plan, validate=dict, save=lambda run: None, log=log)
+    made.module.eval()
+    return made, before, loss()
+
+
+def test_training_lowers_the_loss(trained: tuple[Any, float, float], target: PreTrainedModel) -> None:
+    made, before, after = trained
+    assert after < 0.8 * before
+    assert not any(p.requires_grad for p in target.parameters())
+    matrices, others = made.parameter_groups()
+    assert any(p is made.module.fc.weight for p in matrices)
+    assert any(p is made.module.mask_embedding for p in others)
+
+
+def test_blocks_in_training_are_those_of_drafting(trained: tuple[Any, float, float], target: PreTrainedModel) -> None:
+    """Logits and labels of every anchor, in a batch with padding; the loss with all anchors, and with one at random."""
+    made, lines = trained[0], [(line[0], line[1][: 9 + i]) for i, line in enumerate(responses(target, 3, seed=4))]
+    head, batch = made.module, Reader(target, made.needs.hidden)(lines)
+    ids = torch.arange(V) if head.draft_token_ids is None else head.draft_token_ids
+    width = batch.ids.shape[1]
+    with torch.no_grad():
+        logits, labels = made._filled(batch, torch.arange(1, width)[None].expand(3, -1))
+    terms: list[tuple[float, float]] = []  # of each anchor in the response: loss and weight
+    for row, (prompt, response) in enumerate(lines):
+        text = prompt + response
+        for anchor in range(1, len(text)):
+            (drafted,) = filled(head, target, text[: anchor + 1])
+            total = weights = 0.0
+            torch.testing.assert_close(logits[row, anchor - 1], drafted[:, ids], atol=2e-4, rtol=1e-3)
+            for place in range(head.drafts):
+                at, label = anchor + 1 + place, int(labels[row, anchor - 1, place])
+                token = text[at] if len(prompt) <= at < len(text) else -1
+                assert label == (ids.tolist().index(token) if token in ids else -100)
+                if label >= 0 and len(prompt) <= anchor < len(text) - 1:
+                    total -= 0.8**place * float(drafted[:, ids].log_softmax(-1)[place, label])
+                    weights += 0.8**place
+            terms.append((total, weights))
+    total, weights = (sum(part) for part in zip(*terms, strict=True))
+    assert made.loss(batch).item() == pytest.approx(total / weights, rel=1e-3)
+    one = learner(target, anchors=1, **KINDS[head.draft_token_ids is not None])
+    one.module, first = head, Reader(target, made.needs.hidden)(lines[:1])
+    found = {round(one.loss(first).item(), 3) for _ in range(20)}
+    each = [a / b for a, b in terms[: sum(map(len, lines[0])) - 1] if b]
+    assert len(found) > 3 and all(min(abs(one - other) for other in each) < 2e-3 for one in found)
+
+
+def test_acceptance_in_training_is_that_in_serving(trained: tuple[Any, float, float], target: PreTrainedModel) -> None:
+    """Evaluation on held-out responses gives the passes of decoding them with chains, one at a time."""
+    made, held = trained[0], responses(target, 9, seed=2)
+    read = Reader(target, made.needs.hidden)
+    figures = made.evaluate([read(held[:5]), read(held[5:])])
+    fast = loaded(target, made.module)
+    drafts = made.module.drafts
+    tokens = passes = 0
+    for prompt, response in held:
+        out = fast.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+        assert out[0].tolist() == prompt + response
+        report = fast.report()
+        tokens, passes = tokens + report.tokens - 1, passes + len(report.passes) - 1
+    assert figures["tokens_per_pass"] == pytest.approx(tokens / passes, abs=1e-3)
+    assert tokens / passes > 1.05
+    right, tried = [0] * drafts, [0] * drafts
+    for prompt, response in held:  # acceptance, from drafts at every position
+        text = prompt + response
+        for anchor in range(len(prompt), len(text) - 1):
+            guesses = filled(made.module, target, text[: anchor + 1])[0].argmax(-1).tolist()
+            for place, (guess, token) in enumerate(zip(guesses, text[anchor + 1 :], strict=False)):
+                tried[place] += 1
+                right[place] += guess == token
+                if guess != token:
+                    break
+    assert figures["acceptance"] == [round(a / b, 4) for a, b in zip(right, tried, strict=True) if b]
+
+
+def test_checkpoints_are_read_as_written(
+    trained: tuple[Any, float, float], target: PreTrainedModel, tmp_path: Path
+) -> None:
+    made = trained[0]
+    save_learnt(tmp_path, "dflash", made.module, target, made.config())
+    found, own = read(tmp_path, target).state_dict(), made.module.state_dict()
+    assert own.keys() == found.keys() and all(torch.equal(own[n], found[n]) for n in own)
+    again = learner(target, **{name: getattr(made, name) for name in ("blocks", "block_size", "vocabulary", "layers")})
+    again.resume(json.loads(json.dumps(made.config())), own)
+    assert all(torch.equal(a, b) for a, b in zip(own.values(), again.module.state_dict().values(), strict=True))
+    with pytest.raises(Refused, match="give the same knobs"):
+        learner(target, block_size=9).resume(json.loads(json.dumps(made.config())), own)
+
+
+def test_texts_without_a_block_have_no_loss(target: PreTrainedModel) -> None:
+    made = learner(target)
+    batch = Reader(target, made.needs.hidden)([([5, 6], [7]), ([5, 6, 7], [8])])
+    assert made.loss(batch) == 0 and made.evaluate([batch]) == {"tokens_per_pass": 0.0, "acceptance": []}
+
+
+def test_layers_are_the_published_ones_where_the_target_has_them() -> None:
+    deep = FORMATS["dflash"].target()
+    assert learner(deep, blocks=1).module.layers == (5,) and learner(deep, blocks=3).module.layers == (2, 4, 6)
+    assert learner(tiny(), blocks=5).module.layers == (1, 1, 2)
+    assert learner(deep, layers="1x8").module.layers == (1, 8)
