@@ -182,6 +182,8 @@ ZLAB = {"mask_token_id": 96, "target_layer_ids": [1, 3, 6]}
         ("dflash", {"dflash_config": {"target_layer_ids": [1, 3, 6]}}, {}, "its mask_token_id is None"),
         ("dflash", {"dflash_config": {**ZLAB, "mask_token_id": 97}}, {}, "its mask_token_id is 97"),
         ("dflash", {"block_size": None}, {}, "its block_size is None"),
+        ("dflash", {"num_hidden_layers": "2"}, {}, "its num_hidden_layers is '2'"),
+        ("dflash", {"dflash_config": {**ZLAB, "target_layer_ids": ["1"]}}, {}, "its target_layer_ids are ['1']"),
         ("dflash", {"num_target_layers": 36}, {}, "its num_target_layers is 36, that of the target 8"),
         ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "layers with sliding windows"),
         ("dflash", {"model_type": "gemma"}, {}, "its layers are of the kind 'gemma'"),

@@ -59,11 +59,8 @@ class BlockHead(LearnedHead):
         """
         at = first[..., None, None] + torch.arange(self.block_size, device=first.device)[:, None]
         last = at if self.causal else first[..., None, None] + self.block_size - 1
-        return (
-            (places <= last) & ((places - at).abs() <= window)
-            if window
-            else (places <= last).expand(*at.shape[:-1], -1)
-        )
+        within = (places <= last).expand(*at.shape[:-1], -1)
+        return within & ((places - at).abs() <= window) if window else within
 
 
 class BlockPass:

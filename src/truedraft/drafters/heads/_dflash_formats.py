@@ -18,6 +18,7 @@ from truedraft.drafters.heads._published import (
     own_weights,
     text_config,
 )
+from truedraft.errors import why
 
 ASSISTANT = "muse_glimmer_assistant"  # what transformers calls the model
 Made = Callable[[dict[str, Any], PreTrainedModel], BlockHead]
@@ -53,13 +54,13 @@ def _zlab(made: Made, folder: Foreign, model: PreTrainedModel) -> BlockHead:
     config, own = folder.config, folder.config["dflash_config"]
     if not isinstance(own, dict):
         raise folder.refused("the dflash_config in its config.json is no object")
-    blocks, count = text_config(model).num_hidden_layers, config.get("num_hidden_layers", 0)
+    blocks, count = text_config(model).num_hidden_layers, _whole(folder, config, "num_hidden_layers", 1, 1 << 10)
     check_size(folder, "num_target_layers", config.get("num_target_layers"), blocks)
     ids = own.get("target_layer_ids") or config.get("target_layer_ids")
-    layers = [at + 1 for at in ids] if ids else published_layers(count, blocks)
+    layers = _after(folder, ids) if ids else published_layers(count, blocks)
     record = _record(folder, config, model, layers) | dict(
         block_size=config.get("block_size") or own.get("block_size"), mask_token_id=own.get("mask_token_id"),
-        from_anchor=False, causal=bool(own.get("causal", config.get("is_causal", False))), windows=[0] * count,
+        from_anchor=False, causal=bool(own.get("causal", config.get("is_causal", False))),
         source="z-lab", convention="outputs of blocks" if ids else "default",
     )  # fmt: skip
     if own.get("use_swa") or own.get("attention_sink_bias"):
@@ -73,28 +74,50 @@ def _speculators(made: Made, folder: Foreign, model: PreTrainedModel) -> BlockHe
     if not isinstance(nested, dict):
         raise folder.refused("its config.json has no transformer_layer_config: give one saved by speculators")
     ids = config.get("aux_hidden_state_layer_ids")
-    if not ids:
+    if not isinstance(ids, list):
         raise folder.refused("its config.json has no aux_hidden_state_layer_ids: give one saved by speculators")
     check_size(folder, "target_hidden_size", config.get("target_hidden_size"), text_config(model).hidden_size)
     record = _record(folder, nested, model, ids) | dict(
         block_size=config.get("block_size"), mask_token_id=config.get("mask_token_id"),
         from_anchor=bool(config.get("sample_from_anchor")), causal=bool(config.get("causal")),
-        windows=[0] * nested.get("num_hidden_layers", 0), source="speculators", convention="layers",
+        source="speculators", convention="layers",
     )  # fmt: skip
     return _read(made, folder, model, record, own_weights(folder, model))
 
 
 def _transformers(made: Made, folder: Foreign, model: PreTrainedModel) -> BlockHead:
     """A `MuseGlimmerAssistantModel`; some or all of its layers have a window, which reaches as far forwards as back."""
-    config: Any = CONFIG_MAPPING[ASSISTANT](**{k: v for k, v in folder.config.items() if k != "architectures"})
+    try:
+        config: Any = CONFIG_MAPPING[ASSISTANT](**{k: v for k, v in folder.config.items() if k != "architectures"})
+    except Exception as e:  # transformers' validation raises various exceptions
+        raise folder.refused(f"its config.json describes no {ASSISTANT}: {' '.join(why(e).split())[:200]}") from e
     windows = [config.sliding_window if kind == "sliding_attention" else 0 for kind in config.layer_types]
     given = folder.config | dict(num_hidden_layers=config.num_hidden_layers, layer_types=None)
-    record = _record(folder, given, model, [at + 1 for at in config.target_layer_ids], (ASSISTANT,)) | dict(
+    record = _record(folder, given, model, _after(folder, config.target_layer_ids), (ASSISTANT,)) | dict(
         block_size=config.block_size, mask_token_id=config.mask_token_id, from_anchor=False, causal=False,
         windows=windows, source="transformers", convention="outputs of blocks",
     )  # fmt: skip
     names = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
     return _read(made, folder, model, record, {names.get(n, n): w for n, w in own_weights(folder, model).items()})
+
+
+def _after(folder: Foreign, ids: Any) -> list[int]:
+    """The layers that are the outputs of blocks, numbered from 0 on."""
+    if not isinstance(ids, list) or any(type(at) is not int for at in ids):
+        raise folder.refused(f"its target_layer_ids are {ids!r}: a list of numbers of blocks is needed")
+    return [at + 1 for at in ids]
+
+
+def _whole(folder: Foreign, config: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    """A whole number of a configuration.
+
+    Raises:
+        Refused: it is none, or not in this range.
+    """
+    value = config.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise folder.refused(f"its {name} is {value!r}: a whole number from {least} to {most} is needed")
+    return value
 
 
 def _record(
@@ -114,7 +137,7 @@ def _record(
     check_size(folder, "vocab_size", layer.get("vocab_size"), target.vocab_size)
     return dict(
         layers=checked_layers(folder, layers, model), feature_size=target.hidden_size, layer=fields,
-        blocks=layer.get("num_hidden_layers"), head_norms=True,
+        blocks=_whole(folder, layer, "num_hidden_layers", 1, 1 << 10), head_norms=True,
     )  # fmt: skip
 
 
@@ -123,14 +146,9 @@ def _read(
 ) -> BlockHead:  # fmt: skip
     """The head of a record, with its weights, and its draft vocabulary as target ids."""
     target = text_config(model)
-    for name, least, most in (
-        ("blocks", 1, 1 << 10),
-        ("block_size", 2, 1 << 16),
-        ("mask_token_id", 0, target.vocab_size - 1),
-    ):
-        if type(record[name]) is not int or not least <= record[name] <= most:
-            known = {"blocks": "num_hidden_layers"}.get(name, name)
-            raise folder.refused(f"its {known} is {record[name]!r}: a whole number from {least} to {most} is needed")
+    _whole(folder, record, "block_size", 2, 1 << 16)
+    _whole(folder, record, "mask_token_id", 0, target.vocab_size - 1)
+    record.setdefault("windows", [0] * record["blocks"])
     weights = {
         n.replace("layers.", "decoder_layers.", 1) if n.startswith("layers.") else n: w for n, w in weights.items()
     }

@@ -113,7 +113,9 @@ class Training(HeadLearner):
     anchors: int = knob(32, 1, 4096)  # blocks of a text in a step; published 512
     decay: float = knob(0.8, 0, 1, open=True)  # weight of a position relative to the one before; published exp(-1/7)
     vocabulary: int = knob(0, 0, 1 << 20)  # tokens of a draft vocabulary with a head of its own, 0 for all; published 0
-    layers: str = knob("", form="layers of the target, as in '2x4x6'", reader=spread_layers)  # published: one per block
+    layers: str = knob(
+        "", form="layers of the target, as in '2x4x6'", reader=spread_layers
+    )  # published: as many as blocks
 
     def head(self, model: PreTrainedModel) -> DFlashHead:
         config = model.config.get_text_config(decoder=True)
