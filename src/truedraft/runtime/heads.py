@@ -100,7 +100,7 @@ class TorchHeadPass:
         position = torch.tensor(nodes.position)[at].where(real, 0).to(device)
         mask = _visible(nodes, index)[:, None].to(device)
         rows = torch.tensor(slots, device=device)
-        attends = [partial(_attended, layer, rows, place, mask) for layer in self.cache.layers]
+        attends = [partial(attended, layer, rows, place, mask) for layer in self.cache.layers]
         given = [part[at.to(device)].to(self.head.dtype) for part in (embeds, features)]
         with self._linears.compiled():
             states = self.head(*given, self.head.rotary(given[0], position), attends)[real.to(device)]
@@ -129,7 +129,7 @@ def _visible(nodes: Nodes, index: Tensor) -> Tensor:
     return seen
 
 
-def _attended(
+def attended(
     layer: RowLayer, rows: Tensor, place: Tensor, mask: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Write keys and values at their places, and attend to the visible ones; see `_layers.Attend`."""

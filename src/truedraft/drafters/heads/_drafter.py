@@ -1,4 +1,4 @@
-"""Base class of drafters with an autoregressive head: loading, features, trees."""
+"""Base classes of drafters with a head: loading, features, trees."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.card import method_name, shown
+from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
 from truedraft.drafters._learned import Learner
 from truedraft.drafters.heads._checkpoint import Format, read_head
-from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
@@ -24,24 +25,28 @@ from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps
 SEQ2SEQ = {"encoder-decoder": "its head continues the hidden states of a decoder language model"}
 
 
-class HeadDrafter(GrowingDrafter):
+class LearnedDrafter(Drafter):
     """A drafter with a head trained for its target, which reads the target's hidden states.
 
     Fields of every subclass: model (the folder of a checkpoint, in any of the formats, or its name on the hub; or a
-    `Head`).
+    head).
 
     formats: of checkpoints, see `_checkpoint.Format`; the first that matches is read.
+    kind: the class of its heads. reads: the class of what runs them, a `RowReader` made from a head.
     """
 
+    kind: ClassVar[type[LearnedHead]]
+    reads: ClassVar[Any]
     formats: ClassVar[Sequence[Format]]
     learner: ClassVar[type[Learner]]
     model: Any
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | PathLike | Head | None):
-            raise Refused(f"{self._name}:model={shown(self.model)}: give the folder of a checkpoint, or a Head")
-        self._head: Head | None = None
-        self._reader: HeadReader | None = None
+        if not isinstance(self.model, str | PathLike | self.kind | None):
+            own = self.kind.__name__
+            raise Refused(f"{self._name}:model={shown(self.model)}: give the folder of a checkpoint, or a {own}")
+        self._head: Any = None
+        self._reader: Any = None
         self.forget()
 
     def forget(self) -> None:
@@ -54,27 +59,27 @@ class HeadDrafter(GrowingDrafter):
     def bind(self, target: Target) -> None:
         if why := self.card.cannot.get(target.family):
             raise Refused(f"{self._name} cannot draft for {type(target.model).__name__}: {why}")
-        if isinstance(self.model, Head):
+        if isinstance(self.model, self.kind):
             self._head = self.model
         else:
             self._head = read_head(self.learner.name, self.model, self.formats, target.model, self.rebuilt)
         self._head.to(target.device, target.dtype).eval()
         self.needs = Taps(self._head.layers)
-        self._reader = HeadReader(self._head)
+        self._reader = self.reads(self._head)
 
     @staticmethod
     @abstractmethod
-    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> Head:
-        """The untrained head of a record, see `Head.record`."""
+    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> LearnedHead:
+        """The untrained head of a record, see `LearnedHead.record`."""
 
     @property
-    def head(self) -> Head:
+    def head(self) -> Any:
         """The head that is bound."""
         assert self._head is not None
         return self._head
 
     @property
-    def reader(self) -> HeadReader:
+    def reader(self) -> Any:
         assert self._reader is not None
         return self._reader
 
@@ -87,7 +92,14 @@ class HeadDrafter(GrowingDrafter):
 
     def end(self, row: Row) -> None:
         self._calibration.end(row)
-        super().end(row)
+        self.reader.end(row)
+
+
+class HeadDrafter(LearnedDrafter, GrowingDrafter):
+    """A drafter with an autoregressive head. Fields of every subclass: model, see `LearnedDrafter`."""
+
+    kind = Head
+    reads = HeadReader
 
     def finished(self, growing: GrowingTree) -> DraftTree:
         tree = self.drafted(growing)
@@ -161,7 +173,7 @@ class ConfidenceTree(HeadDrafter):
         row = growing.row
         if self.preferred(row) == "noise" and not row.request.laws.unknown_processors:
             ranked = [self.chosen(growing, node, law, count) for node, law in zip(nodes, laws, strict=True)]
-            return [_by_rank(tokens, law[tokens].tolist()) for tokens, law in zip(ranked, laws, strict=True)]
+            return [by_rank(tokens, law[tokens].tolist()) for tokens, law in zip(ranked, laws, strict=True)]
         chances, tokens = laws.topk(count)
         return [
             [(token, p) for token, p in zip(some, values, strict=True) if p > 0]
@@ -176,7 +188,7 @@ class ConfidenceTree(HeadDrafter):
         return tree.replaced(confidence=(1.0, *(growing.chance[node] for node in best)))
 
 
-def _by_rank(tokens: Sequence[int], law: Sequence[float]) -> list[tuple[int, float]]:
+def by_rank(tokens: Sequence[int], law: Sequence[float]) -> list[tuple[int, float]]:
     """Tokens in the order of the target's noise, with an estimate that each is the one that the target draws.
 
     law: the head's probabilities of the tokens.

@@ -1,4 +1,4 @@
-"""The contract of autoregressive heads: modules that continue the target's features, token by token."""
+"""The contracts of heads: modules that draft from the target's features, at once or token by token."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
 
 
-class Head(nn.Module, ABC):
-    """Predicts the token after each pair of a feature and the token that follows it.
-
-    The feature of a token is made of the target's hidden states there. Of a pair, the feature of token i and token
-    i + 1, the head computes a state, which stands for the feature of token i + 1, and the logits of token i + 2. For
-    drafted tokens the head's own states are the features.
+class LearnedHead(nn.Module, ABC):
+    """Drafts from the target's features: its hidden states at the tokens of a text.
 
     Weights that are the target's (embeddings, output head) are no part of its parameters.
 
@@ -44,7 +40,6 @@ class Head(nn.Module, ABC):
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.config = config
         self.register_buffer("draft_token_ids", None)
-        self.runner: Any = None  # what computes its passes in drafting, once it did
 
     @property
     @abstractmethod
@@ -52,29 +47,11 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """(..., layers * H of the target) to (..., H): the features that pairs are made of."""
-
-    @abstractmethod
-    def forward(self, embeds: Tensor, features: Tensor, rotary: Rotary, attends: Sequence[Attend]) -> Tensor:
-        """The states of pairs, (rows, width, H).
-
-        Args:
-            embeds: (rows, width, H) embeddings of their tokens.
-            features: (rows, width, H), fused, or own states.
-            attends: attention over the cache, by block.
-        """
+        """(..., layers * H of the target) to (..., H): the features that it reads."""
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
         """(..., H) to (..., draft vocabulary)."""
-
-    @abstractmethod
-    def compile(self, program: Program) -> None:
-        """Append its operations: from "embeds" and "features" to "x", the states, and "logits".
-
-        Raises:
-            NotCompilable: there is no compiled pass for it.
-        """
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
@@ -112,6 +89,37 @@ class Head(nn.Module, ABC):
         wide = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
         wide[..., self.draft_token_ids] = logits
         return wide
+
+
+class Head(LearnedHead):
+    """Predicts the token after each pair of a feature and the token that follows it.
+
+    The feature of a token is made of the target's hidden states there. Of a pair, the feature of token i and token
+    i + 1, the head computes a state, which stands for the feature of token i + 1, and the logits of token i + 2. For
+    drafted tokens the head's own states are the features.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: Any):
+        super().__init__(model, config)
+        self.runner: Any = None  # what computes its passes in drafting, once it did
+
+    @abstractmethod
+    def forward(self, embeds: Tensor, features: Tensor, rotary: Rotary, attends: Sequence[Attend]) -> Tensor:
+        """The states of pairs, (rows, width, H).
+
+        Args:
+            embeds: (rows, width, H) embeddings of their tokens.
+            features: (rows, width, H), fused, or own states.
+            attends: attention over the cache, by block.
+        """
+
+    @abstractmethod
+    def compile(self, program: Program) -> None:
+        """Append its operations: from "embeds" and "features" to "x", the states, and "logits".
+
+        Raises:
+            NotCompilable: there is no compiled pass for it.
+        """
 
 
 def begin_program(p: Program, head: Head) -> None:

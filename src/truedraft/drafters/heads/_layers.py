@@ -69,14 +69,18 @@ class HeadAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """(rows, width, input width) to (rows, width, hidden size)."""
-        query, key, value = (
-            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.norms:
-            query, key = self.q_norm(query), self.k_norm(key)
-        found = attend(rotated(query, rotary), rotated(key, rotary), value)
+        query = self._by_head(self.q_proj, x)
+        query = rotated(self.q_norm(query) if self.norms else query, rotary)
+        found = attend(query, *self.keys_values(x, rotary))
         return self.o_proj(found.transpose(1, 2).flatten(2))
+
+    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Keys and values of (rows, width, input width), (rows, KV heads, width, head size) each."""
+        key, value = self._by_head(self.k_proj, x), self._by_head(self.v_proj, x)
+        return rotated(self.k_norm(key) if self.norms else key, rotary), value
+
+    def _by_head(self, part: nn.Linear, x: Tensor) -> Tensor:
+        return part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class HeadMlp(nn.Module):

@@ -24,16 +24,16 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def layer_fields(folder: Foreign, given: Mapping[str, Any]) -> dict[str, Any]:
+def layer_fields(folder: Foreign, given: Mapping[str, Any], kinds: Sequence[str] = KINDS) -> dict[str, Any]:
     """Fields for `_layers.layer_config` of a published configuration of layers; what it leaves out has the defaults of
-    transformers for its `model_type`.
+    transformers for its `model_type`, one of `kinds`.
 
     Raises:
         Refused: layers of another kind, or invalid fields.
     """
     kind = given.get("model_type", "llama")
-    if kind not in KINDS:
-        raise folder.refused(f"its layers are of the kind {kind!r}; give a head with one of {', '.join(KINDS)}")
+    if kind not in kinds:
+        raise folder.refused(f"its layers are of the kind {kind!r}; give a head with one of {', '.join(kinds)}")
     try:
         config: Any = CONFIG_MAPPING[kind](**{k: v for k, v in given.items() if k != "architectures"})
         fields = {name: getattr(config, name) for name in FIELDS}

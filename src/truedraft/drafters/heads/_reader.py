@@ -1,16 +1,17 @@
-"""An autoregressive head run beside the target: features that it has not read, its KV per row, and its passes."""
+"""Heads run beside the target: features that they have not read, their KV per row, and the passes of drafting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from truedraft.caches.rows import RowCache
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.heads import head_pass
 from truedraft.targets.memory import check_room
@@ -54,23 +55,19 @@ class Branches:
     states: dict[int, int] = field(default_factory=dict)
 
 
-class HeadReader:
-    """A head with a KV cache of its own, a slot per row, as a `LevelReader`.
+class RowReader:
+    """What a head has read of each row: a KV cache of its own, a slot per row, and the features that it has not read.
 
-    A row's token i + 1 is read with the feature of token i, at place and position i; its first token is not read.
     Features come from the target's passes (`observe`) and are kept until the head reads them.
 
     slot_rows: row of each slot.
     """
 
-    def __init__(self, head: Head):
-        self.head = head
-        self.passes = head.runner = head.runner or head_pass(head)
+    def __init__(self, head: LearnedHead, passes: Any):
+        self.head, self.passes = head, passes
         self._cache: RowCache | None = None
         self.slot_rows: list[Row] = []
         self._unread: dict[int, Unread] = {}
-        self._branches: dict[int, Branches] = {}
-        self._states: Tensor | None = None  # of the last pass
 
     @property
     def name(self) -> str:
@@ -117,13 +114,12 @@ class HeadReader:
         if row in self.slot_rows:
             slot = self.slot_rows.index(row)
             self._unread.pop(id(row), None)
-            self._branches.pop(id(row), None)
             if self._cache is not None and slot < len(self._cache.lengths):
                 self._cache.release(slot)
             self.slot_rows[slot] = self.slot_rows[-1]
             self.slot_rows.pop()
         if not self.slot_rows:
-            self._cache = self._states = None
+            self._cache = None
             self.passes.attach(None)
 
     def observe(self, rows: Sequence[Row], scores: Scores, accepted: Sequence[Accepted]) -> None:
@@ -131,6 +127,33 @@ class HeadReader:
         for place, (row, one) in enumerate(zip(rows, accepted, strict=True)):
             if not one.ended and id(row) in self._unread:
                 self._unread[id(row)].add(scores.features(place, one.path, self.head.layers))
+
+    def tokens_read(self, row: Row, after: int) -> int | None:
+        if row not in self.slot_rows:
+            return None
+        unread = len(self._unread[id(row)])
+        return max(len(row.tokens) - unread, 0) if unread else None
+
+
+class HeadReader(RowReader):
+    """An autoregressive head as a `LevelReader`.
+
+    A row's token i + 1 is read with the feature of token i, at place and position i; its first token is not read.
+    """
+
+    head: Head
+
+    def __init__(self, head: Head):
+        head.runner = head.runner or head_pass(head)
+        super().__init__(head, head.runner)
+        self._branches: dict[int, Branches] = {}
+        self._states: Tensor | None = None  # of the last pass
+
+    def end(self, row: Row) -> None:
+        self._branches.pop(id(row), None)
+        super().end(row)
+        if not self.slot_rows:
+            self._states = None
 
     def catch_up(self, rows: Sequence[Row]) -> None:
         self._branches.clear()
@@ -167,12 +190,6 @@ class HeadReader:
         last = first + count - len(given)  # embedded prompts have no token ids
         tokens = torch.tensor(row.tokens[max(last - count, 0) : max(last, 0)], dtype=torch.long, device=device)
         return torch.cat([given[first : first + count].to(self.head.dtype), self.head.embed(tokens)])
-
-    def tokens_read(self, row: Row, after: int) -> int | None:
-        if row not in self.slot_rows:
-            return None
-        unread = len(self._unread[id(row)])
-        return max(len(row.tokens) - unread, 0) if unread else None
 
     def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
         nodes, embeds, features, gather = Nodes(), list[Tensor](), list[Tensor](), list[int]()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from truedraft.drafters._learned import Batch, Learner, Metrics
 from truedraft.drafters._losses import IGNORED, LOSSES
 from truedraft.drafters.heads._drafter import SEQ2SEQ
-from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
 from truedraft.targets.kinds import family_of
@@ -51,18 +51,14 @@ class Unrolled:
         return found
 
 
-class UnrolledLearner(Learner):
-    """Training of a `Head`. Subclasses have the knobs steps (of the unrolling), decay (weight of a step relative to the
-    one before), loss_name, vocabulary (tokens of the draft vocabulary, 0 for all), and make the head."""
+class HeadLearner(Learner):
+    """Training of a head. Subclasses have the knob vocabulary (tokens of the draft vocabulary, 0 for all)."""
 
-    steps: int
-    decay: float
-    loss_name: str
     vocabulary: int
-    module: Head
+    module: LearnedHead
 
     @abstractmethod
-    def head(self, model: PreTrainedModel) -> Head:
+    def head(self, model: PreTrainedModel) -> LearnedHead:
         """An untrained head for a target."""
 
     def begin(self, model: PreTrainedModel) -> None:
@@ -70,7 +66,7 @@ class UnrolledLearner(Learner):
             raise Refused(f"{type(model).__name__} is no decoder language model: {why}")
         self.model = model.requires_grad_(False)
         self.module = self.head(model)
-        self.needs = Taps((*self.module.layers, -1))
+        self.needs = Taps(self.module.layers)
 
     def prepare(self, counts: Tensor) -> None:
         """Keep the most frequent tokens in the draft vocabulary, and begin with the target's output head for them."""
@@ -91,6 +87,27 @@ class UnrolledLearner(Learner):
         if {k: v for k, v in config.items() if k in own} != own:
             raise Refused(f"--resume: the checkpoint is of a head {config}, not {own}: give the same knobs")
         self.module.load_state_dict(weights)
+
+    def _labels(self, expected: Tensor, counted: Tensor) -> Tensor:
+        ids = self.module.draft_token_ids
+        if ids is None:
+            return expected.masked_fill(~counted, IGNORED)
+        at = torch.searchsorted(ids, expected.contiguous()).clamp_max(len(ids) - 1)
+        return at.masked_fill(~counted | (ids[at] != expected), IGNORED)
+
+
+class UnrolledLearner(HeadLearner):
+    """Training of a `Head`. Subclasses have the knobs steps (of the unrolling), decay (weight of a step relative to the
+    one before), loss_name and vocabulary, and make the head."""
+
+    steps: int
+    decay: float
+    loss_name: str
+    module: Head
+
+    def begin(self, model: PreTrainedModel) -> None:
+        super().begin(model)
+        self.needs = Taps((*self.module.layers, -1))
 
     def loss(self, batch: Batch) -> Tensor:
         total, weight = torch.zeros(()), 1.0
@@ -152,13 +169,6 @@ class UnrolledLearner(Learner):
     def noised(self, states: Tensor, batch: Batch) -> Tensor:
         """The features with noise, for methods that train with it."""
         return states
-
-    def _labels(self, expected: Tensor, counted: Tensor) -> Tensor:
-        ids = self.module.draft_token_ids
-        if ids is None:
-            return expected.masked_fill(~counted, IGNORED)
-        at = torch.searchsorted(ids, expected.contiguous()).clamp_max(len(ids) - 1)
-        return at.masked_fill(~counted | (ids[at] != expected), IGNORED)
 
     def _teacher(self, batch: Batch, step: int, counted: Tensor) -> Tensor:
         """The target's probabilities, over the draft vocabulary, of the tokens after some pairs at a step."""
