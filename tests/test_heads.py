@@ -17,14 +17,14 @@ from truedraft import registry
 from truedraft.drafters._learned import Batch
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
-from truedraft.drafters.heads._unroll import UnrolledLearner
+from truedraft.drafters.heads._unroll import StepwiseLearner, UnrolledLearner
 from truedraft.runtime.heads import TorchHeadPass
 
-UNROLLED = [
-    name
-    for name in registry.names("drafters")
-    if (learner := registry.method("drafters", name).learner) is not None and issubclass(learner, UnrolledLearner)
-]
+LEARNERS = {name: registry.method("drafters", name).learner for name in registry.names("drafters")}
+UNROLLED, STEPWISE = (
+    [name for name, learner in LEARNERS.items() if learner is not None and issubclass(learner, kind)]
+    for kind in (UnrolledLearner, StepwiseLearner)
+)
 STEPS = 4
 
 
@@ -100,7 +100,7 @@ def test_unrolled_step_is_that_of_drafting(name: str, vocabulary: int) -> None:
             torch.testing.assert_close(trained, plain, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", UNROLLED)
+@pytest.mark.parametrize("name", STEPWISE)
 def test_labels_and_teacher_are_those_of_the_token_after_the_pair(name: str) -> None:
     model, text = target(), torch.randint(0, 61, (14,), generator=torch.Generator().manual_seed(1)).tolist()
     learner = learner_of(name, model)
@@ -152,7 +152,7 @@ def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch:
     assert draft.reader.name == {"compiled": "compiled pass", "torch": "torch"}[passes]
 
 
-@pytest.mark.parametrize("name", UNROLLED)
+@pytest.mark.parametrize("name", STEPWISE)
 def test_acceptance_in_training_is_that_in_serving(name: str) -> None:
     """The reach of a greedy chain at each place where a pass begins: measured by the trainer, and by the engine."""
     model = target()

@@ -228,7 +228,7 @@ class Hydra(StatefulTree):
         needs=("training",),
         cannot=SEQ2SEQ,
         presets={"hydra-published": {"nodes": 63, "top_k": 10}, "hydra-drawn": {"drawn": True}},
-        published="Hydra++ 2.5x to 2.7x; 1.3x over Medusa (Vicuna 7B to 33B, one GPU).",
+        published="Hydra++ up to 2.70x; up to 1.31x over Medusa (Vicuna, one GPU).",
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, its name on the hub, or a HydraHead

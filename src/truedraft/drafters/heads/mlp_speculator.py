@@ -163,7 +163,7 @@ class MlpSpeculator(StatefulTree):
             "mlp-speculator-chain": {"nodes": 3, "depth": 3, "top_k": 1},
             "mlp-speculator-drawn": {"drawn": True},
         },
-        published="2x for Llama 2 13B and Granite 20B in production settings (one GPU).",
+        published="2x to 3x over optimised serving of Llama 2 and Granite models (one GPU).",
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, its name on the hub, or a MlpSpeculatorHead
