@@ -45,6 +45,7 @@ SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enume
     "spectr": {"paths": 2, "length": 1},
     "greedy-multi-draft": {"branches": "2x1"},
     "eagle": {"branches": "2x1"},
+    "dflash-drawn": {"depth": 2},
     "eagle3-drawn": {"depth": 2},
     "hydra-drawn": {"depth": 2},
     "mlp-speculator-drawn": {"depth": 2},

@@ -162,14 +162,12 @@ class Training(HeadLearner):
         walk = Walk(head.drafts)
         for text in (text for batch in batches for text in batch.split(1)):
             length, first = int(text.mask.sum()), max(int(text.loss_mask[0].int().argmax()) - 1, 0)
-            anchors = torch.arange(first + 1, length - 1, device=text.ids.device)
             reach = [0] * first
-            for some in anchors.split(ANCHORS):
-                logits, labels = self._filled(text, some[None])
-                right = logits.argmax(-1) == labels
-                reach += right[0].long().cumprod(-1).sum(-1).tolist()
-            if len(anchors):
-                walk.add(reach, first, length)
+            for begin in range(first + 1, length - 1, ANCHORS):
+                anchors = torch.arange(begin, min(begin + ANCHORS, length - 1), device=text.ids.device)
+                logits, labels = self._filled(text, anchors[None])
+                reach += (logits.argmax(-1) == labels)[0].long().cumprod(-1).sum(-1).tolist()
+            walk.add(reach, first, length)
         return walk.metrics()
 
     def _filled(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,9 +246,7 @@ class DFlash(LearnedDrafter):
     depth: int = knob(15, 1, 64)  # drafted positions, at most those of a block; published 15
     top_k: int = knob(1, 1, 256)  # tokens of a position, 1 for a chain; published 1
     nodes: int = knob(24, 1, 1024)  # of a tree; published: the chain
-    drawn: bool = knob(
-        False
-    )  # a chain drawn from the head, for rules that verify such drafts; published: the likeliest
+    drawn: bool = knob(False)  # a chain drawn from the head, for rules that verify such drafts; published False
     formats = formats(DFlashHead)
 
     @staticmethod
