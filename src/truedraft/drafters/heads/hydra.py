@@ -83,7 +83,7 @@ class Prefix(Head):
         p.fed_back = 1
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """x + SiLU(W x), with a linear map of x where the output is narrower; both have biases."""
 
     def __init__(self, width: int, size: int):
@@ -113,7 +113,7 @@ class HydraHead(StatefulHead):
         size, rows = self.size, record["draft_vocabulary"] or self.vocabulary
         widths = [(step + 2 if record["grounded"] else 1) * size for step in range(self.steps)]
         self.heads = nn.ModuleList(
-            nn.Sequential(*(Block(width if block == 0 else size, size) for block in range(record["blocks"])))
+            nn.Sequential(*(ResidualBlock(width if block == 0 else size, size) for block in range(record["blocks"])))
             for width in widths
         )
         self.drop = nn.Dropout(0.0)
@@ -196,7 +196,7 @@ class Training(StatefulLearner):
         head: Any = self.module
         given: Any = self.model.get_output_embeddings()
         with torch.no_grad():
-            for block in (m for m in head.modules() if isinstance(m, Block)):
+            for block in (m for m in head.modules() if isinstance(m, ResidualBlock)):
                 block.linear.weight.zero_()
                 block.linear.bias.zero_()
                 if isinstance(block.residual, nn.Linear):
