@@ -595,6 +595,23 @@ def test_command_trains_on_given_texts(folder: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("spec", ["hydra:prefix=True,vocabulary=20", "mlp-speculator:tied=True"])
+def test_trained_folder_drafts_by_its_path(
+    spec: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "lines.txt", tmp_path / "out"
+    data.write_text("\n".join(texts(20)))
+    base = ["train", spec, "--target", str(folder), "--data", str(data), "--minutes", "0.01", "--labels", "given"]
+    assert main([*base, "--out", str(out)]) == 0
+    assert f"use it as --draft {spec.partition(':')[0]}:model={out}" in capsys.readouterr().out
+    figures = json.loads((out / LOG).read_text().splitlines()[-1])
+    assert figures["tokens_per_pass"] >= 1 and len(figures["acceptance"]) <= 4
+    model, ids = target(), torch.tensor([[5, 6, 7, 5, 6]])
+    fast = truedraft.accelerate(model, draft=f"{spec.partition(':')[0]}:{out}")
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(fast.generate(ids, max_new_tokens=12, do_sample=False), expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

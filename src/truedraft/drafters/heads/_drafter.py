@@ -35,7 +35,7 @@ class LearnedDrafter(Drafter):
     kind: the class of its heads. reads: the class of what runs them, a `RowReader` made from a head.
     """
 
-    kind: ClassVar[type[LearnedHead]]
+    kind: ClassVar[Any]
     reads: ClassVar[Any]
     formats: ClassVar[Sequence[Format]]
     learner: ClassVar[type[Learner]]
@@ -98,8 +98,8 @@ class LearnedDrafter(Drafter):
 class HeadDrafter(LearnedDrafter, GrowingDrafter):
     """A drafter with an autoregressive head. Fields of every subclass: model, see `LearnedDrafter`."""
 
-    kind = Head
-    reads = HeadReader
+    kind: ClassVar[Any] = Head
+    reads: ClassVar[Any] = HeadReader
 
     def finished(self, growing: GrowingTree) -> DraftTree:
         tree = self.drafted(growing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,14 +96,29 @@ class HeadLearner(Learner):
         return at.masked_fill(~counted | (ids[at] != expected), IGNORED)
 
 
-class UnrolledLearner(HeadLearner):
-    """Training of a `Head`. Subclasses have the knobs steps (of the unrolling), decay (weight of a step relative to the
-    one before), loss_name and vocabulary, and make the head."""
+class StepwiseLearner(HeadLearner):
+    """Training of a head that drafts token by token, with the tokens of the text in the place of drafted ones.
+
+    Subclasses have the knobs steps (tokens after each pair), decay (weight of a step relative to the one before),
+    loss_name and vocabulary, and make the head.
+
+    drafted: positions of a draft that an evaluation measures.
+    """
 
     steps: int
     decay: float
     loss_name: str
-    module: Head
+
+    @property
+    def drafted(self) -> int:
+        return DRAFTED
+
+    @abstractmethod
+    def _passes(self, batch: Batch, tokens: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """By step: (rows, pairs, size) states and (rows, pairs, draft vocabulary) logits.
+
+        tokens: by step, (rows, pairs) ids of the token that it reads; at step 0 that of the pair.
+        """
 
     def begin(self, model: PreTrainedModel) -> None:
         super().begin(model)
@@ -124,7 +139,7 @@ class UnrolledLearner(HeadLearner):
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Acceptance of chains of the likeliest tokens by position, over all positions of the responses, and the tokens
         per pass of decoding them with such drafts."""
-        walk = Walk(DRAFTED)
+        walk = Walk(self.drafted)
         for batch in batches:
             lengths = batch.mask.sum(1).tolist()
             for reach, length, mask in zip(self._reach(batch).tolist(), lengths, batch.loss_mask, strict=True):
@@ -136,7 +151,7 @@ class UnrolledLearner(HeadLearner):
         ids = self.module.draft_token_ids
         alive: Tensor | None = None
         reach: Tensor | None = None
-        for _, logits, _, _, expected in self._unrolled(batch, DRAFTED):
+        for _, logits, _, _, expected in self._unrolled(batch, self.drafted):
             found = logits.argmax(-1)
             found = found if ids is None else ids[found]
             right = found == expected
@@ -149,26 +164,16 @@ class UnrolledLearner(HeadLearner):
         """By step: (rows, pairs, H) states; (rows, pairs, draft vocabulary) logits; a function from counted pairs to
         the target's probabilities there; labels in the draft vocabulary, `IGNORED` where there is no loss; and the
         target ids of the text, -1 beyond it."""
-        head, ids = self.module, batch.ids
+        ids = batch.ids
         pairs = ids.shape[1] - 1
-        tapped = torch.cat([batch.features[layer] for layer in head.layers], -1)[:, :-1]
-        states = self.noised(head.fuse(tapped.to(head.dtype)), batch)
-        causal = torch.ones(pairs, pairs, dtype=torch.bool, device=ids.device).tril()
-        attends = [Unrolled(causal[None, None]) for _ in head.blocks]
         shifted = torch.cat([ids, ids.new_zeros(len(ids), steps + 1)], 1)
         counted = torch.cat([batch.loss_mask, batch.loss_mask.new_zeros(len(ids), steps + 1)], 1)
-        position = torch.arange(pairs, device=ids.device)[None]
-        for step in range(steps):
-            embeds = head.embed(shifted[:, step + 1 : step + 1 + pairs])
-            states = head(embeds, states, head.rotary(embeds, position + step), attends)
+        tokens = [shifted[:, step + 1 : step + 1 + pairs] for step in range(steps)]
+        for step, (states, logits) in enumerate(self._passes(batch, tokens)):
             expected = shifted[:, step + 2 : step + 2 + pairs]
             here = counted[:, step + 2 : step + 2 + pairs]
             labels, teacher = self._labels(expected, here), partial(self._teacher, batch, step)
-            yield states, head.logits(states), teacher, labels, expected.masked_fill(~here, -1)
-
-    def noised(self, states: Tensor, batch: Batch) -> Tensor:
-        """The features with noise, for methods that train with it."""
-        return states
+            yield states, logits, teacher, labels, expected.masked_fill(~here, -1)
 
     def _teacher(self, batch: Batch, step: int, counted: Tensor) -> Tensor:
         """The target's probabilities, over the draft vocabulary, of the tokens after some pairs at a step."""
@@ -176,6 +181,28 @@ class UnrolledLearner(HeadLearner):
         logits = target_logits(self.model, batch.features[-1][rows, places + 1 + step])
         ids = self.module.draft_token_ids
         return (logits if ids is None else logits[:, ids]).softmax(-1)
+
+
+class UnrolledLearner(StepwiseLearner):
+    """Training of a `Head`, unrolled over its own states. Subclasses have the knobs of `StepwiseLearner`."""
+
+    module: Head
+
+    def _passes(self, batch: Batch, tokens: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        head, pairs = self.module, batch.ids.shape[1] - 1
+        tapped = torch.cat([batch.features[layer] for layer in head.layers], -1)[:, :-1]
+        states = self.noised(head.fuse(tapped.to(head.dtype)), batch)
+        causal = torch.ones(pairs, pairs, dtype=torch.bool, device=batch.ids.device).tril()
+        attends = [Unrolled(causal[None, None]) for _ in head.blocks]
+        position = torch.arange(pairs, device=batch.ids.device)[None]
+        for step, some in enumerate(tokens):
+            embeds = head.embed(some)
+            states = head(embeds, states, head.rotary(embeds, position + step), attends)
+            yield states, head.logits(states)
+
+    def noised(self, states: Tensor, batch: Batch) -> Tensor:
+        """The features with noise, for methods that train with it."""
+        return states
 
 
 def target_logits(model: Any, states: Tensor) -> Tensor:

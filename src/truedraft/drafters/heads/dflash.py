@@ -217,12 +217,11 @@ class BlocksInText:
         )  # fmt: skip
         query, key, value = ((part.unflatten(2, (blocks, size))) for part in (query, key, value))
         query = query * query.shape[-1] ** -0.5
-        before = (query.flatten(2, 3) @ keys.mT).unflatten(2, (blocks, size))
-        least = torch.finfo(query.dtype).min
-        own = query @ key.mT
+        before = (query.flatten(2, 3) @ keys.mT).unflatten(2, (blocks, size)).float()
+        own = (query @ key.mT).float()
         if self._causal:
-            own = own.masked_fill(torch.ones_like(own[0, 0, 0], dtype=torch.bool).triu(1), least)
-        weights = torch.cat([before.masked_fill(~self._seen[:, None], least), own], -1).float().softmax(-1)
+            own = own.masked_fill(torch.ones_like(own[0, 0, 0], dtype=torch.bool).triu(1), -torch.inf)
+        weights = torch.cat([before.masked_fill(~self._seen[:, None], -torch.inf), own], -1).softmax(-1)
         weights = weights.to(query.dtype)
         length = keys.shape[2]
         found = (weights[..., :length].flatten(2, 3) @ values).unflatten(2, (blocks, size))
