@@ -27,14 +27,9 @@ SEQ2SEQ = {"encoder-decoder": "its head continues the hidden states of a decoder
 class HeadDrafter(GrowingDrafter):
     """A drafter with a head trained for its target, which reads the target's hidden states.
 
-    Fields of every subclass: model (the folder of a checkpoint, in any of the formats, or its name on the hub; or a
-    `Head`).
-
-    formats: of checkpoints, see `_checkpoint.Format`; the first that matches is read.
+    Fields of every subclass: model (the folder of a checkpoint, or its name on the hub; or a `Head`).
     """
 
-    formats: ClassVar[Sequence[Format]]
-    learner: ClassVar[type[Learner]]
     model: Any
 
     def __post_init__(self) -> None:
@@ -54,22 +49,18 @@ class HeadDrafter(GrowingDrafter):
     def bind(self, target: Target) -> None:
         if why := self.card.cannot.get(target.family):
             raise Refused(f"{self._name} cannot draft for {type(target.model).__name__}: {why}")
-        if self.model is None:
-            raise Refused(
-                f"{self._name} needs a head: draft='{self._name}:FOLDER', made by `truedraft train`, or others'"
-            )
-        if isinstance(self.model, Head):
-            self._head = self.model
-        else:
-            self._head = read_head(self.learner.name, self.model, self.formats, target.model, self.rebuilt)
-        self._head.to(target.device, target.dtype).eval()
+        found = self.model if isinstance(self.model, Head) else self.opened(target.model)
+        self._head = found.placed(target.device, target.dtype)
         self.needs = Taps(self._head.layers)
         self._reader = HeadReader(self._head)
 
-    @staticmethod
     @abstractmethod
-    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> Head:
-        """The untrained head of a record, see `Head.record`."""
+    def opened(self, model: PreTrainedModel) -> Head:
+        """The head for a target, where none was given.
+
+        Raises:
+            Refused: there is none, or it is not for this target.
+        """
 
     @property
     def head(self) -> Head:
@@ -100,6 +91,28 @@ class HeadDrafter(GrowingDrafter):
     def drafted(self, growing: GrowingTree) -> DraftTree:
         """The draft to verify, with the head's probabilities as confidence."""
         return super().finished(growing)
+
+
+class TrainedHeadDrafter(HeadDrafter):
+    """One whose heads are trained here, or read from published checkpoints.
+
+    formats: of checkpoints, see `_checkpoint.Format`; the first that matches is read.
+    """
+
+    formats: ClassVar[Sequence[Format]]
+    learner: ClassVar[type[Learner]]
+
+    def opened(self, model: PreTrainedModel) -> Head:
+        if self.model is None:
+            raise Refused(
+                f"{self._name} needs a head: draft='{self._name}:FOLDER', made by `truedraft train`, or others'"
+            )
+        return read_head(self.learner.name, self.model, self.formats, model, self.rebuilt)
+
+    @staticmethod
+    @abstractmethod
+    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> Head:
+        """The untrained head of a record, see `Head.record`."""
 
 
 class ConfidenceTree(HeadDrafter):
