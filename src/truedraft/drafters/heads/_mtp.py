@@ -60,14 +60,13 @@ class MtpHead(Head):
 
     Args:
         record: layers (that before or after the target's final norm), depths (number of modules), layer (fields of the
-            configuration of plain layers, None for layers of the target's class), raw_states (whether the next depth
-            reads states before the module's final norm).
+            configuration of plain layers, None for layers of the target's class), head_norms (of plain layers' queries
+            and keys), raw_states (whether the next depth reads states before the module's final norm).
         blocks: the decoder layers; by default untrained.
     """
 
     def __init__(self, record: dict[str, Any], model: PreTrainedModel, blocks: Sequence[nn.Module] = ()):
         plain = record["layer"]
-        decoder: Any = model.get_decoder()
         super().__init__(model, layer_config(**plain) if plain else text_config(model))
         self._record, self.layers, self._raw = record, tuple(record["layers"]), record["raw_states"]
         if plain:
@@ -75,6 +74,7 @@ class MtpHead(Head):
             blocks = blocks or [HeadLayer(self.config, norms=record["head_norms"]) for _ in range(record["depths"])]
             self.rotary = rotary_of(self.config)
         else:
+            decoder: Any = model.get_decoder()
             norm = decoder.norm
             blocks = blocks or type(decoder)(_layers_config(model, record["depths"])).layers
             self.rotary = lambda like, positions: decoder.rotary_emb(like, positions)  # not a submodule
