@@ -16,6 +16,8 @@ from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler
 from models import V, ragged, sibling
 from truedraft import Drafter, DraftTree, registry
 from truedraft.drafters._compose import compose
+from truedraft.drafters.heads._mtp import MtpHead
+from truedraft.drafters.heads._unroll import layer_like
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 
@@ -158,9 +160,20 @@ def drafter(
             torch.manual_seed(0)
             learner.begin(model)
         other = {"model": learner.module, **other}
+    if "MTP layers" in needs:
+        other = {"model": mtp_head(model), **other}
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}
     return registry.load("drafters", base, **{**knobs, **other})
+
+
+def mtp_head(model: PreTrainedModel, depths: int = 3) -> MtpHead:
+    """Untrained modules for multi-token prediction, of plain layers, for any model."""
+    layer = layer_like(model.config.get_text_config(decoder=True))
+    record = dict(layers=(-1,), depths=depths, layer=layer, head_norms=False, raw_states=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MtpHead(record, model)
 
 
 @cache

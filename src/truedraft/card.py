@@ -26,7 +26,7 @@ class Card:
     paper: the source, with year.
     idea: one sentence that a newcomer understands.
     family: group of methods (retrieval, draft model, heads, ...).
-    needs: requirements beyond the target ("references", "weights", "training").
+    needs: requirements beyond the target ("references", "training", "MTP layers").
     cannot: target family -> why it is not supported.
     presets: name -> knobs, for published variants.
     published: the paper's own figures; those measured here are in `benchmarks/results/methods.json`.

@@ -135,7 +135,7 @@ def mtp_logits(
 
     def run(depth: int, states: Tensor, later: list[int]) -> Tensor:
         own, config = depths[depth][0], target.config
-        shift = 1.0 if "qwen" in config.model_type and wrong != "norms about zero taken as about one" else 0.0
+        shift = 1.0 if config.model_type == "qwen3_next" and wrong != "norms about zero taken as about one" else 0.0
 
         def norm(x: Tensor, name: str) -> Tensor:
             return rms_norm(x, own[name] + shift, config.rms_norm_eps)

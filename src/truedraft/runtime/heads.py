@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -84,10 +84,8 @@ class TorchHeadPass:
         if cache is None:
             return
         self._linears.refresh()
-        config, device = self.head.config, next(self.head.parameters()).device
-        for layer in cache.layers:
-            if not layer.is_initialized:
-                layer.allocate(config.num_key_value_heads, config.head_dim, self.head.dtype, device)
+        if not cache.layers[0].is_initialized:
+            self.head.allocate(cache)
 
     @torch.no_grad()
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -96,11 +94,16 @@ class TorchHeadPass:
         index, slots = _rows_of(nodes)
         at = index.clamp_min(0)
         real = index >= 0
-        place = torch.tensor(nodes.place)[at].where(real, padding).to(device)
-        position = torch.tensor(nodes.position)[at].where(real, 0).to(device)
-        mask = _visible(nodes, index)[:, None].to(device)
-        rows = torch.tensor(slots, device=device)
-        attends = [partial(attended, layer, rows, place, mask) for layer in self.cache.layers]
+        position = torch.tensor(nodes.position)[at].where(real, 0)
+        pass_nodes = PassNodes(
+            torch.tensor(slots, device=device),
+            torch.tensor(nodes.place)[at].where(real, padding).to(device),
+            torch.tensor(_preceding(nodes))[at].where(real, padding).to(device),
+            (position + 1 - torch.tensor(nodes.base)[at]).where(real, 0).to(device),
+            _visible(nodes, index)[:, None].to(device),
+        )
+        position = position.to(device)
+        attends = [NodeAttention(layer, pass_nodes) for layer in self.cache.layers]
         given = [part[at.to(device)].to(self.head.dtype) for part in (embeds, features)]
         with self._linears.compiled():
             states = self.head(*given, self.head.rotary(given[0], position), attends)[real.to(device)]
@@ -117,27 +120,113 @@ def _rows_of(nodes: Nodes) -> tuple[Tensor, list[int]]:
 
 
 def _visible(nodes: Nodes, index: Tensor) -> Tensor:
-    """(rows, width, places) bool: what each node attends to; padding attends to the first place."""
+    """(rows, width, places) positions of what each node attends to, -1 for other places; padding attends to the first
+    place."""
     base = torch.tensor(nodes.base)[index.clamp_min(0)].where(index >= 0, 1)
     extent = max([*nodes.place, *nodes.base]) + 1
-    seen = torch.arange(extent) < base[..., None]
+    every = torch.arange(extent)
+    seen = every.where(every < base[..., None], -1)
     at = {node: place for place, node in enumerate(index.flatten().tolist())}
     flat = seen.flatten(0, 1)
     for node in range(len(nodes)):
-        if extras := nodes.extra[nodes.extra_from[node] : nodes.extra_from[node + 1]]:
-            flat[at[node], extras] = True
+        some = slice(nodes.extra_from[node], nodes.extra_from[node + 1])
+        if extras := nodes.extra[some]:
+            flat[at[node], extras] = torch.tensor(nodes.extra_position[some])
     return seen
 
 
-def attended(
-    layer: RowLayer, rows: Tensor, place: Tensor, mask: Tensor, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
-    """Write keys and values at their places, and attend to the visible ones; see `_layers.Attend`."""
-    for stored, new in ((layer.keys, key), (layer.values, value)):
-        stored[rows[:, None], :, place] = new.transpose(1, 2).to(stored.dtype)
-    extent = mask.shape[-1]
-    keys, values = layer.keys[rows, :, :extent], layer.values[rows, :, :extent]
-    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+def _preceding(nodes: Nodes) -> list[int]:
+    """The place of the token before each node's: its parent's, or the row's last."""
+    spans = zip(nodes.place, nodes.base, nodes.extra_from, nodes.extra_from[1:], strict=False)
+    found = []
+    for place, base, first, last in spans:
+        if first == last:
+            found.append(max(place - 1, 0))
+        else:
+            found.append(nodes.extra[last - 2] if last - first > 1 else base - 1)
+    return found
+
+
+@dataclass(frozen=True)
+class PassNodes:
+    """The nodes of a pass, (rows, width) each, rows padded to the widest.
+
+    rows: (rows,) their slots. place: where keys and values are written. preceding: the place of the token before.
+    depth: levels below the row's last token, 0 for tokens of the row. seen: (rows, 1, width, places) positions of what
+    each node attends to, -1 for other places. first: positions before it are not attended to, but for a node's own.
+    """
+
+    rows: Tensor
+    place: Tensor
+    preceding: Tensor
+    depth: Tensor
+    seen: Tensor
+    first: int = 0
+
+    @property
+    def extent(self) -> int:
+        """Places that may be attended to."""
+        return self.seen.shape[-1]
+
+    @property
+    def mask(self) -> Tensor:
+        """(rows, 1, width, places) bool."""
+        if self.first == 0:
+            return self.seen >= 0
+        own = self.place.clamp_max(self.seen.shape[-1] - 1)  # padding has a place that is never read
+        return (self.seen >= self.first).scatter(-1, own[:, None, :, None], True)
+
+
+class Written(Protocol):
+    """Where the nodes of a pass are written, and what they attend to.
+
+    rows: (rows,) their slots. place: (rows, width). mask: (rows, 1, width, extent) bool. extent: places to attend to.
+    """
+
+    @property
+    def rows(self) -> Tensor: ...
+    @property
+    def place(self) -> Tensor: ...
+    @property
+    def mask(self) -> Tensor: ...
+    @property
+    def extent(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """Attention of a pass over a layer of its cache; see `_layers.Attend`."""
+
+    layer: RowLayer
+    nodes: Written
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.update(key, value)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=self.nodes.mask, enable_gqa=True)
+
+    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Write keys and values, and return those of all places, as a cache of `transformers` does."""
+        rows, extent = self.nodes.rows, self.nodes.extent
+        for stored, new in ((self.layer.keys, key), (self.layer.values, value)):
+            stored[rows[:, None], :, self.nodes.place] = new.transpose(1, 2).to(stored.dtype)
+        return self.layer.keys[rows, :, :extent], self.layer.values[rows, :, :extent]
+
+
+@dataclass(frozen=True)
+class NodeAttention(CachedAttention):
+    """That of the nodes of drafts, for layers which need more of them than their mask."""
+
+    nodes: PassNodes
+
+    def shifted(self, states: Tensor) -> Tensor:
+        """Write the states of the nodes, (rows, width, size), and return those of the tokens before them."""
+        rows = self.nodes.rows[:, None]
+        self.layer.keys[rows, 0, self.nodes.place] = states.to(self.layer.keys.dtype)
+        return self.layer.keys[rows, 0, self.nodes.preceding]
+
+    def from_position(self, first: int) -> NodeAttention:
+        """It, without what is before a position; every node still attends to itself."""
+        return replace(self, nodes=replace(self.nodes, first=first))
 
 
 def head_pass(head: Any) -> HeadPass:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from truedraft.caches.rows import RowCache
 from truedraft.drafters.heads._head import LearnedHead
 from truedraft.drafters.heads._layers import Attend, Rotary
 from truedraft.drafters.heads._reader import RowReader
-from truedraft.runtime.heads import attended
+from truedraft.runtime.heads import CachedAttention
 from truedraft.runtime.linears import Linears
 from truedraft.tree import Row
 
@@ -63,6 +63,19 @@ class BlockHead(LearnedHead):
         return within & ((places - at).abs() <= window) if window else within
 
 
+@dataclass(frozen=True)
+class BlockNodes:
+    """The nodes of a pass over one block a row, see `runtime.heads.Written`."""
+
+    rows: Tensor
+    place: Tensor
+    mask: Tensor
+
+    @property
+    def extent(self) -> int:
+        return self.mask.shape[-1]
+
+
 class BlockPass:
     """The passes of a head in torch, over the slots of the cache that is attached."""
 
@@ -88,7 +101,8 @@ class BlockPass:
             fused = self.head.fuse(features.to(self.head.dtype))[None]
             rotary = self.head.rotary(fused, place[None])
             for stored, layer in zip(self.cache.layers, self.head.blocks, strict=True):
-                key, value = layer.self_attn.keys_values(fused, rotary)
+                attention: Any = layer.self_attn
+                key, value = attention.keys_values(fused, rotary)
                 stored.keys[at, :, place] = key[0].transpose(0, 1)
                 stored.values[at, :, place] = value[0].transpose(0, 1)
 
@@ -107,7 +121,7 @@ class BlockPass:
         places = torch.arange(max(first) + head.block_size, device=device)
         masks = {window: head.visible(start, places, window)[:, None] for window in set(head.windows)}
         attends = [
-            partial(attended, layer, rows, place, masks[window])
+            CachedAttention(layer, BlockNodes(rows, place, masks[window]))
             for layer, window in zip(self.cache.layers, head.windows, strict=True)
         ]
         with self._linears.compiled():

@@ -28,17 +28,13 @@ SEQ2SEQ = {"encoder-decoder": "its head continues the hidden states of a decoder
 class LearnedDrafter(Drafter):
     """A drafter with a head trained for its target, which reads the target's hidden states.
 
-    Fields of every subclass: model (the folder of a checkpoint, in any of the formats, or its name on the hub; or a
-    head).
+    Fields of every subclass: model (the folder of a checkpoint, or its name on the hub; or a head).
 
-    formats: of checkpoints, see `_checkpoint.Format`; the first that matches is read.
     kind: the class of its heads. reads: the class of what runs them, a `RowReader` made from a head.
     """
 
     kind: ClassVar[Any]
     reads: ClassVar[Any]
-    formats: ClassVar[Sequence[Format]]
-    learner: ClassVar[type[Learner]]
     model: Any
 
     def __post_init__(self) -> None:
@@ -59,18 +55,18 @@ class LearnedDrafter(Drafter):
     def bind(self, target: Target) -> None:
         if why := self.card.cannot.get(target.family):
             raise Refused(f"{self._name} cannot draft for {type(target.model).__name__}: {why}")
-        if isinstance(self.model, self.kind):
-            self._head = self.model
-        else:
-            self._head = read_head(self.learner.name, self.model, self.formats, target.model, self.rebuilt)
-        self._head.to(target.device, target.dtype).eval()
+        found = self.model if isinstance(self.model, self.kind) else self.opened(target.model)
+        self._head = found.placed(target.device, target.dtype)
         self.needs = Taps(self._head.layers)
         self._reader = self.reads(self._head)
 
-    @staticmethod
     @abstractmethod
-    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> LearnedHead:
-        """The untrained head of a record, see `LearnedHead.record`."""
+    def opened(self, model: PreTrainedModel) -> LearnedHead:
+        """The head for a target, where none was given.
+
+        Raises:
+            Refused: there is none, or it is not for this target.
+        """
 
     @property
     def head(self) -> Any:
@@ -93,6 +89,24 @@ class LearnedDrafter(Drafter):
     def end(self, row: Row) -> None:
         self._calibration.end(row)
         self.reader.end(row)
+
+
+class TrainedDrafter(LearnedDrafter):
+    """One whose heads are trained here, or read from published checkpoints.
+
+    formats: of checkpoints, see `_checkpoint.Format`; the first that matches is read.
+    """
+
+    formats: ClassVar[Sequence[Format]]
+    learner: ClassVar[type[Learner]]
+
+    def opened(self, model: PreTrainedModel) -> LearnedHead:
+        return read_head(self.learner.name, self.model, self.formats, model, self.rebuilt)
+
+    @staticmethod
+    @abstractmethod
+    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> LearnedHead:
+        """The untrained head of a record, see `LearnedHead.record`."""
 
 
 class HeadDrafter(LearnedDrafter, GrowingDrafter):

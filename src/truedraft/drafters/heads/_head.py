@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from truedraft.caches.rows import RowCache
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Rotary
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
@@ -43,7 +44,7 @@ class LearnedHead(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def blocks(self) -> Sequence[HeadLayer]: ...
+    def blocks(self) -> Sequence[nn.Module]: ...
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -61,6 +62,21 @@ class LearnedHead(nn.Module, ABC):
         """(...) ids of tokens of the target to (..., H)."""
         table: Any = self.get_input_embeddings()
         return embedding(tokens, table.weight).to(self.dtype)
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers of the cache that its passes use."""
+        return len(self.blocks)
+
+    def allocate(self, cache: RowCache) -> None:
+        """Allocate the layers of a new cache."""
+        c, weight = self.config, next(self.parameters())
+        for layer in cache.layers:
+            layer.allocate(c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
+
+    def placed(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """It, for passes beside a target on a device."""
+        return self.to(device, dtype).eval()
 
     @property
     def output_head(self) -> Any:

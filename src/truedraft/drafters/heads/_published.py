@@ -36,12 +36,17 @@ def layer_fields(folder: Foreign, given: Mapping[str, Any], kinds: Sequence[str]
         raise folder.refused(f"its layers are of the kind {kind!r}; give a head with one of {', '.join(kinds)}")
     try:
         config: Any = CONFIG_MAPPING[kind](**{k: v for k, v in given.items() if k != "architectures"})
-        fields = {name: getattr(config, name) for name in FIELDS}
+        fields = fields_of(config)
     except Exception as e:  # transformers' validation raises various exceptions
         raise folder.refused(f"its config.json describes no layers of the kind {kind!r}: {_line(e)}") from e
+    return fields | {name: bool(getattr(config, name, False)) for name in ("attention_bias", "mlp_bias")}
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Fields for `_layers.layer_config` of the configuration of a model with such layers, biases apart."""
+    fields = {name: getattr(config, name) for name in FIELDS}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    biases = {name: bool(getattr(config, name, False)) for name in ("attention_bias", "mlp_bias")}
-    return {**fields, "head_dim": head_dim, **biases}
+    return {**fields, "head_dim": head_dim}
 
 
 def own_weights(folder: Foreign, model: PreTrainedModel) -> dict[str, Tensor]:

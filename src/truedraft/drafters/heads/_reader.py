@@ -99,14 +99,13 @@ class RowReader:
         weight = next(self.head.parameters())
         if old is not None:
             slots, capacity = max(slots, 2 * old.cursor.slots), max(capacity, old.cursor.capacity)
-        check_room(config, len(self.head.blocks), slots, capacity, weight.dtype, weight.device)
-        cache = RowCache(len(self.head.blocks), slots, capacity)
-        for i, layer in enumerate(cache.layers):
-            layer.allocate(config.num_key_value_heads, config.head_dim, weight.dtype, weight.device)
-            if old is not None:
-                for kept, before in ((layer.keys, old.layers[i].keys), (layer.values, old.layers[i].values)):
-                    kept[: before.shape[0], :, : before.shape[2]] = before
+        check_room(config, self.head.cached_layers, slots, capacity, weight.dtype, weight.device)
+        cache = RowCache(self.head.cached_layers, slots, capacity)
+        self.head.allocate(cache)
         if old is not None:
+            for layer, before in zip(cache.layers, old.layers, strict=True):
+                for kept, written in ((layer.keys, before.keys), (layer.values, before.values)):
+                    kept[: written.shape[0], :, : written.shape[2]] = written
             cache.lengths.extend(old.lengths)
         return cache
 

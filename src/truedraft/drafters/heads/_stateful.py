@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._learned import Batch
-from truedraft.drafters.heads._drafter import ConfidenceTree
+from truedraft.drafters.heads._drafter import ConfidenceTree, TrainedDrafter
 from truedraft.drafters.heads._head import Head, LearnedHead
-from truedraft.drafters.heads._layers import HeadLayer
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import DRAFTED, StepwiseLearner, Unrolled
 from truedraft.runtime.linears import Linears
@@ -40,7 +39,7 @@ class StatefulHead(LearnedHead):
         self.prefix = prefix
 
     @property
-    def blocks(self) -> Sequence[HeadLayer]:
+    def blocks(self) -> Sequence[nn.Module]:
         return [] if self.prefix is None else self.prefix.blocks
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class StatefulReader:
         """Does nothing: the states of the level are needed by the next."""
 
 
-class StatefulTree(ConfidenceTree):
+class StatefulTree(TrainedDrafter, ConfidenceTree):
     """Dynamic trees of a `StatefulHead`, as deep as it has steps at most.
 
     Fields of every subclass: those of `ConfidenceTree`.

@@ -27,7 +27,7 @@ from truedraft.drafters._losses import IGNORED
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters.heads._blocks import BlockHead, BlockReader
 from truedraft.drafters.heads._dflash_formats import formats, published_layers
-from truedraft.drafters.heads._drafter import SEQ2SEQ, LearnedDrafter, by_rank
+from truedraft.drafters.heads._drafter import SEQ2SEQ, TrainedDrafter, by_rank
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._unroll import HeadLearner, layer_like, spread_layers
 from truedraft.drafters.heads._walking import Walk
@@ -229,7 +229,7 @@ class BlocksInText:
 
 
 @dataclass
-class DFlash(LearnedDrafter):
+class DFlash(TrainedDrafter):
     card = Card(
         paper="arXiv 2602.06036 (2026)",
         idea="A small model fills in a whole block of masked tokens in one pass, reading the target's hidden states.",

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
-from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadDrafter
+from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadDrafter, TrainedDrafter
 from truedraft.drafters.heads._eagle import FORMATS, EagleHead, EagleTraining
 from truedraft.tree import Draws
 
 
 @dataclass
-class Eagle(Branching, HeadDrafter):
+class Eagle(TrainedDrafter, Branching, HeadDrafter):
     card = Card(
         paper="arXiv 2401.15077 (2024)",
         idea="A trained layer continues the target's last hidden states, and drafts a tree of fixed shape.",
