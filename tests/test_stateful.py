@@ -20,6 +20,7 @@ from test_head_formats import CHAIN, LATER, TOKENS, TREE, Driven, Paths, assert_
 from test_heads import batch_of, learner_of, plain_attention, target
 from truedraft import Refused, accelerate, registry
 from truedraft.drafters._learned import save_learnt
+from truedraft.drafters.heads import _reader
 from truedraft.drafters.heads._checkpoint import read_head
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._stateful import StatefulHead, StatefulReader
@@ -174,7 +175,8 @@ def plain_logits(head: StatefulHead, features: Tensor, tokens: Sequence[int], dr
 
 @pytest.mark.parametrize(("name", "given"), KNOBS)
 def test_drafts_are_those_of_the_plain_head(name: str, given: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In batches of rows of different lengths, with rows that leave: the logits at every node of every drafted tree."""
+    """In batches of rows of different lengths, with rows that leave and prompts read in pieces: the logits at every
+    node of every drafted tree."""
     model = target()
     head = learner_of(name, model, **given).module.eval()
     compared = 0
@@ -193,6 +195,7 @@ def test_drafts_are_those_of_the_plain_head(name: str, given: dict, monkeypatch:
         return logits
 
     monkeypatch.setattr(StatefulReader, "expand", checked)
+    monkeypatch.setattr(_reader, "CHUNK", 3)
     fast = accelerate(model, draft=registry.load("drafters", name, model=head), control="fixed")
     inputs: dict[str, Any] = ragged(model, 3)
     kwargs: dict[str, Any] = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
