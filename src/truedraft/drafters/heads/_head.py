@@ -44,7 +44,7 @@ class Head(nn.Module, ABC):
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.config = config
         self.register_buffer("draft_token_ids", None)
-        self.runner: Any = None  # what computes its passes in drafting, once it did
+        self.runner: Any = None  # computes its passes; None for the best here, one per reader, as each has a cache
 
     @property
     @abstractmethod
@@ -84,6 +84,11 @@ class Head(nn.Module, ABC):
         """(...) ids of tokens of the target to (..., H)."""
         table: Any = self.get_input_embeddings()
         return embedding(tokens, table.weight).to(self.dtype)
+
+    @property
+    def target_embeddings(self) -> Any:
+        """The target's embeddings."""
+        return self._shared[0]
 
     @property
     def output_head(self) -> Any:

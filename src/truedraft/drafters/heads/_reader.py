@@ -65,7 +65,7 @@ class HeadReader:
 
     def __init__(self, head: Head):
         self.head = head
-        self.passes = head.runner = head.runner or head_pass(head)
+        self.passes = head.runner or head_pass(head)
         self._cache: RowCache | None = None
         self.slot_rows: list[Row] = []
         self._unread: dict[int, Unread] = {}

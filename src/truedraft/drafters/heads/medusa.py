@@ -26,7 +26,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._learned import Batch, Learner, Metrics
 from truedraft.drafters._trees import likeliest_paths
-from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
+from truedraft.drafters.heads._checkpoint import Foreign, Format, check_target, loaded, read_head
 from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._unroll import target_logits
 from truedraft.drafters.heads._walking import Walk
@@ -296,6 +296,7 @@ class Medusa(Drafter):
         if self.model is None:
             raise Refused("medusa needs heads: draft='medusa:FOLDER', made by `truedraft train`, or others'")
         if isinstance(self.model, MedusaHeads):
+            check_target("medusa", self.model.target[0].get_input_embeddings(), target.model)
             self.heads = self.model
         else:
             self.heads = read_head("medusa", self.model, self.formats, target.model, _rebuilt)
