@@ -212,7 +212,9 @@ def test_features_that_a_head_has_read_are_not_kept() -> None:
     assert draft.reader._cache is None and not draft.reader._unread
 
 
-PUBLISHED = """0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"""  # paths of ranks
+PUBLISHED = (
+    """0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"""  # paths of ranks
+)
 
 
 def test_published_tree_of_eagle_has_its_paths() -> None:
@@ -248,7 +250,8 @@ def test_shapes_of_trees(text: str, shape: tuple[tuple[int, ...], ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "2x", "2x0", "2x0.0", "2x1.1.1", "2x-1.2", "2x.1", "2x1.", "1025", "32x32", "1x" * 1024 + "1"]
+    "text",
+    ["", "0", "-1", "2x", "2x0", "2x0.0", "2x1.1.1", "2x-1.2", "2x.1", "2x1.", "1025", "32x32", "1x" * 1024 + "1"],
 )
 def test_shapes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError):

@@ -127,18 +127,6 @@ def folder_of(name: str, source: str | PathLike[str]) -> Path:
         raise Refused(f"{name}: {text!r} is no folder here, and cannot be loaded from the hub: {why(e)}") from e
 
 
-def check_target(name: str, made_for: Any, model: PreTrainedModel) -> None:
-    """Raises:
-    Refused: a given head was made for a model of other sizes; `made_for` are the embeddings of that.
-    """
-    given: Any = model.get_input_embeddings()
-    own, other = (" x ".join(map(str, table.weight.shape)) for table in (made_for, given))
-    if own != other:
-        raise Refused(
-            f"{name}: model= is a head for a target with embeddings of {own}, this one's are {other}: give its own head"
-        )
-
-
 def loaded(module: Module, weights: Mapping[str, Tensor], source: str) -> Module:
     """A module with the weights of a checkpoint, all of them.
 

@@ -14,8 +14,8 @@ from truedraft.card import method_name, shown
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
 from truedraft.drafters._learned import Learner
-from truedraft.drafters.heads._checkpoint import Format, check_target, read_head
-from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._checkpoint import Format, read_head
+from truedraft.drafters.heads._head import Head, check_target
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
@@ -59,7 +59,7 @@ class HeadDrafter(GrowingDrafter):
                 f"{self._name} needs a head: draft='{self._name}:FOLDER', made by `truedraft train`, or others'"
             )
         if isinstance(self.model, Head):
-            check_target(self._name, self.model.target_embeddings, target.model)
+            check_target(self._name, self.model.target_sizes, target.model)
             self._head = self.model
         else:
             self._head = read_head(self.learner.name, self.model, self.formats, target.model, self.rebuilt)

@@ -12,6 +12,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Rotary
+from truedraft.errors import Refused
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
 
@@ -28,6 +29,7 @@ class Head(nn.Module, ABC):
     layers: layers of the target that its features are made of, numbered as in `Taps`.
     config: configuration of its decoder layers.
     blocks: its decoder layers, in order.
+    target_sizes: of the target that it was made for, see `sizes_of`.
     vocabulary: V of the target.
     draft_token_ids: (draft vocabulary,) target ids of its logits, ascending; None where they are those of the target.
     rotary: see `_layers.rotary_of`.
@@ -41,6 +43,7 @@ class Head(nn.Module, ABC):
     def __init__(self, model: PreTrainedModel, config: Any):
         super().__init__()
         self._shared = (model.get_input_embeddings(), model.get_output_embeddings())  # not submodules
+        self.target_sizes = sizes_of(model)
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.config = config
         self.register_buffer("draft_token_ids", None)
@@ -86,11 +89,6 @@ class Head(nn.Module, ABC):
         return embedding(tokens, table.weight).to(self.dtype)
 
     @property
-    def target_embeddings(self) -> Any:
-        """The target's embeddings."""
-        return self._shared[0]
-
-    @property
     def output_head(self) -> Any:
         """The target's output head."""
         return self._shared[1]
@@ -117,6 +115,22 @@ class Head(nn.Module, ABC):
         wide = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
         wide[..., self.draft_token_ids] = logits
         return wide
+
+
+def sizes_of(model: PreTrainedModel) -> tuple[int, int]:
+    """Vocabulary and hidden size of a target."""
+    config = model.config.get_text_config(decoder=True)
+    return config.vocab_size, config.hidden_size
+
+
+def check_target(name: str, sizes: tuple[int, int], model: PreTrainedModel) -> None:
+    """Raises:
+    Refused: a head was made for a target of other sizes.
+    """
+    given = sizes_of(model)
+    if sizes != given:
+        own, other = (f"{count:,} tokens and hidden size {size}" for count, size in (sizes, given))
+        raise Refused(f"{name}: model= is a head for a target of {own}, and this one has {other}: give its own head")
 
 
 def begin_program(p: Program, head: Head) -> None:

@@ -26,8 +26,9 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._learned import Batch, Learner, Metrics
 from truedraft.drafters._trees import likeliest_paths
-from truedraft.drafters.heads._checkpoint import Foreign, Format, check_target, loaded, read_head
+from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
 from truedraft.drafters.heads._drafter import SEQ2SEQ
+from truedraft.drafters.heads._head import check_target, sizes_of
 from truedraft.drafters.heads._unroll import target_logits
 from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
@@ -76,7 +77,7 @@ class MedusaHeads(nn.Module):
     def __init__(self, shape: HeadsShape, model: PreTrainedModel):
         super().__init__()
         self.shape = shape
-        self.target = (model,)  # not a submodule
+        self.target, self.target_sizes = (model,), sizes_of(model)  # not a submodule
         config = model.config.get_text_config(decoder=True)
         size, heads = config.hidden_size, range(shape.heads)
         self.blocks = nn.ModuleList(
@@ -296,7 +297,7 @@ class Medusa(Drafter):
         if self.model is None:
             raise Refused("medusa needs heads: draft='medusa:FOLDER', made by `truedraft train`, or others'")
         if isinstance(self.model, MedusaHeads):
-            check_target("medusa", self.model.target[0].get_input_embeddings(), target.model)
+            check_target("medusa", self.model.target_sizes, target.model)
             self.heads = self.model
         else:
             self.heads = read_head("medusa", self.model, self.formats, target.model, _rebuilt)
