@@ -226,7 +226,11 @@ def test_tensors_of_another_type_or_shape_are_refused(
 # ---------------------------------------------------------------- layouts
 
 LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {  # a tensor and a configuration, as public code writes them
-    "P-EAGLE": [("mask_hidden", {}), ("fc.weight", {"architectures": ["PEagleDraftModel"]})],
+    "P-EAGLE": [
+        ("mask_hidden", {}),
+        ("fc.weight", {"architectures": ["PEagleDraftModel"]}),
+        ("fc.weight", {"speculators_model_type": "peagle"}),
+    ],
     "DeepSpec's EAGLE-3": [("layers.0.hidden_norm.weight", {"architectures": ["Qwen3Eagle3Model"]})],
     "EAGLE-3 with latent attention": [("midlayer.o_proj.weight", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]})],
     "EAGLE-3 of several layers by SGLang": [("additional_layers.0.mlp.up_proj.weight", {})],
@@ -240,7 +244,7 @@ LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {  # a tensor and a confi
     "Domino": [("prefix_gru.weight_ih_l0", {"dflash_config": {"projector_type": "domino"}})],
     "Gemma's assistant": [("pre_projection.weight", {})],
     "PARD": [("layers.0.mlp.up_proj.weight", {"pard_token": 9})],
-    "PARD-2": [("layers.0.mlp.up_proj.weight", {"pard2_target_layers": [-1]})],
+    "PARD-2": [("layers.0.mlp.up_proj.weight", {"pard2_target_layers": [-1], "pard_token": 9})],
     "UNO": [("base.lora_A.weight", {"uno_mask_token_id": 9})],
 }
 

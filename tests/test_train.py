@@ -585,18 +585,18 @@ def test_command_trains_a_drafter_of_a_decoder(
         assert len(error) == 1 and message in error[0], error
 
 
-@pytest.mark.parametrize("out", ["plain", "with=sign"])
+@pytest.mark.parametrize(("name", "out"), [("eagle2", "plain"), ("eagle2", "with=sign"), ("eagle2-published", "plain")])
 def test_command_prints_a_draft_that_can_be_used(
-    out: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, out: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the drafter that was given, whose heads another drafter may share."""
     data = tmp_path / "lines.txt"
     data.write_text("\n".join(texts(20)))
-    base = ["train", "eagle2", "--target", str(folder), "--data", str(data), "--minutes", "0.01", "--labels", "given"]
+    base = ["train", name, "--target", str(folder), "--data", str(data), "--minutes", "0.01", "--labels", "given"]
     assert main([*base, "--out", str(tmp_path / out)]) == 0
     spec = capsys.readouterr().out.strip().rpartition(" ")[2]
-    assert spec.startswith("eagle2:")
-    for draft in (spec, spec.replace("eagle2", "eagle", 1)):
+    assert spec.startswith(f"{name}:")
+    for draft in (spec, spec.replace(name, "eagle", 1)):
         truedraft.accelerate(target(), draft=draft).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
 
 

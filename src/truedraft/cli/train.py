@@ -131,6 +131,7 @@ def _placed(model: PreTrainedModel, device: str) -> PreTrainedModel:
 def _learner(spec: str) -> Any:
     """The learner of a drafter, from its name and training knobs."""
     name, knobs = registry.parsed(spec)
+    name, _ = registry.presets("drafters").get(name, (name, {}))
     learner = registry.method("drafters", name).learner
     if learner is None:
         trainable = [n for n in registry.names("drafters") if registry.method("drafters", n).learner is not None]
