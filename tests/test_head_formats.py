@@ -198,7 +198,7 @@ def changed(folder: Path, config: dict[str, Any], weights: dict[str, Tensor | No
         ("eagle3", {}, {"fc.weight": None}, "it lacks the matrix fc.weight"),
         ("eagle3", {}, {"fc.weight": torch.ones(32, 100)}, "its fc.weight reads 100 numbers"),
         ("eagle3", {}, {"midlayer.hidden_norm.weight": None}, "lacks midlayer.hidden_norm.weight"),
-        ("eagle3", {}, {"mask_hidden": torch.ones(3)}, "has foreign mask_hidden"),
+        ("eagle3", {}, {"mask_token": torch.ones(3)}, "has foreign mask_token"),
         ("eagle3", {}, {"norm.weight": torch.ones(16)}, "norm.weight (16,) instead of (32,)"),
         ("eagle3", {}, {"d2t": None}, "it lacks d2t: its lm_head has 41 rows, the target 97 tokens"),
         ("eagle3", {}, {"d2t": torch.zeros(40).long()}, "its d2t is 40, that of the target 41"),

@@ -14,11 +14,13 @@ import truedraft
 from models import tiny
 from test_knobs import knobs
 from truedraft import registry
+from truedraft.drafters._growing import branched
 from truedraft.drafters._learned import Batch
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import StepwiseLearner, UnrolledLearner
 from truedraft.runtime.heads import TorchHeadPass
+from truedraft.tree import DraftTree
 
 LEARNERS = {name: registry.method("drafters", name).learner for name in registry.names("drafters")}
 UNROLLED, STEPWISE = (
@@ -246,3 +248,49 @@ def test_reports_have_the_time_in_which_a_head_reads_the_prompt() -> None:
     fast.generate(ids, max_new_tokens=2, do_sample=False)  # one draft
     seconds = fast.report().seconds
     assert seconds["draft_prefill"] == seconds["draft"]
+
+
+PUBLISHED = (
+    """0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"""  # paths of ranks
+)
+
+
+def test_published_tree_of_eagle_has_its_paths() -> None:
+    model = target()
+    draft = registry.load("drafters", "eagle-published", model=learner_of("eagle", model).module.eval())
+    fast, found = truedraft.accelerate(model, draft=draft, control="fixed"), list[DraftTree]()
+    propose = draft.propose
+
+    def proposed(rows: Any, budget: Sequence[int]) -> Any:
+        found.extend(propose(rows, budget))
+        return found[-len(rows) :]
+
+    draft.propose = proposed
+    fast.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False)
+    tree = found[0]
+    ranks = [str(tree.parent[:node].count(parent)) for node, parent in enumerate(tree.parent)]
+    paths = ["".join(ranks[at] for at in tree.path(node)[1:]) for node in range(1, len(tree))]
+    assert sorted(paths) == sorted(PUBLISHED.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("4", ((4,),)),
+        ("2x3x1", ((2,), (3, 3), (1,) * 6)),
+        ("3x2.1x2", ((3,), (2, 1, 0), (2, 2, 2))),
+        ("2x0.1x1", ((2,), (0, 1), (1,))),
+        ("1024", ((1024,),)),
+    ],
+)
+def test_shapes_of_trees(text: str, shape: tuple[tuple[int, ...], ...]) -> None:
+    assert branched(text) == shape
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-1", "2x", "2x0", "2x0.0", "2x1.1.1", "2x-1.2", "2x.1", "2x1.", "1025", "32x32", "1x" * 1024 + "1"],
+)
+def test_shapes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        branched(text)

@@ -568,7 +568,7 @@ def test_command_trains_a_drafter_of_a_decoder(
     base = ["train", "eagle3", "--target", str(folder), "--data", str(data), "--out", str(out), "--device", "cpu"]
     options = ["--max-new-tokens", "9", "--temperature", "0.7", "--chat", "--seed", "3", "--batch", "256"]
     assert main([*base, *options, "--minutes", "0.01", "--every", "0.002"]) == 0
-    assert f"use it as --draft eagle3:model={out}" in capsys.readouterr().out
+    assert f"use it as --draft eagle3:{out}" in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} == {WEIGHTS, STATE, LOG, CURVES, "responses"}
     steps = [json.loads(line)["steps"] for line in (out / LOG).read_text().splitlines()]
     assert main([*base, *options, "--minutes", "0.02", "--resume"]) == 0
@@ -583,6 +583,21 @@ def test_command_trains_a_drafter_of_a_decoder(
         assert main([*base, *given, *changes]) == 2
         error = capsys.readouterr().err.splitlines()
         assert len(error) == 1 and message in error[0], error
+
+
+@pytest.mark.parametrize(("name", "out"), [("eagle2", "plain"), ("eagle2", "with=sign"), ("eagle2-published", "plain")])
+def test_command_prints_a_draft_that_can_be_used(
+    name: str, out: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the drafter that was given, whose heads another drafter may share."""
+    data = tmp_path / "lines.txt"
+    data.write_text("\n".join(texts(20)))
+    base = ["train", name, "--target", str(folder), "--data", str(data), "--minutes", "0.01", "--labels", "given"]
+    assert main([*base, "--out", str(tmp_path / out)]) == 0
+    spec = capsys.readouterr().out.strip().rpartition(" ")[2]
+    assert spec.startswith(f"{name}:")
+    for draft in (spec, spec.replace(name, "eagle", 1)):
+        truedraft.accelerate(target(), draft=draft).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
 
 
 def test_command_trains_on_given_texts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def train(
         bool, Option("--resume", help="Continue the run in the folder from its last validation.")
     ] = False,
 ) -> None:
-    """Train a drafter for a model on the model's responses; use it as `--draft NAME:model=FOLDER`.
+    """Train a drafter for a model on the model's responses; use it as `--draft NAME:FOLDER`.
 
     \f
     Raises Refused, before any work: a file, folder, model or drafter cannot be used.
@@ -109,7 +109,12 @@ def train(
         Plan(minutes=minutes, lr=lr, every=every, bf16=bf16, seed=seed), answers=answers if labels == "given" else None,
         how=Responding(max_new_tokens, max_length, temperature, chat, seed), batch=batch, resume=resume,
     )  # fmt: skip
-    print(f"{out}: use it as --draft {learner.name}:model={out}")
+    print(f"{out}: use it as --draft {_draft(registry.parsed(drafter)[0], out)}")
+
+
+def _draft(name: str, folder: Path) -> str:
+    """The spec of a drafter with a checkpoint."""
+    return f"{name}:model={folder}" if "=" in str(folder) else f"{name}:{folder}"
 
 
 def _check_device(device: str) -> None:
@@ -126,6 +131,7 @@ def _placed(model: PreTrainedModel, device: str) -> PreTrainedModel:
 def _learner(spec: str) -> Any:
     """The learner of a drafter, from its name and training knobs."""
     name, knobs = registry.parsed(spec)
+    name, _ = registry.presets("drafters").get(name, (name, {}))
     learner = registry.method("drafters", name).learner
     if learner is None:
         trainable = [n for n in registry.names("drafters") if registry.method("drafters", n).learner is not None]

@@ -16,7 +16,10 @@ from truedraft.drafters._base import Drafter
 from truedraft.tree import DraftTree, Draws, Row
 
 NODES = 1024  # most nodes of a tree given by its branching factors
-BRANCHES = f"how many children a node has, level by level, as in '4x2x1', {NODES:,} nodes in all at most"
+BRANCHES = (
+    f"how many children a node has, level by level, as in '4x2x1', or node by node, as in '2x2.1'; {NODES:,} nodes in "
+    "all at most"
+)
 
 
 @dataclass(eq=False)
@@ -32,6 +35,7 @@ class GrowingTree:
     score: node -> the method's score of it.
     chance: node -> the probability that it is right if its parent is, as its drafter estimates it.
     arrival: node -> its arrival time, for stochastic beam search.
+    place: node -> its place in its level, in trees of a given shape.
     budget: most nodes of the finished draft.
     """
 
@@ -47,6 +51,7 @@ class GrowingTree:
     score: dict[int, float] = field(default_factory=dict)
     chance: dict[int, float] = field(default_factory=dict)
     arrival: dict[int, float] = field(default_factory=dict)
+    place: dict[int, int] = field(default_factory=dict)
     budget: int = 0
 
     def __post_init__(self) -> None:
@@ -210,24 +215,36 @@ class GrowingDrafter(Drafter):
 
 
 class Branching(GrowingDrafter):
-    """Trees with a fixed number of children per node at each level.
+    """Trees of a given shape: a number of children per level, or per node of a level.
 
-    Further fields of every subclass: branches, as in "4x2x1".
+    Further fields of every subclass: branches, see `branched`.
     """
 
     branches: str
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        self._factors = branched(self.branches)
+        self._shape = branched(self.branches)
 
     @property
     def width(self) -> int:
-        return nodes_of(self._factors)
+        return nodes_of(self._shape)
 
     @property
     def levels(self) -> int:
-        return len(self._factors)
+        return len(self._shape)
+
+    def children_of(self, growing: GrowingTree, node: int) -> int:
+        """How many children a node has in the shape."""
+        depth = growing.depth[node]
+        return self._shape[depth][growing.place.get(node, 0)] if depth < len(self._shape) else 0
+
+    def branch(self, growing: GrowingTree, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
+        """Add the first children of a node, see `GrowingTree.add`; returns those that have children in the shape."""
+        first = sum(self._shape[growing.depth[node]][: growing.place.get(node, 0)])
+        added = growing.add(node, tokens, law)
+        growing.place |= {child: first + i for i, child in enumerate(added)}
+        return [child for child in added if self.children_of(growing, child)]
 
 
 def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
@@ -247,22 +264,29 @@ def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor
     return torch.cat(scores).softmax(-1).nan_to_num_(0.0)
 
 
-def branched(text: str) -> tuple[int, ...]:
-    """Branching factors of the levels from the root on: "4x2x1" has four children below the root, two below each.
+def branched(text: str) -> tuple[tuple[int, ...], ...]:
+    """By level from the root on, the number of children of each of its nodes.
+
+    "4x2x1" has four children below the root, two below each, and one below each of these. "3x2.1" has three below the
+    root, and of these the first two have two and one; nodes that are left out have none.
 
     Raises:
         ValueError: another format, or a tree of more than `NODES` nodes.
     """
-    factors = tuple(map(int, text.split("x")))
-    if len(factors) > NODES or not all(1 <= factor <= NODES for factor in factors) or nodes_of(factors) > NODES:
+    shape: list[tuple[int, ...]] = []
+    nodes = 1
+    for level in text.split("x"):
+        counts = [int(count) for count in level.split(".")]
+        counts = counts * nodes if len(counts) == 1 else counts + [0] * (nodes - len(counts))
+        if len(counts) != nodes or min(counts) < 0 or not 1 <= sum(counts) <= NODES or nodes_of(shape) > NODES:
+            raise ValueError
+        nodes = sum(counts)
+        shape.append(tuple(counts))
+    if nodes_of(shape) > NODES:
         raise ValueError
-    return factors
+    return tuple(shape)
 
 
-def nodes_of(factors: Sequence[int]) -> int:
-    """Nodes below the root of a tree with these branching factors."""
-    level = total = 1
-    for factor in factors:
-        level *= factor
-        total += level
-    return total - 1
+def nodes_of(shape: Sequence[Sequence[int]]) -> int:
+    """Nodes below the root of a tree of this shape."""
+    return sum(map(sum, shape))

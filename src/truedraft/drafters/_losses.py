@@ -21,6 +21,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 IGNORED = -100
 LOWEST_DRAFT = -1e4  # logarithm of a draft probability of 0: no penalty overflows in half precision
 LEAST_TARGET = torch.finfo(torch.float32).tiny  # what a target probability of 0 counts as in logarithms
+TOP = 10  # tokens that `top-k` counts; published 10
 DECAY = 3.0  # of the weight of KL in `lk`, as the acceptance rate rises
 
 
@@ -32,6 +33,12 @@ def ce(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 def kl(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
     """KL(p || q), the cross-entropy of soft labels less the target's entropy."""
     return _counted((torch.xlogy(p, p) - p * _log(log_q)).sum(-1), labels)
+
+
+def top_k(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """-sum p(x) log q(x) over the target's `TOP` likeliest tokens, of HASS (arXiv 2408.15766)."""
+    best, tokens = p.topk(min(TOP, p.shape[-1]))
+    return _counted(-(best * _log(log_q).gather(-1, tokens)).sum(-1), labels)
 
 
 def reverse_kl(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
@@ -58,8 +65,8 @@ def tvd_plus_plus(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 
     The gradient of the distance is that of a policy q with the reward r(x) = 1 where p(x) > q(x), and 0 elsewhere:
     E_{x ~ q}[-r(x) grad log q(x)]. TVD++ replaces r by the advantage (r - mean) / deviation. Here the expectation is
-    computed over the whole vocabulary, and mean and deviation are those of the rewards at all counted positions and
-    tokens, each with the same weight; the paper's own weighting may be another, which changes the step size alone.
+    computed over the whole vocabulary. As in the paper, mean and deviation are taken over the positions and the
+    vocabulary of a batch: of the rewards at all counted positions and tokens, each with the same weight.
     """
     counted = (labels != IGNORED)[..., None]
     q = log_q.detach().exp()
@@ -95,6 +102,7 @@ def feature_regression(features: Tensor, expected: Tensor) -> Tensor:
 
 LOSSES: dict[str, Loss] = {
     "ce": ce, "kl": kl, "reverse-kl": reverse_kl, "jsd": jsd, "tvd": tvd, "tvd++": tvd_plus_plus, "lk": lk, "nla": nla,
+    "top-k": top_k,
 }  # fmt: skip
 
 

@@ -86,6 +86,7 @@ def check_exact(target: DecoderTarget) -> None:
     texts = [befores[row] + [tree.tokens[i] for i in path] for row, path in cases]
     with _refused(model, "its own decoding of a text fails"):
         expected = _plain(target, texts, [prompts[row] for row, _ in cases], len(cases[0][1]))
+        _check_numbers(model, expected)
         target.ignorable = frozenset(_ignorable(target, texts, expected, tolerance))
     with _refused(model, "a pass over a tree fails"):
         target.reserve(2, 16)
@@ -107,6 +108,19 @@ def check_exact(target: DecoderTarget) -> None:
             f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain decoding by "
             f"{float(errors.max()):.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or "
             "positions, or padding changes its text"
+        )
+
+
+def _check_numbers(model: Any, plain: Tensor) -> None:
+    """Raises:
+    Refused: the logits of plain decoding of padded texts are NaN, as with masks of float64 that overflow in the float32
+        softmax of eager attention.
+    """
+    if plain.isnan().any():
+        raise Refused(
+            f"{type(model).__name__} cannot be hosted exactly: its own decoding of padded texts in {model.dtype} by "
+            f"{model.config._attn_implementation} attention gives NaN: check its weights, or load it with "
+            "attn_implementation='sdpa'"
         )
 
 

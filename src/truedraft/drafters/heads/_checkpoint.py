@@ -10,23 +10,21 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft import assets
+from truedraft import assets, registry
 from truedraft.drafters._learned import WEIGHTS, Module, read_learnt, with_weights
+from truedraft.drafters.heads._layouts import unread_layout
+from truedraft.drafters.heads._weights import StoredWeights
 from truedraft.errors import Refused, why
-
-FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
 class Foreign:
     """A checkpoint in the format of another project.
 
-    source: as the caller named it. folder: where its files are. files: names of weight files, in order of preference.
+    source: as the caller named it. folder: where its files are.
     """
 
     source: str
@@ -38,33 +36,20 @@ class Foreign:
         path = self.folder / "config.json"
         try:
             found = json.loads(path.read_bytes()) if path.exists() else {}
-        except ValueError as e:
-            raise Refused(f"{self.source!r}: its config.json is no JSON") from e
+        except (ValueError, RecursionError) as e:
+            raise Refused(f"{self.source!r}: its config.json is no JSON: download it again") from e
         if not isinstance(found, dict):
-            raise Refused(f"{self.source!r}: its config.json is no JSON object")
+            raise Refused(f"{self.source!r}: its config.json is no JSON object: download it again")
         return found
 
     @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Its weights by name, without a `model.` prefix.
+    def tensors(self) -> StoredWeights:
+        """Its weights by name, each read when it is asked for; `.bin` files are read as weights only.
 
         Raises:
-            Refused: there are none, or they are damaged; `.bin` files are read as weights only.
+            Refused: there are none, or they are damaged.
         """
-        paths = [self.folder / name for name in FILES if (self.folder / name).exists()]
-        paths = paths or sorted(
-            [*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin"), *self.folder.glob("*.pt")]
-        )
-        if not paths:
-            raise Refused(f"{self.source!r} has no weights: it needs one of {', '.join(FILES)}")
-        try:
-            if paths[0].suffix == ".safetensors":
-                found = load_file(paths[0])
-            else:
-                found = torch.load(paths[0], map_location="cpu", weights_only=True)
-        except Exception as e:  # a damaged file makes the loaders raise any exception
-            raise Refused(f"{self.source!r}: {paths[0].name} cannot be read: {' '.join(why(e).split())[:200]}") from e
-        return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+        return StoredWeights(self.source, self.folder)
 
     def refused(self, reason: str) -> Refused:
         return Refused(f"{self.source!r}: {reason}")
@@ -110,10 +95,17 @@ def read_head(
         config, weights = read_learnt(folder, name, model)
         return with_weights(lambda: rebuilt(config, model), weights, name, str(source))
     foreign = Foreign(str(source), folder)
+    known = ", ".join(form.name for form in formats) or "none but its own"
+    if layout := unread_layout(foreign.tensors, foreign.config):
+        raise Refused(f"{name}: {str(source)!r} is in the layout of {layout}, which is not read here: give {known}")
     for form in formats:
         if form.matches(foreign):
             return form.read(foreign, model)
-    known = ", ".join(form.name for form in formats) or "none but its own"
+    for other in registry.names("drafters"):
+        if any(form.matches(foreign) for form in getattr(registry.method("drafters", other), "formats", ())):
+            raise Refused(
+                f"{name}: {str(source)!r} is a checkpoint of another method: give it as draft='{other}:{source}'"
+            )
     raise Refused(
         f"{name}: {str(source)!r} is in no format that it reads ({known}), nor made by `truedraft train {name}`"
     )
@@ -149,6 +141,11 @@ def loaded(module: Module, weights: Mapping[str, Tensor], source: str) -> Module
         Refused: some are missing, foreign, or of another shape; names them.
     """
     own = module.state_dict()
+    kinds = [
+        f"{n} as {weights[n].dtype}".replace("torch.", "")
+        for n in own
+        if n in weights and weights[n].is_floating_point() != own[n].is_floating_point()
+    ]
     shapes = [
         f"{n} {tuple(weights[n].shape)} instead of {tuple(own[n].shape)}"
         for n in own
@@ -157,6 +154,7 @@ def loaded(module: Module, weights: Mapping[str, Tensor], source: str) -> Module
     for fault, names in (
         ("lacks", own.keys() - weights.keys()),
         ("has foreign", weights.keys() - own.keys()),
+        ("has", kinds),
         ("has", shapes),
     ):
         if names:

@@ -16,7 +16,7 @@ from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
 from truedraft.drafters._learned import Learner
 from truedraft.drafters.heads._checkpoint import Format, read_head
-from truedraft.drafters.heads._head import Head, LearnedHead
+from truedraft.drafters.heads._head import Head, LearnedHead, check_target
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
@@ -55,7 +55,11 @@ class LearnedDrafter(Drafter):
     def bind(self, target: Target) -> None:
         if why := self.card.cannot.get(target.family):
             raise Refused(f"{self._name} cannot draft for {type(target.model).__name__}: {why}")
-        found = self.model if isinstance(self.model, self.kind) else self.opened(target.model)
+        if isinstance(self.model, self.kind):
+            check_target(self._name, self.model.target_sizes, target.model)
+            found = self.model
+        else:
+            found = self.opened(target.model)
         self._head = found.placed(target.device, target.dtype)
         self.needs = Taps(self._head.layers)
         self._reader = self.reads(self._head)

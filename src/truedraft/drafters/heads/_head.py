@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Rotary
+from truedraft.errors import Refused
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
 
@@ -25,6 +26,7 @@ class LearnedHead(nn.Module, ABC):
     layers: layers of the target that its features are made of, numbered as in `Taps`.
     config: configuration of its decoder layers.
     blocks: its decoder layers, in order.
+    target_sizes: of the target that it was made for, see `sizes_of`.
     vocabulary: V of the target.
     draft_token_ids: (draft vocabulary,) target ids of its logits, ascending; None where they are those of the target.
     rotary: see `_layers.rotary_of`.
@@ -38,6 +40,7 @@ class LearnedHead(nn.Module, ABC):
     def __init__(self, model: PreTrainedModel, config: Any):
         super().__init__()
         self._shared = (model.get_input_embeddings(), model.get_output_embeddings())  # not submodules
+        self.target_sizes = sizes_of(model)
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.config = config
         self.register_buffer("draft_token_ids", None)
@@ -117,7 +120,7 @@ class Head(LearnedHead):
 
     def __init__(self, model: PreTrainedModel, config: Any):
         super().__init__(model, config)
-        self.runner: Any = None  # what computes its passes in drafting, once it did
+        self.runner: Any = None  # computes its passes; None for the best here, one per reader, as each has a cache
 
     @abstractmethod
     def forward(self, embeds: Tensor, features: Tensor, rotary: Rotary, attends: Sequence[Attend]) -> Tensor:
@@ -136,6 +139,22 @@ class Head(LearnedHead):
         Raises:
             NotCompilable: there is no compiled pass for it.
         """
+
+
+def sizes_of(model: PreTrainedModel) -> tuple[int, int]:
+    """Vocabulary and hidden size of a target."""
+    config = model.config.get_text_config(decoder=True)
+    return config.vocab_size, config.hidden_size
+
+
+def check_target(name: str, sizes: tuple[int, int], model: PreTrainedModel) -> None:
+    """Raises:
+    Refused: a head was made for a target of other sizes.
+    """
+    given = sizes_of(model)
+    if sizes != given:
+        own, other = (f"{count:,} tokens and hidden size {size}" for count, size in (sizes, given))
+        raise Refused(f"{name}: model= is a head for a target of {own}, and this one has {other}: give its own head")
 
 
 def begin_program(p: Program, head: Head) -> None:

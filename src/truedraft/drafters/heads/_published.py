@@ -88,6 +88,8 @@ def draft_tokens(folder: Foreign, offsets: Tensor, membership: Tensor | None, vo
     Raises:
         Refused: they are no ids of the target, not ascending, or not those of `t2d`.
     """
+    if offsets.ndim != 1 or offsets.is_floating_point():
+        raise folder.refused(f"its d2t is {tuple(offsets.shape)} of {offsets.dtype}, not a row of whole numbers")
     ids = offsets.long() + torch.arange(len(offsets))
     if len(ids) == 0 or ids[0] < 0 or ids[-1] >= vocabulary or (ids.diff() <= 0).any():
         raise folder.refused(f"its d2t gives no ascending ids of the target's {vocabulary} tokens")

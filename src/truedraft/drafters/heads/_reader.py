@@ -143,8 +143,7 @@ class HeadReader(RowReader):
     head: Head
 
     def __init__(self, head: Head):
-        head.runner = head.runner or head_pass(head)
-        super().__init__(head, head.runner)
+        super().__init__(head, head.runner or head_pass(head))
         self._branches: dict[int, Branches] = {}
         self._states: Tensor | None = None  # of the last pass
 

@@ -31,11 +31,12 @@ class Eagle(TrainedDrafter, Branching, HeadDrafter):
         family="learned head",
         needs=("training",),
         cannot=SEQ2SEQ,
+        presets={"eagle-published": {"branches": "4x3.2.2.1x3.2.2.1x3.0x2.0"}},
         published="2.7x to 3.5x for Llama 2 Chat 70B (GPU); about 3x for 13B, 1.6x over Medusa.",
     )
     learner = EagleTraining
     model: Any = None  # a checkpoint's folder, its name on the hub, or a Head
-    branches: str = knob("3x2x1x1x1", form=BRANCHES, reader=branched)  # level by level; published 25 nodes, 5 levels
+    branches: str = knob("3x2x1x1x1", form=BRANCHES, reader=branched)  # of the tree; published as in `eagle-published`
     formats = FORMATS
 
     @staticmethod
@@ -49,6 +50,6 @@ class Eagle(TrainedDrafter, Branching, HeadDrafter):
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         added = []
         for node, law in zip(nodes, laws, strict=True):
-            count = min(self._factors[growing.depth[node]], growing.room)
-            added += growing.add(node, self.chosen(growing, node, law, count), law)
+            count = min(self.children_of(growing, node), growing.room)
+            added += self.branch(growing, node, self.chosen(growing, node, law, count), law)
         growing.end_level(added)

@@ -274,7 +274,7 @@ class Gad(Drafter):
         if why := self.card.cannot.get(target.family):
             raise Refused(f"gad cannot draft for {type(target.model).__name__}: {why}")
         if self.model is None:
-            raise Refused("gad needs a checkpoint: draft='gad:model=FOLDER', made by `truedraft train gad`")
+            raise Refused("gad needs a checkpoint: draft='gad:FOLDER', made by `truedraft train gad`")
         if not isinstance(self.model, MaskFiller):
             config, weights = read_learnt(Path(self.model).expanduser(), "gad", target.model)
             self._filler = with_weights(

@@ -28,6 +28,7 @@ from truedraft.drafters._learned import Batch, Learner, Metrics
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
 from truedraft.drafters.heads._drafter import SEQ2SEQ
+from truedraft.drafters.heads._head import check_target, sizes_of
 from truedraft.drafters.heads._unroll import target_logits
 from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
@@ -76,7 +77,7 @@ class MedusaHeads(nn.Module):
     def __init__(self, shape: HeadsShape, model: PreTrainedModel):
         super().__init__()
         self.shape = shape
-        self.target = (model,)  # not a submodule
+        self.target, self.target_sizes = (model,), sizes_of(model)  # not a submodule
         config = model.config.get_text_config(decoder=True)
         size, heads = config.hidden_size, range(shape.heads)
         self.blocks = nn.ModuleList(
@@ -203,7 +204,7 @@ def _published(foreign: Foreign, model: PreTrainedModel) -> MedusaHeads:
     Files, not configurations, give the number of heads. Blocks of a head may be one module, of which a file may hold
     only the first.
     """
-    found = {m.groups(): t for n, t in foreign.tensors.items() if (m := PUBLISHED.fullmatch(n))}
+    found = {m.groups(): foreign.tensors[n] for n in foreign.tensors if (m := PUBLISHED.fullmatch(n))}
     heads = 1 + max(int(i) for i, *_ in found)
     matrices = {int(i): (int(j), t) for (i, j, linear, _), t in found.items() if not linear}
     blocks = max([*(j for j, _ in matrices.values()), *(int(j) + 1 for _, j, linear, _ in found if linear)])
@@ -219,7 +220,7 @@ def _published(foreign: Foreign, model: PreTrainedModel) -> MedusaHeads:
 
 def _vllm(foreign: Foreign, model: PreTrainedModel) -> MedusaHeads:
     """Heads of vLLM's layout; its token map holds ids of the target, which its matrices may or may not be cut to."""
-    given = {n.removeprefix("medusa_heads."): t for n, t in foreign.tensors.items() if VLLM.fullmatch(n)}
+    given = {n.removeprefix("medusa_heads."): foreign.tensors[n] for n in foreign.tensors if VLLM.fullmatch(n)}
     ids = given.pop("token_map", None)
     weights = {n.replace(".layers.", "."): t for n, t in given.items()}
     if ids is not None:
@@ -283,6 +284,7 @@ class Medusa(Drafter):
     nodes: int = knob(16, 1, 1024)  # of the draft; published 63
     top_k: int = knob(10, 1, 10)  # tokens of a head in a tree, 1 for a chain; published 10
     dynamic: bool = knob(False)  # the likeliest paths by the heads' probabilities; published: a static tree
+    formats = FORMATS
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | PathLike | MedusaHeads | None):
@@ -297,9 +299,10 @@ class Medusa(Drafter):
         if why := self.card.cannot.get(target.family):
             raise Refused(f"medusa cannot draft for {type(target.model).__name__}: {why}")
         if isinstance(self.model, MedusaHeads):
+            check_target("medusa", self.model.target_sizes, target.model)
             self.heads = self.model
         else:
-            self.heads = read_head("medusa", self.model, FORMATS, target.model, self.rebuilt)
+            self.heads = read_head("medusa", self.model, self.formats, target.model, self.rebuilt)
         self._tree = static_tree([some[: self.top_k] for some in accuracies(self.heads)], self.nodes)
         self.heads.to(target.device, target.dtype).eval()
         used: list[Any] = [self.heads] if self.heads.lm_heads else [self.heads, target.model.get_output_embeddings()]

@@ -39,16 +39,16 @@ class GreedyMultiDraft(Branching, ModelDrafter):
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         added = []
         for node, law in zip(nodes, laws, strict=True):
-            count = min(self._factors[growing.depth[node]], growing.room)
+            count = min(self.children_of(growing, node), growing.room)
             if self.preferred(growing.row) != "law":
-                added += growing.add(node, self.chosen(growing, node, law, count))
+                added += self.branch(growing, node, self.chosen(growing, node, law, count))
             elif count and law.any():
                 certain = likeliest(law, count - 1)
                 rest = law.index_fill(0, torch.tensor(certain, dtype=torch.long, device=law.device), 0.0)
                 left = rest.sum()
                 if left > 0:
                     drawn = growing.row.request.chance.draw(rest / left, growing.row)
-                    added += growing.add(node, certain + drawn, rest / left)
+                    added += self.branch(growing, node, certain + drawn, rest / left)
                 else:
-                    added += growing.add(node, certain)
+                    added += self.branch(growing, node, certain)
         growing.end_level(added)

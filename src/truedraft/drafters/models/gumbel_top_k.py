@@ -38,6 +38,6 @@ class GumbelTopK(Branching, ModelDrafter):
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         added = []
         for node, law in zip(nodes, laws, strict=True):
-            count = self._factors[growing.depth[node]]
-            added += growing.add(node, self.chosen(growing, node, law, count), law)
+            count = self.children_of(growing, node)
+            added += self.branch(growing, node, self.chosen(growing, node, law, count), law)
         growing.end_level(added)
