@@ -55,7 +55,7 @@ class DFlashHead(BlockHead):
         self.drafts = self.block_size - (not record["from_anchor"])
         size, eps, count = self.size, self.config.rms_norm_eps, record["draft_vocabulary"]
         self.fc = nn.Linear(len(self.layers) * record["feature_size"], size, bias=False)
-        self.hidden_norm, self.norm = Norm(size, eps), nn.RMSNorm(size, eps)
+        self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
         self.decoder_layers = nn.ModuleList(
             HeadLayer(self.config, norms=record["head_norms"]) for _ in range(record["blocks"])
         )
