@@ -49,6 +49,7 @@ SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enume
     "eagle3-drawn": {"depth": 2},
     "hydra-drawn": {"depth": 2},
     "mlp-speculator-drawn": {"depth": 2},
+    "mtp-drawn": {"depth": 2},
 }
 OF_CERTAIN = [r for r in SAMPLING if "certain" in (registry.method("accept", r).accepts_draws or {"certain"})]
 PAIRS = [(name, rule) for name in (*SMALL, *TRIALS, "plain") for rule in SAMPLING] + [
