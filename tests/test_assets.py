@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import truedraft
+from models import tiny
 from nets import NAMES, drafter, generated, turn
 from test_seq2seq import FREE
 from truedraft import assets
+from truedraft.bench.stretched import stretched
 from truedraft.cli._models import load
 from truedraft.cli.demo import cases
 
@@ -25,6 +27,38 @@ def test_embedded_models_are_small_and_have_cards() -> None:
         assert (assets.path(name) / "model.safetensors").stat().st_size <= 20e6
         card = (assets.path(name) / "README.md").read_text()
         assert all(part in card for part in ("## Data", "## Validation over time", "## Train it again", "licence"))
+
+
+def test_embedded_heads_are_small_and_have_cards() -> None:
+    folders = [assets.ROOT / name for name in assets.HEADS.values()]
+    assert sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors")) <= 6e6
+    for folder in folders:
+        card = (folder / "README.md").read_text()
+        assert all(part in card for part in ("## Data", "## Validation over time", "## Train it again", "licence"))
+
+
+@pytest.mark.parametrize("method", assets.HEADS)
+@pytest.mark.parametrize("hidden", [256, 512])
+def test_embedded_heads_draft_for_nano_and_for_nano_stretched(method: str, hidden: int) -> None:
+    """By the name of the method alone; more than every second pass has an accepted token."""
+    model, tokenizer = loaded("nano")
+    prompts = [case.text for case in cases(None, None, None)]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    given = dict(max_new_tokens=60, do_sample=False)
+    expected = generated(model, inputs, **given).text
+    target = model if hidden == 256 else stretched(model, layers=7, hidden=hidden)
+    for draft in (method, f"{method}:{assets.HEADS[method]}"):
+        fast = truedraft.accelerate(target, tokenizer, draft=draft, control="fixed")
+        assert torch.equal(fast.generate(**inputs, **given), expected)
+        assert fast.report().mean_acceptance_length > 1.5
+
+
+def test_embedded_heads_are_for_nano_alone() -> None:
+    for model in (loaded("nano-draft")[0], tiny("llama", torch.float32)):
+        with pytest.raises(truedraft.Refused, match="needs a head"):
+            truedraft.accelerate(model, draft="eagle3")
+    with pytest.raises(truedraft.Refused, match="was trained for another model"):
+        truedraft.accelerate(loaded("nano-draft")[0], draft="eagle3:nano-eagle3")
 
 
 def test_embedded_models_share_a_tokenizer() -> None:
