@@ -72,6 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     model, _ = load("nano")
     config, weights = read_learnt(args.run, args.method, model)
+    config = {name: value for name, value in config.items() if name not in ("target", "fingerprint", "bfloat16")}
     kind: Any = registry.method("drafters", args.method)
     head = with_weights(lambda: kind.rebuilt(config, model), weights, args.method, args.run)
     save_learnt(args.to, args.method, head, model, head.record(), torch.bfloat16)
