@@ -540,6 +540,14 @@ def test_demo_compares_both(folder, tmp_path, capsys):
     assert PROMPT in out and "speed-up" in out and "yes" in out and "\x1b" not in out
 
 
+def test_demo_stretches_a_model(capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_text("one day, a little girl")
+    args = ["demo", "--stretched", "7x512", "--draft", "eagle3", "--prompt", str(tmp_path / "prompt.txt")]
+    assert main([*args, "--max-new-tokens", "12"]) == 0
+    assert "nano stretched to 7x512, greedy." in capsys.readouterr().out
+    assert "--stretched big: give 0.1B or 0.5B" in refused(capsys, "demo", "--stretched", "big")
+
+
 def test_demo_prints_where_tokens_differ(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "prompt.txt").write_text(PROMPT)
     generate = accelerated.Accelerated.generate

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from truedraft import loading
+from truedraft.bench.sizes import size_of
 from truedraft.cli._options import check_names, use_threads
 from truedraft.cli._text import waiting
 
@@ -24,10 +25,24 @@ def load(
     quantize: str | None = None,
     argument: str = "MODEL",
     reads_sources: str | None = None,
+    stretched: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """As `loading.load`, without the log output of the libraries."""
+    """As `loading.load`, without the log output of the libraries.
+
+    stretched: the size to which the model is stretched, see `bench.sizes.size_of`.
+    """
     _hush()
-    return loading.load(name, dtype, quantize, argument, reads_sources)
+    if stretched is None:
+        return loading.load(name, dtype, quantize, argument, reads_sources)
+    layers, hidden = size_of(stretched, name)
+    from truedraft.bench import stretched as stretching
+    from truedraft.runtime.quantize import quantize as quantized
+
+    model, tokenizer = loading.load(name, dtype, None, argument, reads_sources)
+    larger = stretching.stretched(model, layers=layers, hidden=hidden)
+    if quantize is not None:
+        quantized(larger, quantize)
+    return larger, tokenizer
 
 
 def load_tokenizer(name: str, argument: str) -> PreTrainedTokenizerBase:
@@ -69,15 +84,18 @@ def accelerated(
     reads_sources: str | None = None,
     threads: int | None = None,
     ties: str = "keep",
+    stretched: str | None = None,
 ) -> Accelerated:
     """Load and accelerate a model, with drafter, rule and control by name.
 
-    threads: of torch; None leaves them as they are. The other arguments are those of `loading.load`.
+    threads: of torch; None leaves them as they are. The other arguments are those of `load`.
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
     """
     check_names(name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule)
+    if stretched is not None:
+        size_of(stretched, name)
     with waiting("loading the model"):
         use_threads(threads)
         from truedraft import accelerate, registry
@@ -86,5 +104,5 @@ def accelerated(
         drafter = registry.load("drafters", draft)  # first, so that a wrong knob fails before the model is loaded
         controller = registry.load("control", control)
         accept = None if rule is None else registry.load("accept", rule)
-        loaded = load(name, dtype, quantize, argument, reads_sources)
+        loaded = load(name, dtype, quantize, argument, reads_sources, stretched)
         return accelerate(*loaded, draft=drafter, rule=accept, control=controller, ties=ties)

@@ -17,6 +17,9 @@ COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 Control = Annotated[str, Option(help="Draft size: cost (what pays here) or fixed (always full).")]
 Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
 Quantize = Annotated[str | None, Option(help="Weights in int8 or int4; exact relative to the quantised model.")]
+Stretched = Annotated[
+    str | None, Option(help="Same text at a larger model's cost: nano at 0.1B or 0.5B; any at LAYERSxHIDDEN.")
+]
 Threads = Annotated[int | None, Option(metavar="N", help="Threads to use; by default torch's choice.")]
 AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output.")]
 

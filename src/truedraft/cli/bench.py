@@ -18,7 +18,17 @@ from truedraft import assets, registry
 from truedraft.bench.sizes import size_of
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
-from truedraft.cli._options import COLDEST, AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
+from truedraft.cli._options import (
+    COLDEST,
+    AsJson,
+    Dtype,
+    Quantize,
+    Stretched,
+    Threads,
+    check_names,
+    check_seeds,
+    use_threads,
+)
 from truedraft.cli._page import check_page, origin, write_page
 from truedraft.cli._replay import replay_files
 from truedraft.cli._tables import print_folded, print_table
@@ -67,9 +77,7 @@ def bench(
     ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
-    stretched: Annotated[
-        str | None, Option(help="Same text at a larger model's cost: nano at 0.1B or 0.5B; any at LAYERSxHIDDEN.")
-    ] = None,
+    stretched: Stretched = None,
     threads: Threads = None,
     oracle: Annotated[bool, Option(help="Known outputs drafted at set acceptance rates, against theory.")] = False,
     roofline: Annotated[bool, Option(help="Only pass times by width, against bandwidth and multiply rate.")] = False,
@@ -94,10 +102,11 @@ def bench(
         reads, page = _tokenizer(context, model, tokenizer), (html, context.obj)
         return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
     _check_names(model, dtype, quantize, draft or (), control, assistant, prompts)
-    layers_and_width = None if stretched is None else size_of(stretched, model)
+    if stretched is not None:
+        size_of(stretched, model)
     with waiting("loading the model") as show:
         use_threads(threads)
-        loaded, reader = _load(model, dtype, quantize, layers_and_width)
+        loaded, reader = load(model, dtype, quantize, stretched=stretched)
         sources = _check_sources(loaded, modes)
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
         machine, rows = _roofline(loaded) if roofline or (html and not sources) else (None, [])
@@ -129,20 +138,6 @@ def bench(
         print("interrupted: the workloads that were finished are shown", file=sys.stderr)
         return 130
     return int(any(f.differs is not None and f.passes is not None for f in figures))
-
-
-def _load(model: str, dtype: str, quantize: str | None, size: tuple[int, int] | None) -> tuple[Any, Any]:
-    """A model and its tokenizer; size: blocks and width to which it is stretched."""
-    if size is None:
-        return load(model, dtype, quantize)
-    loaded, tokenizer = load(model, dtype)
-    from truedraft.bench.stretched import stretched
-    from truedraft.runtime.quantize import quantize as quantized
-
-    larger = stretched(loaded, layers=size[0], hidden=size[1])
-    if quantize is not None:
-        quantized(larger, quantize)
-    return larger, tokenizer
 
 
 def _compare(

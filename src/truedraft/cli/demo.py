@@ -13,7 +13,7 @@ from typer import Option
 
 from truedraft import assets
 from truedraft.cli._models import accelerated
-from truedraft.cli._options import Dtype, Quantize, Threads
+from truedraft.cli._options import Dtype, Quantize, Stretched, Threads
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import Pieces, console, read, waiting
 from truedraft.errors import Refused
@@ -63,6 +63,7 @@ def demo(
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt; 200 for prose, 400 for edits.")] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
+    stretched: Stretched = None,
     threads: Threads = None,
 ) -> int:
     """Decode greedily with transformers alone and accelerated; show the text, the speed, whether the tokens agree.
@@ -74,14 +75,16 @@ def demo(
         raise Refused(f"--max-new-tokens {max_new_tokens} must be at least 1")
     todo = cases(prompt, instruction, max_new_tokens)
     out = console()
-    fast = accelerated(model, dtype, draft, quantize=quantize, argument="--model", threads=threads)
+    fast = accelerated(
+        model, dtype, draft, quantize=quantize, argument="--model", threads=threads, stretched=stretched
+    )  # fmt: skip
     _check(fast, model, todo)
     with waiting("warming up, and measuring the cost of a pass"):
         for case in todo:
             outcome = Outcome(Case(case.name, case.text, WARM_UP))
             _run_plain(fast, outcome)
             _run_fast(fast, outcome, None)
-    print_folded(out, f"{model}, greedy.")
+    print_folded(out, f"{model}, greedy." if stretched is None else f"{model} stretched to {stretched}, greedy.")
     out.print("Green: drafted and accepted.", style=DRAFTED, end=" ")
     out.print("Plain: the model's own token.")
     outcomes = [run(fast, case, out) for case in todo]
