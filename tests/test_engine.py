@@ -272,7 +272,15 @@ def test_order_and_timing_of_the_calls_in_a_pass() -> None:
     assert of["open"] == "measure" and of["prune"] == of["learn"] == "control"
     assert of["admit"] == "prefill" and of["propose"] == "draft"
     assert of["start"] == of["observe"] == "observe" and of["score"] == of["wait"] == "target"
-    assert set(setting.watch.seconds) == {"measure", "control", "prefill", "draft", "observe", "target"}
+    assert set(setting.watch.seconds) == {
+        "measure",
+        "control",
+        "prefill",
+        "draft",
+        "draft_prefill",
+        "observe",
+        "target",
+    }
     assert setting.control.times is setting.watch.times
     assert setting.control.drafting == {id(setting.drafter): setting.watch.times.draft}
     setting = Setting(1, rows=1, begins_with_drafts=True)

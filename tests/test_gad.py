@@ -301,7 +301,7 @@ def test_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest.Cap
     data.write_text("\n".join([*lines(50), "", "w1 w2\tw8 w9"]))
     base = ["train", "gad:k=4,layers=1", "--target", str(tmp_path / "model"), "--out", str(out), "--minutes", "0.01"]
     assert main([*base, "--data", str(data), "--batch", "256"]) == 0
-    assert f"--draft gad:model={out}" in capsys.readouterr().out
+    assert f"--draft gad:{out}" in capsys.readouterr().out
     truedraft.accelerate(model, tokenizer, draft=f"gad:model={out}").generate(torch.tensor([[4, 5, END]]))
     (tmp_path / "empty.txt").write_text("\n\n")
     decoder = decoders.tiny("llama", torch.float32)

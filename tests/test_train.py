@@ -618,7 +618,7 @@ def test_trained_folder_drafts_by_its_path(
     data.write_text("\n".join(texts(20)))
     base = ["train", spec, "--target", str(folder), "--data", str(data), "--minutes", "0.01", "--labels", "given"]
     assert main([*base, "--out", str(out)]) == 0
-    assert f"use it as --draft {spec.partition(':')[0]}:model={out}" in capsys.readouterr().out
+    assert f"use it as --draft {spec.partition(':')[0]}:{out}" in capsys.readouterr().out
     figures = json.loads((out / LOG).read_text().splitlines()[-1])
     assert figures["tokens_per_pass"] >= 1 and len(figures["acceptance"]) <= 4
     model, ids = target(), torch.tensor([[5, 6, 7, 5, 6]])
