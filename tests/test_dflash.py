@@ -189,7 +189,7 @@ ZLAB = {"mask_token_id": 96, "target_layer_ids": [1, 3, 6]}
         ("dflash", {"model_type": "gemma"}, {}, "its layers are of the kind 'gemma'"),
         ("dflash", {"hidden_size": 48}, {}, "its hidden_size is 48, that of the target 32"),
         ("dflash", {"vocab_size": 99}, {}, "its vocab_size is 99, that of the target 97"),
-        ("dflash", {}, {"markov_head.markov_w1.weight": torch.ones(97, 4)}, "is in the layout of DSpark, which is not read here"),
+        ("dflash", {}, {"markov_head.markov_w1.weight": torch.ones(97, 4)}, "in the layout of DSpark"),
         ("dflash", {}, {"hidden_norm.weight": None}, "lacks hidden_norm.weight"),
         ("dflash", {}, {"fc.weight": None}, "lacks fc.weight"),
         ("dflash", {}, {"norm.weight": torch.ones(16)}, "norm.weight (16,) instead of (32,)"),
