@@ -39,8 +39,8 @@ from truedraft.loading import load
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DRAFTS = {
-    "story": ("eagle3", "auto"),
-    "python": ("eagle3", "auto"),
+    "story": ("eagle3", "medusa", "auto"),
+    "python": ("eagle3", "medusa", "auto"),
     "edit": ("eagle3", "input-guided", "input-guided+eagle3", "auto"),
 }
 TEMPERATURES = (0.0, 0.8)
