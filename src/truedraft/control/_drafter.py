@@ -55,6 +55,7 @@ class DrafterState:
         drafting, passed: seconds so far of its drafting, and of passes.
         """
         self.width, self.autoregressive, self.lockstep = drafter.width, drafter.autoregressive, lockstep
+        self.adaptive = drafter.adaptive
         self.probing.begin()
         if self.width:
             drafter.pass_cost = passes.per_node(1, 1)
@@ -95,10 +96,11 @@ class DrafterState:
     def _plan(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> tuple[int, bool]:
         """Nodes to draft per row, and whether they are expected to pay.
 
-        Cheap drafts are made in full and cut afterwards. Drafts that cost a model's passes, or must not be cut because
-        they are drawn, are sized beforehand, by the shape of earlier full drafts.
+        Cheap drafts are made in full and cut afterwards, and so are those of adaptive drafters, which end them in time.
+        Others that cost a model's passes, or must not be cut because they are drawn, are sized beforehand, by the shape
+        of earlier full drafts.
         """
-        if not self.drawn and not self.dear(passes):
+        if not self.drawn and (self.adaptive or not self.dear(passes)):
             return min(self.width, self.reach), self.trials.saving > 0
         level, curve, longest = self.costs.of_level, passes.curve, len(self._form) - 1
         gains = self.expected(rows, [self._form] * len(rows), longest)
@@ -109,6 +111,11 @@ class DrafterState:
         }
         best = max(goodput, key=goodput.__getitem__)
         return self.width if best == longest else best, goodput[best] > total / curve(total)
+
+    @property
+    def drafting_seconds(self) -> float:
+        """Seconds of drafting for a pass: those usual, or by the levels of the latest draft where these vary."""
+        return self.costs.levels * self.costs.of_level if self.adaptive else self.costs.seconds
 
     def dear(self, passes: PassCosts) -> bool:
         """Whether a level of a draft costs so much that its size is decided beforehand."""
@@ -206,7 +213,7 @@ class Drafts:
         tokens, goodput: expected tokens of the pass without these drafts, and tokens per second.
         spent: seconds of the pass with them. plain: seconds of a pass without any drafts.
         """
-        drafting, trials = self.state.costs.seconds, self.state.trials
+        drafting, trials = self.state.drafting_seconds, self.state.trials
         trials.expect((tokens + self.gains[size]) / goodput - (spent + drafting), drafting, plain)
         self.exploring = size == 0 and self.gains[-1] > len(self.rows) and trials.left
         if self.exploring:

@@ -66,10 +66,13 @@ class Calibration:
         history = self._history(row)
         if len(history.drafts) < FOLLOWED:
             history.drafts.append(Followed(tree, after))
-        ours, mine, native = self._all, history.counts, trees()
+        return tree.replaced(confidence=self.settled(row, tree.confidence))
+
+    def settled(self, row: Row, confidence: tuple[float, ...]) -> tuple[float, ...]:
+        """Confidences calibrated for a row; the first is that of a root, and becomes 1."""
+        ours, mine, native = self._all, self._history(row).counts, trees()
         settle = settled if native is None else native.settled
-        confidence = settle(tree.confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
-        return tree.replaced(confidence=confidence)
+        return settle(confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
 
     def update(self, row: Row) -> None:
         """Compare the row's drafts with the tokens emitted since the last call."""

@@ -156,9 +156,13 @@ class GrowingDrafter(Drafter):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
         self.reader.catch_up(rows)
         growing = [self._growing(row, most) for row, most in zip(rows, budget, strict=True)]
-        while active := [tree for tree in growing if tree.frontier]:
+        while active := [tree for tree in growing if tree.frontier and self.continues(tree, len(rows))]:
             self._level(active)
         return [self.finished(tree) for tree in growing]
+
+    def continues(self, growing: GrowingTree, rows: int) -> bool:
+        """Whether a draft, one of `rows` that grow together, gets another level."""
+        return True
 
     def room(self, budget: int) -> int:
         """Nodes that may be grown for a draft of at most `budget` nodes."""

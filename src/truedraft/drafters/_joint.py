@@ -51,6 +51,10 @@ class Joint(Drafter):
         return any(part.autoregressive for part in self.parts)
 
     @property
+    def adaptive(self) -> bool:  # type: ignore[override]
+        return self.autoregressive and all(part.adaptive for part in self.parts if part.autoregressive)
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:  # type: ignore[override]
         return next((part.tokenizer for part in self.parts if part.tokenizer is not None), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from os import PathLike
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.card import method_name, shown
-from truedraft.drafters._base import Drafter
+from truedraft.drafters._base import Drafter, moving_average
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
 from truedraft.drafters._learned import Learner
@@ -129,8 +130,10 @@ class HeadDrafter(LearnedDrafter, GrowingDrafter):
 
 
 class ConfidenceTree(HeadDrafter):
-    """A head's dynamic trees (EAGLE-2): nodes in the order of the head's probability of their paths.
+    """A head's dynamic trees (EAGLE-2): nodes in the order of the probability of their paths, by the head's
+    probabilities, calibrated.
 
+    Under the cost control a draft ends where another level would not pay, by the measured seconds of levels and passes.
     At each level the `top_k` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes`
     likeliest are drafted. Under `seeded`, a node's tokens are those that the target's own noise ranks first.
 
@@ -144,6 +147,12 @@ class ConfidenceTree(HeadDrafter):
     depth: int
     top_k: int
     drawn: bool
+
+    _of_level = 0.0  # seconds of a level; a moving average
+
+    @property
+    def adaptive(self) -> bool:  # type: ignore[override]
+        return not self.drawn
 
     @property
     def width(self) -> int:
@@ -160,16 +169,48 @@ class ConfidenceTree(HeadDrafter):
     def room(self, budget: int) -> int:
         return self.depth * max(self.top_k, budget) if budget > 0 else 0
 
+    def continues(self, growing: GrowingTree, rows: int) -> bool:
+        """Whether the next level adds more tokens per second than the pass has with the draft so far.
+
+        Nodes whose children would not be worth their share of the verifying pass are not expanded. The rate of
+        acceptance of the next level is taken to be the mean of those of the levels before.
+        """
+        if self.pass_cost is None or not growing.score or self._is_drawn(growing.row):
+            return True
+        node, level = self.pass_cost.node, self._of_level / rows
+        depth = growing.depth[growing.frontier[0]]
+        tokens, seconds = 1.0, self.pass_cost.plain / rows + depth * level
+        for score in sorted(growing.score.values(), reverse=True)[: min(self.nodes, growing.budget)]:
+            if score * seconds <= tokens * node:
+                break
+            tokens, seconds = tokens + score, seconds + node
+        goodput = tokens / seconds
+        mean = min(sum(growing.score[n] for n in growing.frontier), 1.0) ** (1 / depth)
+        growing.frontier = [n for n in growing.frontier if mean * growing.score[n] > goodput * node]
+        return mean * sum(growing.score[n] for n in growing.frontier) > goodput * (level + node)
+
+    def _level(self, active: Sequence[GrowingTree]) -> None:
+        begins = any(tree.frontier == [tree.root] for tree in active)
+        start = time.perf_counter()
+        super()._level(active)
+        if not begins:  # which reads more tokens than later levels
+            self._of_level = moving_average(self._of_level, time.perf_counter() - start)
+
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self._is_drawn(growing.row):
             (node,), (law,) = nodes, laws
             growing.end_level(growing.add(node, self.chosen(growing, node, law), law))
             return
         most = min(growing.budget, self.nodes)
+        candidates = [
+            (node, token, chance)
+            for node, some in zip(nodes, self._candidates(growing, nodes, laws, most), strict=True)
+            for token, chance in some
+        ]
+        chances = self._calibration.settled(growing.row, (1.0, *(chance for *_, chance in candidates)))[1:]
         children = [
-            (growing.score.get(node, 1.0) * chance, node, token, chance)
-            for node, candidates in zip(nodes, self._candidates(growing, nodes, laws, most), strict=True)
-            for token, chance in candidates
+            (growing.score.get(node, 1.0) * settled, node, token, chance)
+            for (node, token, chance), settled in zip(candidates, chances, strict=True)
         ]
         least = sorted(growing.score.values(), reverse=True)[most - 1 : most]
         added = []
