@@ -318,3 +318,19 @@ def test_both_trees_of_eagle_read_a_head_trained_here(method: str, tmp_path: Pat
     ids = torch.tensor([TOKENS])
     accelerate(target, draft=drafter).generate(ids, max_new_tokens=4)
     assert all(torch.equal(w, drafter.head.state_dict()[n]) for n, w in head.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("eagle", "SafeAILab: it reads the target's layers the last one after the final norm"),
+        ("eagle3", "SpecForge: it reads the target's layers 2, "),
+        ("eagle3-speculators", "speculators: it reads the target's layers "),
+    ],
+)
+def test_reports_name_the_layers_that_a_foreign_head_reads(name: str, note: str, tmp_path: Path) -> None:
+    target = written(name, tmp_path)
+    fast = accelerate(target, draft=f"{METHODS[name]}:{tmp_path}+prompt-lookup")
+    fast.generate(torch.tensor([TOKENS]), max_new_tokens=3, do_sample=False)
+    (found,) = [text for text in fast.report().notes if "in the format of" in text]
+    assert f"the head of {METHODS[name]} is in the format of {note}" in found

@@ -14,8 +14,10 @@ import truedraft
 from models import tiny
 from test_knobs import knobs
 from truedraft import registry
+from truedraft.drafters._base import PassCost
 from truedraft.drafters._growing import branched
 from truedraft.drafters._learned import Batch
+from truedraft.drafters.heads import _drafter
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import StepwiseLearner, UnrolledLearner
@@ -294,3 +296,28 @@ def test_shapes_of_trees(text: str, shape: tuple[tuple[int, ...], ...]) -> None:
 def test_shapes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         branched(text)
+
+
+@pytest.mark.parametrize(("level", "node", "ends"), [(0.0, 0.0, False), (50.0, 0.0, True), (0.0, 50.0, True)])
+def test_a_draft_ends_where_another_level_would_not_pay(
+    level: float, node: float, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the seconds of a level, and of a node in the verifying pass, beside a plain pass of ten seconds."""
+    model = target()
+    learner = learner_of("eagle3", model)
+    draft = registry.load("drafters", "eagle3", model=learner.module.eval(), depth=5)
+    draft._of_level = level
+    monkeypatch.setattr(_drafter, "moving_average", lambda before, now: level)
+    fast, found = truedraft.accelerate(model, draft=draft, control="fixed"), list[DraftTree]()
+    propose = draft.propose
+
+    def proposed(*args: Any) -> list[DraftTree]:
+        draft.pass_cost = PassCost(10.0, node)
+        found.extend(trees := propose(*args))
+        return trees
+
+    draft.propose = proposed
+    ids = torch.randint(1, 61, (1, 8), generator=torch.Generator().manual_seed(5))
+    out = fast.generate(ids, max_new_tokens=20, do_sample=False)
+    assert out.equal(model.generate(ids, max_new_tokens=20, do_sample=False))
+    assert {max(tree.shape.depth) == 1 for tree in found[:5]} == {ends}

@@ -23,6 +23,7 @@ def new_report(target: Target, drafter: Drafter, rule: Rule, control: Control, s
         name_of(drafter), name_of(rule), rule.guarantee, name_of(control), target.runtime, dtype=dtype,
         reference=_reference(target, rule, dtype), seconds=seconds,
     )  # fmt: skip
+    report.notes += drafter.notes
     if rule.guarantee == "none":
         report.notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have generated")
     return report

@@ -67,6 +67,11 @@ class Drafter(ABC):
     alone: bool = True
 
     @property
+    def notes(self) -> list[str]:
+        """Sentences for the report of a call: what it was made of that a caller should check."""
+        return []
+
+    @property
     def vocab_size(self) -> int | None:
         """Vocabulary size of its own model, if it has one; padding at the end may differ from the target's."""
         return None

@@ -71,6 +71,10 @@ class Joint(Drafter):
     _pass_cost: PassCost | None = None
 
     @property
+    def notes(self) -> list[str]:
+        return [note for part in self.parts for note in part.notes]
+
+    @property
     def vocab_size(self) -> int | None:
         sizes = {part.vocab_size for part in self.parts} - {None}
         if len(sizes) > 1:

@@ -74,6 +74,18 @@ class LearnedDrafter(Drafter):
         """
 
     @property
+    def notes(self) -> list[str]:
+        """Which layers a checkpoint of another project is taken to mean."""
+        record = self.head.record()
+        if "source" not in record:
+            return []
+        layers = ", ".join("the last one after the final norm" if k == -1 else str(k) for k in record["layers"])
+        return [
+            f"the head of {self._name} is in the format of {record['source']}: it reads the target's layers {layers} "
+            f"(by that format's convention: {record['convention']})"
+        ]
+
+    @property
     def head(self) -> Any:
         """The head that is bound."""
         assert self._head is not None
