@@ -208,7 +208,13 @@ def test_the_curve_interpolates_linearly() -> None:
 class ExpensiveDrafter:
     """A drafter every level of which costs a pass of a model."""
 
-    width, prior_confidence, autoregressive = 8, 0.7, True
+    width, prior_confidence, autoregressive, adaptive = 8, 0.7, True, False
+
+
+class AdaptiveDrafter(ExpensiveDrafter):
+    """One that ends its drafts itself."""
+
+    adaptive = True
 
 
 @pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])
@@ -227,6 +233,27 @@ def test_drafts_that_cost_passes_are_sized_before_they_are_made(right: bool, mos
         row.tokens += [2] * len(kept) if right else [3]
         control.observe([row], [tree], [])
     assert (drafted / 200 >= 4) if right else (drafted / 200 <= most)
+
+
+@pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])
+def test_adaptive_drafters_end_their_drafts_themselves(right: bool, most: float) -> None:
+    """Every second draft ends after one level, which is no reason to stop drafting; wrong drafts are one."""
+    drafter = AdaptiveDrafter()
+    control, row = opened(drafter, FLAT), row_of(drafter)
+    control.start([row])
+    requested = 0
+    for number in range(200):
+        (size,) = control.budget([row])
+        assert size in (0, drafter.width)
+        requested += size > 0
+        made = min(size, 1 if number % 2 else drafter.width)
+        spend(control, draft=0.3 * made)
+        tree = DraftTree.chain(row.tokens[-1], [2] * made)
+        kept = control.prune([row], [tree])[0]
+        spend(control, target=1.0)
+        row.tokens += [2] * len(kept) if right else [3]
+        control.observe([row], [tree], [])
+    assert (requested >= 190) if right else (requested / 200 <= most)
 
 
 def test_drawn_drafts_are_sized_beforehand_and_never_cut(control: Cost) -> None:
@@ -384,7 +411,7 @@ def mixed(drafters: dict[Any, int], kept: Curve) -> tuple[Cost, dict[Any, list[R
 class CheapDrafter:
     """A drafter that the control sees only by its attributes."""
 
-    width, prior_confidence, autoregressive = 12, 0.15, False
+    width, prior_confidence, autoregressive, adaptive = 12, 0.15, False, False
 
 
 @settings(deadline=None, max_examples=80)

@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "methods": lambda document: methods.sections(),
     "prompts": lambda document: figures.prompts(),
     "ties": lambda document: figures.ties(),
+    "heads": lambda document: figures.heads(),
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, model: figures.peers(model),

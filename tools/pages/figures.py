@@ -69,6 +69,29 @@ def ties() -> list[str]:
     )  # fmt: skip
 
 
+def heads() -> list[str]:
+    """Speed-ups beside stretched targets: no drafts over `transformers`, and all others over no drafts."""
+    rows = []
+    for target in _results("heads", "targets"):
+        texts: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+        for one in target["figures"]:
+            texts.setdefault((one["workload"], one["temperature"]), {})[one["side"]] = one
+        for (text, temperature), sides in texts.items():
+            plain = sides["no drafts"]["speed_up"][0]
+            found = [
+                f"{name} {_rounded(one['against_no_drafts'])} ({one['mean_acceptance_length']:.1f})"
+                if one["passes"]
+                else f"{name} {_rounded(one['speed_up'][0] / plain)}"
+                for name, one in sides.items()
+                if name not in ("transformers", "no drafts")
+            ]
+            rows.append(
+                [target["size"], target["dtype"], text, f"{temperature:g}", _rounded(plain), ", ".join(found)]
+            )  # fmt: skip
+    columns = ["target", "dtype", "text", "temperature", "no drafts over `transformers`"]
+    return _table([*columns, "over no drafts (tokens per pass)"], rows)
+
+
 def replay(*drafters: str) -> list[str]:
     """Mean acceptance length on recorded outputs and, in brackets, nodes drafted per pass; of all drafters, or some."""
     found = {one["drafter"]: one for one in _results("replay")}
