@@ -81,7 +81,7 @@ def heads() -> list[str]:
             found = [
                 f"{name} {_rounded(one['against_no_drafts'])} ({one['mean_acceptance_length']:.1f})"
                 if one["passes"]
-                else f"{name} {_rounded(one['speed_up'][0] / plain)}"
+                else f"{name} {_rounded(one['speed_up'][0] / plain) if one['speed_up'] else 'other text'}"
                 for name, one in sides.items()
                 if name not in ("transformers", "no drafts")
             ]
