@@ -43,8 +43,7 @@ class EagleHead(Head):
         self.rotary = rotary_of(self.config)
         self.fc = nn.Linear(2 * self.size, self.size, bias=record["fuse_bias"])
         self.midlayer = HeadLayer(self.config, normed=False)
-        if record["embeddings"]:
-            self.embed_tokens = nn.Embedding(self.vocabulary, self.size)
+        self.make_own(embeddings=record["embeddings"])
 
     def record(self) -> dict[str, Any]:
         return self._record
@@ -52,9 +51,6 @@ class EagleHead(Head):
     @property
     def blocks(self) -> Sequence[HeadLayer]:
         return [self.midlayer]
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens if self._record["embeddings"] else super().get_input_embeddings()
 
     def fuse(self, features: Tensor) -> Tensor:
         return features

@@ -95,11 +95,24 @@ class LearnedHead(nn.Module, ABC):
         """H of its states."""
         return self.config.hidden_size
 
+    def make_own(self, *, embeddings: bool, output_head: bool = False, draft_vocabulary: int = 0) -> None:
+        """Give it tables of its own in place of the target's.
+
+        Args:
+            draft_vocabulary: tokens that it predicts, 0 for all of the target's.
+        """
+        if output_head:
+            self.lm_head = nn.Linear(self.size, draft_vocabulary or self.vocabulary, bias=False)
+        if embeddings:
+            self.embed_tokens = nn.Embedding(self.vocabulary, self.size)
+        if draft_vocabulary:
+            self.draft_token_ids = torch.arange(draft_vocabulary)
+
     def get_input_embeddings(self) -> nn.Module:
-        return self._shared[0]
+        return getattr(self, "embed_tokens", self._shared[0])
 
     def get_output_embeddings(self) -> nn.Module:
-        return self._shared[1]
+        return getattr(self, "lm_head", self._shared[1])
 
     def spread(self, logits: Tensor) -> Tensor:
         """(..., draft vocabulary) logits as (..., V) ones of the target, minus infinity outside."""

@@ -53,7 +53,7 @@ class DFlashHead(BlockHead):
         self.rotary = rotary_of(self.config)
         self.block_size, self.causal, self.windows = record["block_size"], record["causal"], record["windows"]
         self.drafts = self.block_size - (not record["from_anchor"])
-        size, eps, count = self.size, self.config.rms_norm_eps, record["draft_vocabulary"]
+        size, eps = self.size, self.config.rms_norm_eps
         self.fc = nn.Linear(len(self.layers) * record["feature_size"], size, bias=False)
         self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
         self.decoder_layers = nn.ModuleList(
@@ -61,12 +61,10 @@ class DFlashHead(BlockHead):
         )
         if record["mask_token_id"] is None:
             self.mask_embedding = nn.Parameter(torch.zeros(size))
-        if record["output_head"]:
-            self.lm_head = nn.Linear(size, count or self.vocabulary, bias=False)
-        if record["embeddings"]:
-            self.embed_tokens = nn.Embedding(self.vocabulary, size)
-        if count:
-            self.draft_token_ids = torch.arange(count)
+        self.make_own(
+            embeddings=record["embeddings"], output_head=record["output_head"],
+            draft_vocabulary=record["draft_vocabulary"],
+        )  # fmt: skip
 
     def record(self) -> dict[str, Any]:
         return self._record
@@ -74,12 +72,6 @@ class DFlashHead(BlockHead):
     @property
     def blocks(self) -> Sequence[HeadLayer]:
         return list(self.decoder_layers)  # type: ignore[arg-type]
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens if self._record["embeddings"] else super().get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head if self._record["output_head"] else super().get_output_embeddings()
 
     def fuse(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features))

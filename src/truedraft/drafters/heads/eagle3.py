@@ -46,7 +46,7 @@ class Eagle3Head(Head):
         self._record, self.layers = record, tuple(record["layers"])
         self.rotary = rotary_of(self.config)
         size, eps = self.size, self.config.rms_norm_eps
-        given, count = record["feature_size"], record["draft_vocabulary"]
+        given = record["feature_size"]
         self.fc = nn.Linear(len(self.layers) * given, size, bias=record["fuse_bias"])
         if record["fuse_norm"]:
             parts = len(self.layers) if record["fuse_norm"] == "each" else 1
@@ -57,12 +57,10 @@ class Eagle3Head(Head):
             HeadLayer(self.config, norms=record["head_norms"]) for _ in range(record["blocks"] - 1)
         )
         self.norm = Norm(size, eps)
-        if record["output_head"]:
-            self.lm_head = nn.Linear(size, count or self.vocabulary, bias=False)
-        if record["embeddings"]:
-            self.embed_tokens = nn.Embedding(self.vocabulary, size)
-        if count:
-            self.draft_token_ids = torch.arange(count)
+        self.make_own(
+            embeddings=record["embeddings"], output_head=record["output_head"],
+            draft_vocabulary=record["draft_vocabulary"],
+        )  # fmt: skip
 
     def record(self) -> dict[str, Any]:
         return self._record
@@ -70,12 +68,6 @@ class Eagle3Head(Head):
     @property
     def blocks(self) -> Sequence[HeadLayer]:
         return [self.midlayer, *self.further_layers]
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens if self._record["embeddings"] else super().get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head if self._record["output_head"] else super().get_output_embeddings()
 
     def fuse(self, features: Tensor) -> Tensor:
         if self._record["fuse_norm"]:
