@@ -15,7 +15,7 @@ from truedraft.runtime.compiled import CompiledPass, Nodes
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.program import Program
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import Int8Copies, NotCompilable
 
 
 class HeadPass(Protocol):
@@ -25,6 +25,9 @@ class HeadPass(Protocol):
 
     def attach(self, cache: RowCache | None) -> None:
         """Set the cache of the following passes; None detaches it."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """(count, layers * H of the target) to (count, H), see `drafters.heads._head.Head.fuse`."""
 
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
         """States (nodes, H), and logits (len(gather), draft vocabulary) of some nodes.
@@ -38,9 +41,17 @@ class HeadPass(Protocol):
 class CompiledHeadPass(CompiledPass):
     """The compiled pass of a head. See `HeadPass`.
 
+    Args:
+        int8: makes the copies that are read in place of plain weights; None where these are read themselves.
+
     Raises:
         NotCompilable: there is no compiled pass here, or none for this head.
     """
+
+    def __init__(self, head: Any, int8: Int8Copies | None = None):
+        self._int8 = int8
+        super().__init__(head)
+        self._linears = Linears(head, int8)
 
     def _compiled(self) -> Program:
         head: Any = self.model
@@ -48,7 +59,7 @@ class CompiledHeadPass(CompiledPass):
             raise NotCompilable("it is not fp32 or bf16 on the CPU")
         self._made_of = self._fingerprint()
         program = Program(head.dtype == torch.bfloat16, ["full_attention"] * len(head.blocks))
-        program.rotary = head.rotary
+        program.rotary, program.int8 = head.rotary, self._int8
         head.compile(program)
         return program
 
@@ -57,9 +68,15 @@ class CompiledHeadPass(CompiledPass):
         return [fingerprint(part) for part in (head, head.get_input_embeddings(), head.get_output_embeddings())]
 
     def attach(self, cache: RowCache | None) -> None:
-        if cache is not None and self._fingerprint() != self._made_of:
-            self._compile()
+        if cache is not None:
+            if self._fingerprint() != self._made_of or (self._int8 is not None and self._int8.stale):
+                self._compile()
+            self._linears.refresh()
         super().attach(cache)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        with self._linears.compiled():
+            return self.model.fuse(features)
 
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._reserve(len(nodes))
@@ -71,13 +88,17 @@ class CompiledHeadPass(CompiledPass):
 
 
 class TorchHeadPass:
-    """The passes of a head in torch, rows padded to the widest. See `HeadPass`."""
+    """The passes of a head in torch, rows padded to the widest. See `HeadPass`.
+
+    Args:
+        int8: see `CompiledHeadPass`.
+    """
 
     name = "torch"
 
-    def __init__(self, head: Any):
+    def __init__(self, head: Any, int8: Int8Copies | None = None):
         self.head = head
-        self._linears = Linears(head)
+        self._linears = Linears(head, int8)
 
     def attach(self, cache: RowCache | None) -> None:
         self.cache = cache
@@ -86,6 +107,11 @@ class TorchHeadPass:
         self._linears.refresh()
         if not cache.layers[0].is_initialized:
             self.head.allocate(cache)
+
+    @torch.no_grad()
+    def fuse(self, features: Tensor) -> Tensor:
+        with self._linears.compiled():
+            return self.head.fuse(features)
 
     @torch.no_grad()
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -229,9 +255,9 @@ class NodeAttention(CachedAttention):
         return replace(self, nodes=replace(self.nodes, first=first))
 
 
-def head_pass(head: Any) -> HeadPass:
-    """The compiled pass of a head where there is one, else that in torch."""
+def head_pass(head: Any, int8: Int8Copies | None = None) -> HeadPass:
+    """The compiled pass of a head where there is one, else that in torch. int8: see `CompiledHeadPass`."""
     try:
-        return CompiledHeadPass(head)
+        return CompiledHeadPass(head, int8)
     except NotCompilable:
-        return TorchHeadPass(head)
+        return TorchHeadPass(head, int8)

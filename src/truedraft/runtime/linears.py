@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from truedraft.runtime import native
 from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.overrides import Override, overridden
-from truedraft.runtime.weights import NotCompilable, Weight, fields, linear_weight, padded
+from truedraft.runtime.weights import Int8Copies, NotCompilable, Weight, fields, linear_weight, padded
 
 SMALLEST = 1 << 17  # weights of the smallest layer for which a call pays for its few microseconds
 
@@ -25,10 +25,13 @@ class Linears:
     """Linear layers whose forwards are compiled products within a `with linears.compiled()` block.
 
     Without compiled code or supported layers the block changes nothing; `len` is the number of replaced layers.
+
+    Args:
+        int8: makes the copies that are read in place of plain weights; None where these are read themselves.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, int8: Int8Copies | None = None):
+        self.model, self._int8 = model, int8
         self.refresh()
 
     def __len__(self) -> int:
@@ -37,7 +40,9 @@ class Linears:
     def refresh(self) -> None:
         """Rebuild the products: weights may have been replaced, and biases and scales are copies."""
         library = native.library()
-        found = [(m, _compiled(library, m)) for m in self.model.modules() if library and type(m) is nn.Linear]
+        found = [
+            (m, _compiled(library, m, self._int8)) for m in self.model.modules() if library and type(m) is nn.Linear
+        ]
         self._forwards: list[Override] = [(m, "forward", product) for m, product in found if product is not None]
 
     def compiled(self) -> AbstractContextManager[None]:
@@ -45,7 +50,7 @@ class Linears:
         return overridden(self._forwards)
 
 
-def _compiled(library: Any, module: nn.Linear) -> Any:
+def _compiled(library: Any, module: nn.Linear, int8: Int8Copies | None) -> Any:
     """The compiled product of a layer, or None where the layer is not supported."""
     dtype = module.weight.dtype
     try:
@@ -55,6 +60,7 @@ def _compiled(library: Any, module: nn.Linear) -> Any:
     out, inner = weight.values.shape
     if dtype not in (torch.float32, torch.bfloat16) or inner % 16 or out * inner < SMALLEST:
         return None
+    weight = weight if int8 is None else int8(weight)
     kept, given = fields(weight, padded)
     op = Op(kind=OpKind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
     return partial(_product, library.truedraft_linear, module, op, weight, kept)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from truedraft.runtime.native import Op, OpKind
-from truedraft.runtime.weights import NotCompilable, Weight, fields, linear_weight, padded, plain
+from truedraft.runtime.weights import Int8Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
 SIGMOID = 4
@@ -26,6 +26,7 @@ class Program:
     parts: buffers that are the later columns of another: name -> (the other, its column).
     fed_back: the hidden state that a head continues from, numbered as in `Taps`.
     layers: for each op, the layer of the KV cache that it uses, or -1.
+    int8: makes the copies that are read in place of plain weights; None where these are read themselves.
     outputs: the ops after which "x" is layer 0, 1, ... (`Taps`), up to the number of blocks.
     """
 
@@ -37,6 +38,7 @@ class Program:
     rows: dict[str, int] = field(default_factory=dict)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
     fed_back: int = -1
+    int8: Int8Copies | None = None
     outputs: list[int] = field(default_factory=list)
     crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
     biased: list[tuple[Op, Any]] = field(
@@ -84,7 +86,8 @@ class Program:
     def weight(self, layer: Any, rows: tuple[int, int] | None = None) -> Weight:
         """The weight of a linear layer, or some rows of it."""
         whole = linear_weight(layer, self.dtype)
-        return whole.part(*rows) if rows else whole
+        found = whole.part(*rows) if rows else whole
+        return found if self.int8 is None else self.int8(found)
 
     def read(self, weight: Weight) -> dict[str, Any]:
         """The fields of an operation that refer to its weight."""

@@ -50,6 +50,46 @@ class Weight:
         return self.values.shape[1] // (1 if self.scales is None or self.scales.ndim == 1 else self.scales.shape[1])
 
 
+class Int8Copies:
+    """Copies of plain weights in int8, with a scale per row, for passes that need not be exact: those of drafters.
+
+    A pass over few tokens reads all weights once, so that it takes about as long as their bytes from memory; and a head
+    of a quarter of its size may stay in the processor's cache between its passes.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.Size], tuple[Tensor, int, Weight]] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __call__(self, weight: Weight) -> Weight:
+        """A weight's copy, made once; weights that are integers already are returned as they are."""
+        if weight.scales is not None:
+            return weight
+        key, version = (weight.values.data_ptr(), weight.values.shape), _version(weight.values)
+        kept = self._made.get(key)
+        if kept is None or kept[1] != version:
+            kept = self._made[key] = weight.values, version, rounded(weight)
+        return Weight(kept[2].values, kept[2].scales, weight.bias)
+
+    @property
+    def stale(self) -> bool:
+        """Whether a weight was written to since its copy was made."""
+        return any(_version(values) != version for values, version, _ in self._made.values())
+
+
+def _version(values: Tensor) -> int:
+    return 0 if values.is_inference() else values._version
+
+
+def rounded(weight: Weight) -> Weight:
+    """A plain weight in int8, symmetric, with a scale per row."""
+    values = weight.values.float()
+    scales = (values.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return Weight((values / scales[:, None]).round_().to(torch.int8), scales, weight.bias)
+
+
 def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
     """The weight of an ordinary linear layer of a model of `dtype`.
 

@@ -16,6 +16,7 @@ from truedraft.drafters.heads._layers import Attend, Rotary
 from truedraft.drafters.heads._reader import RowReader
 from truedraft.runtime.heads import CachedAttention
 from truedraft.runtime.linears import Linears
+from truedraft.runtime.weights import Int8Copies
 from truedraft.tree import Row
 
 
@@ -81,10 +82,10 @@ class BlockPass:
 
     name = "torch"
 
-    def __init__(self, head: BlockHead):
+    def __init__(self, head: BlockHead, int8: Int8Copies | None):
         self.head = head
         used: list[Any] = [head, head.get_output_embeddings()]
-        self._linears = Linears(nn.ModuleList(used if next(head.parameters()).device.type == "cpu" else []))
+        self._linears = Linears(nn.ModuleList(used if next(head.parameters()).device.type == "cpu" else []), int8)
 
     def attach(self, cache: RowCache | None) -> None:
         """Set the cache of the following passes; None detaches it."""
@@ -134,8 +135,8 @@ class BlockReader(RowReader):
 
     head: BlockHead
 
-    def __init__(self, head: BlockHead):
-        super().__init__(head, BlockPass(head))
+    def __init__(self, head: BlockHead, int8: Int8Copies | None = None):
+        super().__init__(head, BlockPass(head, int8))
 
     def filled(self, rows: Sequence[Row]) -> Tensor:
         """Read what is new of rows, and fill in their blocks: (rows, drafts, V) logits."""

@@ -18,6 +18,7 @@ from truedraft.drafters._growing import GrowingDrafter, GrowingTree
 from truedraft.drafters._learned import Learner
 from truedraft.drafters.heads._checkpoint import Format, read_head
 from truedraft.drafters.heads._head import Head, LearnedHead, check_target
+from truedraft.drafters.heads._quantize import check_copies, copies_of
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
@@ -29,7 +30,8 @@ SEQ2SEQ = {"encoder-decoder": "its head continues the hidden states of a decoder
 class LearnedDrafter(Drafter):
     """A drafter with a head trained for its target, which reads the target's hidden states.
 
-    Fields of every subclass: model (the folder of a checkpoint, or its name on the hub; or a head).
+    Fields of every subclass: model (the folder of a checkpoint, or its name on the hub; or a head), quantize (see
+    `_quantize.copies_of`).
 
     kind: the class of its heads. reads: the class of what runs them, a `RowReader` made from a head.
     """
@@ -37,6 +39,7 @@ class LearnedDrafter(Drafter):
     kind: ClassVar[Any]
     reads: ClassVar[Any]
     model: Any
+    quantize: str
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | PathLike | self.kind | None):
@@ -63,7 +66,9 @@ class LearnedDrafter(Drafter):
             found = self.opened(target.model)
         self._head = found.placed(target.device, target.dtype)
         self.needs = Taps(self._head.layers)
-        self._reader = self.reads(self._head)
+        int8 = copies_of(self.quantize)
+        self._reader = self.reads(self._head, int8)
+        check_copies(self._name, self.quantize, int8)
 
     @abstractmethod
     def opened(self, model: PreTrainedModel) -> LearnedHead:
@@ -127,7 +132,7 @@ class TrainedDrafter(LearnedDrafter):
 
 
 class HeadDrafter(LearnedDrafter, GrowingDrafter):
-    """A drafter with an autoregressive head. Fields of every subclass: model, see `LearnedDrafter`."""
+    """A drafter with an autoregressive head. Fields of every subclass: those of `LearnedDrafter`."""
 
     kind: ClassVar[Any] = Head
     reads: ClassVar[Any] = HeadReader
@@ -149,7 +154,7 @@ class ConfidenceTree(HeadDrafter):
     At each level the `top_k` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes`
     likeliest are drafted. Under `seeded`, a node's tokens are those that the target's own noise ranks first.
 
-    Fields of every subclass: model, nodes, depth, top_k, drawn.
+    Fields of every subclass: model, quantize, nodes, depth, top_k, drawn.
 
     drawn: for rules that verify drafts against the distribution that they were drawn from, whether the draft is a chain
         drawn from the head.

@@ -14,6 +14,7 @@ from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.heads import head_pass
+from truedraft.runtime.weights import Int8Copies
 from truedraft.targets.memory import check_room
 from truedraft.tree import Accepted, Row, Scores
 
@@ -142,8 +143,8 @@ class HeadReader(RowReader):
 
     head: Head
 
-    def __init__(self, head: Head):
-        super().__init__(head, head.runner or head_pass(head))
+    def __init__(self, head: Head, int8: Int8Copies | None = None):
+        super().__init__(head, head.runner or head_pass(head, int8))
         self._branches: dict[int, Branches] = {}
         self._states: Tensor | None = None  # of the last pass
 
@@ -176,7 +177,7 @@ class HeadReader(RowReader):
         first = self._cache.lengths[slot]
         nodes.add_chain(slot, first, None, count)
         embeds.append(self._embeds(row, first + 1, count))
-        features.append(self.head.fuse(self._unread[id(row)].take(count).to(self.head.dtype)))
+        features.append(self.passes.fuse(self._unread[id(row)].take(count).to(self.head.dtype)))
         self._cache.lengths[slot] += count
 
     def _embeds(self, row: Row, first: int, count: int) -> Tensor:

@@ -17,6 +17,7 @@ from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import DRAFTED, StepwiseLearner, Unrolled
 from truedraft.runtime.linears import Linears
+from truedraft.runtime.weights import Int8Copies
 from truedraft.tree import Accepted, Row, Scores
 
 
@@ -88,11 +89,11 @@ class StatefulReader:
     """A `StatefulHead` as a `LevelReader`: the trees of a draft grow in step, and a level needs the states of the one
     before alone."""
 
-    def __init__(self, head: StatefulHead):
+    def __init__(self, head: StatefulHead, int8: Int8Copies | None = None):
         self.head = head
-        self._features = LastFeatures(head) if head.prefix is None else HeadReader(head.prefix)
+        self._features = LastFeatures(head) if head.prefix is None else HeadReader(head.prefix, int8)
         used: list[Any] = [head, head.output_head] if next(head.parameters()).device.type == "cpu" else []
-        self._linears = Linears(nn.ModuleList(used))
+        self._linears = Linears(nn.ModuleList(used), int8)
         self._states: Tensor | None = None  # of the last level
         self._places: dict[tuple[GrowingTree, int], int] = {}  # tree and node of the last level -> row of its state
 

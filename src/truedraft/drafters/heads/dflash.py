@@ -29,6 +29,7 @@ from truedraft.drafters.heads._blocks import BlockHead, BlockReader
 from truedraft.drafters.heads._dflash_formats import formats, published_layers
 from truedraft.drafters.heads._drafter import SEQ2SEQ, TrainedDrafter, by_rank
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
+from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._unroll import HeadLearner, layer_like, spread_layers
 from truedraft.drafters.heads._walking import Walk
 from truedraft.tree import DraftTree, Draws, Row
@@ -236,6 +237,7 @@ class DFlash(TrainedDrafter):
     reads = BlockReader
     prior_confidence = 0.7
     model: Any = None  # a checkpoint's folder, its name on the hub, or a DFlashHead
+    quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     depth: int = knob(15, 1, 64)  # drafted positions, at most those of a block; published 15
     top_k: int = knob(1, 1, 256)  # tokens of a position, 1 for a chain; published 1
     nodes: int = knob(24, 1, 1024)  # of a tree; published: the chain

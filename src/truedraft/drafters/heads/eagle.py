@@ -20,6 +20,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
 from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadDrafter, TrainedDrafter
 from truedraft.drafters.heads._eagle import FORMATS, EagleHead, EagleTraining
+from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.tree import Draws
 
 
@@ -36,6 +37,7 @@ class Eagle(TrainedDrafter, Branching, HeadDrafter):
     )
     learner = EagleTraining
     model: Any = None  # a checkpoint's folder, its name on the hub, or a Head
+    quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     branches: str = knob("3x2x1x1x1", form=BRANCHES, reader=branched)  # of the tree; published as in `eagle-published`
     formats = FORMATS
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from truedraft.card import Card, knob
 from truedraft.drafters.heads._drafter import SEQ2SEQ, ConfidenceTree, TrainedDrafter
 from truedraft.drafters.heads._eagle import FORMATS, EagleHead, EagleTraining
+from truedraft.drafters.heads._quantize import FORM, copies_of
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Eagle2(TrainedDrafter, ConfidenceTree):
     )
     learner = EagleTraining
     model: Any = None  # a checkpoint's folder, its name on the hub, or a Head
+    quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     nodes: int = knob(24, 1, 1024)  # of the draft; published 59
     depth: int = knob(6, 1, 64)  # levels; published 6
     top_k: int = knob(6, 1, 256)  # nodes expanded at each level, and children of each; published 10

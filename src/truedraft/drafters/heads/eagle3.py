@@ -24,6 +24,7 @@ from truedraft.drafters.heads._drafter import SEQ2SEQ, ConfidenceTree, TrainedDr
 from truedraft.drafters.heads._eagle3_formats import formats
 from truedraft.drafters.heads._head import Head, begin_program, layer_program
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
+from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._unroll import UnrolledLearner, layer_like, spread_layers
 from truedraft.runtime.program import Program
 
@@ -152,6 +153,7 @@ class Eagle3(TrainedDrafter, ConfidenceTree):
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, its name on the hub, or a Head
+    quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     nodes: int = knob(24, 1, 1024)  # of the draft; published 59
     depth: int = knob(6, 1, 64)  # levels; published 8
     top_k: int = knob(6, 1, 256)  # nodes expanded at each level, and children of each; published 10

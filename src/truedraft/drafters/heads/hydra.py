@@ -27,6 +27,7 @@ from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._head import Head, begin_program, layer_program
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._published import layer_fields, text_config
+from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._stateful import StatefulHead, StatefulLearner, StatefulTree
 from truedraft.drafters.heads._unroll import layer_like
 from truedraft.errors import Refused
@@ -232,6 +233,7 @@ class Hydra(StatefulTree):
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, its name on the hub, or a HydraHead
+    quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     nodes: int = knob(16, 1, 1024)  # of the draft; published 63
     depth: int = knob(4, 1, 64)  # levels, at most its heads; published its heads
     top_k: int = knob(4, 1, 256)  # nodes expanded at each level, and children of each; published: a static tree

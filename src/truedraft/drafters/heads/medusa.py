@@ -29,6 +29,7 @@ from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
 from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._head import check_target, sizes_of
+from truedraft.drafters.heads._quantize import FORM, check_copies, copies_of
 from truedraft.drafters.heads._unroll import target_logits
 from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
@@ -281,6 +282,7 @@ class Medusa(Drafter):
     learner = Training
     needs = Taps((-1,))
     model: Any = None  # a checkpoint's folder, its name on the hub, or a MedusaHeads
+    quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     nodes: int = knob(16, 1, 1024)  # of the draft; published 63
     top_k: int = knob(10, 1, 10)  # tokens of a head in a tree, 1 for a chain; published 10
     dynamic: bool = knob(False)  # the likeliest paths by the heads' probabilities; published: a static tree
@@ -306,7 +308,9 @@ class Medusa(Drafter):
         self._tree = static_tree([some[: self.top_k] for some in accuracies(self.heads)], self.nodes)
         self.heads.to(target.device, target.dtype).eval()
         used: list[Any] = [self.heads] if self.heads.lm_heads else [self.heads, target.model.get_output_embeddings()]
-        self._linears = Linears(nn.ModuleList(used if target.device.type == "cpu" else []))
+        int8 = copies_of(self.quantize)
+        self._linears = Linears(nn.ModuleList(used if target.device.type == "cpu" else []), int8)
+        check_copies("medusa", self.quantize, int8)
 
     @staticmethod
     def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> MedusaHeads:

@@ -23,6 +23,7 @@ from truedraft.drafters._losses import LOSSES, named
 from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded
 from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._published import check_size, text_config
+from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._stateful import StatefulHead, StatefulLearner, StatefulTree
 
 EPS = 1e-6  # of its norms
@@ -167,6 +168,7 @@ class MlpSpeculator(StatefulTree):
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, its name on the hub, or a MlpSpeculatorHead
+    quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     nodes: int = knob(16, 1, 1024)  # of the draft; published 5 chains, by the likeliest 5, 4 and 3 tokens of a level
     depth: int = knob(4, 1, 64)  # levels, at most its steps; published its steps
     top_k: int = knob(4, 1, 256)  # nodes expanded at each level, and children of each; published 5, 4 and 3

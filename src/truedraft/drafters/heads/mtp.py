@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from truedraft.card import Card, knob
 from truedraft.drafters.heads._drafter import SEQ2SEQ, ConfidenceTree
 from truedraft.drafters.heads._mtp import MtpHead, read
+from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.errors import Refused
 
 
@@ -35,6 +36,7 @@ class Mtp(ConfidenceTree):
         published="DeepSeek-V3: 85% to 90% of second tokens are right, 1.8x tokens per second (GPUs).",
     )
     model: Any = None  # a folder or a name on the hub, by default the target's own; or a Head
+    quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     nodes: int = knob(3, 1, 1024)  # of the draft; published 1
     depth: int = knob(3, 1, 64)  # levels, no more than the modules where there are several; published 1
     top_k: int = knob(1, 1, 256)  # nodes expanded at each level, and children of each; published 1, a chain

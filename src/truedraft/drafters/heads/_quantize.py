@@ -1,0 +1,30 @@
+"""The weights that the compiled passes of heads read: those of the head, or copies of a byte each."""
+
+from __future__ import annotations
+
+from truedraft.errors import Refused
+from truedraft.runtime.weights import Int8Copies
+
+FORM = "auto, int8 or none"
+
+
+def copies_of(kind: str) -> Int8Copies | None:
+    """What makes the copies that compiled passes read, by the knob `quantize`; None for the weights themselves.
+
+    With "auto" and "int8", compiled passes on the CPU read copies in int8, with a scale per row: drafts change a
+    little, text does not. "int8" is refused where no pass of a head is compiled.
+
+    Raises:
+        ValueError: another kind.
+    """
+    if kind not in FORM.replace(",", "").replace(" or", "").split():
+        raise ValueError
+    return None if kind == "none" else Int8Copies()
+
+
+def check_copies(name: str, kind: str, copies: Int8Copies | None) -> None:
+    """Raises:
+    Refused: copies are required, and none were made.
+    """
+    if kind == "int8" and not copies:
+        raise Refused(f"{name}:quantize=int8: no pass of its head is compiled here; leave `quantize` out")
