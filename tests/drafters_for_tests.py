@@ -196,7 +196,7 @@ class SelfDrafter(Drafter):
         if preferred == "law":
             return request.chance.draw(law, row)
         if preferred == "noise" and not request.laws.unknown_processors:
-            return request.chance.draw_with_target_noise(law, row, depth)
+            return likeliest(request.chance.target_keys(law[None], row, [depth])[0], 1)
         return likeliest(law, 1)
 
     def _tree(self, row: Row, draft: list[int], laws: list[torch.Tensor]) -> DraftTree:

@@ -21,6 +21,8 @@ from truedraft.drafters.heads import _drafter
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import StepwiseLearner, UnrolledLearner
+from truedraft.errors import Refused
+from truedraft.runtime import linears, native
 from truedraft.runtime.heads import TorchHeadPass
 from truedraft.tree import DraftTree
 
@@ -141,11 +143,16 @@ def test_loss_with_products_in_bf16_is_that_in_fp32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNROLLED)
-@pytest.mark.parametrize("passes", ["compiled", "torch"])
+@pytest.mark.parametrize("passes", ["compiled", "int8", "torch"])
 def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In batches of rows of different lengths, with rows that leave: the logits at every node of every drafted tree."""
+    """In batches of rows of different lengths, with rows that leave: the logits at every node of every drafted tree.
+
+    With copies in int8, those of layers whose weights are rounded.
+    """
     model = target()
     learner = learner_of(name, model)
+    forward = rounded_forward if passes == "int8" else torch.nn.Linear.forward
+    monkeypatch.setattr(linears, "SMALLEST", 1)
     head = learner.module.eval()
     if passes == "torch":
         head.runner = TorchHeadPass(head)
@@ -161,14 +168,16 @@ def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch:
             batch = batch_of(model, head.layers, [tokens], 0)
             features = torch.cat([batch.features[layer][0] for layer in head.layers], -1)[:-1]
             for node in tree.frontier:
-                plain = plain_logits(head, features, tokens, tree.path(node))[-1]
+                with monkeypatch.context() as patched:
+                    patched.setattr(torch.nn.Linear, "forward", forward)
+                    plain = plain_logits(head, features, tokens, tree.path(node))[-1]
                 torch.testing.assert_close(logits[at], head.spread(plain), rtol=2e-4, atol=2e-4)
                 at, compared = at + 1, compared + 1
         assert at == len(logits)
         return logits
 
     monkeypatch.setattr(HeadReader, "expand", checked)
-    draft = registry.load("drafters", name, model=head)
+    draft = registry.load("drafters", name, model=head, quantize="int8" if passes == "int8" else "none")
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
     ids = torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(2))
     mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 2 + [1] * 7])
@@ -176,7 +185,49 @@ def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch:
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
     assert torch.equal(out, expected)
     assert compared > 30
-    assert draft.reader.name == {"compiled": "compiled pass", "torch": "torch"}[passes]
+    assert draft.reader.name == ("torch" if passes == "torch" else "compiled pass")
+
+
+def rounded_forward(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    scale = layer.weight.abs().amax(1, keepdim=True) / 127
+    return torch.nn.functional.linear(x, (layer.weight / scale).round() * scale, layer.bias)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiled pass here")
+@pytest.mark.parametrize("name", UNROLLED)
+def test_copies_in_int8_follow_their_weights(name: str) -> None:
+    model = target()
+    head = learner_of(name, model).module.eval()
+    draft = registry.load("drafters", name, model=head)
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    given: dict[str, Any] = dict(max_new_tokens=9, do_sample=False)
+    ids, logits = torch.tensor([[5, 6, 7, 8]]), []
+    expand = draft.reader.expand
+    draft.reader.expand = lambda growing: logits.append(expand(growing)) or logits[-1]
+    fast.generate(ids, **given)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.mul_(0.5)
+    first = logits.pop(0)
+    logits.clear()
+    fast.generate(ids, **given)
+    again = registry.load("drafters", name, model=head)
+    other = truedraft.accelerate(model, draft=again, control="fixed")
+    expand = again.reader.expand
+    afresh: list[Tensor] = []
+    again.reader.expand = lambda growing: afresh.append(expand(growing)) or afresh[-1]
+    other.generate(ids, **given)
+    assert torch.equal(logits[0], afresh[0]) and not torch.equal(logits[0], first)
+
+
+@pytest.mark.parametrize("name", OF_DECODERS)
+def test_copies_that_no_pass_reads_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target()
+    head = learner_of(name, model).module.eval()
+    monkeypatch.setattr(native, "library", lambda: None)
+    truedraft.accelerate(model, draft=registry.load("drafters", name, model=head, quantize="auto"))
+    with pytest.raises(Refused, match=f"{name}:quantize=int8: no pass of its head is compiled here"):
+        truedraft.accelerate(model, draft=registry.load("drafters", name, model=head, quantize="int8"))
 
 
 @pytest.mark.parametrize("name", STEPWISE)

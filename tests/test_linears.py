@@ -12,6 +12,7 @@ from truedraft.runtime import linears, native
 from truedraft.runtime.forward import ForwardPass, LinearsPass
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.programs import PROGRAMS
+from truedraft.runtime.weights import Int8Copies
 from truedraft.targets.decoder import DecoderTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
@@ -82,6 +83,26 @@ def test_gradients_are_those_of_torch_and_new_weights_are_used() -> None:
     layers.refresh()
     with torch.no_grad(), layers.compiled():
         torch.testing.assert_close(layer(x), x.sum(1, keepdim=True) + layer.bias)
+
+
+@BOTH
+def test_copies_in_int8_are_the_rounded_weights(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer, copies = nn.Linear(80, 53).to(dtype), Int8Copies()
+    with torch.no_grad():
+        layer.weight[7] = 0
+    layers, x = Linears(layer, copies), torch.randn(5, 80, dtype=dtype)
+    for _ in range(2):
+        weight = layer.weight.detach().float()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        rounded = ((weight / scale).round() * scale).nan_to_num(0.0)
+        expected = nn.functional.linear(x.float(), rounded, layer.bias.float()).to(dtype)
+        assert len(copies) == 1 and not copies.stale
+        with torch.no_grad(), layers.compiled():
+            torch.testing.assert_close(layer(x), expected, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-5)
+            layer.weight *= torch.linspace(0.5, 2, 80).to(dtype)
+        assert copies.stale
+        layers.refresh()
 
 
 def test_unsupported_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

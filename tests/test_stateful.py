@@ -196,7 +196,7 @@ def test_drafts_are_those_of_the_plain_head(name: str, given: dict, monkeypatch:
 
     monkeypatch.setattr(StatefulReader, "expand", checked)
     monkeypatch.setattr(_reader, "CHUNK", 3)
-    fast = accelerate(model, draft=registry.load("drafters", name, model=head), control="fixed")
+    fast = accelerate(model, draft=registry.load("drafters", name, model=head, quantize="none"), control="fixed")
     inputs: dict[str, Any] = ragged(model, 3)
     kwargs: dict[str, Any] = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
     assert torch.equal(fast.generate(**inputs, **kwargs), model.generate(**inputs, **kwargs))

@@ -43,12 +43,13 @@ class Chance(Protocol):
         """A waiting time, exponentially distributed with mean 1, by fresh noise."""
         ...
 
-    def draw_with_target_noise(self, law: Tensor, row: Row, after: int, count: int = 1) -> list[int]:
-        """The tokens that a (V,) law draws with the noise of the step `after` after the row's next one, the best first.
+    def target_keys(self, laws: Tensor, row: Row, after: Sequence[int]) -> Tensor:
+        """(k, V) laws / noise, with the noise of the steps `after` after the row's next one, one step per law: the
+        larger a token's key, the likelier it is that the target draws it there.
 
-        Where that noise is not available, the likeliest tokens.
+        Where that noise is not available, the laws.
         """
-        return likeliest(law, count)
+        return laws
 
     def flip(self, probability: float, row: Row) -> bool:
         """True with this probability, by fresh noise."""
@@ -134,9 +135,9 @@ class StreamNoise(Chance):
     def flip(self, probability: float, row: Row) -> bool:
         return bool(torch.rand(()) < probability)
 
-    def draw_with_target_noise(self, law: Tensor, row: Row, after: int, count: int = 1) -> list[int]:
-        self._look(row.step + after, law)
-        return likeliest(law / self.blocks[row.step + after][row.index], count)
+    def target_keys(self, laws: Tensor, row: Row, after: Sequence[int]) -> Tensor:
+        self._look(row.step + max(after), laws)
+        return laws / torch.stack([self.blocks[row.step + n][row.index] for n in after])
 
     def noise_at_nodes(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         if not far(logits.device):
@@ -191,20 +192,23 @@ class PositionNoise(Chance):
         self.fresh[row.index] += 1
         return self._bits(row, 0, self.fresh[row.index])
 
-    def _noise(self, bits: np.random.Generator, like: Tensor) -> Tensor:
-        noise = bits.standard_exponential(like.shape, dtype=np.float32)
-        return torch.from_numpy(np.maximum(noise, TINY)).to(like.device)
+    def _noise(self, bits: np.random.Generator, size: int) -> Tensor:
+        return torch.from_numpy(np.maximum(bits.standard_exponential(size, dtype=np.float32), TINY))
 
     def draw(self, law: Tensor, row: Row, count: int = 1, distinct: bool = False) -> list[int]:
         if distinct:
-            return likeliest(law / self._noise(self._fresh(row), law), count)
-        return [likeliest(law / self._noise(self._fresh(row), law), 1)[0] for _ in range(count)]
+            return likeliest(self._keys(law, row), count)
+        return [likeliest(self._keys(law, row), 1)[0] for _ in range(count)]
+
+    def _keys(self, law: Tensor, row: Row) -> Tensor:
+        return law / self._noise(self._fresh(row), len(law)).to(law.device)
 
     def wait(self, row: Row) -> float:
         return float(self._fresh(row).standard_exponential())
 
-    def draw_with_target_noise(self, law: Tensor, row: Row, after: int, count: int = 1) -> list[int]:
-        return likeliest(law / self._noise(self._bits(row, row.step + after, 0), law), count)
+    def target_keys(self, laws: Tensor, row: Row, after: Sequence[int]) -> Tensor:
+        noise = {n: self._noise(self._bits(row, row.step + n, 0), laws.shape[1]) for n in set(after)}
+        return laws / torch.stack([noise[n] for n in after]).to(laws.device)
 
     def flip(self, probability: float, row: Row) -> bool:
         return bool(self._fresh(row).random() < probability)

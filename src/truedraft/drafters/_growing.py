@@ -213,9 +213,7 @@ class GrowingDrafter(Drafter):
         row, request = growing.row, growing.row.request
         if self.preferred(row) == "law":
             return request.chance.draw(law, row, count, distinct=self.draws == "distinct")
-        if self.preferred(row) == "noise" and not request.laws.unknown_processors:
-            return request.chance.draw_with_target_noise(law, row, growing.depth[node], count)
-        return likeliest(law, count)
+        return likeliest(self.keys(row, law[None], [growing.depth[node]])[0], count)
 
 
 class Branching(GrowingDrafter):
@@ -266,6 +264,17 @@ def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor
         except Exception:  # of a processor, at a prefix that may never be emitted: nothing is drafted there
             scores.append(torch.full_like(logits[some], torch.nan))
     return torch.cat(scores).softmax(-1).nan_to_num_(0.0)
+
+
+def position_laws(rows: Sequence[Row], logits: Tensor) -> Tensor:
+    """(rows, positions, V) draft probabilities at the next positions of rows, through the processors of each row's
+    request as if the tokens before were the likeliest ones.
+
+    logits: (rows, positions, V), raw.
+    """
+    prefixes = [tokens[:i] for tokens in logits.argmax(-1).tolist() for i in range(len(tokens))]
+    repeated = [row for row in rows for _ in range(logits.shape[1])]
+    return laws_of(repeated, prefixes, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
 
 
 def branched(text: str) -> tuple[tuple[int, ...], ...]:

@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from truedraft.stores._cursor import SEPARATOR, Grown
 from truedraft.stores._native import trees
@@ -117,6 +118,17 @@ def likeliest_paths(
         parents.append(parent)
         confidence.append(chances[place][rank])
     return DraftTree(tuple(drafted), tuple(parents), confidence=tuple(confidence))
+
+
+def likeliest_positions(
+    root: int, candidates: Sequence[Sequence[tuple[int, float]]], nodes: int, ends: frozenset[int]
+) -> DraftTree:
+    """The same, of (token, probability) pairs by position, up to the first position without any."""
+    found = list(takewhile(bool, candidates))
+    if not found:
+        return DraftTree.chain(root, (), ())
+    tokens, chances = [[token for token, _ in some] for some in found], [[p for _, p in some] for some in found]
+    return likeliest_paths(root, tokens, chances, nodes, ends)
 
 
 def root_of(row: Row, after: Sequence[int]) -> int:

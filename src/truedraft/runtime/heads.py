@@ -58,6 +58,8 @@ class CompiledHeadPass(CompiledPass):
         if head.dtype not in (torch.float32, torch.bfloat16) or next(head.parameters()).device.type != "cpu":
             raise NotCompilable("it is not fp32 or bf16 on the CPU")
         self._made_of = self._fingerprint()
+        if self._int8 is not None:
+            self._int8.clear()
         program = Program(head.dtype == torch.bfloat16, ["full_attention"] * len(head.blocks))
         program.rotary, program.int8 = head.rotary, self._int8
         head.compile(program)
@@ -69,14 +71,16 @@ class CompiledHeadPass(CompiledPass):
 
     def attach(self, cache: RowCache | None) -> None:
         if cache is not None:
-            if self._fingerprint() != self._made_of or (self._int8 is not None and self._int8.stale):
+            stale = self._int8 is not None and self._int8.stale
+            if stale or self._fingerprint() != self._made_of:
                 self._compile()
             self._linears.refresh()
         super().attach(cache)
 
     def fuse(self, features: Tensor) -> Tensor:
         with self._linears.compiled():
-            return self.model.fuse(features)
+            head: Any = self.model
+            return head.fuse(features)
 
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._reserve(len(nodes))

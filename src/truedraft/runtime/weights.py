@@ -73,6 +73,10 @@ class Int8Copies:
             kept = self._made[key] = weight.values, version, rounded(weight)
         return Weight(kept[2].values, kept[2].scales, weight.bias)
 
+    def clear(self) -> None:
+        """Forget all copies."""
+        self._made.clear()
+
     @property
     def stale(self) -> bool:
         """Whether a weight was written to since its copy was made."""

@@ -82,7 +82,7 @@ class BlockPass:
 
     name = "torch"
 
-    def __init__(self, head: BlockHead, int8: Int8Copies | None):
+    def __init__(self, head: BlockHead, int8: Int8Copies | None = None):
         self.head = head
         used: list[Any] = [head, head.get_output_embeddings()]
         self._linears = Linears(nn.ModuleList(used if next(head.parameters()).device.type == "cpu" else []), int8)

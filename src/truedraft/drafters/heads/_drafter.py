@@ -152,7 +152,8 @@ class ConfidenceTree(HeadDrafter):
 
     Under the cost control a draft ends where another level would not pay, by the measured seconds of levels and passes.
     At each level the `top_k` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes`
-    likeliest are drafted. Under `seeded`, a node's tokens are those that the target's own noise ranks first.
+    likeliest are drafted. Under `seeded` the probabilities are those by the target's own noise, see
+    `Drafter.candidates`.
 
     Fields of every subclass: model, quantize, nodes, depth, top_k, drawn.
 
@@ -218,10 +219,10 @@ class ConfidenceTree(HeadDrafter):
             (node,), (law,) = nodes, laws
             growing.end_level(growing.add(node, self.chosen(growing, node, law), law))
             return
-        most = min(growing.budget, self.nodes)
+        most, after = min(growing.budget, self.nodes), [growing.depth[node] for node in nodes]
         candidates = [
             (node, token, chance)
-            for node, some in zip(nodes, self._candidates(growing, nodes, laws, most), strict=True)
+            for node, some in zip(nodes, self.candidates(growing.row, laws, after, min(self.top_k, most)), strict=True)
             for token, chance in some
         ]
         chances = self._calibration.settled(growing.row, (1.0, *(chance for *_, chance in candidates)))[1:]
@@ -241,36 +242,9 @@ class ConfidenceTree(HeadDrafter):
     def _is_drawn(self, row: Row) -> bool:
         return self.drawn and self.preferred(row) == "law"
 
-    def _candidates(
-        self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, most: int
-    ) -> list[list[tuple[int, float]]]:  # fmt: skip
-        """The tokens to draft below each node, with the probability that each is right."""
-        count = min(self.top_k, most, laws.shape[1])
-        row = growing.row
-        if self.preferred(row) == "noise" and not row.request.laws.unknown_processors:
-            ranked = [self.chosen(growing, node, law, count) for node, law in zip(nodes, laws, strict=True)]
-            return [by_rank(tokens, law[tokens].tolist()) for tokens, law in zip(ranked, laws, strict=True)]
-        chances, tokens = laws.topk(count)
-        return [
-            [(token, p) for token, p in zip(some, values, strict=True) if p > 0]
-            for some, values in zip(tokens.tolist(), chances.tolist(), strict=True)
-        ]
-
     def drafted(self, growing: GrowingTree) -> DraftTree:
         if self._is_drawn(growing.row):
             return growing.tree("one")
         best = sorted(growing.score, key=lambda node: (-growing.score[node], node))[: min(self.nodes, growing.budget)]
         tree = growing.tree("certain", best)
         return tree.replaced(confidence=(1.0, *(growing.chance[node] for node in best)))
-
-
-def by_rank(tokens: Sequence[int], law: Sequence[float]) -> list[tuple[int, float]]:
-    """Tokens in the order of the target's noise, with an estimate that each is the one that the target draws.
-
-    law: the head's probabilities of the tokens.
-    """
-    found, left = [], 1.0
-    for token, p in zip(tokens, law, strict=True):
-        found.append((token, left * (0.5 + 0.5 * p)))
-        left *= 0.5 - 0.5 * p
-    return found

@@ -116,11 +116,7 @@ class LearnedHead(nn.Module, ABC):
 
     def spread(self, logits: Tensor) -> Tensor:
         """(..., draft vocabulary) logits as (..., V) ones of the target, minus infinity outside."""
-        if self.draft_token_ids is None:
-            return logits
-        wide = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
-        wide[..., self.draft_token_ids] = logits
-        return wide
+        return spread(logits, self.draft_token_ids, self.vocabulary)
 
 
 class Head(LearnedHead):
@@ -152,6 +148,15 @@ class Head(LearnedHead):
         Raises:
             NotCompilable: there is no compiled pass for it.
         """
+
+
+def spread(logits: Tensor, draft_token_ids: Tensor | None, vocabulary: int) -> Tensor:
+    """(..., draft vocabulary) logits as (..., vocabulary) ones, minus infinity at other tokens."""
+    if draft_token_ids is None:
+        return logits
+    wide = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+    wide[..., draft_token_ids] = logits
+    return wide
 
 
 def sizes_of(model: PreTrainedModel) -> tuple[int, int]:

@@ -21,13 +21,13 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
-from truedraft.drafters._growing import laws_of
+from truedraft.drafters._growing import position_laws
 from truedraft.drafters._learned import Batch, Metrics
 from truedraft.drafters._losses import IGNORED
-from truedraft.drafters._trees import likeliest_paths
+from truedraft.drafters._trees import likeliest_positions
 from truedraft.drafters.heads._blocks import BlockHead, BlockReader
 from truedraft.drafters.heads._dflash_formats import formats, published_layers
-from truedraft.drafters.heads._drafter import SEQ2SEQ, TrainedDrafter, by_rank
+from truedraft.drafters.heads._drafter import SEQ2SEQ, TrainedDrafter
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._unroll import HeadLearner, layer_like, spread_layers
@@ -264,7 +264,7 @@ class DFlash(TrainedDrafter):
         deepest = [self._deepest(row) if most > 0 else 0 for row, most in zip(rows, budget, strict=True)]
         if asked := [i for i, depth in enumerate(deepest) if depth > 0]:
             logits = self.reader.filled([rows[i] for i in asked])[:, : max(deepest)].float()
-            for i, laws in zip(asked, self._laws([rows[i] for i in asked], logits), strict=True):
+            for i, laws in zip(asked, position_laws([rows[i] for i in asked], logits), strict=True):
                 drafts[i] = self._drafted(rows[i], laws[: deepest[i]], budget[i])
         return drafts
 
@@ -273,38 +273,13 @@ class DFlash(TrainedDrafter):
         read = self.reader.tokens_read(row, 0) is not None
         return min(self.depth, self.head.drafts, row.room - row.step - 1) if read else 0
 
-    def _laws(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
-        """(rows, positions, V) distributions at the positions of blocks, through the processors of each row's request
-        as if the tokens before were the likeliest ones."""
-        prefixes = [tokens[:i] for tokens in logits.argmax(-1).tolist() for i in range(len(tokens))]
-        repeated = [row for row in rows for _ in range(logits.shape[1])]
-        return laws_of(repeated, prefixes, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
-
     def _drafted(self, row: Row, laws: Tensor, most: int) -> DraftTree:
         """A row's draft of at most `most` nodes. laws: (positions, V)."""
         if self.drawn and self.preferred(row) == "law":
             return _drawn(row, laws[:most])
-        tokens, chances = self._candidates(row, laws)
-        if not tokens:
-            return DraftTree.chain(row.tokens[-1], (), ())
+        found = self.candidates(row, laws, range(len(laws)), self.top_k)
         most = most if self.top_k == 1 else min(most, self.nodes)
-        return self._calibration.proposed(row, likeliest_paths(row.tokens[-1], tokens, chances, most, row.ends))
-
-    def _candidates(self, row: Row, laws: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-        """By position, up to one without any, the tokens to draft and the probabilities that they are right."""
-        request, count = row.request, min(self.top_k, laws.shape[1])
-        if self.preferred(row) == "noise" and not request.laws.unknown_processors:
-            drawn = [
-                request.chance.draw_with_target_noise(law, row, i, count) if law.any() else []
-                for i, law in enumerate(laws)
-            ]
-            ranked = [by_rank(tokens, law[tokens].tolist()) for tokens, law in zip(drawn, laws, strict=True)]
-        else:
-            values, likely = laws.topk(count)
-            pairs = zip(likely.tolist(), values.tolist(), strict=True)
-            ranked = [[(token, p) for token, p in zip(*some, strict=True) if p > 0] for some in pairs]
-        ranked = ranked[: ranked.index([])] if [] in ranked else ranked
-        return [[token for token, _ in some] for some in ranked], [[p for _, p in some] for some in ranked]
+        return self._calibration.proposed(row, likeliest_positions(row.tokens[-1], found, most, row.ends))
 
 
 def _drawn(row: Row, laws: Tensor) -> DraftTree:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft import registry
 from truedraft.card import Card, knob
+from truedraft.chance import likeliest
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._growing import NODES, laws_of
 from truedraft.drafters._joint import Joint
@@ -228,7 +229,7 @@ class CsDrafting(Joint):
         tokens = token.masked_fill(value <= 0, -1).tolist()
         for i, (row, depth) in enumerate(zip(rows, map(len, contexts), strict=True)):
             if self.preferred(row) == "noise" and not row.request.laws.unknown_processors:
-                tokens[i] = (row.request.chance.draw_with_target_noise(laws[i], row, depth) or [-1])[0]
+                tokens[i] = (likeliest(row.request.chance.target_keys(laws[i : i + 1], row, [depth])[0], 1) or [-1])[0]
         return iter(tokens)
 
 
