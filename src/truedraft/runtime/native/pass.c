@@ -51,18 +51,18 @@ AVX2 IN __m128 sums4_8(__m256 a, __m256 b, __m256 c, __m256 d) {
 }
 
 /* The sums of a tile of accumulators (rows, nodes) to y (nodes, rows). */
-AVX2 IN void sums8(int rows, int nodes, const __m256 *acc, float *y, int64_t ldy) {
+AVX2 IN void sums8(int rows, int nodes, int step, const __m256 *acc, float *y, int64_t ldy) {
   if (rows == 4) {
     UNROLL for (int m = 0; m < nodes; m++)
-      _mm_storeu_ps(y + m * ldy, sums4_8(acc[m], acc[nodes + m], acc[2 * nodes + m], acc[3 * nodes + m]));
+      _mm_storeu_ps(y + m * ldy, sums4_8(acc[m], acc[step + m], acc[2 * step + m], acc[3 * step + m]));
   } else if (nodes == 4) {
-    UNROLL for (int r = 0; r < rows; r++, acc += 4) {
+    UNROLL for (int r = 0; r < rows; r++, acc += step) {
       float four[4];
       _mm_storeu_ps(four, sums4_8(acc[0], acc[1], acc[2], acc[3]));
       UNROLL for (int m = 0; m < 4; m++) y[m * ldy + r] = four[m];
     }
   } else {
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int m = 0; m < nodes; m++) y[m * ldy + r] = sum8(*acc++);
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int m = 0; m < nodes; m++) y[m * ldy + r] = sum8(acc[r * step + m]);
   }
 }
 
@@ -169,6 +169,7 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #define SPREAD _mm256_set1_ps
 #define SUMS sums8
 #define TALL 3
+#define FEW 3
 #define WIDEN widen8
 #define WIDEN_INT8 widen_int8_8
 #include "linear.inc"
@@ -183,6 +184,7 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #undef SPREAD
 #undef SUMS
 #undef TALL
+#undef FEW
 #undef WIDEN
 #undef WIDEN_INT8
 
@@ -207,10 +209,10 @@ AVX512 IN __m512 pairs(__m512 a, __m512 b) {
 }
 
 /* The sums of a tile of accumulators (rows, nodes) to y (nodes, rows), each as _mm512_reduce_add_ps has it. */
-AVX512 IN void sums16(int rows, int nodes, const __m512 *acc, float *y, int64_t ldy) {
+AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y, int64_t ldy) {
   __m512 q[4];
   UNROLL for (int r = 0; r < 4; r++) {
-    const __m512 *a = acc + (r < rows ? r : 0) * nodes;
+    const __m512 *a = acc + (r < rows ? r : 0) * step;
     q[r] = quarters(a[0], a[nodes > 1], a[nodes > 2 ? 2 : 0], a[nodes > 3 ? 3 : 0]);
   }
   const __m512 p = pairs(q[0], q[1]), s = pairs(q[2], q[3]);
@@ -233,6 +235,7 @@ AVX512 IN void sums16(int rows, int nodes, const __m512 *acc, float *y, int64_t 
 #define SPREAD _mm512_set1_ps
 #define SUMS sums16
 #define TALL 4
+#define FEW 6
 #define WIDEN widen16
 #define WIDEN_INT8 widen_int8_16
 #include "linear.inc"
