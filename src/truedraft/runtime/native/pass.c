@@ -170,6 +170,7 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #define SUMS sums8
 #define TALL 3
 #define FEW 3
+#define ACROSS 4
 #define WIDEN widen8
 #define WIDEN_INT8 widen_int8_8
 #include "linear.inc"
@@ -185,6 +186,7 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 #undef SUMS
 #undef TALL
 #undef FEW
+#undef ACROSS
 #undef WIDEN
 #undef WIDEN_INT8
 
@@ -236,6 +238,7 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
 #define SUMS sums16
 #define TALL 4
 #define FEW 6
+#define ACROSS 6
 #define WIDEN widen16
 #define WIDEN_INT8 widen_int8_16
 #include "linear.inc"
