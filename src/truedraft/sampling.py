@@ -170,7 +170,7 @@ class Laws:
         if not rowwise:
             return raw
         if all(type(p) in POINTWISE for p in rowwise):
-            return LogitsProcessorList(rowwise)(self.history.ids[:1, :0].expand(len(raw), 0), raw.clone())  # type: ignore[arg-type]
+            return self._everywhere(rowwise, raw)
         scores = torch.empty_like(raw)
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in rowwise)
@@ -183,6 +183,13 @@ class Laws:
         """(rows, nodes, V) scores at every node, where laws are `apart`. logits: of that shape, raw; not written to."""
         return self._process((), logits.flatten(0, 1).to(torch.float32)).unflatten(0, logits.shape[:2])
 
+    def _everywhere(self, processors: Sequence[LogitsProcessor], raw: Tensor) -> Tensor:
+        """The scores by processors that read them alone; their list inspects their signatures at every call."""
+        scores, ids = raw.clone(), self.history.ids[:1, :0].expand(len(raw), 0)
+        for processor in processors:
+            scores = processor(ids, scores)
+        return scores
+
     def _process(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
         if self.lockstep:
             return self.processors(self.history.batch(rows[0].step), raw.clone())  # type: ignore[arg-type]
@@ -191,7 +198,7 @@ class Laws:
     def _apart(self, rows: Sequence[Row], raw: Tensor) -> Tensor:
         """The scores where no processor looks across rows."""
         if self.pointwise:
-            return self.processors(self.history.ids[: len(rows), :0], raw.clone())  # type: ignore[arg-type]
+            return self._everywhere(self.processors, raw)
         scores = torch.empty_like(raw)
         groups: dict[int, list[int]] = {}
         for i, row in enumerate(rows):

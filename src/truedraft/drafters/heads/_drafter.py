@@ -24,6 +24,7 @@ from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps
 
+HICCUP = 4.0  # times the usual time of a level: what exceeds it is not counted
 SEQ2SEQ = {"encoder-decoder": "its head continues the hidden states of a decoder language model"}
 
 
@@ -166,7 +167,7 @@ class ConfidenceTree(HeadDrafter):
     top_k: int
     drawn: bool
 
-    _of_level = 0.0  # seconds of a level; a moving average
+    _of_level = 0.0  # seconds of a level after the first; a moving average
 
     @property
     def adaptive(self) -> bool:  # type: ignore[override]
@@ -211,8 +212,11 @@ class ConfidenceTree(HeadDrafter):
         begins = any(tree.frontier == [tree.root] for tree in active)
         start = time.perf_counter()
         super()._level(active)
-        if not begins:  # which reads more tokens than later levels
-            self._of_level = moving_average(self._of_level, time.perf_counter() - start)
+        seconds, usual = time.perf_counter() - start, self._of_level
+        if begins:  # it reads more tokens than later levels, and bounds their time where these were interrupted
+            self._of_level = min(usual, seconds)
+        else:
+            self._of_level = moving_average(usual, min(seconds, HICCUP * usual) if usual else seconds)
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self._is_drawn(growing.row):

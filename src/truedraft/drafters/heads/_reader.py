@@ -166,7 +166,7 @@ class HeadReader(RowReader):
         nodes, embeds, features = Nodes(), list[Tensor](), list[Tensor]()
         for row, count in zip(rows, counts, strict=True):
             self._add_tokens(row, count, nodes, embeds, features)
-        self.passes.run(nodes, torch.cat(embeds), torch.cat(features), [])
+        self.passes.run(nodes, joined(embeds), joined(features), [])
 
     def _add_tokens(
         self, row: Row, count: int, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]
@@ -200,8 +200,8 @@ class HeadReader(RowReader):
             else:
                 self._begin(tree, nodes, embeds, features)
                 gather.append(len(nodes) - 1)
-        states, logits = self.passes.run(nodes, torch.cat(embeds), torch.cat(features), gather)
-        self._states = states[gather]
+        states, logits = self.passes.run(nodes, joined(embeds), joined(features), gather)
+        self._states = states if len(gather) == len(states) else states[gather]
         places = self._placed(order)
         if [id(tree) for tree in order] != [id(tree) for tree in growing]:
             logits = logits[[place for tree in growing for place in places[id(tree)]]]
@@ -240,3 +240,8 @@ class HeadReader(RowReader):
 
     def grown(self, growing: Sequence[GrowingTree]) -> None:
         """Does nothing: the cache keeps what was read until the next draft."""
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all parts, in order; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
