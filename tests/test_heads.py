@@ -17,7 +17,6 @@ from truedraft import registry
 from truedraft.drafters._base import PassCost
 from truedraft.drafters._growing import branched
 from truedraft.drafters._learned import Batch
-from truedraft.drafters.heads import _drafter
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import StepwiseLearner, UnrolledLearner
@@ -350,15 +349,18 @@ def test_shapes_that_are_none_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(("level", "node", "ends"), [(0.0, 0.0, False), (50.0, 0.0, True), (0.0, 50.0, True)])
-def test_a_draft_ends_where_another_level_would_not_pay(
-    level: float, node: float, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_ends_where_another_level_would_not_pay(level: float, node: float, ends: bool) -> None:
     """By the seconds of a level, and of a node in the verifying pass, beside a plain pass of ten seconds."""
     model = target()
     learner = learner_of("eagle3", model)
     draft = registry.load("drafters", "eagle3", model=learner.module.eval(), depth=5)
-    draft._of_level = level
-    monkeypatch.setattr(_drafter, "moving_average", lambda before, now: level)
+    grown = draft._level
+
+    def timed(active: Sequence[Any]) -> None:
+        grown(active)
+        draft._of_level = level
+
+    draft._of_level, draft._level = level, timed
     fast, found = truedraft.accelerate(model, draft=draft, control="fixed"), list[DraftTree]()
     propose = draft.propose
 
@@ -372,3 +374,21 @@ def test_a_draft_ends_where_another_level_would_not_pay(
     out = fast.generate(ids, max_new_tokens=20, do_sample=False)
     assert out.equal(model.generate(ids, max_new_tokens=20, do_sample=False))
     assert {max(tree.shape.depth) == 1 for tree in found[:5]} == {ends}
+
+
+def test_levels_that_were_interrupted_do_not_end_drafts_for_good() -> None:
+    model = target()
+    draft = registry.load("drafters", "eagle3", model=learner_of("eagle3", model).module.eval(), depth=5)
+    draft._of_level = 50.0
+    fast, found = truedraft.accelerate(model, draft=draft, control="fixed"), list[DraftTree]()
+    propose = draft.propose
+
+    def proposed(*args: Any) -> list[DraftTree]:
+        draft.pass_cost = PassCost(10.0, 0.0)
+        found.extend(trees := propose(*args))
+        return trees
+
+    draft.propose = proposed
+    ids = torch.randint(1, 61, (1, 8), generator=torch.Generator().manual_seed(5))
+    fast.generate(ids, max_new_tokens=20, do_sample=False)
+    assert min(max(tree.shape.depth) for tree in found[:4]) > 1 and draft._of_level < 5

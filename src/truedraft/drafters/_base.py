@@ -110,34 +110,6 @@ class Drafter(ABC):
         preferred = row.request.rule.preferred_drafts
         return "likeliest" if preferred == "law" and not self.alone else preferred
 
-    def keys(self, row: Row, laws: Tensor, after: Sequence[int]) -> Tensor:
-        """(k, V): of two tokens that with the larger key is likelier to be the target's.
-
-        With the target's own noise where the row's rule draws by it, else the distributions.
-
-        Args:
-            laws: (k, V) distributions, each after as many drafted tokens as `after` gives.
-        """
-        request = row.request
-        if self.preferred(row) == "noise" and not request.laws.unknown_processors:
-            return request.chance.target_keys(laws, row, after)
-        return laws
-
-    def candidates(self, row: Row, laws: Tensor, after: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
-        """For each law the `count` tokens with the largest keys, in order, with the probability that each is right.
-
-        That is its share of the keys: right where the law differs from the target's by independent Gumbel noise in each
-        logit, and in any case calibrated by the caller. See `keys`.
-        """
-        keys = self.keys(row, laws, after)
-        values, tokens = keys.topk(min(count, keys.shape[1]))
-        if keys is not laws:
-            values = (values / keys.sum(-1, keepdim=True)).nan_to_num_(0.0)
-        return [
-            [(token, p) for token, p in zip(some, chances, strict=True) if p > 0]
-            for some, chances in zip(tokens.tolist(), values.tolist(), strict=True)
-        ]
-
     @property
     @abstractmethod
     def width(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from truedraft.chance import likeliest
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._candidates import keys_of
 from truedraft.tree import DraftTree, Draws, Row
 
 NODES = 1024  # most nodes of a tree given by its branching factors
@@ -213,7 +214,7 @@ class GrowingDrafter(Drafter):
         row, request = growing.row, growing.row.request
         if self.preferred(row) == "law":
             return request.chance.draw(law, row, count, distinct=self.draws == "distinct")
-        return likeliest(self.keys(row, law[None], [growing.depth[node]])[0], count)
+        return likeliest(keys_of(self, row, law[None], [growing.depth[node]])[0], count)
 
 
 class Branching(GrowingDrafter):

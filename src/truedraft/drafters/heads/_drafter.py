@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from truedraft.card import method_name, shown
 from truedraft.drafters._base import Drafter, moving_average
 from truedraft.drafters._calibration import Calibration
+from truedraft.drafters._candidates import candidates
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
 from truedraft.drafters._learned import Learner
 from truedraft.drafters.heads._checkpoint import Format, read_head
@@ -154,7 +155,7 @@ class ConfidenceTree(HeadDrafter):
     Under the cost control a draft ends where another level would not pay, by the measured seconds of levels and passes.
     At each level the `top_k` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes`
     likeliest are drafted. Under `seeded` the probabilities are those by the target's own noise, see
-    `Drafter.candidates`.
+    `_candidates.candidates`.
 
     Fields of every subclass: model, quantize, nodes, depth, top_k, drawn.
 
@@ -224,15 +225,15 @@ class ConfidenceTree(HeadDrafter):
             growing.end_level(growing.add(node, self.chosen(growing, node, law), law))
             return
         most, after = min(growing.budget, self.nodes), [growing.depth[node] for node in nodes]
-        candidates = [
+        proposed = [
             (node, token, chance)
-            for node, some in zip(nodes, self.candidates(growing.row, laws, after, min(self.top_k, most)), strict=True)
+            for node, some in zip(nodes, candidates(self, growing.row, laws, after, min(self.top_k, most)), strict=True)
             for token, chance in some
         ]
-        chances = self._calibration.settled(growing.row, (1.0, *(chance for *_, chance in candidates)))[1:]
+        chances = self._calibration.settled(growing.row, (1.0, *(chance for *_, chance in proposed)))[1:]
         children = [
             (growing.score.get(node, 1.0) * settled, node, token, chance)
-            for (node, token, chance), settled in zip(candidates, chances, strict=True)
+            for (node, token, chance), settled in zip(proposed, chances, strict=True)
         ]
         least = sorted(growing.score.values(), reverse=True)[most - 1 : most]
         added = []

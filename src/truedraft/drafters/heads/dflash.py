@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
+from truedraft.drafters._candidates import candidates
 from truedraft.drafters._growing import position_laws
 from truedraft.drafters._learned import Batch, Metrics
 from truedraft.drafters._losses import IGNORED
@@ -277,7 +278,7 @@ class DFlash(TrainedDrafter):
         """A row's draft of at most `most` nodes. laws: (positions, V)."""
         if self.drawn and self.preferred(row) == "law":
             return _drawn(row, laws[:most])
-        found = self.candidates(row, laws, range(len(laws)), self.top_k)
+        found = candidates(self, row, laws, range(len(laws)), self.top_k)
         most = most if self.top_k == 1 else min(most, self.nodes)
         return self._calibration.proposed(row, likeliest_positions(row.tokens[-1], found, most, row.ends))
 

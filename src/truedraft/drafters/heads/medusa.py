@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
+from truedraft.drafters._candidates import candidates
 from truedraft.drafters._growing import position_laws
 from truedraft.drafters._learned import Batch, Learner, Metrics
 from truedraft.drafters._trees import likeliest_paths, likeliest_positions
@@ -338,7 +339,7 @@ class Medusa(Drafter):
 
     def _drafted(self, row: Row, laws: Tensor, most: int) -> DraftTree:
         """A row's draft of at most `most` nodes. laws: (heads, V)."""
-        found = self.candidates(row, laws, range(len(laws)), self.top_k)
+        found = candidates(self, row, laws, range(len(laws)), self.top_k)
         if self.dynamic:
             return likeliest_positions(row.tokens[-1], found, most, row.ends)
         drafted, parents, confidence = [row.tokens[-1]], [-1], [1.0]

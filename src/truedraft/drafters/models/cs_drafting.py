@@ -26,6 +26,7 @@ from truedraft import registry
 from truedraft.card import Card, knob
 from truedraft.chance import likeliest
 from truedraft.drafters._base import PerRow
+from truedraft.drafters._candidates import keys_of
 from truedraft.drafters._growing import NODES, laws_of
 from truedraft.drafters._joint import Joint
 from truedraft.drafters.models._model import unnamed
@@ -225,12 +226,11 @@ class CsDrafting(Joint):
         laws = laws_of(rows, contexts, logits)
         proposed = [(k, candidates[i][n]) for k, (i, n) in enumerate(at) if n < len(candidates[i])]
         laws[[k for k, _ in proposed], [token for _, token in proposed]] *= self.lenience
-        value, token = laws.max(-1)
-        tokens = token.masked_fill(value <= 0, -1).tolist()
-        for i, (row, depth) in enumerate(zip(rows, map(len, contexts), strict=True)):
-            if self.preferred(row) == "noise" and not row.request.laws.unknown_processors:
-                tokens[i] = (likeliest(row.request.chance.target_keys(laws[i : i + 1], row, [depth])[0], 1) or [-1])[0]
-        return iter(tokens)
+        keys = [
+            keys_of(self, row, law, [len(context)])[0]
+            for row, law, context in zip(rows, laws.split(1), contexts, strict=True)
+        ]
+        return iter([(likeliest(some, 1) or [-1])[0] for some in keys])
 
 
 def table_of(text: str) -> list[list[int]]:
