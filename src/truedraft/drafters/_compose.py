@@ -35,6 +35,9 @@ AGAIN = 8  # passes after which a part that did not pay is called again,
 TRIED = 3  # for this many, if it contributes nothing
 MORE = 1.5  # expected tokens of a right part where the parts called before it are wrong
 SKIPPED = 32  # most passes for which a part is not called because others are confident
+FEW = 4.0  # tokens per pass to begin with
+STEADY = 0.94  # weight that the savings promised by a part, before it has read a text, keep at each later pass
+READING = 256  # tokens of a text that a part is assumed to read in the time of a pass, until that is measured
 HICCUP = 4.0  # times the usual time of a part: what exceeds it is not counted
 HISTORY = 4096  # choices that a route remembers
 KEPT = 0.9  # weight that a part's contribution keeps at each later pass
@@ -60,6 +63,8 @@ class Many(Joint):
         self._calibrations: dict[int, Calibration] = {}  # of parts without confidences of their own
         self.seconds = [0.0] * len(parts)  # moving average of the seconds of a draft, by part,
         self.observing = [0.0] * len(parts)  # and of observing a pass that it drafted for
+        self.reading = [0.0] * len(parts)  # and, per token, of reading the texts of rows before it drafts for them
+        self._read: list[set[int]] = [set() for _ in parts]  # rows that a part has drafted for
         self._called: set[int] = set()  # parts that drafted since the last pass
 
     def forget(self) -> None:
@@ -84,12 +89,23 @@ class Many(Joint):
         """One draft per row, from those of the parts."""
 
     def propose_by(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        """The drafts of part k, with confidences; records their time."""
+        """The drafts of part k, with confidences; records their time, or that of reading rows for the first time."""
         self._called.add(k)
+        unread = self.unread(k, rows)
         began = time.perf_counter()
         trees = self._with_confidence(k, rows, budget)
-        self.seconds[k] = _timed(self.seconds[k], time.perf_counter() - began)
+        spent = time.perf_counter() - began
+        if unread:
+            self.reading[k] = moving_average(self.reading[k], max(spent - self.seconds[k], 0.0) / unread)
+            self._read[k].update(map(id, rows))
+        else:
+            self.seconds[k] = _timed(self.seconds[k], spent)
         return trees
+
+    def unread(self, k: int, rows: Sequence[Row]) -> int:
+        """Tokens of the rows that part k has to read before its first drafts for them, if it is autoregressive."""
+        read = self._read[k]
+        return sum([len(row.tokens) for row in rows if id(row) not in read]) if self.parts[k].autoregressive else 0
 
     def _with_confidence(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]
@@ -119,6 +135,8 @@ class Many(Joint):
     def end(self, row: Row) -> None:
         for calibration in self._calibrations.values():
             calibration.end(row)
+        for read in self._read:
+            read.discard(id(row))
         super().end(row)
 
 
@@ -139,6 +157,8 @@ class Merge(Many):
         self._credit = [0.0] * len(self.parts)  # moving average of the seconds per pass that a part alone saved
         self._resting = [0] * len(self.parts)  # passes for which a part is not called
         self._uncalled = [0] * len(self.parts)  # passes since it was called
+        self._promise = [0.0] * len(self.parts)  # moving average of the seconds per pass that a part may save
+        self._emitted = FEW  # moving average of the tokens per pass
         self._drafts: dict[int, tuple[int, Union]] = {}  # row -> its length, the union of the parts' drafts
 
     def open(self) -> None:
@@ -148,9 +168,9 @@ class Merge(Many):
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         nothing = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
         drafts, doubt = [nothing] * len(self.parts), 1.0
-        for k in sorted(range(len(self.parts)), key=self.seconds.__getitem__):
+        for k in sorted(range(len(self.parts)), key=lambda k: (self.parts[k].autoregressive, self.seconds[k])):
             self._uncalled[k] += 1
-            if self._calls(k, doubt):
+            if self._calls(k, doubt, rows):
                 self._uncalled[k] = 0
                 drafts[k] = self.propose_by(k, rows, budget)
                 doubt = min(doubt, sum(map(_doubt, drafts[k])) / len(rows))
@@ -158,12 +178,20 @@ class Merge(Many):
             self._drafts[id(row)] = len(row.tokens), union(trees, most)
         return [self._drafts[id(row)][1].tree for row in rows]
 
-    def _calls(self, k: int, doubt: float) -> bool:
-        """Whether part k is called, given the probability `doubt` that earlier parts miss the first token."""
+    def _calls(self, k: int, doubt: float, rows: Sequence[Row]) -> bool:
+        """Whether part k is called, given the probability `doubt` that earlier parts miss the first token.
+
+        A part that has to read the rows' texts first is called where it may save that time until they end.
+        """
         if self.pass_cost is None:
             return True
-        promising = doubt * MORE * self.pass_cost.plain > self.seconds[k] or self._uncalled[k] > SKIPPED
-        return promising and not self._resting[k]
+        saved = doubt * MORE * self.pass_cost.plain - self.seconds[k]
+        if unread := self.unread(k, rows):
+            self._promise[k] = STEADY * self._promise[k] + (1 - STEADY) * max(saved, 0.0)
+            passes = max(row.room - row.step for row in rows) / self._emitted
+            reading = self.reading[k] or self.pass_cost.plain / READING
+            return passes * self._promise[k] > reading * unread and not self._resting[k]
+        return (saved > 0 or self._uncalled[k] > SKIPPED) and not self._resting[k]
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
@@ -181,6 +209,7 @@ class Merge(Many):
         for row, tree in zip(rows, trees, strict=True):
             if id(row) in self._drafts:
                 start, draft = self._drafts[id(row)]
+                self._emitted = moving_average(self._emitted, len(row.tokens) - start)
                 for k, (right, made) in enumerate(zip(*draft.alone(row.tokens[start:], tree.drafted), strict=True)):
                     saved[k] += right * pass_cost.plain / len(rows) - made * pass_cost.node
         if not any(self._credit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from truedraft.caches.rows import RowCache, RowLayer
 from truedraft.runtime.compiled import CompiledPass, Nodes
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.linears import Linears
+from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import Int8Copies, NotCompilable
 
@@ -28,6 +30,9 @@ class HeadPass(Protocol):
 
     def fuse(self, features: Tensor) -> Tensor:
         """(count, layers * H of the target) to (count, H), see `drafters.heads._head.Head.fuse`."""
+
+    def read(self, nodes: Nodes, embeds: Tensor, features: Tensor) -> None:
+        """Write the keys and values of nodes, of which nothing else is needed; see `run`."""
 
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
         """States (nodes, H), and logits (len(gather), draft vocabulary) of some nodes.
@@ -82,10 +87,29 @@ class CompiledHeadPass(CompiledPass):
             head: Any = self.model
             return head.fuse(features)
 
-    def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
-        self._reserve(len(nodes))
+    def read(self, nodes: Nodes, embeds: Tensor, features: Tensor) -> None:
+        self._give(features)
+        self(nodes, (), embeds)
+
+    def _give(self, features: Tensor) -> None:
+        self._reserve(len(features))
         given = self._storage[list(self.program.widths).index("features")]
-        given[: len(nodes), : features.shape[1]] = features
+        given[: len(features), : features.shape[1]] = features
+
+    def _ops(self, hidden: tuple[int, ...], skipped: frozenset[int]) -> ctypes.Array[Op]:
+        """Without hidden states, those up to the keys and values of the last block, its queries left out."""
+        if hidden:
+            return super()._ops(hidden, skipped)
+        if ((), skipped) not in self._variants:
+            p, queries = self.program, list(self.program.widths).index("q")
+            last = max(i for i, op in enumerate(p.ops) if op.kind == OpKind.PREPARE)
+            block = p.ops_of(len(p.outputs) - 2)
+            ops = [op for i, op in enumerate(p.ops[: last + 1]) if i not in block or op.dst != queries]
+            self._variants[(), skipped] = (Op * len(ops))(*ops)
+        return self._variants[(), skipped]
+
+    def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
+        self._give(features)
         fed_back = self.program.fed_back
         logits, states = self(nodes, gather, embeds, (fed_back,))
         return states[fed_back], logits
@@ -116,6 +140,9 @@ class TorchHeadPass:
     def fuse(self, features: Tensor) -> Tensor:
         with self._linears.compiled():
             return self.head.fuse(features)
+
+    def read(self, nodes: Nodes, embeds: Tensor, features: Tensor) -> None:
+        self.run(nodes, embeds, features, ())
 
     @torch.no_grad()
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from truedraft.targets.memory import check_room
 from truedraft.tree import Accepted, Row, Scores
 
 CHUNK = 256  # most tokens of a row that a pass reads before the one that drafts
+FEW = 16  # most tokens that the pass that drafts reads: it computes more of a token than the passes before it
 
 
 class Unread:
@@ -158,15 +159,15 @@ class HeadReader(RowReader):
         self._branches.clear()
         self._states = None
         for row in rows:
-            while (backlog := len(self._unread[id(row)])) > CHUNK:
-                self._read([row], [min(CHUNK, backlog - CHUNK)])
+            while (backlog := len(self._unread[id(row)])) > FEW:
+                self._read([row], [min(CHUNK, backlog - 1)])
 
     def _read(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Read the next tokens of rows, without logits."""
+        """Read the next tokens of rows, without states and logits."""
         nodes, embeds, features = Nodes(), list[Tensor](), list[Tensor]()
         for row, count in zip(rows, counts, strict=True):
             self._add_tokens(row, count, nodes, embeds, features)
-        self.passes.run(nodes, joined(embeds), joined(features), [])
+        self.passes.read(nodes, joined(embeds), joined(features))
 
     def _add_tokens(
         self, row: Row, count: int, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]
