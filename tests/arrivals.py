@@ -106,6 +106,7 @@ def check_logits(engine: ContinuousEngine) -> None:
 def state_left(part: Any) -> list[Any]:
     """The state of rows that a drafter or control still has."""
     held = [getattr(part, name, None) for name in ("_states", "_rows", "_emitted", "_cache", "_running")]
+    held += getattr(part, "_read", [])
     held += [
         calibration._rows
         for calibration in [getattr(part, "_calibration", None), *getattr(part, "_calibrations", {}).values()]

@@ -158,7 +158,7 @@ class Merge(Many):
         self._resting = [0] * len(self.parts)  # passes for which a part is not called
         self._uncalled = [0] * len(self.parts)  # passes since it was called
         self._promise = [0.0] * len(self.parts)  # moving average of the seconds per pass that a part may save
-        self._emitted = FEW  # moving average of the tokens per pass
+        self._tokens_per_pass = FEW  # moving average of the tokens per pass
         self._drafts: dict[int, tuple[int, Union]] = {}  # row -> its length, the union of the parts' drafts
 
     def open(self) -> None:
@@ -188,7 +188,7 @@ class Merge(Many):
         saved = doubt * MORE * self.pass_cost.plain - self.seconds[k]
         if unread := self.unread(k, rows):
             self._promise[k] = STEADY * self._promise[k] + (1 - STEADY) * max(saved, 0.0)
-            passes = max(row.room - row.step for row in rows) / self._emitted
+            passes = max(row.room - row.step for row in rows) / self._tokens_per_pass
             reading = self.reading[k] or self.pass_cost.plain / READING
             return passes * self._promise[k] > reading * unread and not self._resting[k]
         return (saved > 0 or self._uncalled[k] > SKIPPED) and not self._resting[k]
@@ -209,7 +209,7 @@ class Merge(Many):
         for row, tree in zip(rows, trees, strict=True):
             if id(row) in self._drafts:
                 start, draft = self._drafts[id(row)]
-                self._emitted = moving_average(self._emitted, len(row.tokens) - start)
+                self._tokens_per_pass = moving_average(self._tokens_per_pass, len(row.tokens) - start)
                 for k, (right, made) in enumerate(zip(*draft.alone(row.tokens[start:], tree.drafted), strict=True)):
                     saved[k] += right * pass_cost.plain / len(rows) - made * pass_cost.node
         if not any(self._credit):
