@@ -17,7 +17,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,12 +75,12 @@ def timed(of: Any, method: str) -> Iterator[list[float]]:
         delattr(of, method)
 
 
-def head_of(fast: Any) -> tuple[Any, str] | None:
-    """What computes a head's passes, and its method; None for drafters that are no head."""
+def head_of(fast: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """What computes a head's passes, and its methods; None for drafters that are no head."""
     drafter = fast.drafter
     if hasattr(drafter, "reader"):
-        return drafter.reader.passes, "run"
-    return (drafter.heads, "forward") if hasattr(drafter, "heads") else None
+        return drafter.reader.passes, ("run", "fuse")
+    return (drafter.heads, ("forward",)) if hasattr(drafter, "heads") else None
 
 
 def explained(
@@ -92,34 +92,40 @@ def explained(
         settings["temperature"] = temperature
     theory, attained, drafting = [], [], []
     inputs = tokenizer(load.items[0].text, return_tensors="pt", return_token_type_ids=False)
-    of, method = head_of(fast) or (None, "")
+    of, methods = head_of(fast) or (None, ())
     assert of is not None
     for turn in range(rounds + 1):
         spent = []
         for side in (undrafted, fast):
             torch.manual_seed(0)
             side.forget()
-            with timed(of, method) as taken:
+            with ExitStack() as timing:
+                taken = [timing.enter_context(timed(of, method)) for method in methods]
                 side.generate(**inputs, **settings)
             seconds = side.report().seconds
-            spent.append(seconds["all"] - seconds["prefill"] - seconds["measure"])
+            spent.append(
+                seconds["all"] - sum(seconds.get(part, 0.0) for part in ("prefill", "measure", "draft_prefill"))
+            )
         report = fast.report()
         widths = [done.width for done in report.passes if done.width]
         cost = measure_passes([fast.target], inputs["input_ids"].shape[1] + load.tokens // 2, sorted({1, *widths}), 3)[
             0
         ]
+        own = sum(map(sum, taken))
         if turn:
             plain = (report.tokens - 1) * cost[1]
-            theory.append(plain / (sum(cost[width] for width in widths) + sum(taken)))
+            theory.append(plain / (sum(cost[width] for width in widths) + own))
             attained.append(spent[0] / spent[1])
-            drafting.append(report.seconds["draft"] / sum(taken) if taken else 0.0)
+            seconds = report.seconds
+            drafting.append((seconds["draft"] - seconds.get("draft_prefill", 0.0)) / own if own else 0.0)
     return {"theory": median(theory), "attained": median(attained), "drafting_over_passes": median(drafting)}
 
 
 def tree_cost(model: Any, tokenizer: Any, load: Workload, machine: Any) -> dict[str, float]:
     """Seconds of drafting trees of 24 nodes, of the head's passes for them, and of their arithmetic at measured rates.
 
-    The arithmetic of a pass is the larger of its weights over the bandwidth and its products over the multiply rate.
+    The arithmetic of a pass is the larger of its weights over the bandwidth and its products over the multiply rate:
+    with the head's own weights, as drafts may be taken to cost, and with the copies in int8 that are read.
     """
     fast = truedraft.accelerate(model, tokenizer, draft="eagle3", control="fixed")
     inputs = tokenizer(load.items[0].text, return_tensors="pt", return_token_type_ids=False)
@@ -131,14 +137,16 @@ def tree_cost(model: Any, tokenizer: Any, load: Workload, machine: Any) -> dict[
     fast.drafter.reader.passes.run = lambda given, *rest: nodes.append(len(given)) or run(given, *rest)
     fast.generate(**inputs, max_new_tokens=64, do_sample=False)
     del fast.drafter.reader.passes.run
-    floor = sum(max(count * size / machine.bandwidth, 2 * count * n / machine.rate) for n in nodes)
+    floor, int8 = (
+        sum(max(count * wide / machine.bandwidth, 2 * count * n / machine.rate) for n in nodes) for wide in (size, 1)
+    )
     with timed(fast.drafter.reader.passes, "run") as taken:
         fast.generate(**inputs, max_new_tokens=64, do_sample=False)
     report = fast.report()
-    drafts = len(report.passes) - 1
+    drafts, spent = len(report.passes) - 1, report.seconds["draft"] - report.seconds["draft_prefill"]
     return {
-        "drafting": report.seconds["draft"] / drafts, "passes": sum(taken) / drafts, "arithmetic": floor / drafts,
-        "over_arithmetic": report.seconds["draft"] / floor, "over_passes": report.seconds["draft"] / sum(taken),
+        "drafting": spent / drafts, "passes": sum(taken) / drafts, "arithmetic": floor / drafts,
+        "over_arithmetic": spent / floor, "over_arithmetic_in_int8": spent / int8, "over_passes": spent / sum(taken),
     }  # fmt: skip
 
 
@@ -218,7 +226,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES["nano"]))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
