@@ -240,6 +240,21 @@ def test_a_merge_calls_no_other_part_where_one_is_confident() -> None:
     assert other >= 50
 
 
+class Reading(FixedChain):
+    autoregressive = True
+
+
+@pytest.mark.parametrize(("emitted", "reading", "called"), [(5, 2.0, (0, 0)), (6, 0.5, (40, 59)), (6, 20.0, (0, 0))])
+def test_a_merge_starts_a_part_that_reads_texts_where_that_pays(
+    emitted: int, reading: float, called: tuple[int, int]
+) -> None:
+    """The first part drafts 5, the second 6, after it has read the text in `reading` seconds per token."""
+    merge = Merge([FixedChain([5], 0.99), Reading([6], 0.5)])
+    merge.reading = [0.0, reading]
+    _, calls = calls_in_60_passes(merge, 0.1, emitted)
+    assert called[0] <= calls <= called[1]
+
+
 def test_precedence_in_the_string_form() -> None:
     made = compose("a>b+c|d?e", lambda name: FixedChain([ord(name)]))
     assert isinstance(made, Route) and isinstance(made.parts[0], Merge) and isinstance(made.parts[1], Fallback)
