@@ -196,7 +196,8 @@ class SelfDrafter(Drafter):
         if preferred == "law":
             return request.chance.draw(law, row)
         if preferred == "noise" and not request.laws.unknown_processors:
-            return likeliest(request.chance.target_keys(law[None], row, [depth])[0], 1)
+            noise = request.chance.target_noise(row, [depth], law)
+            return likeliest(law if noise is None else law / noise[0], 1)
         return likeliest(law, 1)
 
     def _tree(self, row: Row, draft: list[int], laws: list[torch.Tensor]) -> DraftTree:

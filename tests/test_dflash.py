@@ -69,7 +69,7 @@ def filled(head: Any, target: PreTrainedModel, *parts: list[int]) -> list[Tensor
         rows[1].tokens += part
         observe(reader, rows[1], target, before)
         some = rows if not found else rows[1:]
-        found.append(reader.filled(some)[-1])
+        found.append(head.draft_vocabulary.spread(reader.filled(some)[-1]))
     return found
 
 

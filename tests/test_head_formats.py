@@ -91,7 +91,9 @@ class Driven:
         node, found = {(): growing.root}, dict[tuple[int, ...], Tensor]()
         while growing.frontier:
             here = [next(path for path, at in node.items() if at == one) for one in growing.frontier]
-            found |= dict(zip(here, self.reader.expand([growing]), strict=True))
+            found |= dict(
+                zip(here, self.reader.head.draft_vocabulary.spread(self.reader.expand([growing])), strict=True)
+            )
             added = []
             for path in paths:
                 if path and path not in node and path[:-1] in here:

@@ -15,6 +15,7 @@ from models import tiny
 from test_knobs import knobs
 from truedraft import registry
 from truedraft.drafters._base import PassCost
+from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.drafters._growing import branched
 from truedraft.drafters._learned import Batch
 from truedraft.drafters.heads._head import Head
@@ -170,7 +171,7 @@ def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch:
                 with monkeypatch.context() as patched:
                     patched.setattr(torch.nn.Linear, "forward", forward)
                     plain = plain_logits(head, features, tokens, tree.path(node))[-1]
-                torch.testing.assert_close(logits[at], head.spread(plain), rtol=2e-4, atol=2e-4)
+                torch.testing.assert_close(logits[at], plain, rtol=2e-4, atol=2e-4)
                 at, compared = at + 1, compared + 1
         assert at == len(logits)
         return logits
@@ -185,6 +186,39 @@ def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch:
     assert torch.equal(out, expected)
     assert compared > 30
     assert draft.reader.name == ("torch" if passes == "torch" else "compiled pass")
+
+
+SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01)
+
+
+@pytest.mark.parametrize("given", [{"do_sample": False}, SAMPLED, {**SAMPLED, "repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("name", [name for name in OF_DECODERS if "vocabulary" in dict(knobs(LEARNERS[name]))])
+def test_drafts_over_a_draft_vocabulary_are_those_over_all_tokens(
+    name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target()
+    learner = learner_of(name, model, vocabulary=20)
+    learner.prepare(torch.arange(61))
+    found: list[list[Any]] = []
+    for narrow in (True, False):
+        asked: list[bool] = []
+        suffices = DraftVocabulary.suffices
+
+        def limited(self: Any, rows: Any, narrow: bool = narrow, asked: Any = asked, suffices: Any = suffices) -> bool:
+            asked.append(suffices(self, rows))
+            return narrow and asked[-1]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(DraftVocabulary, "suffices", limited)
+            draft = registry.load("drafters", name, model=learner.module.eval())
+            fast, trees = truedraft.accelerate(model, draft=draft, control="fixed"), list[DraftTree]()
+            propose = draft.propose
+            draft.propose = lambda *args, trees=trees, propose=propose: trees.extend(made := propose(*args)) or made
+            torch.manual_seed(0)
+            fast.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=16, **given)
+        assert set(asked) == {"repetition_penalty" not in given}
+        found.append([(tree.tokens, tree.parent) for tree in trees])
+    assert found[0] == found[1] and max(len(tokens) for tokens, _ in found[0]) > 2
 
 
 def rounded_forward(layer: torch.nn.Linear, x: Tensor) -> Tensor:

@@ -43,13 +43,12 @@ class Chance(Protocol):
         """A waiting time, exponentially distributed with mean 1, by fresh noise."""
         ...
 
-    def target_keys(self, laws: Tensor, row: Row, after: Sequence[int]) -> Tensor:
-        """(k, V) laws / noise, with the noise of the steps `after` after the row's next one, one step per law: the
-        larger a token's key, the likelier it is that the target draws it there.
+    def target_noise(self, row: Row, after: Sequence[int], like: Tensor) -> Tensor | None:
+        """(k, V) noise of the k steps `after` after the row's next one, None where it is not available.
 
-        Where that noise is not available, the laws.
+        like: a tensor on the device of the target, its last dimension V.
         """
-        return laws
+        return None
 
     def flip(self, probability: float, row: Row) -> bool:
         """True with this probability, by fresh noise."""
@@ -135,9 +134,9 @@ class StreamNoise(Chance):
     def flip(self, probability: float, row: Row) -> bool:
         return bool(torch.rand(()) < probability)
 
-    def target_keys(self, laws: Tensor, row: Row, after: Sequence[int]) -> Tensor:
-        self._look(row.step + max(after), laws)
-        return laws / torch.stack([self.blocks[row.step + n][row.index] for n in after])
+    def target_noise(self, row: Row, after: Sequence[int], like: Tensor) -> Tensor | None:
+        self._look(row.step + max(after), like)
+        return torch.stack([self.blocks[row.step + n][row.index] for n in after])
 
     def noise_at_nodes(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         if not far(logits.device):
@@ -206,9 +205,9 @@ class PositionNoise(Chance):
     def wait(self, row: Row) -> float:
         return float(self._fresh(row).standard_exponential())
 
-    def target_keys(self, laws: Tensor, row: Row, after: Sequence[int]) -> Tensor:
-        noise = {n: self._noise(self._bits(row, row.step + n, 0), laws.shape[1]) for n in set(after)}
-        return laws / torch.stack([noise[n] for n in after]).to(laws.device)
+    def target_noise(self, row: Row, after: Sequence[int], like: Tensor) -> Tensor | None:
+        noise = {n: self._noise(self._bits(row, row.step + n, 0), like.shape[-1]) for n in set(after)}
+        return torch.stack([noise[n] for n in after]).to(like.device)
 
     def flip(self, probability: float, row: Row) -> bool:
         return bool(self._fresh(row).random() < probability)

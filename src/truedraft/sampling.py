@@ -120,6 +120,7 @@ class Laws:
         self.pointwise = not kinds - POINTWISE
         self.apart = self.pointwise and not self.keeps  # laws depend on their logits alone
         self.raw = self.apart and not kinds
+        self.drafts_pointwise = not kinds & ROWWISE - POINTWISE  # see `of_drafts`; of tokens left out it makes no use
         self.unknown_processors = sorted(k.__name__ for k in kinds - ROWWISE)
         # one (batch, V) tensor per step: where they are kept, every call is for the whole batch
         self.scores: list[Tensor] | None = [] if keep_scores else None

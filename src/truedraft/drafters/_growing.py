@@ -13,7 +13,7 @@ from torch import Tensor
 
 from truedraft.chance import likeliest
 from truedraft.drafters._base import Drafter
-from truedraft.drafters._candidates import keys_of
+from truedraft.drafters._candidates import DraftVocabulary, keys_of
 from truedraft.tree import DraftTree, Draws, Row
 
 NODES = 1024  # most nodes of a tree given by its branching factors
@@ -120,7 +120,7 @@ class LevelReader(Protocol):
         """Tokens of a row that are read; None where the row cannot be read with `after` tokens more."""
 
     def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
-        """One pass: (k, V) raw logits at the frontier nodes of all trees, in order, V as in the target."""
+        """One pass: raw logits at the k frontier nodes of all trees, in order, (k, draft vocabulary)."""
 
     def grown(self, growing: Sequence[GrowingTree]) -> None:
         """The level of the last pass was added to the trees."""
@@ -186,13 +186,22 @@ class GrowingDrafter(Drafter):
         """One pass of the reader, and the level grown from it."""
         logits = self.reader.expand(active)
         at = [(growing, node) for growing in active for node in growing.frontier]
-        laws = laws_of([growing.row for growing, _ in at], [growing.path(node) for growing, node in at], logits)
+        laws = self.laws([growing.row for growing, _ in at], [growing.path(node) for growing, node in at], logits)
         first = 0
         for growing in active:
             nodes = growing.frontier
             self.grow(growing, nodes, laws[first : first + len(nodes)])
             first += len(nodes)
         self.reader.grown(active)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """Of the reader's logits; None where they are those of all tokens."""
+        return None
+
+    def laws(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """(k, V) distributions after k drafted paths, see `laws_of`. logits: (k, draft vocabulary), of the reader."""
+        return laws_of(rows, drafts, logits if self.vocabulary is None else self.vocabulary.spread(logits))
 
     def likeliest(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
         """Add the `count` most probable continuations of all paths, with path probabilities as scores; returns their
@@ -269,7 +278,7 @@ def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor
 
 def position_laws(rows: Sequence[Row], logits: Tensor) -> Tensor:
     """(rows, positions, V) draft probabilities at the next positions of rows, through the processors of each row's
-    request as if the tokens before were the likeliest ones.
+    request as if the tokens before were the likeliest ones; over a draft vocabulary where that suffices for the rows.
 
     logits: (rows, positions, V), raw.
     """

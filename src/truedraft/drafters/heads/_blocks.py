@@ -139,7 +139,7 @@ class BlockReader(RowReader):
         super().__init__(head, BlockPass(head, int8))
 
     def filled(self, rows: Sequence[Row]) -> Tensor:
-        """Read what is new of rows, and fill in their blocks: (rows, drafts, V) logits."""
+        """Read what is new of rows, and fill in their blocks: (rows, drafts, draft vocabulary) logits."""
         assert self._cache is not None
         slots, positions, features = list[int](), list[int](), list[Tensor]()
         at = [self.slot_rows.index(row) for row in rows]
@@ -151,4 +151,4 @@ class BlockReader(RowReader):
             self._cache.lengths[slot] += count
         self.passes.read(slots, positions, torch.cat(features))
         first = [self._cache.lengths[slot] for slot in at]
-        return self.head.spread(self.passes.fill(at, first, [row.tokens[-1] for row in rows]))
+        return self.passes.fill(at, first, [row.tokens[-1] for row in rows])

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from truedraft.card import method_name, shown
 from truedraft.drafters._base import Drafter, moving_average
 from truedraft.drafters._calibration import Calibration
-from truedraft.drafters._candidates import candidates
-from truedraft.drafters._growing import GrowingDrafter, GrowingTree
+from truedraft.drafters._candidates import DraftVocabulary, candidates
+from truedraft.drafters._growing import GrowingDrafter, GrowingTree, laws_of
 from truedraft.drafters._learned import Learner
 from truedraft.drafters.heads._checkpoint import Format, read_head
 from truedraft.drafters.heads._head import Head, LearnedHead, check_target
@@ -67,6 +67,7 @@ class LearnedDrafter(Drafter):
         else:
             found = self.opened(target.model)
         self._head = found.placed(target.device, target.dtype)
+        self._vocabulary = self._head.draft_vocabulary
         self.needs = Taps(self._head.layers)
         int8 = copies_of(self.quantize)
         self._reader = self.reads(self._head, int8)
@@ -138,6 +139,10 @@ class HeadDrafter(LearnedDrafter, GrowingDrafter):
 
     kind: ClassVar[Any] = Head
     reads: ClassVar[Any] = HeadReader
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        return self._vocabulary
 
     def finished(self, growing: GrowingTree) -> DraftTree:
         tree = self.drafted(growing)
@@ -219,6 +224,12 @@ class ConfidenceTree(HeadDrafter):
         else:
             self._of_level = moving_average(usual, min(seconds, HICCUP * usual) if usual else seconds)
 
+    def laws(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """The same, over the draft vocabulary alone where that suffices."""
+        if self._vocabulary.suffices(rows) and not any(map(self._is_drawn, rows)):
+            return laws_of(rows, drafts, logits)
+        return super().laws(rows, drafts, logits)
+
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self._is_drawn(growing.row):
             (node,), (law,) = nodes, laws
@@ -227,7 +238,11 @@ class ConfidenceTree(HeadDrafter):
         most, after = min(growing.budget, self.nodes), [growing.depth[node] for node in nodes]
         proposed = [
             (node, token, chance)
-            for node, some in zip(nodes, candidates(self, growing.row, laws, after, min(self.top_k, most)), strict=True)
+            for node, some in zip(
+                nodes,
+                candidates(self, growing.row, laws, after, min(self.top_k, most), self._vocabulary),
+                strict=True,
+            )
             for token, chance in some
         ]
         chances = self._calibration.settled(growing.row, (1.0, *(chance for *_, chance in proposed)))[1:]

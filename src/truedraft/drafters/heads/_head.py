@@ -12,6 +12,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
+from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Rotary
 from truedraft.errors import Refused
 from truedraft.runtime.native import OpKind
@@ -114,9 +115,10 @@ class LearnedHead(nn.Module, ABC):
     def get_output_embeddings(self) -> nn.Module:
         return getattr(self, "lm_head", self._shared[1])
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """(..., draft vocabulary) logits as (..., V) ones of the target, minus infinity outside."""
-        return spread(logits, self.draft_token_ids, self.vocabulary)
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary:
+        """The tokens that it predicts."""
+        return DraftVocabulary(self.vocabulary, self.draft_token_ids)
 
 
 class Head(LearnedHead):
@@ -148,15 +150,6 @@ class Head(LearnedHead):
         Raises:
             NotCompilable: there is no compiled pass for it.
         """
-
-
-def spread(logits: Tensor, draft_token_ids: Tensor | None, vocabulary: int) -> Tensor:
-    """(..., draft vocabulary) logits as (..., vocabulary) ones, minus infinity at other tokens."""
-    if draft_token_ids is None:
-        return logits
-    wide = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
-    wide[..., draft_token_ids] = logits
-    return wide
 
 
 def sizes_of(model: PreTrainedModel) -> tuple[int, int]:

@@ -206,7 +206,7 @@ class HeadReader(RowReader):
         places = self._placed(order)
         if [id(tree) for tree in order] != [id(tree) for tree in growing]:
             logits = logits[[place for tree in growing for place in places[id(tree)]]]
-        return self.head.spread(logits)
+        return logits
 
     def _begin(self, tree: GrowingTree, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]) -> None:
         """The unread tokens of a row; the last one is the root of its tree."""

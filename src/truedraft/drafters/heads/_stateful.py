@@ -133,7 +133,7 @@ class StatefulReader:
             self._states = self.head.step(states, tokens, step)
             logits = self.head.logits(self._states, step)
         self._places = {one: place for place, one in enumerate(frontier)}
-        return self.head.spread(logits)
+        return logits
 
     def grown(self, growing: Sequence[GrowingTree]) -> None:
         """Does nothing: the states of the level are needed by the next."""

@@ -264,8 +264,11 @@ class DFlash(TrainedDrafter):
         drafts = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
         deepest = [self._deepest(row) if most > 0 else 0 for row, most in zip(rows, budget, strict=True)]
         if asked := [i for i, depth in enumerate(deepest) if depth > 0]:
-            logits = self.reader.filled([rows[i] for i in asked])[:, : max(deepest)].float()
-            for i, laws in zip(asked, position_laws([rows[i] for i in asked], logits), strict=True):
+            some = [rows[i] for i in asked]
+            logits = self.reader.filled(some)[:, : max(deepest)].float()
+            if not self._vocabulary.suffices(some) or self.drawn:
+                logits = self._vocabulary.spread(logits)
+            for i, laws in zip(asked, position_laws(some, logits), strict=True):
                 drafts[i] = self._drafted(rows[i], laws[: deepest[i]], budget[i])
         return drafts
 
@@ -278,7 +281,7 @@ class DFlash(TrainedDrafter):
         """A row's draft of at most `most` nodes. laws: (positions, V)."""
         if self.drawn and self.preferred(row) == "law":
             return _drawn(row, laws[:most])
-        found = candidates(self, row, laws, range(len(laws)), self.top_k)
+        found = candidates(self, row, laws, range(len(laws)), self.top_k, self._vocabulary)
         most = most if self.top_k == 1 else min(most, self.nodes)
         return self._calibration.proposed(row, likeliest_positions(row.tokens[-1], found, most, row.ends))
 

@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
-from truedraft.drafters._candidates import candidates
+from truedraft.drafters._candidates import DraftVocabulary, candidates
 from truedraft.drafters._growing import position_laws
 from truedraft.drafters._learned import Batch, Learner, Metrics
 from truedraft.drafters._trees import likeliest_paths, likeliest_positions
 from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
 from truedraft.drafters.heads._drafter import SEQ2SEQ
-from truedraft.drafters.heads._head import check_target, sizes_of, spread
+from truedraft.drafters.heads._head import check_target, sizes_of
 from truedraft.drafters.heads._quantize import FORM, check_copies, copies_of
 from truedraft.drafters.heads._unroll import target_logits
 from truedraft.drafters.heads._walking import Walk
@@ -310,6 +310,7 @@ class Medusa(Drafter):
             self.heads = read_head("medusa", self.model, self.formats, target.model, self.rebuilt)
         self._tree = static_tree([some[: self.top_k] for some in accuracies(self.heads)], self.nodes)
         self.heads.to(target.device, target.dtype).eval()
+        self._vocabulary = DraftVocabulary(self.heads.target_sizes[0], self.heads.draft_token_ids)
         used: list[Any] = [self.heads] if self.heads.lm_heads else [self.heads, target.model.get_output_embeddings()]
         int8 = copies_of(self.quantize)
         self._linears = Linears(nn.ModuleList(used if target.device.type == "cpu" else []), int8)
@@ -331,7 +332,7 @@ class Medusa(Drafter):
             some = [rows[i] for i in asked]
             with self._linears.compiled():
                 logits = self.heads(torch.stack([self._states[id(row)] for row in some])).float()
-            logits = spread(logits, self.heads.draft_token_ids, self.heads.target_sizes[0])
+            logits = logits if self._vocabulary.suffices(some) else self._vocabulary.spread(logits)
             for i, row, laws in zip(asked, some, position_laws(some, logits), strict=True):
                 draft = self._drafted(row, laws, min(budget[i], self.nodes))
                 drafts[i] = self._calibration.proposed(row, draft)
@@ -339,7 +340,7 @@ class Medusa(Drafter):
 
     def _drafted(self, row: Row, laws: Tensor, most: int) -> DraftTree:
         """A row's draft of at most `most` nodes. laws: (heads, V)."""
-        found = candidates(self, row, laws, range(len(laws)), self.top_k)
+        found = candidates(self, row, laws, range(len(laws)), self.top_k, self._vocabulary)
         if self.dynamic:
             return likeliest_positions(row.tokens[-1], found, most, row.ends)
         drafted, parents, confidence = [row.tokens[-1]], [-1], [1.0]
