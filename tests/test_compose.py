@@ -244,7 +244,7 @@ class Reading(FixedChain):
     autoregressive = True
 
 
-@pytest.mark.parametrize(("emitted", "reading", "called"), [(5, 2.0, (0, 0)), (6, 0.5, (40, 59)), (6, 20.0, (0, 0))])
+@pytest.mark.parametrize(("emitted", "reading", "called"), [(5, 2.0, (0, 0)), (6, 0.1, (40, 59)), (6, 20.0, (0, 0))])
 def test_a_merge_starts_a_part_that_reads_texts_where_that_pays(
     emitted: int, reading: float, called: tuple[int, int]
 ) -> None:

@@ -120,7 +120,7 @@ class Laws:
         self.pointwise = not kinds - POINTWISE
         self.apart = self.pointwise and not self.keeps  # laws depend on their logits alone
         self.raw = self.apart and not kinds
-        self.drafts_pointwise = not kinds & ROWWISE - POINTWISE  # see `of_drafts`; of tokens left out it makes no use
+        self.drafts_pointwise = not kinds & ROWWISE - POINTWISE  # those of `of_drafts` read the scores alone
         self.unknown_processors = sorted(k.__name__ for k in kinds - ROWWISE)
         # one (batch, V) tensor per step: where they are kept, every call is for the whole batch
         self.scores: list[Tensor] | None = [] if keep_scores else None
@@ -164,13 +164,13 @@ class Laws:
 
         The processors are the target's, without those that may count their calls or look across rows.
 
-        logits: (k, V) raw, not written to.
+        logits: (k, V) raw, not written to; where `drafts_pointwise`, those of some tokens suffice.
         """
         raw = logits.to(torch.float32)
         rowwise = [p for p in self.processors if type(p) in ROWWISE]
         if not rowwise:
             return raw
-        if all(type(p) in POINTWISE for p in rowwise):
+        if self.drafts_pointwise:
             return self._everywhere(rowwise, raw)
         scores = torch.empty_like(raw)
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):

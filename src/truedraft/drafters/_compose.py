@@ -33,10 +33,12 @@ DEAR = 0.05  # of a pass: a part whose drafting costs more is called only if it 
 CREDIT = 0.15  # prior contribution of a part, in tokens per pass
 AGAIN = 8  # passes after which a part that did not pay is called again,
 TRIED = 3  # for this many, if it contributes nothing
-MORE = 1.5  # expected tokens of a right part where the parts called before it are wrong
+MORE = 1.5  # tokens that a part is expected to add where the parts called before it are wrong
+SURE = 2.0  # weight of that for an autoregressive part, in such passes observed
 SKIPPED = 32  # most passes for which a part is not called because others are confident
 FEW = 4.0  # tokens per pass to begin with
 STEADY = 0.94  # weight that the savings promised by a part, before it has read a text, keep at each later pass
+MARGIN = 3.0  # times the time of reading a text that a part has to promise before it is started: few promises hold
 READING = 256  # tokens of a text that a part is assumed to read in the time of a pass, until that is measured
 HICCUP = 4.0  # times the usual time of a part: what exceeds it is not counted
 HISTORY = 4096  # choices that a route remembers
@@ -158,6 +160,8 @@ class Merge(Many):
         self._resting = [0] * len(self.parts)  # passes for which a part is not called
         self._uncalled = [0] * len(self.parts)  # passes since it was called
         self._promise = [0.0] * len(self.parts)  # moving average of the seconds per pass that a part may save
+        self._added = [MORE * SURE] * len(self.parts)  # decayed tokens that a part alone added,
+        self._doubted = [SURE] * len(self.parts)  # and probability that the parts before it were wrong, where called
         self._tokens_per_pass = FEW  # moving average of the tokens per pass
         self._drafts: dict[int, tuple[int, Union]] = {}  # row -> its length, the union of the parts' drafts
 
@@ -172,6 +176,7 @@ class Merge(Many):
             self._uncalled[k] += 1
             if self._calls(k, doubt, rows):
                 self._uncalled[k] = 0
+                self._doubted[k] = KEPT * self._doubted[k] + doubt
                 drafts[k] = self.propose_by(k, rows, budget)
                 doubt = min(doubt, sum(map(_doubt, drafts[k])) / len(rows))
         for row, most, *trees in zip(rows, budget, *drafts, strict=True):
@@ -181,16 +186,17 @@ class Merge(Many):
     def _calls(self, k: int, doubt: float, rows: Sequence[Row]) -> bool:
         """Whether part k is called, given the probability `doubt` that earlier parts miss the first token.
 
-        A part that has to read the rows' texts first is called where it may save that time until they end.
+        A part that has to read the rows' texts first is called where it promises to save a multiple of that time.
         """
         if self.pass_cost is None:
             return True
-        saved = doubt * MORE * self.pass_cost.plain - self.seconds[k]
+        more = self._added[k] / self._doubted[k] if self.parts[k].autoregressive else MORE
+        saved = doubt * more * self.pass_cost.plain - self.seconds[k]
         if unread := self.unread(k, rows):
             self._promise[k] = STEADY * self._promise[k] + (1 - STEADY) * max(saved, 0.0)
             passes = max(row.room - row.step for row in rows) / self._tokens_per_pass
             reading = self.reading[k] or self.pass_cost.plain / READING
-            return passes * self._promise[k] > reading * unread and not self._resting[k]
+            return passes * self._promise[k] > MARGIN * reading * unread and not self._resting[k]
         return (saved > 0 or self._uncalled[k] > SKIPPED) and not self._resting[k]
 
     def observe(
@@ -205,17 +211,19 @@ class Merge(Many):
     def _review(self, pass_cost: PassCost, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """Suspend parts whose own contribution saves less time than they cost, for some passes."""
         called = self._called
-        saved = [0.0] * len(self.parts)
+        saved, added = [0.0] * len(self.parts), [0.0] * len(self.parts)
         for row, tree in zip(rows, trees, strict=True):
             if id(row) in self._drafts:
                 start, draft = self._drafts[id(row)]
                 self._tokens_per_pass = moving_average(self._tokens_per_pass, len(row.tokens) - start)
                 for k, (right, made) in enumerate(zip(*draft.alone(row.tokens[start:], tree.drafted), strict=True)):
                     saved[k] += right * pass_cost.plain / len(rows) - made * pass_cost.node
+                    added[k] += right / len(rows)
         if not any(self._credit):
             self._credit = [CREDIT * pass_cost.plain] * len(self.parts)
         for k in called:
             self._credit[k] = KEPT * self._credit[k] + (1 - KEPT) * saved[k]
+            self._added[k] = KEPT * self._added[k] + added[k]
         for k in called:
             spent = self.seconds[k] + self.observing[k]
             if self._credit[k] < spent:

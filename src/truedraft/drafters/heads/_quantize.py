@@ -5,7 +5,8 @@ from __future__ import annotations
 from truedraft.errors import Refused
 from truedraft.runtime.weights import Int8Copies
 
-FORM = "auto, int8 or none"
+AUTO, INT8, NONE = KINDS = ("auto", "int8", "none")
+FORM = f"{AUTO}, {INT8} or {NONE}"
 
 
 def copies_of(kind: str) -> Int8Copies | None:
@@ -17,14 +18,14 @@ def copies_of(kind: str) -> Int8Copies | None:
     Raises:
         ValueError: another kind.
     """
-    if kind not in FORM.replace(",", "").replace(" or", "").split():
+    if kind not in KINDS:
         raise ValueError
-    return None if kind == "none" else Int8Copies()
+    return None if kind == NONE else Int8Copies()
 
 
 def check_copies(name: str, kind: str, copies: Int8Copies | None) -> None:
     """Raises:
     Refused: copies are required, and none were made.
     """
-    if kind == "int8" and not copies:
+    if kind == INT8 and not copies:
         raise Refused(f"{name}:quantize=int8: no pass of its head is compiled here; leave `quantize` out")
