@@ -253,6 +253,38 @@ def test_copies_in_int8_follow_their_weights(name: str) -> None:
     assert torch.equal(logits[0], afresh[0]) and not torch.equal(logits[0], first)
 
 
+@pytest.mark.skipif(native.library() is None, reason="no compiled pass here")
+@pytest.mark.parametrize("name", OF_DECODERS)
+def test_drafts_are_those_of_weights_written_between_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "SMALLEST", 1)
+    model = target()
+    head = learner_of(name, model).module.eval()
+
+    def drafts(draft: Any, fast: Any) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        propose = type(draft).propose
+
+        def recorded(*args: Any) -> list[DraftTree]:
+            made: list[DraftTree] = propose(draft, *args)
+            found.extend(tree.tokens for tree in made)
+            return made
+
+        draft.propose = recorded
+        fast.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=16, do_sample=False)
+        return found
+
+    draft = registry.load("drafters", name, model=head, quantize="int8")
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    first = drafts(draft, fast)
+    with torch.no_grad():
+        for weight in (parameter for parameter in head.parameters() if parameter.ndim > 1):
+            torch.nn.init.normal_(weight, 0.0, 0.1, torch.Generator().manual_seed(8))
+    fast.forget()  # how often its confidences were right
+    again = drafts(draft, fast)
+    other = registry.load("drafters", name, model=head, quantize="int8")
+    assert again == drafts(other, truedraft.accelerate(model, draft=other, control="fixed")) != first
+
+
 @pytest.mark.parametrize("name", OF_DECODERS)
 def test_copies_that_no_pass_reads_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = target()

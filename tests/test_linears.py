@@ -59,7 +59,7 @@ def test_a_row_has_the_same_bits_at_any_width(dtype: torch.dtype, bias: bool) ->
         expected = layer(x)
         with Linears(layer).compiled():
             whole = layer(x)
-            for width in (1, 2, 3, 7, 16, 65):
+            for width in (*range(1, 14), 16, 65):
                 assert torch.equal(layer(x[:width]), whole[:width])
             assert torch.equal(layer(x.view(2, 4, 25, 80)), whole.view(2, 4, 25, 53))
     assert replaced(layer) == 0 and whole.dtype == dtype

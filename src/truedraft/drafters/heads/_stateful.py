@@ -97,6 +97,10 @@ class StatefulReader:
         self._states: Tensor | None = None  # of the last level
         self._places: dict[tuple[GrowingTree, int], int] = {}  # tree and node of the last level -> row of its state
 
+    def refresh(self) -> None:
+        """Read weights anew, which may have changed."""
+        self._linears.refresh()
+
     def start(self, rows: Sequence[Row], more: int) -> None:
         self._features.start(rows, more)
 
@@ -147,6 +151,9 @@ class StatefulTree(TrainedDrafter, ConfidenceTree):
 
     kind = StatefulHead
     reads = StatefulReader
+
+    def open(self) -> None:
+        self.reader.refresh()
 
     @property
     def levels(self) -> int:

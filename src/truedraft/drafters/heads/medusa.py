@@ -316,6 +316,9 @@ class Medusa(Drafter):
         self._linears = Linears(nn.ModuleList(used if target.device.type == "cpu" else []), int8)
         check_copies("medusa", self.quantize, int8)
 
+    def open(self) -> None:
+        self._linears.refresh()
+
     @staticmethod
     def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> MedusaHeads:
         """The untrained heads of a record, see `MedusaHeads.record`."""
