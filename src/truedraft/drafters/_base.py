@@ -21,6 +21,7 @@ from truedraft.tree import Accepted, DraftTree, Draws, PreferredDrafts, Row, Sco
 State = TypeVar("State")
 IDLE = 0.01  # of a pass: learning that costs more is skipped while no draft is requested,
 SPARED = 8  # except for one pass in so many
+HICCUP = 4.0  # times the usual seconds: what exceeds it is not counted
 
 
 class PassCost(NamedTuple):
@@ -236,3 +237,8 @@ class PerRow(Drafter, Generic[State]):
 def moving_average(before: float, now: float) -> float:
     """An exponential moving average with weight 0.2 for the new value; the first value initialises it."""
     return 0.8 * before + 0.2 * now if before else now
+
+
+def usual_seconds(before: float, now: float) -> float:
+    """A moving average of seconds, in which outliers are limited."""
+    return moving_average(before, min(now, HICCUP * before) if before else now)

@@ -45,18 +45,16 @@ def keys_of(
 
     Args:
         laws: (k, n) distributions, each after as many drafted tokens as `after` gives.
-        vocabulary: the n tokens; None for all.
+        vocabulary: the n tokens, where they are not all.
     """
     request = row.request
     if drafter.preferred(row) != "noise" or request.laws.unknown_processors:
         return laws
-    ids = None if vocabulary is None else vocabulary.ids
-    if vocabulary is None or ids is None:
-        noise = request.chance.target_noise(row, after, laws)
-    else:
-        noise = request.chance.target_noise(row, after, laws[:1, :1].expand(1, vocabulary.size))
-        noise = None if noise is None else noise[:, ids]
-    return laws if noise is None else laws / noise
+    like = laws if vocabulary is None else laws[:1, :1].expand(1, vocabulary.size)
+    noise = request.chance.target_noise(row, after, like)
+    if noise is None:
+        return laws
+    return laws / (noise if vocabulary is None else noise[:, vocabulary.ids])
 
 
 def candidates(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from truedraft.card import Card, method_name
-from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, moving_average
+from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, moving_average, usual_seconds
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._joint import Joint
 from truedraft.drafters._trees import grafted, placed, values_of
@@ -40,7 +40,6 @@ FEW = 4.0  # tokens per pass to begin with
 STEADY = 0.94  # weight that the savings promised by a part, before it has read a text, keep at each later pass
 MARGIN = 3.0  # times the time of reading a text that a part has to promise before it is started: few promises hold
 READING = 256  # tokens of a text that a part is assumed to read in the time of a pass, until that is measured
-HICCUP = 4.0  # times the usual time of a part: what exceeds it is not counted
 HISTORY = 4096  # choices that a route remembers
 KEPT = 0.9  # weight that a part's contribution keeps at each later pass
 
@@ -101,7 +100,7 @@ class Many(Joint):
             self.reading[k] = moving_average(self.reading[k], max(spent - self.seconds[k], 0.0) / unread)
             self._read[k].update(map(id, rows))
         else:
-            self.seconds[k] = _timed(self.seconds[k], spent)
+            self.seconds[k] = usual_seconds(self.seconds[k], spent)
         return trees
 
     def unread(self, k: int, rows: Sequence[Row]) -> int:
@@ -131,7 +130,7 @@ class Many(Joint):
             began = time.perf_counter()
             part.observe(rows, trees, scores, accepted)
             if k in self._called:
-                self.observing[k] = _timed(self.observing[k], time.perf_counter() - began)
+                self.observing[k] = usual_seconds(self.observing[k], time.perf_counter() - began)
         self._called.clear()
 
     def end(self, row: Row) -> None:
@@ -358,8 +357,3 @@ def _doubt(tree: DraftTree) -> float:
     return 1 - max(
         (estimate for estimate, parent in zip(tree.confidence, tree.parent, strict=True) if parent == 0), default=0.0
     )
-
-
-def _timed(before: float, now: float) -> float:
-    """Moving average of seconds, in which outliers are limited."""
-    return moving_average(before, min(now, HICCUP * before) if before else now)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.card import method_name, shown
-from truedraft.drafters._base import Drafter, moving_average
+from truedraft.drafters._base import Drafter, usual_seconds
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import DraftVocabulary, candidates
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree, laws_of
@@ -25,7 +25,6 @@ from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps
 
-HICCUP = 4.0  # times the usual time of a level: what exceeds it is not counted
 SEQ2SEQ = {"encoder-decoder": "its head continues the hidden states of a decoder language model"}
 
 
@@ -218,11 +217,11 @@ class ConfidenceTree(HeadDrafter):
         begins = any(tree.frontier == [tree.root] for tree in active)
         start = time.perf_counter()
         super()._level(active)
-        seconds, usual = time.perf_counter() - start, self._of_level
+        seconds = time.perf_counter() - start
         if begins:  # it reads more tokens than later levels, and bounds their time where these were interrupted
-            self._of_level = min(usual, seconds)
+            self._of_level = min(self._of_level, seconds)
         else:
-            self._of_level = moving_average(usual, min(seconds, HICCUP * usual) if usual else seconds)
+            self._of_level = usual_seconds(self._of_level, seconds)
 
     def laws(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
         """The same, over the draft vocabulary alone where that suffices."""
