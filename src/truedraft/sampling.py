@@ -9,6 +9,7 @@ from torch import FloatTensor, LongTensor, Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
+from truedraft.logprobs import Logprobs
 from truedraft.tree import Row
 
 # Read the scores alone: one call processes rows of different lengths.
@@ -125,6 +126,7 @@ class Laws:
     lockstep: rows advance together, ended ones with padding, and every call is that of plain generate: the whole batch,
         once per step. Required where a processor may couple rows or count its calls, and where the scores of a batch
         are returned, which `transformers` computes for ended rows too.
+    logprobs: receives the raw logits of every emitted token of a batch of one row.
     """
 
     def __init__(
@@ -133,10 +135,12 @@ class Laws:
         history: History,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        logprobs: Logprobs | None = None,
     ):
         self.processors = processors
         self.history = history
-        self.keeps = bool(keep_scores or keep_logits)
+        self.logprobs = logprobs
+        self.keeps = bool(keep_scores or keep_logits or logprobs)
         kinds = {type(p) for p in processors}
         batch = history.ids.shape[0]
         unknown = {kind for kind in kinds if not _by_row(kind)}
@@ -160,6 +164,8 @@ class Laws:
         for kept, values in ((self.scores, scores), (self.logits, raw)):
             if kept is not None:
                 kept.append(values.clone())
+        if self.logprobs is not None:
+            self.logprobs.add(raw[0])
         return scores
 
     @property
@@ -181,6 +187,8 @@ class Laws:
         for kept, values in ((self.scores, scores), (self.logits, raw)):
             if kept is not None:
                 kept[-1][row.index] = values[0]
+        if self.logprobs is not None:
+            self.logprobs.add(raw[0])
         return scores
 
     def of_drafts(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
