@@ -31,6 +31,8 @@ class Constraint(RowwiseProcessor):
     after the last brace), what it allows has score 0. After a draft that the grammar forbids, and after an end of text,
     scores stay as they are.
 
+    Raises Refused, at a call, where the parser reaches one of its limits.
+
     Args:
         matcher: an `LLMatcher` at its start, for this processor alone.
         ends: the tokens that end a text.
@@ -58,25 +60,30 @@ class Constraint(RowwiseProcessor):
 
     def _follow(self, output: list[int]) -> bool:
         """Move the parser to after these tokens; whether the grammar allows them."""
-        same = 0
-        while same < min(len(output), len(self._consumed)) and output[same] == self._consumed[same]:
-            same += 1
-        if same < len(self._consumed):
-            self._matcher.rollback(len(self._consumed) - same)
+        count = len(self._consumed)
+        same = count if output[:count] == self._consumed else _common(output, self._consumed)
+        if same < count:
+            self._matcher.rollback(count - same)
         count = self._matcher.try_consume_tokens(output[same:])
-        if self._matcher.is_error():  # a limit that the drafts so far contributed to: begin anew without them
+        if self._matcher.is_error():  # perhaps a limit that earlier drafts contributed to
             same, self._matcher = 0, self._start.deep_copy()
             count = self._matcher.try_consume_tokens(output)
+            self._check()
         self._consumed = output[: same + count]
         return len(self._consumed) == len(output)
 
     def _allowed(self, vocabulary: int) -> Tensor:
-        """(V,) whether a token may follow those consumed. Raises RuntimeError where the parser reached a limit."""
+        """(V,) whether a token may follow those consumed."""
         words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        if self._matcher.is_error():
-            raise RuntimeError(f"the constraint could not be enforced: {_reason(self._matcher.get_error())}")
+        self._check()
         bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().bool()
         return torch.nn.functional.pad(bits, (0, max(vocabulary - len(bits), 0)))[:vocabulary]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise Refused(
+                f"the constraint is too complex to be enforced ({_reason(self._matcher.get_error())}): simplify it"
+            )
 
 
 class Constraints:
@@ -192,6 +199,12 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[i
     if read.strip() != str(text).strip():
         raise Refused(f"llguidance reads the tokens of the {name} as other text ({read!r}): leave constraints out")
     return tokens
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the longest common prefix."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _deeper(value: Any, depth: int) -> bool:

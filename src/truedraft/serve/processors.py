@@ -5,7 +5,6 @@ OpenAI, "API reference: Create chat completion", frequency_penalty and presence_
 
 from __future__ import annotations
 
-import torch
 from torch import FloatTensor, LongTensor
 
 from truedraft.sampling import RowwiseProcessor
