@@ -18,6 +18,7 @@ from truedraft import Drafter, DraftTree, registry
 from truedraft.drafters._compose import compose
 from truedraft.drafters.heads._mtp import MtpHead
 from truedraft.drafters.heads._unroll import layer_like
+from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 
@@ -66,7 +67,12 @@ def two_in_three(batch: int, ids: torch.Tensor) -> list[int]:
 PROCESSORS: dict[str, dict[str, Any]] = {  # processors and criteria as factories: they have state
     "none": {},
     "warpers": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
-    "penalties": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "bad_words_ids": [[7], [8, 9]]},
+    "penalties": {
+        "repetition_penalty": 1.4,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[7], [8, 9]],
+        "logits_processor": lambda: [OutputPenalties(0.6, 0.3, 7)],  # of the API, each row's ids from the seventh on
+    },
     "constrained": {"prefix_allowed_tokens_fn": two_in_three, "min_new_tokens": 5},
     "stranger": {"logits_processor": lambda: [Counting()], "stopping_criteria": lambda: [Alternating()]},
 }

@@ -15,6 +15,7 @@ _HOMES = {
     "NodeRule": "accept._base",
     "Refused": "errors",
     "Report": "stats",
+    "RowwiseProcessor": "sampling",
     "Rule": "accept._base",
     "View": "views._base",
     "accelerate": "accelerated",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from truedraft.control._base import Control as Control
     from truedraft.drafters._base import Drafter as Drafter
     from truedraft.errors import Refused as Refused
+    from truedraft.sampling import RowwiseProcessor as RowwiseProcessor
     from truedraft.stats import Report as Report
     from truedraft.stores.building import build_corpus as build_corpus
     from truedraft.stores.corpus import Corpus as Corpus

@@ -109,6 +109,7 @@ class ContinuousEngine:
         references: Sequence[Document] | None = None,
         namespace: str = "",
         streamer: Any = None,
+        logprobs: int | None = None,
         **kwargs: Any,
     ) -> EngineRequest:
         """Add a request; it begins with the next step for which there is a slot.
@@ -120,6 +121,8 @@ class ContinuousEngine:
             seed: the noise of a token is a function of (seed, position); by default a seed from torch's generator.
             references, namespace: as in `generate`.
             streamer: receives the prompt at once and each token once it is emitted; ended with the request.
+            logprobs: for `EngineRequest.logprobs`, those of the emitted tokens and of so many likeliest ones at each
+                place; None for none.
             **kwargs: arguments of `model.generate`.
 
         Raises:
@@ -131,7 +134,12 @@ class ContinuousEngine:
             raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
         sources = sources_of(ids, kwargs)
-        call = Call(references=references, seed=[seed], namespace=namespace, streamer=streamer, sources=sources)
+        if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int) or logprobs < 0):
+            raise Refused(f"logprobs={logprobs!r}: give an integer of 0 or more, or None")
+        call = Call(
+            references=references, seed=[seed], namespace=namespace, streamer=streamer, sources=sources,
+            logprobs=logprobs,
+        )  # fmt: skip
         target, given = self._target, self._drafter if draft == "default" else drafter_of(draft)
 
         def prepare(

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from truedraft.call.streaming import Stream
 from truedraft.errors import Refused
+from truedraft.logprobs import TokenLogprobs
 from truedraft.request import Request
 from truedraft.stats import Report
 
@@ -36,6 +37,12 @@ class EngineRequest:
         """The token ids emitted so far, without the prompt."""
         row = self._row
         return row.tokens[row.prompt : row.end]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """One for each of `tokens`; None where they were not requested."""
+        kept = self._request.laws.logprobs
+        return None if kept is None else kept.places()
 
     @property
     def finished(self) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import FloatTensor, LongTensor, Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
+from truedraft.logprobs import Logprobs
 from truedraft.tree import Row
 
 # Read the scores alone: one call processes rows of different lengths.
@@ -38,6 +39,29 @@ ROWWISE = POINTWISE | {
     lp.SuppressTokensAtBeginLogitsProcessor,
     lp.PrefixConstrainedLogitsProcessor,
 }
+
+
+class RowwiseProcessor(LogitsProcessor):
+    """A logits processor whose scores of a row are a function of that row's ids and scores alone.
+
+    Derive from it to declare so: it may keep state between calls as long as no score depends on it (a cache, a parser
+    that follows the prefix), and must not write to its arguments. Rows with such processors do not advance in lockstep,
+    every rule supports them, and drafts are processed by them too. It is called for any rows of the batch, at any
+    prefixes, in any order, as often as needed: also for drafts that are never emitted, which it may itself forbid.
+    """
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
+        """(k, V) scores of the next token of k rows, on the device of `scores`.
+
+        input_ids: (k, length) left padding of a batch, prompt, emitted tokens, drafted tokens.
+        scores: (k, V) fp32.
+        """
+        raise NotImplementedError
+
+
+def _by_row(kind: type) -> bool:
+    """Whether processors of this class read the row's own prefix and keep no state between calls."""
+    return kind in ROWWISE or issubclass(kind, RowwiseProcessor)
 
 
 def _for_rows(processor: LogitsProcessor, places: list[int]) -> LogitsProcessor:
@@ -102,6 +126,7 @@ class Laws:
     lockstep: rows advance together, ended ones with padding, and every call is that of plain generate: the whole batch,
         once per step. Required where a processor may couple rows or count its calls, and where the scores of a batch
         are returned, which `transformers` computes for ended rows too.
+    logprobs: receives the raw logits of every emitted token of a batch of one row.
     """
 
     def __init__(
@@ -110,18 +135,21 @@ class Laws:
         history: History,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        logprobs: Logprobs | None = None,
     ):
         self.processors = processors
         self.history = history
-        self.keeps = bool(keep_scores or keep_logits)
+        self.logprobs = logprobs
+        self.keeps = bool(keep_scores or keep_logits or logprobs)
         kinds = {type(p) for p in processors}
         batch = history.ids.shape[0]
-        self.lockstep = bool(kinds - ROWWISE) or (batch > 1 and self.keeps)
+        unknown = {kind for kind in kinds if not _by_row(kind)}
+        self.lockstep = bool(unknown) or (batch > 1 and self.keeps)
         self.pointwise = not kinds - POINTWISE
         self.apart = self.pointwise and not self.keeps  # laws depend on their logits alone
         self.raw = self.apart and not kinds
-        self.drafts_pointwise = not kinds & ROWWISE - POINTWISE  # those of `of_drafts` read the scores alone
-        self.unknown_processors = sorted(k.__name__ for k in kinds - ROWWISE)
+        self.drafts_pointwise = not kinds - POINTWISE - unknown  # those of `of_drafts` read the scores alone
+        self.unknown_processors = sorted(k.__name__ for k in unknown)
         # one (batch, V) tensor per step: where they are kept, every call is for the whole batch
         self.scores: list[Tensor] | None = [] if keep_scores else None
         self.logits: list[Tensor] | None = [] if keep_logits else None
@@ -136,6 +164,8 @@ class Laws:
         for kept, values in ((self.scores, scores), (self.logits, raw)):
             if kept is not None:
                 kept.append(values.clone())
+        if self.logprobs is not None:
+            self.logprobs.add(raw[0])
         return scores
 
     @property
@@ -157,6 +187,8 @@ class Laws:
         for kept, values in ((self.scores, scores), (self.logits, raw)):
             if kept is not None:
                 kept[-1][row.index] = values[0]
+        if self.logprobs is not None:
+            self.logprobs.add(raw[0])
         return scores
 
     def of_drafts(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
@@ -167,7 +199,7 @@ class Laws:
         logits: (k, V) raw, not written to; where `drafts_pointwise`, those of some tokens suffice.
         """
         raw = logits.to(torch.float32)
-        rowwise = [p for p in self.processors if type(p) in ROWWISE]
+        rowwise = [p for p in self.processors if _by_row(type(p))]
         if not rowwise:
             return raw
         if self.drafts_pointwise:

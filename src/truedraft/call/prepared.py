@@ -23,6 +23,7 @@ from truedraft.call.arguments import (
 from truedraft.call.rechecking import reference_of
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter
+from truedraft.logprobs import Logprobs
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass
@@ -43,6 +44,7 @@ class Call:
     streamer: Any = None
     on_pass: Callable[[Pass], None] | None = None
     sources: Tensor | None = None
+    logprobs: int | None = None  # of the likeliest tokens at each place of a single row; None for no log-probabilities
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,10 @@ def request_of(
     ]
     history = History(input_ids, steps, pad, rows)
     returns = prepared.returns
-    laws = Laws(prepared.processors, history, returns and config.output_scores, returns and config.output_logits)
+    logprobs = None if call.logprobs is None else Logprobs(rows[0], call.logprobs)
+    laws = Laws(
+        prepared.processors, history, returns and config.output_scores, returns and config.output_logits, logprobs
+    )
     rule.begin_call(laws)
     stops = Stops(prepared.criteria, history, laws)
     again = reference_of(ties, target, batch, most + steps, laws)

@@ -1,0 +1,338 @@
+"""Constrained texts: what may follow, against languages written out; texts of JSON, against `jsonschema` and `json`."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import truedraft
+from models import V, tiny
+from nets import EVERY, RULES, drafter, generated
+from truedraft import Refused
+from truedraft.chance import PositionNoise
+from truedraft.serve.constraints import Constraint, Constraints, Kind
+from truedraft.tree import Row
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+END = 2
+LETTERS = '{}[]":,.-Ġ' + "0123456789" + "abcdefghijklmnopqrstuvwxyz"
+WORDS = ['{"', '":', '",', "true", "false", "null", '":Ġ', "10", "an", "id", "Ċ", "na"]
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and a few longer tokens: 59 of the model's 61."""
+    words = ["<pad>", "<s>", "</s>", *LETTERS, *WORDS][: V - 2]
+    plain = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(["<pad>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+
+
+def bytes_of(token: int) -> str:
+    return "" if token < 3 or token >= len(tokenizer()) else str(tokenizer().decode([token]))
+
+
+@cache
+def constraints() -> Constraints:
+    return Constraints(tokenizer(), V, [END])
+
+
+@cache
+def model() -> PreTrainedModel:
+    return tiny("llama", torch.float32)
+
+
+def processor(kind: Kind, definition: Any, prompt: int = 0) -> Constraint:
+    return constraints().processor(kind, definition, prompt)
+
+
+def allowed(constraint: Constraint, output: list[int]) -> list[int]:
+    """The tokens that are left after an output."""
+    scores = torch.randn(1, V)
+    found = constraint(torch.tensor([output], dtype=torch.long), scores)  # type: ignore[arg-type]
+    assert torch.equal(found[found.isfinite()], scores[found.isfinite()])
+    return found[0].isfinite().nonzero().flatten().tolist()
+
+
+LANGUAGES: list[tuple[Kind, Any, list[str]]] = [
+    ("choice", ["an ant", "an", "a nation", "10", ""], ["an ant", "an", "a nation", "10", ""]),
+    ("regex", "(na|b){1,3}[10]?", [
+        a + b + c + d for a in ("na", "b") for b in ("", "na", "b") for c in ("", "na", "b") for d in ("", "0", "1")
+    ]),
+    ("grammar", 'start: "id" sign? NUMBER\nsign: "-"\nNUMBER: /[0-9]{1,2}/', [
+        f"id{sign}{number}" for sign in ("", "-") for number in [*map(str, range(10)), *(f"{i:02}" for i in range(100))]
+    ]),
+    ("grammar", 'root ::= "a" ("b" | "c") root2\nroot2 ::= "d"', ["abd", "acd"]),
+    ("json_schema", {"enum": ["an", 10, None, True]}, ['"an"', "10", "null", "true"]),
+    ("json_schema", {"type": "integer", "minimum": -1, "maximum": 12}, [str(i) for i in range(-1, 13)] + ["-0"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "definition", "language"), LANGUAGES)
+def test_what_may_follow_is_what_a_text_of_the_language_continues_with(
+    kind: Kind, definition: Any, language: list[str]
+) -> None:
+    """At random prefixes in any order, as in draft trees; tokens that cannot follow are drafted in between."""
+    rng, constraint = random.Random(1), processor(kind, definition)
+    for _ in range(60):
+        output: list[int] = []
+        while True:
+            text = "".join(map(bytes_of, output))
+            expected = [t for t in range(V) if bytes_of(t) and any(w.startswith(text + bytes_of(t)) for w in language)]
+            assert allowed(constraint, output) == sorted(expected + [END] * (text in language)), text
+            strange = [*output, rng.randrange(V), rng.randrange(V)]
+            if any(token not in expected for token in strange[len(output) : -1]):
+                assert allowed(constraint, strange) == list(range(V))
+            if not expected or rng.random() < 0.2:
+                break
+            output.append(rng.choice(expected))
+        assert allowed(constraint, [*output, END]) == list(range(V))
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "object": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["name", "age"], "additionalProperties": False,
+    },
+    "nested": {
+        "type": "object", "required": ["in"], "additionalProperties": False,
+        "properties": {"in": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}},
+                              "required": ["b"], "additionalProperties": False}},
+    },
+    "enum": {"enum": ["red", "dead", 3, None, [1, "a"]]},
+    "array": {"type": "array", "items": {"enum": [0, 1, "a"]}, "minItems": 2, "maxItems": 4},
+    "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": "id"}], "items": False, "minItems": 2},
+    "numbers": {"type": "array", "items": {"type": "number", "minimum": -1.5, "exclusiveMaximum": 9}, "maxItems": 2},
+    "multiple": {"type": "integer", "multipleOf": 7, "minimum": 20, "maximum": 90},
+    "$ref": {
+        "$defs": {"tree": {"type": "object", "properties": {"l": {"$ref": "#/$defs/tree"}, "v": {"enum": [1, 2]}},
+                           "required": ["v"], "additionalProperties": False}},
+        "$ref": "#/$defs/tree",
+    },
+    "anyOf": {"anyOf": [{"type": "string", "pattern": "^a[bc]{2,3}$"}, {"type": "integer", "minimum": 5, "maximum": 12}]},
+    "allOf": {"allOf": [{"type": "object", "properties": {"a": {"type": "integer", "maximum": 5, "minimum": 0}}},
+                        {"required": ["a"], "additionalProperties": {"enum": [1]}, "maxProperties": 2}]},
+}  # fmt: skip
+STEPS, PROMPT = 90, [1, 14, 22, 9, 30, 14, 22, 9]
+
+
+def texts(draft: str, definition: Any, seeds: list[int | None], kind: Kind = "json_schema") -> list[list[int]]:
+    """One for each seed, None for greedy, in one engine."""
+    found = drafter(draft, model())
+    with truedraft.accelerate(model(), draft=found, control="fixed").engine(max_rows=4, max_tokens=128) as engine:
+        requests = [
+            engine.add_request(
+                torch.tensor(PROMPT), max_new_tokens=STEPS, do_sample=seed is not None, top_k=0, seed=seed,
+                eos_token_id=END, pad_token_id=0, logits_processor=[processor(kind, definition, len(PROMPT))],
+            )
+            for seed in seeds
+        ]  # fmt: skip
+        while engine.has_unfinished_requests():
+            engine.step()
+    return [request.result() for request in requests]
+
+
+def valid(text: list[int], schema: Any) -> bool:
+    """Whether it is whole; it has to be valid then."""
+    if text[-1] != END:
+        return False
+    jsonschema.validate(json.loads(tokenizer().decode(text[:-1])), schema, jsonschema.Draft202012Validator)
+    return True
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_text_is_valid_and_that_without_drafts(name: str) -> None:
+    seeds = [None, *range(12)]
+    plain = texts("plain", SCHEMAS[name], seeds)
+    whole = [valid(text, SCHEMAS[name]) for text in plain]
+    assert sum(whole) >= 10, "a test of texts that end"
+    assert texts("prompt-lookup", SCHEMAS[name], seeds) == plain
+    assert texts("draft-model", SCHEMAS[name], seeds[:5]) == plain[:5]
+
+
+def test_a_json_object_is_one() -> None:
+    found = texts("token-recycling", None, list(range(16)), "json_object")
+    assert sum(valid(text, {"type": "object"}) for text in found) >= 8
+
+
+def test_texts_are_those_of_plain_forwards_with_the_processor_applied_by_hand() -> None:
+    for name in ("object", "array"):
+        seeds = [None, 3, 4]
+        for seed, text in zip(seeds, texts("token-recycling", SCHEMAS[name], seeds), strict=True):
+            output: list[int] = []
+            noise = PositionNoise([(seed or 0, 0)])
+            while len(output) < STEPS and END not in output:
+                ids = torch.tensor([[*PROMPT, *output]])
+                with torch.no_grad():
+                    raw = model()(ids, use_cache=False).logits[:, -1].float()
+                scores = processor("json_schema", SCHEMAS[name], len(PROMPT))(ids, raw)  # type: ignore[arg-type]
+                row = Row(0, ids[0].tolist(), len(PROMPT), STEPS)
+                output.append(int(scores.argmax()) if seed is None else noise.pick(scores.softmax(-1), [row])[0])
+            assert text == output
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_drafter_keeps_the_constrained_text_of_generate(name: str) -> None:
+    """In a batch of three rows, whose prefixes one processor follows in turn."""
+    rule = [*RULES][EVERY.index(name) % 2]
+    ids = torch.tensor([PROMPT, PROMPT[::-1], [5, 6, 7, 8] * 2])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    made = {"logits_processor": lambda: [processor("json_schema", SCHEMAS["object"], len(PROMPT))]}
+    settings = {"max_new_tokens": 40, "eos_token_id": END, "pad_token_id": 0, **RULES[rule]}
+    plain = generated(model(), inputs, **settings, **made)
+    draft = drafter(name, model(), plain.text, [0, 0, 0])
+    references = {"references": [[row] for row in plain.text]} if draft is not None and draft.takes_references else {}
+    fast = truedraft.accelerate(model(), draft=draft, control="fixed")
+    torch.manual_seed(5)
+    text = fast.generate(**inputs, **settings, **references, logits_processor=made["logits_processor"]())
+    assert torch.equal(text, plain.text)
+    assert any(valid([*row[: row.index(END)], END], SCHEMAS["object"]) for row in text[:, 8:].tolist() if END in row)
+
+
+def test_a_constraint_has_precedence_over_other_settings() -> None:
+    """A least length that excludes the end of text, and excluded tokens: what the grammar allows is drawn evenly."""
+    constraint = processor("choice", ["an", "a"])
+    scores = torch.randn(1, V)
+    a, n = tokenizer().convert_tokens_to_ids(["a", "n"])
+    scores[0, [END, n]] = -torch.inf
+    after = constraint(torch.tensor([[a]]), scores)  # type: ignore[arg-type]
+    assert after[0, [END, n]].tolist() == [0.0, 0.0] and int(after.isfinite().sum()) == 2
+    scores[0, n] = 3.0
+    assert constraint(torch.tensor([[a]]), scores).isfinite().nonzero().tolist() == [[0, n]]  # type: ignore[arg-type]
+    assert torch.isnan(constraint(torch.tensor([[a]]), torch.full((1, V), torch.nan))[0, n])  # type: ignore[arg-type]
+    with truedraft.accelerate(model(), draft=None).engine(max_rows=1, max_tokens=64) as engine:
+        request = engine.add_request(
+            torch.tensor(PROMPT), max_new_tokens=9, min_new_tokens=8, do_sample=False, eos_token_id=END, pad_token_id=0,
+            logits_processor=[processor("choice", ["an"], len(PROMPT))],
+        )  # fmt: skip
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert tokenizer().decode(request.result()[:2]).startswith("an") and request.result()[-1] == END
+
+
+REFUSED: list[tuple[Kind, Any, str]] = [
+    ("json_schema", {"type": "array", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
+    ("json_schema", {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
+    ("json_schema", {"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf constraints are not supported"),
+    ("json_schema", {"oneOf": [{"type": "string"}, {"maxLength": 3}], "x-guidance": {"coerce_one_of": True}}, "oneOf"),
+    ("json_schema", {"$ref": "file:///etc/passwd"}, "does not fetch"),
+    ("json_schema", {"$ref": "#/nowhere"}, "'/nowhere' does not exist"),
+    ("json_schema", {"type": "foo"}, "Invalid type: foo"),
+    ("json_schema", {"enum": []}, "Unsatisfiable"),
+    ("json_schema", {"const": float("nan")}, "expected value"),
+    ("json_schema", {"const": "\ud800"}, "hex escape"),
+    ("json_schema", [1], r"json_schema=\[1\]: give a JSON schema"),
+    ("json_schema", "{}", "give a JSON schema as an object"),
+    ("json_schema", {"description": "x" * 2000}, "has 2019 characters: give at most 2000"),
+    ("regex", "(a", "unclosed group"),
+    ("regex", "(?=a)b", "look-around"),
+    ("regex", "\ud800", "surrogates not allowed"),
+    ("regex", 3, "regex=3: give a text"),
+    ("regex", ["x" * 90], r"xxx\.\.\.: give a text"),
+    ("choice", [], r"choice=\[\]: give a list"),
+    ("choice", "ab", "give a list"),
+    ("choice", ["a", 3], "give a list"),
+    ("grammar", "start: nowhere", 'unknown name: "nowhere"'),
+    ("grammar", 'start: %json {"uniqueItems": true, "x-guidance": {"lenient": true}}', "uniqueItems"),
+    ("grammar", "", "No 'root' rule found"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "definition", "why"), REFUSED)
+def test_what_cannot_be_enforced_is_refused(kind: Kind, definition: Any, why: str) -> None:
+    bounded = Constraints(tokenizer(), V, [END], length=2000)
+    with pytest.raises(Refused, match=why) as refusal:
+        bounded.processor(kind, definition, 0)
+    assert kind in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_schemas_are_bounded_in_depth() -> None:
+    deep: Any = {"type": "null"}
+    for _ in range(10):
+        deep = {"anyOf": [deep]}
+    flat = Constraints(tokenizer(), V, [END], depth=22)
+    assert flat.processor("json_schema", deep, 0)
+    with pytest.raises(Refused, match="json_schema has more than 21 levels"):
+        Constraints(tokenizer(), V, [END], depth=21).processor("json_schema", deep, 0)
+
+
+def test_a_grammar_that_is_too_complex_ends_its_request_alone() -> None:
+    wide = {"anyOf": [{"type": "object", "properties": {f"a{i}": {"type": "null"}}} for i in range(900)]}
+    with truedraft.accelerate(model(), draft=None).engine(max_rows=2, max_tokens=64) as engine:
+        given = [processor("json_schema", wide, 8), processor("choice", ["an"], 8)]
+        failed, other = (
+            engine.add_request(torch.tensor(PROMPT), max_new_tokens=9, eos_token_id=END, logits_processor=[one])
+            for one in given
+        )
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert other.finish_reason == "stop" and failed.finish_reason == "error"
+    with pytest.raises(Refused, match="too complex to be enforced .* items; max is 2000.*simplify it"):
+        failed.result()
+
+
+def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, compiled = Constraints(tokenizer(), V, [END], kept=2), []
+    matcher = few._matcher
+    monkeypatch.setattr(few, "_matcher", lambda kind, text: compiled.append(text) or matcher(kind, text))
+    for text in ("a", "b", "a", "c", "a", "b"):
+        few.processor("regex", text, 0)
+    assert compiled == ["a", "b", "c", "b"]
+    one, other = few.processor("regex", "a", 0), few.processor("regex", "a", 0)
+    letter = tokenizer().convert_tokens_to_ids("a")
+    assert allowed(one, [letter]) == [END] and allowed(other, []) == [letter]
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##n": 2}, unk_token="[UNK]"))
+    pieces.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=pieces)
+
+
+def sentence_pieces() -> PreTrainedTokenizerFast:
+    pieces = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    pieces.decoder = decoders.Sequence(steps)
+    special = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces.train_from_iterator(
+        ["an ant and a nation"], trainers.BpeTrainer(special_tokens=special, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>")
+
+
+def test_tokenizers() -> None:
+    """Byte-level ones are tested above, and embedded; one converted from sentencepiece; what cannot be read is refused."""
+    found = Constraints(sentence_pieces(), 400, [1]).processor("choice", ["an ant", "é"], 0)
+    ids, seen = list[int](), ""
+    while 1 not in ids:
+        scores = found(torch.tensor([ids], dtype=torch.long), torch.arange(400.0)[None])[0]  # type: ignore[arg-type]
+        ids.append(int(scores.argmax()))
+    seen = sentence_pieces().decode(ids[:-1])
+    assert seen == "an ant"
+    _, nano = truedraft.loading.load("nano")
+    choice = Constraints(nano, 4096, [nano.eos_token_id]).processor("choice", ["Ünique 🎈"], 0)
+    for end in range(5):
+        scores = choice(torch.tensor([nano.encode("Ünique 🎈")[1 : 1 + end]]).long(), torch.zeros(1, 4096))  # type: ignore[arg-type]
+        assert scores.isfinite().any() and not scores.isfinite().all()
+    with pytest.raises(Refused, match="cannot read the .* decoder type.*leave constraints out"):
+        Constraints(word_pieces(), 3, [1])
+    with pytest.raises(Refused, match="set eos_token_id"):
+        Constraints(tokenizer(), V, [])
+
+
+def test_without_the_library_constraints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(Refused, match=r"pip install 'truedraft\[serve\]'"):
+        Constraints(tokenizer(), V, [END])

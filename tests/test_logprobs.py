@@ -1,0 +1,143 @@
+"""Log-probabilities of emitted tokens in a running engine, against plain forwards over the finished text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, PreTrainedModel
+
+import truedraft
+from drafters_for_tests import Oracle
+from models import V, ragged, tiny
+from truedraft.engine_request import EngineRequest
+from truedraft.logprobs import Logprobs, TokenLogprobs
+from truedraft.tree import Row
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "logprobs": 5},
+    "sampled": {"do_sample": True, "temperature": 0.6, "top_k": 8, "seed": 3, "logprobs": 0},
+    "penalised": {"do_sample": True, "repetition_penalty": 1.5, "seed": 4, "logprobs": 20},
+    "without drafts": {"do_sample": False, "draft": None, "logprobs": 1},
+    "by a rule for whole paths": {"do_sample": True, "rule": "rejection", "seed": 5, "logprobs": 2},
+    "all tokens": {"do_sample": False, "logprobs": V + 3},
+}
+
+
+def prompts(count: int) -> list[torch.Tensor]:
+    inputs = ragged(tiny("llama", torch.float32), count)
+    return [ids[mask.bool()][None] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+
+
+def plain(model: PreTrainedModel, prompt: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """(len(tokens), V) log-probabilities at the places of the tokens: one forward, no cache."""
+    ids = torch.cat([prompt, torch.tensor([tokens], dtype=torch.long)], 1)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
+    return logits.double().log_softmax(-1)
+
+
+def check(model: PreTrainedModel, prompt: torch.Tensor, request: EngineRequest, count: int) -> None:
+    found = request.logprobs
+    assert found is not None and [place.token for place in found] == request.tokens
+    for place, law in zip(found, plain(model, prompt, request.tokens), strict=True):
+        values, tokens = law.topk(min(count, V))
+        assert place.logprob == pytest.approx(float(law[place.token]), abs=2e-4)
+        assert [value for _, value in place.top] == pytest.approx(values.tolist(), abs=2e-4)
+        assert [float(law[token]) for token, _ in place.top] == pytest.approx(values.tolist(), abs=2e-4)
+        assert len({token for token, _ in place.top}) == len(tokens)
+
+
+def test_logprobs_of_requests_that_run_together_are_those_of_plain_forwards() -> None:
+    model = tiny("llama", torch.float32)
+    fast = truedraft.accelerate(model, draft="prompt-lookup", control="fixed")
+    with fast.engine(max_rows=4, max_tokens=96) as engine:
+        given = list(zip(prompts(len(SETTINGS)), SETTINGS.values(), strict=True))
+        requests = [engine.add_request(prompt, max_new_tokens=30, **settings) for prompt, settings in given]
+        others = [
+            engine.add_request(prompt, max_new_tokens=30, **{k: v for k, v in settings.items() if k != "logprobs"})
+            for prompt, settings in given
+        ]
+        while engine.has_unfinished_requests():
+            for request in engine.step():
+                if request.logprobs is not None:
+                    assert [place.token for place in request.logprobs] == request.tokens
+    for (prompt, settings), request, other in zip(given, requests, others, strict=True):
+        check(model, prompt, request, settings["logprobs"])
+        assert request.tokens == other.tokens and other.logprobs is None
+    assert any(request.report().mean_acceptance_length > 1 for request in requests if request.logprobs)
+
+
+class Failing(LogitsProcessor):
+    """Raises at its fifth token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == 9:
+            raise RuntimeError("a fault")
+        return scores
+
+
+@pytest.mark.parametrize("ending", ["stop", "length", "abort", "error"])
+def test_logprobs_end_where_the_text_ends_inside_a_draft(ending: str) -> None:
+    model = tiny("llama", torch.float32)
+    prompt = prompts(1)[0]
+    whole = model.generate(prompt, max_new_tokens=30, do_sample=False)[0].tolist()
+    text = whole[prompt.shape[1] :]
+    settings: dict[str, Any] = {"max_new_tokens": 7 if ending == "length" else 30, "do_sample": False}
+    if ending == "stop":
+        settings |= {"eos_token_id": max(set(text[5:]), key=text.index), "pad_token_id": 0}
+    if ending == "error":
+        settings["logits_processor"] = [Failing()]
+    fast = truedraft.accelerate(model, draft=Oracle(vocabulary=V, answers={0: whole}), control="fixed")
+    with fast.engine(max_rows=1, max_tokens=64) as engine:
+        request = engine.add_request(prompt, logprobs=2, **settings)
+        assert request.logprobs == []
+        for _ in range(4 if ending == "abort" else 99):
+            if engine.has_unfinished_requests():
+                engine.step()
+        engine.abort_request(request)
+    assert request.finish_reason == ending
+    assert 0 < len(request.tokens) < 30 and request.tokens == text[: len(request.tokens)]
+    assert request.report().mean_acceptance_length > 1
+    check(model, prompt, request, 2)
+
+
+def test_one_tensor_is_kept() -> None:
+    row = Row(0, [1, 2], 2, 9)
+    kept = Logprobs(row, 1)
+    assert kept.places() == []
+    for step, token in enumerate((3, 0, 2)):
+        logits = torch.zeros(5)
+        kept.add(logits)
+        logits[step] = 1.0
+        kept.add(logits)  # the same step again: scored anew
+        logits.fill_(9.0)
+        row.tokens.append(token)
+    lse = torch.tensor([1.0, 0, 0, 0, 0]).logsumexp(0).item()
+    first, second, third = kept.places()
+    assert first == TokenLogprobs(3, pytest.approx(-lse), ((0, pytest.approx(1 - lse)),))
+    assert second == TokenLogprobs(0, pytest.approx(-lse), ((1, pytest.approx(1 - lse)),))
+    assert third.token == 2 and third.logprob == pytest.approx(1 - lse)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(kept).values())
+    row.end = 4
+    assert kept.places() == [first, second]
+    row.end = None
+    del row.tokens[3:]  # a pass that was not completed
+    assert kept.places() == [first]
+    kept.add(torch.zeros(5))
+    row.tokens.append(4)
+    assert [place.token for place in kept.places()] == [3, 4] and kept.places()[1].logprob == pytest.approx(
+        -math.log(5)
+    )
+
+
+@pytest.mark.parametrize("count", [-1, True, 2.0, "3"])
+def test_invalid_counts_are_refused(count: Any) -> None:
+    model = tiny("llama", torch.float32)
+    with (
+        truedraft.accelerate(model, draft=None).engine(max_rows=1, max_tokens=32) as engine,
+        pytest.raises(truedraft.Refused, match="logprobs="),
+    ):
+        engine.add_request(prompts(1)[0], max_new_tokens=3, logprobs=count)
