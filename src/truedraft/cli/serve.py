@@ -72,7 +72,7 @@ def _option(each: dataclasses.Field[Any], hint: Any) -> Any:
         return Annotated[list[str] | None, Option(help=text)]
     if kind is bool:
         return Annotated[bool | None, Option(help=f"{text} [{'on' if each.default else 'off'}]", show_default=False)]
-    if kind is int and "Bytes" in text or each.name == "prefix_bytes":
+    if each.name.endswith("_bytes"):
         kind = str
     shown = "" if each.default is None else f" [{each.default}]"
     return Annotated[kind | None, Option(help=text + shown, show_default=False)]

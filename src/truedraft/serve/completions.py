@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import cast
 
 from truedraft.serve.errors import ApiError
 from truedraft.serve.formats import CompletionFormat, Format
@@ -20,9 +21,8 @@ def prepare(model: ServedModel, body: CompletionBody, namespace: str, id: str) -
     """
     if body.echo and body.logprobs is not None:
         raise ApiError(
-            400, "echo=true with logprobs would need log-probabilities of the prompt, which are not computed: leave one "
-            "of them out", "echo",
-        )  # fmt: skip
+            400, "echo=true with logprobs needs those of the prompt, which are not computed: drop one of them", "echo"
+        )
     given = prompts_of(body)
     if len(given) > model.config.max_prompts:
         raise ApiError(400, f"prompt has {len(given)} entries, this server allows {model.config.max_prompts}", "prompt")
@@ -43,8 +43,8 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     if not given:
         raise ApiError(400, "prompt is an empty list: give a text, token ids, or a list of these", "prompt")
     if isinstance(given[0], int):
-        return [given]  # type: ignore[list-item]
-    return given  # type: ignore[return-value]
+        return [cast(list[int], given)]
+    return list(cast(Sequence[str | list[int]], given))
 
 
 def checked_ids(model: ServedModel, ids: Sequence[int], param: str) -> list[int]:

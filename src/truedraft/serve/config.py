@@ -118,7 +118,7 @@ def configured(file: Path | None, options: Mapping[str, Any]) -> ServeConfig:
             raise Refused(f"config {file}: {why(e)}") from e
         if unknown := sorted({*settings} - {each.name for each in dataclasses.fields(ServeConfig)}):
             raise Refused(f"config {file}: {unknown[0]} is no setting; `truedraft serve --help` lists them")
-    return ServeConfig(**settings | options)
+    return ServeConfig(**settings | dict(options))
 
 
 def _checked(each: dataclasses.Field[Any], hint: Any, value: Any) -> Any:

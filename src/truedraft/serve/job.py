@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from truedraft.engine_request import EngineRequest
+from truedraft.logprobs import TokenLogprobs
 from truedraft.serve.errors import ApiError
 
 State = Literal["waiting", "reading", "running", "finished"]
@@ -28,7 +29,7 @@ class Job:
         changed: set when there are new tokens; shared by the jobs of a request, which have one reader.
 
     Attributes:
-        tokens: emitted ids. drafted: for each, whether it is an accepted draft.
+        tokens: emitted ids. drafted: for each, whether it is an accepted draft. logprobs: of each, where requested.
         finish_reason: "stop" or "length"; None while it waits or runs, or where it ended with `error`.
         cached_tokens: tokens of the prompt whose KV was reused.
         first, last: times of the first and the last emission, by `time.perf_counter`.
@@ -50,6 +51,7 @@ class Job:
         self.expires = None if deadline is None else self.created + deadline
         self.tokens: list[int] = []
         self.drafted: list[bool] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: Literal["stop", "length"] | None = None
         self.error: ApiError | None = None
         self.stopped = False  # its text has ended before its row
@@ -71,12 +73,7 @@ class Job:
 
     @property
     def cached_tokens(self) -> int:
-        return 0 if self.request is None else self.request.cached_tokens
-
-    @property
-    def logprobs(self) -> Sequence[Any]:
-        """Log-probabilities of `tokens`, where they were asked for."""
-        return () if self.request is None else self.request.logprobs
+        return getattr(self.request, "cached_tokens", 0)
 
     @property
     def accepted(self) -> int:

@@ -211,6 +211,7 @@ class EngineLoop(threading.Thread):
         job.passes += 1
         job.offered += emission.offered
         job.drafted += [True] * accepted + [False] * (len(tokens) - accepted)
+        job.logprobs += (request.logprobs or ())[len(job.logprobs) :]
         job.tokens += tokens
         since = job.last or now
         job.first, job.last = job.first or now, now
@@ -223,8 +224,7 @@ class EngineLoop(threading.Thread):
         self.queue.ended(job)
         if request.error is not None:
             error = request.error
-            refused = isinstance(error, Refused)
-            job.error = of_refusal(error) if refused else ApiError(500, f"the request failed: {why(error)}")
+            job.error = _error_of(error)
         elif request.finish_reason in ("stop", "length"):
             job.finish_reason = request.finish_reason
         else:
@@ -291,6 +291,11 @@ class EngineLoop(threading.Thread):
     def _seconds_per_row(self) -> float:
         """Seconds between two rows that end, by what was measured so far; for `Retry-After`."""
         return self.busy_seconds / self.rows_ended if self.rows_ended else 1.0
+
+
+def _error_of(error: Exception) -> ApiError:
+    """The API's error for an exception of a part of one request."""
+    return of_refusal(error) if isinstance(error, Refused) else ApiError(500, f"the request failed: {why(error)}")
 
 
 def _notify_all(jobs: Sequence[Job]) -> None:

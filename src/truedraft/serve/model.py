@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,6 +18,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.errors import Refused, why
 from truedraft.parts import drafter_of
 from truedraft.serve.config import ServeConfig
+from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
 
 CRITERIA = 64  # sets of stop strings whose criteria are kept
@@ -106,6 +108,16 @@ class ServedModel:
                 self._criteria.popitem(last=False)
         return made
 
+    @cached_property
+    def constraints(self) -> Constraints:
+        """The compiler of constraints, made at its first use.
+
+        Raises:
+            Refused: it cannot read this tokenizer.
+        """
+        size = self.fast.target.vocabulary
+        return Constraints(self.tokenizer, size, self.end_ids, self.config.max_schema_bytes)
+
     def remember(self, namespace: str, id: str, tokens: Sequence[int]) -> None:
         """Keep a response as a reference for later requests of its namespace."""
         with self._lock:
@@ -117,7 +129,8 @@ class ServedModel:
     def response(self, namespace: str, id: str) -> list[int] | None:
         """The tokens of an earlier response to the same namespace."""
         with self._lock:
-            return self._responses.get(namespace, {}).get(id)
+            mine = self._responses.get(namespace)
+            return None if mine is None else mine.get(id)
 
 
 def longest_of(fast: Accelerated, config: ServeConfig) -> int:

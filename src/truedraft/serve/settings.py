@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from truedraft.serve.constraints import Constraint, constraint_of
+from truedraft.serve.constraints import Kind
 from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
 from truedraft.serve.model import ServedModel
-from truedraft.serve.processors import FrequencyPresencePenalty
+from truedraft.serve.processors import OutputPenalties
 from truedraft.serve.protocol import (
     ChatBody,
     CompletionBody,
@@ -63,7 +63,7 @@ def planned(
     Raises:
         ApiError: a parameter is out of the server's bounds, or cannot be honoured.
     """
-    config, n = model.config, body.n or 1
+    n = body.n or 1
     check_bounds(model, body, len(prompts))
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     predicted = None if body.prediction is None else model.encoded(body.prediction.text, False)
@@ -78,14 +78,14 @@ def planned(
         "seed": seed,
         "logprobs": logprobs,
     }  # fmt: skip
-    constraint = constraint_of(body, model.tokenizer, config.max_schema_bytes)
-    deadline = min(filter(None, (body.deadline, config.deadline)), default=None)
+    constraint = constraint_of(body)
+    deadline = min(filter(None, (body.deadline, model.config.deadline)), default=None)
     jobs: list[Job] = []
     changed = asyncio.Event()
     for ids in prompts:
         most = max_tokens(model, body, len(ids))
         for choice in range(n):
-            settings = shared | {"sequence": choice, "logits_processor": _processors(body, len(ids), constraint)}
+            settings = shared | {"sequence": choice, "logits_processor": _processors(model, body, len(ids), constraint)}
             jobs.append(Job(ids, settings, most, namespace, deadline, id, changed))
     return Plan(
         jobs, n, prompts, stop, bool(body.include_stop_str_in_output), seed, predicted, logprobs,
@@ -126,13 +126,13 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
     room = model.max_model_len - prompt
     if isinstance(body, CompletionBody):
         given = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        name = "max_tokens"
+        name: str = "max_tokens"
         most = min(given, max(room, 1)) if body.max_tokens is None else given
     else:
         assert isinstance(body, ChatBody)
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        given_or_none = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        most = max(room, 1) if given_or_none is None else given_or_none
+        chosen = getattr(body, name)
+        most = max(room, 1) if chosen is None else chosen
     if prompt < 1:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
     if most > room:
@@ -149,7 +149,7 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
 
 
 def _sampling(model: ServedModel, body: GenerationBody) -> dict[str, Any]:
-    values = {
+    values: dict[str, Any] = {
         name: value if (value := getattr(body, name)) is not None else model.defaults.get(name, neutral)
         for name, neutral in NEUTRAL.items()
     }
@@ -185,13 +185,36 @@ def _ends(model: ServedModel, body: GenerationBody, stop: Sequence[str]) -> dict
     }
 
 
-def _processors(body: GenerationBody, prompt: int, constraint: Constraint | None) -> LogitsProcessorList:
+def constraint_of(body: GenerationBody) -> tuple[Kind, Any] | None:
+    """The constraint of a request, for `Constraints.processor`.
+
+    Raises:
+        ApiError: there are two.
+    """
+    found: list[tuple[Kind, Any]] = []
+    if (form := body.response_format) is not None and form.type != "text":
+        schema = None if form.json_schema is None else form.json_schema.schema_
+        found.append(("json_object", None) if schema in (None, True) else ("json_schema", schema))
+    if (given := body.structured_outputs) is not None:
+        kinds: dict[Kind, Any] = {
+            "json_schema": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar
+        }  # fmt: skip
+        found += [(kind, value) for kind, value in kinds.items() if value is not None]
+    if len(found) > 1:
+        raise ApiError(
+            400, "response_format and structured_outputs both constrain the text: give one", "response_format"
+        )
+    return found[0] if found else None
+
+
+def _processors(
+    model: ServedModel, body: GenerationBody, prompt: int, constraint: tuple[Kind, Any] | None
+) -> LogitsProcessorList:
     processors = LogitsProcessorList()
     if body.frequency_penalty or body.presence_penalty:
-        penalty = FrequencyPresencePenalty(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, prompt)
-        processors.append(penalty)
+        processors.append(OutputPenalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, prompt))
     if constraint is not None:
-        processors.append(constraint.processor(prompt))
+        processors.append(model.constraints.processor(*constraint, prompt))
     return processors
 
 
