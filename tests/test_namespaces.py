@@ -40,7 +40,9 @@ def family(name: str) -> str:
     return "decoder"
 
 
-def asked(engine: ContinuousEngine, namespace: str, prompt: list[int], document: list[int], **how: Any) -> EngineRequest:
+def asked(
+    engine: ContinuousEngine, namespace: str, prompt: list[int], document: list[int], **how: Any
+) -> EngineRequest:
     takes = engine._drafter.takes_references
     return engine.add_request(
         torch.tensor(prompt), namespace=namespace, max_new_tokens=STEPS, pad_token_id=0,
