@@ -48,7 +48,7 @@ class Followed:
 
 @dataclass(slots=True)
 class _RowHistory:
-    """Of one row: tokens observed, the counts of its namespace, its own, and the drafts still compared with the output."""
+    """Of one row: tokens observed, counts of its namespace and its own, and the drafts still compared with its output."""
 
     observed: int
     shared: BinCounts
