@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import truedraft
 from arrivals import model
@@ -23,6 +24,7 @@ from truedraft.continuous import ContinuousEngine
 from truedraft.control._drafter import DrafterState
 from truedraft.drafters._calibration import Calibration
 from truedraft.engine_request import EngineRequest
+from truedraft.parts import drafter_of
 from truedraft.stores import _file, memory
 from truedraft.tree import Row
 
@@ -30,7 +32,7 @@ Seen = list[tuple[Any, ...]]
 STEPS, SECRET = 16, 12  # tokens of an output, and of a secret prompt
 REMEMBERING = {  # methods that draft from what earlier rows emitted, or from what the target computed of them
     "suffix", "lookahead-pia", "token-recycling", "aded", "codeswift", "max-gram", "cs-drafting",
-    "suffix+token-recycling", "input-guided>aded",
+    "suffix+token-recycling", "input-guided>aded", "auto",
 }  # fmt: skip
 
 
@@ -40,14 +42,16 @@ def secret(which: str) -> list[int]:
     return torch.randint(3, 61, (SECRET,), generator=generator).tolist()  # type: ignore[no-any-return]
 
 
-@cache
-def kind(name: str) -> str:
-    """The kind of model that a drafter serves."""
+def served(name: str) -> tuple[PreTrainedModel, Drafter]:
+    """A drafter, and a model of the kind that it serves."""
+    if name == "auto":
+        return model(), drafter_of(name)
     try:
-        drafter(name, model())
+        host = model()
+        return host, drafter(name, host)  # type: ignore[return-value]
     except pytest.skip.Exception:
-        return "encoder-decoder"
-    return "decoder"
+        host = model("encoder-decoder")
+        return host, drafter(name, host)  # type: ignore[return-value]
 
 
 def asked(
@@ -85,9 +89,7 @@ def recorded(draft: Drafter, namespace: str) -> Seen:
 
 def seen_by(name: str, other: str, which: str) -> tuple[Seen, Seen]:
     """What requests of tenant "b" show after, and beside, those of a tenant `other` with a secret, and their drafts."""
-    host = model(kind(name))
-    draft = drafter(name, host)
-    assert draft is not None
+    host, draft = served(name)
     fast = truedraft.accelerate(host, draft=draft, control="fixed")
     mine, text, known = recorded(draft, "b"), secret(which), secret("x")
     with fast.engine(max_rows=3, max_tokens=64) as engine:
@@ -105,7 +107,7 @@ def seen_by(name: str, other: str, which: str) -> tuple[Seen, Seen]:
     return [(probe.tokens, *probe.report().passes) for probe in probes], drafts
 
 
-@pytest.mark.parametrize("name", REGISTERED)
+@pytest.mark.parametrize("name", [*REGISTERED, "auto"])
 def test_a_tenant_sees_nothing_of_anothers_text(name: str) -> None:
     assert seen_by(name, "a", "x") == seen_by(name, "a", "y")
     if PRESETS.get(name, (name, {}))[0] in REMEMBERING:

@@ -48,7 +48,11 @@ class Followed:
 
 @dataclass(slots=True)
 class _RowHistory:
-    """Of one row: tokens observed, counts of its namespace and its own, and the drafts still compared with its output."""
+    """Of one row.
+
+    observed: tokens compared with drafts so far. shared: the counts of its namespace. counts: its own.
+    drafts: those that are still compared with its output.
+    """
 
     observed: int
     shared: BinCounts
