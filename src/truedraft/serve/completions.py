@@ -43,7 +43,7 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     if not given:
         raise ApiError(400, "prompt is an empty list: give a text, token ids, or a list of these", "prompt")
     if isinstance(given[0], int):
-        return [cast(list[int], given)]
+        return [given]
     return list(cast(Sequence[str | list[int]], given))
 
 

@@ -23,7 +23,7 @@ from truedraft.serve.errors import ApiError
 
 CRITERIA = 64  # sets of stop strings whose criteria are kept
 RESPONSES = 1000  # responses of a namespace that later requests may refer to
-PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from truedraft.serve.errors import ApiError
+
 LONGEST_NAME = 256
 SEEDS = 2**64
 
@@ -171,7 +173,7 @@ class GenerationBody(Body):
             raise ValueError("the body is no JSON object")
         for name, remedy in REFUSED.items():
             if given.get(name) is not None and name not in cls.model_fields:
-                raise ValueError(f"{name} is not supported: {remedy}")
+                raise ApiError(400, f"{name} is not supported: {remedy}", name, "unsupported_parameter")
         return {
             name: value for name, value in given.items()
             if name in cls.model_fields or (name not in NO_EFFECT and not (name in REFUSED and value is None))

@@ -97,17 +97,17 @@ def check_bounds(model: ServedModel, body: GenerationBody, prompts: int) -> None
     """Raises ApiError where a list or text in a request is longer than the server's settings allow."""
     config = model.config
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    for name, size, most in (
+    for param, size, most in (
         ("prompt", prompts, config.max_prompts),
-        ("n", body.n or 1, config.max_n),
         ("stop", len(stop), config.max_stop),
         ("stop_token_ids", len(body.stop_token_ids or ()), config.max_stop),
         ("logit_bias", len(body.logit_bias or ()), config.max_logit_bias),
         ("references", len(body.references or ()), config.max_references),
     ):
         if size > most:
-            raise ApiError(400, f"{name} has {size} entries, this server allows {most}" if name != "n" else
-                           f"n={size}: this server allows {most}", name)  # fmt: skip
+            raise ApiError(400, f"{param} has {size} entries, this server allows {most}", param)
+    if (body.n or 1) > config.max_n:
+        raise ApiError(400, f"n={body.n}: this server allows {config.max_n}", "n")
     for i, string in enumerate(stop):
         if not string or len(string) > config.max_stop_chars:
             raise ApiError(400, f"stop[{i}] has {len(string)} characters: give 1 to {config.max_stop_chars}", "stop")
@@ -124,13 +124,13 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
         ApiError: they do not fit in the context behind the prompt.
     """
     room = model.max_model_len - prompt
+    longer = isinstance(body, ChatBody) and body.max_completion_tokens is not None
+    name = "max_completion_tokens" if longer else "max_tokens"
     if isinstance(body, CompletionBody):
         given = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        name: str = "max_tokens"
         most = min(given, max(room, 1)) if body.max_tokens is None else given
     else:
         assert isinstance(body, ChatBody)
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         chosen = getattr(body, name)
         most = max(room, 1) if chosen is None else chosen
     if prompt < 1:
