@@ -40,9 +40,10 @@ def serve(**options: Any) -> int:
 
     keys = read_keys(config.api_keys)
     if check:
-        from truedraft.serve.plan import printed
+        from truedraft.serve import plan
 
-        print(printed(config))
+        print(plan.described(parts := plan.planned(config)))
+        plan.check_fits(parts, config)
         return 0
     fast = accelerated(
         config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
