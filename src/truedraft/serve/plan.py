@@ -96,8 +96,9 @@ def _drafters(config: ServeConfig) -> list[Part]:
         for spec in _sides(name):
             method, knobs = registry.parsed(spec)
             folders = [Path(value).expanduser() for value in knobs.values() if isinstance(value, str)]
-            if config.model == "nano" and method in assets.HEADS and not folders:
-                folders = [assets.path(assets.HEADS[method])]
+            embedded = assets.head(method, str(assets.ROOT / config.model))
+            if embedded is not None and not folders:
+                folders = [embedded]
             for folder in folders:
                 files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")] if folder.is_dir() else []
                 if files:
@@ -123,8 +124,8 @@ def check_fits(parts: Sequence[Part], config: ServeConfig) -> None:
     lack = sum(part.bytes for part in parts) - free_memory(CPU)
     if lack > 0:
         raise Refused(
-            f"max_rows={config.max_rows}, max_model_len={config.max_model_len}: {_size(lack)} more than there is; lower "
-            "max_rows, max_model_len or prefix_bytes, or quantize"
+            f"max_rows={config.max_rows}, max_model_len={config.max_model_len}: {_size(lack)} more than there is: "
+            "lower max_rows, max_model_len or prefix_bytes, or quantize"
         )
 
 
