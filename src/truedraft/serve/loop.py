@@ -87,8 +87,8 @@ class EngineLoop(threading.Thread):
                 raise ApiError(503, "the server is ending: send the request to another one", code="ending")
             name = jobs[0].namespace
             waiting = self._waiting_by_name.get(name, 0)
-            free = self.engine.max_rows - len(self.running) - len(self.queue) - len(self._new)
-            if waiting + len(jobs) > self.max_waiting + max(free, 0):
+            free = self.engine.max_rows - len(self.running)  # some of which may be about to be taken
+            if waiting + len(jobs) > self.max_waiting + free:
                 after = str(max(1, round(self._seconds_per_row() * waiting)))
                 raise ApiError(
                     429, f"{waiting} rows of this key wait already, at most {self.max_waiting} may: retry later",
