@@ -293,3 +293,12 @@ def test_namespaces_take_turns() -> None:
         queue.served(job.namespace, 8)
     assert order.index("b0") <= 1 and [name for name in order if name != "b0"] == [f"a{i}" for i in range(6)]
     assert len(queue) == 0
+
+
+def test_a_head_without_end_is_cut_off(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                raw.sendall(b"X-Filler: " + b"a" * 4096 + b"\r\n")
+    still_serves(server)

@@ -26,12 +26,11 @@ class Protocol(HttpToolsProtocol):
             self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._deadline is not None:
+        super().data_received(data)
+        if self._deadline is not None:  # the head is not complete yet
             self._head += len(data)
             if self._head > LONGEST_HEAD:
                 self.transport.abort()
-                return
-        super().data_received(data)
 
     def on_message_begin(self) -> None:
         self._await_head()
