@@ -203,11 +203,11 @@ class EngineLoop(threading.Thread):
 
     def _take(self, job: Job, request: EngineRequest, now: float) -> int:
         """Take over the tokens that the last pass emitted for a row; returns how many."""
-        tokens = request.tokens[len(job.tokens) :]
-        if not tokens:
+        passes = request.report().passes
+        if len(passes) == job.passes:
             return 0
-        emission = request.report().passes[-1].emitted[0]
-        accepted = min(emission.drafted, len(tokens))
+        emission = passes[-1].emitted[0]
+        tokens, accepted = emission.tokens, emission.drafted
         job.passes += 1
         job.offered += emission.offered
         job.drafted += [True] * accepted + [False] * (len(tokens) - accepted)
