@@ -82,7 +82,9 @@ async def clients(port: int, bodies: list[list[dict[str, Any]]], path: str = "/v
 @contextmanager
 def process(command: list[str], port: int, path: str = "/health", seconds: float = 120.0) -> Iterator[subprocess.Popen]:
     """A server of its own process, ready within the block; ended by SIGTERM."""
-    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=sys.stderr if "-v" in sys.argv else None)
+    started = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=None if "-v" in sys.argv else subprocess.DEVNULL
+    )
     try:
         until = time.monotonic() + seconds
         while time.monotonic() < until:

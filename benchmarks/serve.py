@@ -1,0 +1,246 @@
+"""The server under load: latency over the engine alone, throughput by clients, predictions, gaps, and a peer.
+
+    python benchmarks/serve.py [PART ...] [--rounds 3] [--json FILE]
+
+Parts: latency (engine alone against the server), clients (the default drafter against none, at 1 to 64 clients),
+prediction (edits with OpenAI's `prediction`, on `nano` and stretched to 0.1 B), gap (a running stream while a prompt of
+the longest context arrives), peer (`transformers serve`, same model and requests). Every part asserts that the texts of
+its sides are the same. The client runs on the same machine, one process, asyncio without a library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import truedraft
+from loadclient import Answer, clients, process
+from truedraft import assets
+from truedraft.bench.workloads import embedded
+from truedraft.files import write_whole
+from truedraft.loading import load
+
+PORT = 8190
+STORIES = [item.text for work in embedded() if work.name == "story" for item in work.items]
+EDITS = [item for work in embedded() if work.name in ("edit", "shorten", "chat") for item in work.items]
+PROMPT = "one day, a little girl named lily"
+CLIENTS = (1, 4, 16, 64)
+
+
+@contextmanager
+def served(*options: str) -> Iterator[int]:
+    """A server of `nano` in a process of its own; yields its port."""
+    command = [sys.executable, "-m", "truedraft", "serve", "nano", "--port", str(PORT), "--log-level", "warning"]
+    with process([*command, *options], PORT):
+        yield PORT
+
+
+def story(i: int, tokens: int, **more: Any) -> dict[str, Any]:
+    body = {"prompt": STORIES[i % len(STORIES)], "max_tokens": tokens, "temperature": 0, "stream": True}
+    return body | {"ignore_eos": True} | more
+
+
+def run(port: int, bodies: list[list[dict[str, Any]]]) -> tuple[list[list[Answer]], float]:
+    """The answers of clients at once, and the seconds until the last."""
+    start = time.perf_counter()
+    answers = asyncio.run(clients(port, bodies))
+    seconds = time.perf_counter() - start
+    assert all(answer.status == 200 for mine in answers for answer in mine), "a request failed"
+    return answers, seconds
+
+
+def latency(rounds: int) -> list[dict[str, Any]]:
+    """Time to the first token, and per pass, of the server beside the engine alone; no drafts."""
+    model, tokenizer = load("nano")
+    fast = truedraft.accelerate(model, tokenizer)
+    ids = torch.tensor([tokenizer(PROMPT).input_ids])
+    tokens, found = 200, []
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "draft": None}
+
+    def alone(n: int) -> tuple[float, float]:
+        with fast.engine(16, 2048) as engine:
+            start, steps, first = time.perf_counter(), 0, 0.0
+            for _ in range(n):
+                engine.add_request(ids, max_new_tokens=tokens, **settings)
+            while engine.has_unfinished_requests():
+                engine.step()
+                steps, first = steps + 1, first or time.perf_counter() - start
+            return first, (time.perf_counter() - start - first) / (tokens - 1)
+
+    with served() as port:
+        body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+        for n in CLIENTS[:3]:
+            sides: dict[str, list[tuple[float, float]]] = {"engine": [], "server": []}
+            for _ in range(rounds + 1):
+                sides["engine"].append(alone(n))
+                answers, _ = run(port, [[body | {"draft": "none"}]] * n)
+                each = [mine[0] for mine in answers]
+                per_pass = median((a.arrivals[-1] - a.first) / (tokens - 1) for a in each)
+                sides["server"].append((median(a.first for a in each), per_pass))
+            figures = {
+                f"{side}_{name}_ms": round(1e3 * median(pair[i] for pair in pairs[1:]), 3)
+                for side, pairs in sides.items()
+                for i, name in enumerate(("first", "pass"))
+            }
+            added = {
+                f"added_{name}_ms": round(
+                    1e3 * median(s[i] - e[i] for e, s in zip(sides["engine"][1:], sides["server"][1:], strict=True)), 3
+                )
+                for i, name in enumerate(("first", "pass"))
+            }
+            found.append({"streams": n} | figures | added)
+    return found
+
+
+def throughput(port: int, bodies: Callable[[str], list[list[dict[str, Any]]]], rounds: int) -> dict[str, Any]:
+    """Tokens per second with the default drafter and without drafts, in alternating rounds; texts are compared."""
+    speeds: dict[str, list[float]] = {"auto": [], "none": []}
+    texts: dict[str, list[list[str]]] = {}
+    lengths = []
+    for i in range(rounds + 1):
+        for draft, found in speeds.items():
+            answers, seconds = run(port, bodies(draft))
+            each = [answer for mine in answers for answer in mine]
+            texts[draft] = [[answer.text for answer in mine] for mine in answers]
+            if i:
+                found.append(sum(a.last["truedraft"]["tokens"] for a in each) / seconds)
+                lengths += [a.last["truedraft"]["mean_acceptance_length"] for a in each if draft == "auto"]
+        assert texts["auto"] == texts["none"], "drafting changed a text"
+    ratios = [a / b for a, b in zip(speeds["auto"], speeds["none"], strict=True)]
+    return {
+        "tokens_per_second": round(median(speeds["auto"]), 1),
+        "without_drafts": round(median(speeds["none"]), 1),
+        "ratio": round(median(ratios), 3),
+        "mean_acceptance_length": round(median(lengths), 2),
+    }
+
+
+def by_clients(rounds: int) -> list[dict[str, Any]]:
+    """Stories, and conversations that change an earlier text, at 1 to 64 clients."""
+    found = []
+    with served("--max-rows", "64") as port:
+        for kind in ("story", "edit"):
+            for n in CLIENTS:
+
+                def bodies(draft: str, n: int = n, kind: str = kind) -> list[list[dict[str, Any]]]:
+                    if kind == "story":
+                        return [[story(i, 128, draft=draft)] for i in range(n)]
+                    return [[edit(i, draft, predicted=False)] for i in range(n)]
+
+                found.append({"text": kind, "clients": n} | throughput(port, bodies, rounds))
+    return found
+
+
+def edit(i: int, draft: str, predicted: bool = True) -> dict[str, Any]:
+    item = EDITS[i % len(EDITS)]
+    body: dict[str, Any] = {"prompt": item.text, "max_tokens": 300, "temperature": 0, "stream": True, "draft": draft}
+    if predicted and draft != "none":
+        body["prediction"] = {"type": "content", "content": item.references[-1]}
+    return body
+
+
+def predictions(rounds: int) -> list[dict[str, Any]]:
+    """Edits whose prediction is the text before the edit."""
+    found = []
+    for size in ("nano", "0.1B"):
+        options = [] if size == "nano" else ["--stretched", size]
+        with served(*options, "--prefix-bytes", "0") as port:
+            for n in (1, 8):
+                figures = throughput(port, lambda draft, n=n: [[edit(i, draft)] for i in range(n)], rounds)
+                found.append({"model": size, "clients": n} | figures)
+    return found
+
+
+def gap(rounds: int) -> list[dict[str, Any]]:
+    """The longest gap between two events of running streams while a prompt of the longest context arrives."""
+    found = []
+    for size in ("nano", "0.1B"):
+        options = [] if size == "nano" else ["--stretched", size]
+        with served(*options, "--prefix-bytes", "0", "--stream-interval", "0") as port:
+            long = {"prompt": [3002] * 1990, "max_tokens": 8, "temperature": 0, "stream": True}
+
+            async def scenario(port: int = port, long: dict[str, Any] = long) -> tuple[float, float, float]:
+                running = asyncio.gather(*(clients(port, [[story(i, 400, draft="none")]]) for i in range(4)))
+                await asyncio.sleep(0.4)
+                late = (await clients(port, [[long]]))[0][0]
+                answers = [mine[0][0] for mine in await running]
+                gaps = [b - a for one in answers for a, b in zip(one.arrivals, one.arrivals[1:], strict=False)]
+                return max(gaps), median(gaps), late.first
+
+            runs = [asyncio.run(scenario()) for _ in range(rounds)]
+            found.append({
+                "model": size, "streams": 4, "prompt_tokens": 1990,
+                "longest_gap_ms": round(1e3 * median(r[0] for r in runs), 1),
+                "usual_gap_ms": round(1e3 * median(r[1] for r in runs), 2),
+                "first_token_of_the_prompt_ms": round(1e3 * median(r[2] for r in runs), 1),
+            })  # fmt: skip
+    return found
+
+
+def peer(rounds: int) -> list[dict[str, Any]]:
+    """`transformers serve`, with and without its continuous batching, on the same requests."""
+    sides: dict[str, tuple[list[str], str]] = {
+        "truedraft": ([sys.executable, "-m", "truedraft", "serve", "nano", "--log-level", "warning"], "nano")
+    }
+    executable, folder = str(Path(sys.executable).with_name("transformers")), str(assets.path("nano"))
+    sides["transformers"] = ([executable, "serve", folder], folder)
+    sides["transformers, continuous batching"] = ([executable, "serve", folder, "--continuous-batching"], folder)
+    found, texts = [], {}
+    for name, (command, model) in sides.items():
+        with process([*command, "--port", str(PORT)], PORT):
+            for n in (1, 4, 16):
+                bodies = [
+                    [
+                        {"model": model, "prompt": STORIES[(i + k) % 4], "max_tokens": 64, "temperature": 0}
+                        for k in range(2)
+                    ]
+                    for i in range(n)
+                ]
+                speeds = []
+                for _ in range(rounds + 1):
+                    answers, seconds = run(PORT, bodies)
+                    tokens = sum(a.last["usage"]["completion_tokens"] for mine in answers for a in mine)
+                    speeds.append(tokens / seconds)
+                    texts[name, n] = [
+                        [a.text.strip() for a in mine] for mine in answers
+                    ]  # a peer drops the first space
+                same = texts[name, n] == texts["truedraft", n]
+                speed = round(median(speeds[1:]), 1)
+                found.append({"server": name, "clients": n, "tokens_per_second": speed, "same_texts": same})
+    return found
+
+
+PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+    "latency": latency, "clients": by_clients, "prediction": predictions, "gap": gap, "peer": peer,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    kept = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
+    kept |= {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads", "rounds": args.rounds}
+    for part in args.parts or PARTS:
+        kept[part] = PARTS[part](args.rounds)
+        for line in kept[part]:
+            print(part, line, flush=True)
+        if args.json is not None:
+            write_whole(args.json, json.dumps(kept, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
