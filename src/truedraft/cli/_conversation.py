@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from truedraft.cli._settings import FIXED, Settings
+from truedraft.cli._settings import FIXED, Settings, as_fields
 from truedraft.cli._tables import print_folded
 from truedraft.cli._text import console, read, waiting
 from truedraft.errors import Refused, why
@@ -121,17 +121,25 @@ class Session:
         self.check(values)
         self.settings, self.chat.settings = settings, values
 
+    def add_document(self, path: str, option: str) -> None:
+        """Let answers copy from a file.
+
+        Raises:
+            Refused: it cannot be read, or nothing is copied here.
+        """
+        if self.refuses_files:
+            raise Refused(f"{option}: {self.refuses_files}")
+        self._documents[path] = read(Path(path).expanduser(), option)
+        self.chat.documents = [*self._documents.values()]
+
     def toggle_drafts(self, rest: str) -> None:
         _check_alone("drafts", rest)
         self.display.show_drafts = not self.display.show_drafts
         _print(f"accepted drafts are {'green' if self.display.show_drafts else 'not marked'}")
 
     def add_file(self, rest: str) -> None:
-        if self.refuses_files:
-            raise Refused(f"/file: {self.refuses_files}")
         if rest:
-            self._documents[rest] = read(Path(rest).expanduser(), "/file")
-            self.chat.documents = [*self._documents.values()]
+            self.add_document(rest, "/file")
         _print(f"answers may copy from: {', '.join(self._documents) or 'no file'}")
 
     def save(self, rest: str) -> None:
@@ -163,7 +171,7 @@ class Session:
             try:
                 self._configure(self.settings.changed(rest))
             except Refused as e:
-                raise Refused(f"/set {e}") from e
+                raise Refused(f"/set {as_fields(str(e))}") from e
         for name, setting in self.chat.settings.items():
             if name not in FIXED:
                 _print(f"{name}={setting!r}")

@@ -63,7 +63,7 @@ class Settings:
         try:
             new.values()
         except Refused as e:
-            raise Refused(_as_fields(str(e))) from e
+            raise Refused(as_fields(str(e))) from e
         return new
 
 
@@ -88,7 +88,7 @@ def _value(key: str, text: str) -> Any:
     return each if key == "eos_token_id" else value
 
 
-def _as_fields(message: str) -> str:
+def as_fields(message: str) -> str:
     """A message about options, about fields."""
     message = message.replace("--set ", "").replace("--sample", "do_sample=True")
     return re.sub("--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), message)

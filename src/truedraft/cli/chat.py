@@ -84,9 +84,9 @@ def chat(
         remote = RemoteChat(url, api_key or os.environ.get(KEY_VARIABLE), model, draft, seed, display)
         session = Session(remote, display, chosen, remote.check)
     for path in file or ():
-        session.add_file(str(path))
-    if system is not None:
-        session.set_system(system)
+        session.add_document(str(path), "--file")
+    if system:
+        session.chat.messages = [{"role": "system", "content": system}]
     return converse(session)
 
 
