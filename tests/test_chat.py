@@ -466,13 +466,18 @@ def chunk(**choice: Any) -> dict[str, Any]:
 def counting(body: dict[str, Any]) -> Iterator[Any]:
     yield chunk(delta={"role": "assistant", "content": ""})
     if body.get("return_tokens"):
-        yield chunk(tokens=[{"id": 1, "text": "né", "drafted": True}, {"id": 2, "text": "!", "drafted": False}])
+        tokens = [{"id": 1, "text": "né", "drafted": True}, {"id": 2, "text": "!", "drafted": False}]
+        yield chunk(delta={"content": "né!"}, tokens=tokens)
     else:
         yield chunk(delta={"content": "né"})
         yield ": a comment\n\n"
         yield chunk(delta={"content": "!"}, finish_reason="stop")
     yield {"choices": [], "usage": {"completion_tokens": 2}, "truedraft": {"passes": 1}}
     yield "data: [DONE]\n\n"
+
+
+def failing(*chunks: Any) -> Reply:
+    return lambda body: iter(chunks)
 
 
 def remote(server: Server, **given: Any) -> tuple[Session, RemoteChat]:
@@ -504,6 +509,17 @@ def test_a_server_answers(serve: Any, tmp_path: Path, monkeypatch: Any, capsys: 
     assert third["seed"] == 8 and len(chat.messages) == 6
 
 
+def test_drafts_of_a_server_are_coloured(serve: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    session, _ = remote(serve(counting))
+    run(session, "/drafts", "a")
+    assert capsys.readouterr().out == "\x1b[1;32mné\x1b[0m!\n"
+    held = [{"id": 1, "text": "n", "drafted": True}]  # whose text is not all of the chunk's
+    session, _ = remote(serve(failing(chunk(delta={"content": "né"}, tokens=held), "data: [DONE]\n\n")))
+    run(session, "/drafts", "a")
+    assert capsys.readouterr().out == "né\n"
+
+
 def test_a_piped_conversation_with_a_server(serve: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server = serve(counting)
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\n/frob\n"))
@@ -513,10 +529,6 @@ def test_a_piped_conversation_with_a_server(serve: Any, monkeypatch: Any, capsys
     assert capsys.readouterr().out == "né!\n" and server.keys == ["Bearer secret"]
     (body,) = server.bodies
     assert (body["model"], body["draft"], body["messages"][0]["role"]) == ("mine", "suffix", "system")
-
-
-def failing(*chunks: Any) -> Reply:
-    return lambda body: iter(chunks)
 
 
 @pytest.mark.parametrize(

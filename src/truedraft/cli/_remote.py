@@ -166,11 +166,12 @@ def _event(data: str) -> dict[str, Any]:
 
 
 def _pieces(event: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """The texts in a chunk, and whether each was drafted."""
+    """The texts in a chunk, and whether each was drafted, where its tokens are listed and are all of its text."""
     for choice in event.get("choices") or ():
-        if tokens := choice.get("tokens"):
+        content, tokens = (choice.get("delta") or {}).get("content") or "", choice.get("tokens") or ()
+        if "".join(token["text"] for token in tokens) == content:
             yield from ((token["text"], bool(token["drafted"])) for token in tokens if token["text"])
-        elif content := (choice.get("delta") or {}).get("content"):
+        else:
             yield content, False
 
 

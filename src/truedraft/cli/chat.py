@@ -173,7 +173,7 @@ def read_message(terminal: bool) -> str | None:
     text = ""
     while True:
         try:
-            line = input((FURTHER if text else PROMPT) if terminal else "")
+            line = _read_line((FURTHER if text else PROMPT) if terminal else "")
         except EOFError:
             if terminal:
                 print()
@@ -187,3 +187,11 @@ def read_message(terminal: bool) -> str | None:
             text = text[:-1] + "\n"
         else:
             return text
+
+
+def _read_line(prompt: str) -> str:
+    """A line of standard input; the prompt goes to standard error where standard output is no terminal."""
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return input()

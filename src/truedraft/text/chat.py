@@ -133,7 +133,7 @@ def _streaming(pieces: Pieces, on_text: OnText, then: Callable[[Pass], None] | N
     """An `on_pass` that passes on the text of accepted drafts and of the model's own tokens, and calls `then`."""
 
     def on_pass(done: Pass) -> None:
-        for emission in done.emitted:
+        for emission in (e for e in done.emitted if e.row == 0):  # num_return_sequences may add others
             for ids, drafted in (
                 (emission.tokens[: emission.drafted], True),
                 (emission.tokens[emission.drafted :], False),
