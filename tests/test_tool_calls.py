@@ -77,6 +77,11 @@ CASES: list[tuple[str, str, tuple[str, list[Any], str]]] = [
     ),
     (HERMES, f"<tool_call>{LOOK}", ("", [("look", {"at": "é <b>"})], "")),  # ended by the end token
     (HERMES, '\n<tool_call>{"name": "look", "arg', ('\n<tool_call>{"name": "look", "arg', [], "")),
+    (
+        HERMES,
+        r'<tool_call>{"name": "look", "arguments": {"at": "\"</tool_call>"}}</tool_call> ok',
+        ("ok", [("look", {"at": '"</tool_call>'})], ""),
+    ),
     (HERMES, "a <tool_call>", ("a <tool_call>", [], "")),
     (HERMES, "a <tool_call>x</tool_call> b", ("a <tool_call>x</tool_call> b", [], "")),
     (HERMES, '<tool_call>{"name": "rm"}</tool_call>', ('<tool_call>{"name": "rm"}</tool_call>', [], "")),
@@ -139,7 +144,7 @@ def test_mistral_ids_fit_its_template() -> None:
 
 FRAGMENTS = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", LOOK, f"[{LOOK}]",
-    '{"name": "go", "parameters": {}}', "[]", "\n", " ", "<", "{", "}", "text", "é",
+    '{"name": "go", "parameters": {}}', "[]", "\n", " ", "<", "{", "}", "text", "é", '"',
 )  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=9).map("".join)
 

@@ -239,8 +239,7 @@ class TagParser:
 
     def _read_call(self, final: bool) -> bool:
         assert self.form is not None
-        tag = self.form.closing
-        body, closing, rest = self._buffer.partition(tag) if tag else (self._buffer, "", "")
+        body, closing, rest = _call_body(self._buffer, self.form.closing)
         if not closing and not final:
             return False
         try:
@@ -333,6 +332,14 @@ def _held_from(text: str, tag: str) -> int:
     """Where the end of a text begins that may belong to a tag: a beginning of the tag, and white space before it."""
     starts = range(max(len(text) - len(tag) + 1, 0), len(text))
     return len(text[: next((i for i in starts if tag.startswith(text[i:])), len(text))].rstrip())
+
+
+def _call_body(text: str, tag: str) -> tuple[str, str, str]:
+    """A text divided at the first closing tag that is in no JSON string; all of it, where there is none."""
+    at = text.find(tag) if tag else -1
+    while at >= 0 and re.sub(r"\\.", "", text[:at], flags=re.DOTALL).count('"') % 2:
+        at = text.find(tag, at + 1)
+    return (text[:at], tag, text[at + len(tag) :]) if at >= 0 else (text, "", "")
 
 
 def _no_json(constant: str) -> None:
