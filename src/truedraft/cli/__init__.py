@@ -1,6 +1,6 @@
-"""The command line: `truedraft generate`, `truedraft correct`, `truedraft translate`, `truedraft demo`,
-`truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft export`, `truedraft serve`,
-`truedraft methods`."""
+"""The command line: `truedraft generate`, `truedraft chat`, `truedraft correct`, `truedraft translate`,
+`truedraft demo`, `truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft export`,
+`truedraft serve`, `truedraft methods`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from truedraft import __version__
-from truedraft.cli import audit, bench, corpus, correct, demo, export, generate, methods, serve, train, translate
+from truedraft.cli import audit, bench, chat, corpus, correct, demo, export, generate, methods, serve, train, translate
 from truedraft.cli._options import Command
 from truedraft.cli._streams import guarded
 from truedraft.cli._text import notes_on_stderr
@@ -37,6 +37,7 @@ app = typer.Typer(
 )
 EXAMPLES: dict[Callable[..., int | None], str] = {
     generate.generate: 'truedraft generate nano "one day, a little girl" --max-new-tokens 100',
+    chat.chat: "truedraft chat MODEL --show-drafts",
     correct.correct: "truedraft correct notes.txt --diff",
     translate.translate: "truedraft translate FILE --model Helsinki-NLP/opus-mt-en-de --out OUT",
     demo.demo: "truedraft demo --model nano --threads 1",

@@ -75,12 +75,7 @@ class Request:
         """Raises Refused for what can be checked before any request is run."""
         from truedraft.call.arguments import check_lengths
 
-        vocabulary = fast.target.vocabulary
-        for name, value in self.settings.items():
-            for token in _tokens(value) if _has_tokens(name) else ():
-                if token >= vocabulary:
-                    option = OPTIONS.get(name, f"--set {name}")
-                    raise Refused(f"{option} {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
+        check_tokens(self.settings, fast.target.vocabulary)
         sources = fast.target.reads_sources
         if self.chat and sources:
             raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
@@ -199,6 +194,15 @@ def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, A
             raise Refused(f"--eos {token} must be a token id, at least 0")
     settings = {name: value for name, value in fields.items() if value is not None}
     return settings | dict(_setting(text, fields) for text in more)
+
+
+def check_tokens(settings: Mapping[str, Any], vocabulary: int) -> None:
+    """Raises Refused for a token id in the settings that a model of this vocabulary does not have."""
+    for name, value in settings.items():
+        for token in _tokens(value) if _has_tokens(name) else ():
+            if token >= vocabulary:
+                option = OPTIONS.get(name, f"--set {name}")
+                raise Refused(f"{option} {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
 
 
 def _check(fields: Mapping[str, Any]) -> None:

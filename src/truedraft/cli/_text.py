@@ -30,12 +30,12 @@ def read(path: Path, option: str) -> str:
         raise Refused(f"{option} {path}: {why(e)}") from e
 
 
-def console() -> Console:
-    """Standard output without markup; as wide as the terminal or COLUMNS, and 120 where there is neither."""
+def console(stderr: bool = False) -> Console:
+    """Standard output or error, without markup; as wide as the terminal or COLUMNS, and 120 where there is neither."""
     from rich.console import Console
 
     width = shutil.get_terminal_size((120, 24)).columns
-    return Console(width=width, markup=False, highlight=False, emoji=False)
+    return Console(width=width, markup=False, highlight=False, emoji=False, stderr=stderr)
 
 
 @contextmanager

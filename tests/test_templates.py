@@ -1,0 +1,143 @@
+"""OpenAI's messages in chat templates: equal to `apply_chat_template` on what a template expects; nothing dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from truedraft import Refused
+from truedraft.loading import load_tokenizer
+from truedraft.text.templates import render
+
+CHATML = """
+{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+{% endif %}
+{%- for m in messages %}<{{ m.role }}{% if m.name and m.role == 'user' %} {{ m.name }}{% endif %}>{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<end>
+{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+CONCATENATING = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}\n{% endfor %}"
+)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": ["a", 1]}'}}
+USER = {"role": "user", "content": "one day"}
+
+
+@pytest.fixture(scope="module")
+def nano() -> PreTrainedTokenizerBase:
+    return load_tokenizer("nano", "MODEL")
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, template: Any) -> PreTrainedTokenizerBase:
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def asked(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": None, "tool_calls": [CALL]}, *messages]
+
+
+def test_tools_and_calls_are_those_of_the_template(nano: PreTrainedTokenizerBase) -> None:
+    tokenizer = with_template(nano, CHATML)
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
+        {**USER, "name": "anna"},
+        *asked({"role": "tool", "tool_call_id": "call_1", "content": "a box"}),
+    ]
+    arguments = {"at": ["a", 1]}
+    expected: Any = tokenizer.apply_chat_template(
+        [
+            {"role": "system", "content": "be\nbrief"},
+            {**USER, "name": "anna"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]},
+            {"role": "tool", "content": "a box"},
+        ],
+        tools=[TOOL], add_generation_prompt=True, enable_thinking=False,
+    )  # fmt: skip
+    found = render(tokenizer, messages, tools=[TOOL], template_kwargs={"enable_thinking": False})
+    assert found == expected["input_ids"]
+    assert '"at": ["a", 1]' in tokenizer.decode(found)
+
+
+def test_the_last_message_may_be_continued(nano: PreTrainedTokenizerBase) -> None:
+    tokenizer = with_template(nano, CHATML)
+    messages = [USER, {"role": "assistant", "content": "there was"}]
+    found = render(tokenizer, messages, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.decode(found).endswith("there was")
+    assert render(tokenizer, messages, add_generation_prompt=False) != found
+    with pytest.raises(Refused, match="are both true"):
+        render(tokenizer, messages, continue_final_message=True)
+
+
+def test_a_template_that_concatenates_arguments_gets_json(nano: PreTrainedTokenizerBase) -> None:
+    found = render(with_template(nano, CONCATENATING), asked())
+    assert nano.decode(found).strip() == 'look {"at": ["a", 1]}'
+
+
+def test_a_refusal_is_what_the_assistant_answered(nano: PreTrainedTokenizerBase) -> None:
+    tokenizer = with_template(nano, PLAIN)
+    refusal = {"role": "assistant", "content": None, "refusal": "no"}
+    part = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    plain = render(tokenizer, [USER, {"role": "assistant", "content": "no"}])
+    assert render(tokenizer, [USER, refusal]) == render(tokenizer, [USER, part]) == plain
+
+
+def calling(arguments: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": arguments, **more}}]}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://a"}}
+REJECTED: list[tuple[str, dict[str, Any], str]] = [
+    (PLAIN, {"messages": []}, "messages is empty"),
+    (PLAIN, {"messages": [{"role": "judge", "content": "x"}]}, "role 'judge' is unknown"),
+    (PLAIN, {"messages": [{"role": ["user"], "content": "x"}]}, r"role \['user'\] is unknown"),
+    (PLAIN, {"messages": ["hello"]}, r"messages\[0\] is no object"),
+    (PLAIN, {"messages": [{"role": "user"}]}, r"messages\[0\].content is missing"),
+    (PLAIN, {"messages": [{"role": "user", "content": 5}]}, "content is no text"),
+    (PLAIN, {"messages": [{"role": "user", "content": []}]}, "content is no text"),
+    (PLAIN, {"messages": [{"role": "user", "content": [IMAGE]}]}, r"content\[0\] is of type 'image_url'"),
+    (PLAIN, {"messages": [{"role": "user", "content": "a\ud83d"}]}, "U\\+D83D"),
+    (PLAIN, {"messages": [{**USER, "tool_calls": [CALL]}]}, "tool_calls is not supported in a message of role user"),
+    (PLAIN, {"messages": [{**USER, "mood": "good"}]}, "mood is not supported"),
+    (PLAIN, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio is not supported.*reads text only"),
+    (PLAIN, {"messages": [{"role": "assistant", "function_call": {}}]}, "use tool_calls"),
+    (PLAIN, {"messages": [{**USER, "name": "anna"}]}, r"messages\[0\].name: this model's chat template has no place"),
+    (PLAIN, {"messages": asked()}, r"messages\[0\].tool_calls: this model's chat template has no place"),
+    (PLAIN, {"messages": [USER], "tools": [TOOL]}, "tools: this model's chat template has no place"),
+    (PLAIN, {"messages": [USER], "documents": [{"text": "a"}]}, "documents: this model's chat template has no place"),
+    (PLAIN, {"messages": [USER], "template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood: this model's"),
+    (PLAIN, {"messages": [USER], "template_kwargs": {"chat_template": "x"}}, "chat_template is no variable"),
+    (CHATML, {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]}, "'x' is the id of no tool call"),
+    (CHATML, {"messages": [{"role": "assistant", "tool_calls": []}]}, "is no list of tool calls"),
+    (CHATML, {"messages": [calling("[1]")]}, "arguments is no JSON object"),
+    (CHATML, {"messages": [calling("[" * 10**6)]}, "arguments is no JSON object"),
+    (CHATML, {"messages": [calling("{}", strict=True)]}, r"tool_calls\[0\].function.strict is not supported"),
+    (ALTERNATING, {"messages": [{"role": "system", "content": "x"}]}, "messages: System role not supported"),
+    ("{{ messages[7].content.x }}", {"messages": [USER]}, "rejects the messages"),
+    ("{% for x in range(10**9) %}a{% endfor %}", {"messages": [USER]}, "rejects the messages: Range too big"),
+    ("{{ messages.__class__.__mro__ }}", {"messages": [USER]}, "rejects the messages: .*unsafe"),
+    ("{% if %}", {"messages": [USER]}, "rejects the messages"),
+    ("", {"messages": [USER]}, "has no chat template"),
+    ({"other": PLAIN}, {"messages": [USER]}, "none is called default"),
+    ("{# nothing #}", {"messages": [USER]}, "empty prompt"),
+]
+
+
+@pytest.mark.parametrize(("template", "given", "message"), REJECTED, ids=[case[2][:40] for case in REJECTED])
+def test_what_cannot_be_honoured_is_refused(
+    nano: PreTrainedTokenizerBase, template: Any, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Refused, match=message) as raised:
+        render(with_template(nano, template), **given)
+    assert "\n" not in str(raised.value)
