@@ -29,7 +29,7 @@ class Constraint(RowwiseProcessor):
 
     It has precedence over the processors before it: where these exclude all that the grammar allows (a least length
     after the last brace), what it allows has score 0. After a draft that the grammar forbids, and after an end of text,
-    scores stay as they are.
+    scores stay as they are. Text that the grammar forces is allowed in the tokenizer's own tokens only.
 
     Raises Refused, at a call, where the parser reaches one of its limits.
 
