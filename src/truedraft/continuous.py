@@ -133,12 +133,9 @@ class ContinuousEngine:
         if isinstance(ids, Tensor) and len(ids) != 1:
             raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
-        sources = sources_of(ids, kwargs)
-        if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int) or logprobs < 0):
-            raise Refused(f"logprobs={logprobs!r}: give an integer of 0 or more, or None")
         call = Call(
-            references=references, seed=[seed], namespace=namespace, streamer=streamer, sources=sources,
-            logprobs=logprobs,
+            references=references, seed=[seed], namespace=namespace, streamer=streamer,
+            sources=sources_of(ids, kwargs), logprobs=logprobs,
         )  # fmt: skip
         target, given = self._target, self._drafter if draft == "default" else drafter_of(draft)
 
