@@ -18,6 +18,7 @@ from nets import EVERY, RULES, drafter, generated
 from truedraft import Refused
 from truedraft.chance import PositionNoise
 from truedraft.serve.constraints import Constraint, Constraints, Kind
+from truedraft.serve.processors import OutputPenalties
 from truedraft.tree import Row
 
 pytest.importorskip("llguidance")
@@ -140,7 +141,7 @@ STEPS, PROMPT = 90, [1, 14, 22, 9, 30, 14, 22, 9]
 
 def texts(draft: str, definition: Any, seeds: list[int | None], kind: Kind = "json_schema") -> list[list[int]]:
     """One for each seed, None for greedy, in one engine."""
-    found = drafter(draft, model())
+    found = drafter(draft, model()) if ">" not in draft else truedraft.accelerate(model(), draft=draft).drafter
     with truedraft.accelerate(model(), draft=found, control="fixed").engine(max_rows=4, max_tokens=128) as engine:
         requests = [
             engine.add_request(
@@ -209,6 +210,45 @@ def test_every_drafter_keeps_the_constrained_text_of_generate(name: str) -> None
     text = fast.generate(**inputs, **settings, **references, logits_processor=made["logits_processor"]())
     assert torch.equal(text, plain.text)
     assert any(valid([*row[: row.index(END)], END], SCHEMAS["object"]) for row in text[:, 8:].tolist() if END in row)
+
+
+FORCED: list[tuple[Kind, Any]] = [
+    ("json_schema", SCHEMAS["object"]), ("json_schema", SCHEMAS["nested"]), ("choice", ["an ant and an id", "be it"]),
+    ("grammar", 'start: "id" sign? "and, an ant" | "null,null,null"\nsign: "-"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "definition"), FORCED)
+def test_what_a_grammar_forces_is_drafted_and_accepted(kind: Kind, definition: Any) -> None:
+    seeds = [None, *range(6)]
+    plain = texts("plain", definition, seeds, kind)
+    drafts = 0
+    for text in plain:
+        for at in range(len(text)):
+            tokens = processor(kind, definition).forced(text[:at])
+            drafts += len(tokens)
+            assert tokens == text[at : at + len(tokens)]
+    assert drafts > len(seeds)
+    with truedraft.accelerate(model(), draft="grammar", control="fixed").engine(max_rows=1, max_tokens=128) as engine:
+        request = engine.add_request(
+            torch.tensor(PROMPT), max_new_tokens=STEPS, do_sample=False, eos_token_id=END, pad_token_id=0,
+            logits_processor=[OutputPenalties(0.1, 0.0, 8), processor(kind, definition, len(PROMPT))],
+        )  # fmt: skip
+        while engine.has_unfinished_requests():
+            engine.step()
+    report = request.report()
+    assert report.mean_acceptance_length > 1.2, (report.passes, definition)
+    assert all(e.drafted == e.offered for p in report.passes for e in p.emitted)
+    assert texts("grammar>prompt-lookup", definition, seeds, kind) == plain
+
+
+def test_what_no_grammar_forces_is_not_drafted() -> None:
+    constraint = processor("choice", ["an", "id"])
+    a, n, i = tokenizer().convert_tokens_to_ids(["a", "n", "i"])
+    assert constraint.forced([]) == [] and constraint.forced([a]) == [n]
+    assert constraint.forced([a, n]) == constraint.forced([a, n, END]) == constraint.forced([n]) == []
+    assert processor("choice", ["an"], 2).forced([n, i]) == [a, n]
+    assert OutputPenalties(1.0, 0.0, 0).forced([a]) == []
 
 
 def test_a_constraint_has_precedence_over_other_settings() -> None:

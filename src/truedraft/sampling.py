@@ -58,6 +58,13 @@ class RowwiseProcessor(LogitsProcessor):
         """
         raise NotImplementedError
 
+    def forced(self, ids: list[int]) -> list[int]:
+        """Tokens that have to follow a row's ids, for drafts; none where the processor cannot tell.
+
+        ids: (length,) as those of a row in a call.
+        """
+        return []
+
 
 def _by_row(kind: type) -> bool:
     """Whether processors of this class read the row's own prefix and keep no state between calls."""

@@ -48,6 +48,13 @@ class Constraint(RowwiseProcessor):
         rows = [self._constrained(output, row) for output, row in zip(outputs, scores, strict=True)]
         return torch.stack(rows)  # type: ignore[return-value]
 
+    def forced(self, ids: list[int]) -> list[int]:
+        """The tokens that the grammar forces, without an end of text, which the pass that verifies these emits."""
+        output = ids[self._prompt :]
+        if not self._ends.isdisjoint(output) or not self._follow(output):
+            return []
+        return list(self._matcher.compute_ff_tokens())
+
     def _constrained(self, output: list[int], scores: Tensor) -> Tensor:
         """(V,) scores after the tokens of an output."""
         if not self._ends.isdisjoint(output) or not self._follow(output):
