@@ -318,19 +318,35 @@ def test_schemas_are_bounded_in_depth() -> None:
         Constraints(tokenizer(), V, [END], depth=21).processor("json_schema", deep, 0)
 
 
-def test_a_grammar_that_is_too_complex_ends_its_request_alone() -> None:
+@pytest.mark.parametrize("draft", ["draft-model", "grammar>token-recycling"])
+def test_a_grammar_that_is_too_complex_ends_its_request_alone(draft: str) -> None:
+    """A drafter that its neighbours share processes its drafts, and does not fail."""
     wide = {"anyOf": [{"type": "object", "properties": {f"a{i}": {"type": "null"}}} for i in range(900)]}
-    with truedraft.accelerate(model(), draft=None).engine(max_rows=2, max_tokens=64) as engine:
-        given = [processor("json_schema", wide, 8), processor("choice", ["an"], 8)]
+    found = drafter(draft, model()) if ">" not in draft else truedraft.accelerate(model(), draft=draft).drafter
+    with truedraft.accelerate(model(), draft=found, control="fixed").engine(max_rows=2, max_tokens=64) as engine:
+        given = [processor("json_schema", wide, 8), processor("json_schema", SCHEMAS["object"], 8)]
         failed, other = (
-            engine.add_request(torch.tensor(PROMPT), max_new_tokens=9, eos_token_id=END, logits_processor=[one])
+            engine.add_request(
+                torch.tensor(PROMPT), max_new_tokens=40, eos_token_id=END, pad_token_id=0, seed=3,
+                do_sample=True, top_k=0, logits_processor=[one],
+            )
             for one in given
-        )
+        )  # fmt: skip
         while engine.has_unfinished_requests():
             engine.step()
-    assert other.finish_reason == "stop" and failed.finish_reason == "error"
+    assert other.result() == texts("plain", SCHEMAS["object"], [3])[0][:40] and failed.finish_reason == "error"
     with pytest.raises(Refused, match=r"too complex to be enforced .* items; max is 2000.*simplify it"):
         failed.result()
+
+
+def test_a_limit_that_drafts_contributed_to_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = processor("choice", ["an", "id"])
+    a, n, i = tokenizer().convert_tokens_to_ids(["a", "n", "i"])
+    first = allowed(constraint, [a])
+    constraint._matcher.rollback(9)  # an error, in which it remains
+    assert constraint._matcher.is_error() and constraint.forced([i]) and not constraint._matcher.is_error()
+    constraint._matcher.rollback(9)
+    assert allowed(constraint, [a]) == first == [n]
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

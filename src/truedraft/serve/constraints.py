@@ -57,40 +57,34 @@ class Constraint(RowwiseProcessor):
 
     def _constrained(self, output: list[int], scores: Tensor) -> Tensor:
         """(V,) scores after the tokens of an output."""
-        if not self._ends.isdisjoint(output) or not self._follow(output):
+        if not self._ends.isdisjoint(output) or (mask := self._mask(output)) is None:
             return scores
-        excluded = ~self._allowed(len(scores)).to(scores.device)
+        excluded = ~_bits(mask, len(scores)).to(scores.device)
         constrained = scores.masked_fill(excluded, -torch.inf)
         if constrained.max() == -torch.inf:
             constrained = torch.zeros_like(scores).masked_fill_(excluded, -torch.inf)
         return constrained
 
+    def _mask(self, output: list[int]) -> bytes | None:
+        """A bit for each token, whether it may follow an output; None where the grammar does not allow the output."""
+        for _ in range(2):  # again from the start: earlier drafts may have contributed to a limit
+            mask = self._matcher.compute_bitmask() if self._follow(output) else None
+            if not self._matcher.is_error():
+                return mask
+        reason = _reason(self._matcher.get_error())
+        raise Refused(f"the constraint is too complex to be enforced ({reason}): simplify it")
+
     def _follow(self, output: list[int]) -> bool:
-        """Move the parser to after these tokens; whether the grammar allows them."""
+        """Move the parser to after these tokens; whether the grammar allows them, and the parser can follow."""
+        if self._matcher.is_error():
+            self._matcher, self._consumed = self._start.deep_copy(), []
         count = len(self._consumed)
         same = count if output[:count] == self._consumed else _common(output, self._consumed)
         if same < count:
             self._matcher.rollback(count - same)
         count = self._matcher.try_consume_tokens(output[same:])
-        if self._matcher.is_error():  # perhaps a limit that earlier drafts contributed to
-            same, self._matcher = 0, self._start.deep_copy()
-            count = self._matcher.try_consume_tokens(output)
-            self._check()
         self._consumed = output[: same + count]
-        return len(self._consumed) == len(output)
-
-    def _allowed(self, vocabulary: int) -> Tensor:
-        """(V,) whether a token may follow those consumed."""
-        words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        self._check()
-        bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().bool()
-        return torch.nn.functional.pad(bits, (0, max(vocabulary - len(bits), 0)))[:vocabulary]
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise Refused(
-                f"the constraint is too complex to be enforced ({_reason(self._matcher.get_error())}): simplify it"
-            )
+        return len(self._consumed) == len(output) and not self._matcher.is_error()
 
 
 class Constraints:
@@ -206,6 +200,13 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[i
     if read.strip() != str(text).strip():
         raise Refused(f"llguidance reads the tokens of the {name} as other text ({read!r}): leave constraints out")
     return tokens
+
+
+def _bits(mask: bytes, count: int) -> Tensor:
+    """(count,) the bits of a mask, lowest first; those that it lacks are False."""
+    words = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().bool()
+    return torch.nn.functional.pad(bits, (0, max(count - len(bits), 0)))[:count]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
