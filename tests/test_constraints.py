@@ -308,6 +308,15 @@ def test_what_cannot_be_enforced_is_refused(kind: Kind, definition: Any, why: st
     assert kind in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_options_of_the_library_in_a_schema_have_no_effect() -> None:
+    """Separators, for example, with which a text would not be JSON."""
+    schema = {"type": "array", "items": {"enum": [10, 2]}, "minItems": 2}
+    after, (comma,) = tokenizer().encode("[2"), tokenizer().encode(",")
+    given = {**schema, "x-guidance": {"item_separator": "-", "whitespace_flexible": False}}
+    assert allowed(processor("json_schema", given), after) == allowed(processor("json_schema", schema), after)
+    assert comma in allowed(processor("json_schema", given), after)
+
+
 def test_schemas_are_bounded_in_depth() -> None:
     deep: Any = {"type": "null"}
     for _ in range(10):

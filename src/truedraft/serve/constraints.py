@@ -149,6 +149,7 @@ class Constraints:
                 raise Refused(f"{kind}={_short(definition)}: give a JSON schema as an object")
             if _deeper(definition, self._depth):
                 raise Refused(f"{kind} has more than {self._depth} levels: give a flatter schema, or use $ref")
+            definition = {key: value for key, value in definition.items() if key != "x-guidance"}  # the library's own
         elif kind == "choice":
             if not (isinstance(definition, list) and definition and all(isinstance(text, str) for text in definition)):
                 raise Refused(f"choice={_short(definition)}: give a list of at least one text")
