@@ -19,8 +19,9 @@ from truedraft.errors import Refused
 from truedraft.sampling import RowwiseProcessor
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-# Between the tokens of JSON, so that no model can emit it without end; deeper indentation is rare.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# What JSON may have between its tokens is what programs write there: nothing, a space, or a line break and indentation.
+# Unbounded whitespace, which the standard allows, would let a model emit nothing else without end.
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,64}"
 SAMPLE = '{"name": [1, 2.5e3, true, null], "a key": "One day, a \\"word\\"\\n"}'
 
 
