@@ -73,7 +73,7 @@ class Constraint(RowwiseProcessor):
             if not self._matcher.is_error():
                 return mask
         reason = _reason(self._matcher.get_error())
-        raise Refused(f"the constraint is too complex to be enforced ({reason}): simplify it")
+        raise Refused(f"the constraint cannot be enforced at this point ({reason}): simplify it")
 
     def _follow(self, output: list[int]) -> bool:
         """Move the parser to after these tokens; whether the grammar allows them, and the parser can follow."""
