@@ -28,7 +28,7 @@ from transformers import (
 import truedraft
 from truedraft import Refused, accelerated, assets, registry
 from truedraft.cli import _models, app, demo, main
-from truedraft.cli._text import Pieces
+from truedraft.text.pieces import Pieces
 
 pytestmark = pytest.mark.pythons
 

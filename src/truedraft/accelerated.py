@@ -118,6 +118,8 @@ class Accelerated(StandIn):
     def save_memory(self, path: str | PathLike[str]) -> None:
         """Write the earlier outputs that drafters keep, with their namespaces, to a file, atomically.
 
+        Between steps of an engine too: outputs of requests that run are not among them.
+
         Raises:
             Refused: the drafter keeps no outputs.
             OSError: the file cannot be written; a file that existed is unchanged.
@@ -126,7 +128,9 @@ class Accelerated(StandIn):
             max(self._memories(), key=lambda memory: memory.limit).save(path, self.tokenizer)
 
     def load_memory(self, path: str | PathLike[str]) -> None:
-        """Add the outputs in a file of `save_memory` to those that drafters keep.
+        """Add the outputs in a file of `save_memory` to those that drafters keep, as the latest of their namespaces.
+
+        Between steps of an engine too: requests that run draft from them.
 
         Raises:
             Refused: the drafter keeps no outputs; or the file is damaged, or of a model with other tokens.

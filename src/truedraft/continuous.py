@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
 from truedraft.accept._base import Rule, extra_probes
-from truedraft.call.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
+from truedraft.call.arguments import Document, check_arguments, check_settings, noise_of, sources_of, with_stop_strings
 from truedraft.call.outcome import cut
 from truedraft.call.prepared import Call, Prepared, request_of
 from truedraft.call.surroundings import also_exclusive, defaults, exclusive
@@ -106,6 +106,7 @@ class ContinuousEngine:
         draft: str | Drafter | None = "default",
         rule: str | Rule | None = None,
         seed: int | None = None,
+        sequence: int = 0,
         references: Sequence[Document] | None = None,
         namespace: str = "",
         streamer: Any = None,
@@ -118,11 +119,11 @@ class ContinuousEngine:
             input_ids: (1, length) or (length,) token ids of the prompt, or of the source of an encoder-decoder.
             draft: a drafter, its name, or None for none; by default the drafter of the accelerated model.
             rule: an acceptance rule or its name; by default that of the accelerated model.
-            seed: the noise of a token is a function of (seed, position); by default a seed from torch's generator.
+            seed: of its noise, a function of (seed, sequence, position); by default from torch's generator.
+            sequence: the text is that of this row of `generate(seed=seed, num_return_sequences=...)`.
             references, namespace: as in `generate`.
             streamer: receives the prompt at once and each token once it is emitted; ended with the request.
-            logprobs: for `EngineRequest.logprobs`, those of the emitted tokens and of so many likeliest ones at each
-                place; None for none.
+            logprobs: the likeliest tokens at each place of `EngineRequest.logprobs`; None for no log-probabilities.
             **kwargs: arguments of `model.generate`.
 
         Raises:
@@ -134,7 +135,7 @@ class ContinuousEngine:
             raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
         call = Call(
-            references=references, seed=[seed], namespace=namespace, streamer=streamer,
+            references=references, chance=noise_of(seed, sequence), namespace=namespace, streamer=streamer,
             sources=sources_of(ids, kwargs), logprobs=logprobs,
         )  # fmt: skip
         target, given = self._target, self._drafter if draft == "default" else drafter_of(draft)

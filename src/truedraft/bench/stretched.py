@@ -144,12 +144,9 @@ def stretched(model: PreTrainedModel, *, layers: int, hidden: int, prompts: Tens
             fp32 and fp64, other greedy tokens.
     """
     _check_model(model)
-    config: Any = copy.deepcopy(model.config)
-    _check_layers(layers, config.num_hidden_layers)
-    _check_hidden(hidden, config.hidden_size, config.num_key_value_heads)
+    config = stretched_config(model.config, layers=layers, hidden=hidden)
     _check_prompts(prompts, config.vocab_size)
-    mapped, width = LayerMap(config.num_hidden_layers, layers), config.hidden_size
-    _enlarge(config, mapped, hidden)
+    mapped, width = LayerMap(model.config.num_hidden_layers, layers), model.config.hidden_size
     with no_init_weights():
         larger: Any = type(model)(config)
     larger.load_state_dict(_weights(model, larger, mapped, width, hidden), assign=True)
@@ -164,6 +161,19 @@ def stretched(model: PreTrainedModel, *, layers: int, hidden: int, prompts: Tens
             f"differ by up to {difference:.2g}): choose a hidden of 4 or 16 times {width}, which rounds least"
         )
     larger.stretch = Stretch(model, mapped, width, hidden, difference, same_text)
+    return larger
+
+
+def stretched_config(config: Any, *, layers: int, hidden: int) -> Any:
+    """The configuration of the stretched model.
+
+    Raises:
+        Refused: `layers` or `hidden` is not one that `stretched` accepts.
+    """
+    larger = copy.deepcopy(config)
+    _check_layers(layers, config.num_hidden_layers)
+    _check_hidden(hidden, config.hidden_size, config.num_key_value_heads)
+    _enlarge(larger, LayerMap(config.num_hidden_layers, layers), hidden)
     return larger
 
 

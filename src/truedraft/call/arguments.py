@@ -127,6 +127,17 @@ def chance_of(seed: int | Sequence[int] | None, batch: int) -> Chance:
     return PositionNoise([(_seed(seed), i) for i in range(batch)])
 
 
+def noise_of(seed: int, sequence: int) -> Chance:
+    """The noise of one row of `chance_of(seed, batch)`.
+
+    Raises:
+        Refused: the seed is no integer from 0 to 2**64 - 1, or the row is no integer from 0 on.
+    """
+    if isinstance(sequence, bool) or not isinstance(sequence, Integral) or sequence < 0:
+        raise Refused(f"sequence={sequence!r}: give an integer of 0 or more")
+    return PositionNoise([(_seed(seed), int(sequence))])
+
+
 def _seed(value: Any) -> int:
     if not isinstance(value, Integral) or not 0 <= int(value) < 2**64:
         raise Refused(f"seed={value!r}: give an integer from 0 to 2**64 - 1, or a list with one for each row")

@@ -1,11 +1,11 @@
-"""Text input and output: files, incremental detokenisation, a spinner, notes."""
+"""Text input and output: files, a spinner, notes."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from truedraft.errors import Note, Refused, why
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
 
 
 def read(path: Path, option: str) -> str:
@@ -29,39 +28,6 @@ def read(path: Path, option: str) -> str:
         raise Refused(f"{option} {path}: not UTF-8 text") from e
     except OSError as e:
         raise Refused(f"{option} {path}: {why(e)}") from e
-
-
-class Pieces:
-    """Incremental detokenisation: the pieces concatenate to the text of all ids.
-
-    A token may be part of a character or of a word, so ids are decoded together with those before them, and an
-    incomplete character is held back.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.start = self.sent = 0  # ids[start:sent] are already returned as text, and kept as context
-
-    def feed(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete."""
-        self.ids += ids
-        return self._piece(final=False)
-
-    def end(self) -> str:
-        """The remaining text, an incomplete character included."""
-        return self._piece(final=True)
-
-    def _piece(self, final: bool) -> str:
-        before = self._decode(self.ids[self.start : self.sent])
-        now = self._decode(self.ids[self.start :])
-        if len(now) <= len(before) or (now.endswith("\N{REPLACEMENT CHARACTER}") and not final):
-            return ""
-        self.start, self.sent = self.sent, len(self.ids)
-        return now[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def console() -> Console:

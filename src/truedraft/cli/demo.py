@@ -15,9 +15,10 @@ from truedraft import assets
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import Dtype, Quantize, Stretched, Threads
 from truedraft.cli._tables import print_folded, print_table
-from truedraft.cli._text import Pieces, console, read, waiting
+from truedraft.cli._text import console, read, waiting
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table
+from truedraft.text.pieces import Pieces
 
 if TYPE_CHECKING:
     from rich.console import Console

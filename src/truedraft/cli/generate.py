@@ -14,8 +14,9 @@ from typer import Argument, Option
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import Control, Dtype, Quantize, Threads, check_names
 from truedraft.cli._request import Request, check_seed, read_prompts, read_settings
-from truedraft.cli._text import Pieces, read, waiting
+from truedraft.cli._text import read, waiting
 from truedraft.errors import Refused
+from truedraft.text.pieces import Pieces
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated

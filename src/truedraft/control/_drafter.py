@@ -147,7 +147,9 @@ class DrafterState:
         self.probed = any(tree.probes for tree in trees)
         largest = max(trees, key=len)
         if len(largest) > 1 and (not self._formed or len(largest) >= len(self._form)):
-            self._form, self._formed = largest, True
+            tokens = (0,) * len(largest)  # those of a row must not outlive it here
+            self._form = DraftTree(tokens, largest.parent, probes=largest.probes, confidence=largest.confidence)
+            self._formed = True
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,8 @@
-"""Online calibration of a drafter's confidences, by how often earlier nodes of like confidence were right."""
+"""Online calibration of a drafter's confidences, by how often earlier nodes of like confidence were right.
+
+The counts name no token. They are kept by namespace all the same: confidences decide which nodes are drafted, so with
+counts of all rows a tenant's drafts would depend on the texts of others.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from truedraft.stores._native import trees
+from truedraft.stores.memory import Tenants
 from truedraft.tree import DraftTree, Row
 
 Floats = array  # of doubles
 STEP = 0.5  # width of a bin of confidences, in log-odds
 EDGES = array("d", [1 / (1 + math.exp(-STEP * k)) for k in range(-10, 11)])
 PRIOR = 4.0  # weight of the raw confidence, in observations
-OTHERS = 3.0  # weight of the rate over all rows in that of one row, in observations
-LONG, SHORT = 0.995, 0.9  # decay of earlier observations at each new one: over all rows, and within one
+OTHERS = 3.0  # weight of the rate over the rows of a namespace in that of one row, in observations
+LONG, SHORT = 0.995, 0.9  # decay of earlier observations at each new one: over these rows, and within one
+NAMESPACES = 1024  # whose counts are kept, a kilobyte each
 FOLLOWED = 3  # most drafts of a row that are compared with its output at a time
 
 
@@ -42,9 +48,14 @@ class Followed:
 
 @dataclass(slots=True)
 class _RowHistory:
-    """Of one row: tokens observed, its counts, and the drafts still compared with the output."""
+    """Of one row.
+
+    observed: tokens compared with drafts so far. shared: the counts of its namespace. counts: its own.
+    drafts: those that are still compared with its output.
+    """
 
     observed: int
+    shared: BinCounts
     counts: BinCounts = field(default_factory=BinCounts)
     drafts: list[Followed] = field(default_factory=list)
 
@@ -53,7 +64,7 @@ class Calibration:
     """Calibrates confidences. A node's confidence is the probability that it is right if its parent is."""
 
     def __init__(self) -> None:
-        self._all = BinCounts()
+        self._by_namespace: Tenants[BinCounts] = Tenants(NAMESPACES, BinCounts)
         self._rows: dict[int, _RowHistory] = {}
 
     def proposed(self, row: Row, tree: DraftTree, after: Sequence[int] = ()) -> DraftTree:
@@ -70,7 +81,8 @@ class Calibration:
 
     def settled(self, row: Row, confidence: tuple[float, ...]) -> tuple[float, ...]:
         """Confidences calibrated for a row; the first is that of a root, and becomes 1."""
-        ours, mine, native = self._all, self._history(row).counts, trees()
+        history, native = self._history(row), trees()
+        ours, mine = history.shared, history.counts
         settle = settled if native is None else native.settled
         return settle(confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
 
@@ -79,40 +91,42 @@ class Calibration:
         history = self._history(row)
         if history.drafts:
             emitted = row.tokens[history.observed :]
-            history.drafts = [draft for draft in history.drafts if self._advance(history.counts, draft, emitted)]
+            history.drafts = [draft for draft in history.drafts if _advance(history, draft, emitted)]
         history.observed = len(row.tokens)
-
-    def _advance(self, mine: BinCounts, draft: Followed, emitted: Sequence[int]) -> bool:
-        """Follow the emitted tokens down a draft; false where it is wrong or at its end."""
-        if draft.after:
-            pending = len(draft.after)
-            if any(a != b for a, b in zip(draft.after, emitted, strict=False)):
-                return False
-            draft.after, emitted = draft.after[len(emitted) :], emitted[pending:]
-        ours, tree, native = self._all, draft.tree, trees()
-        assert tree.confidence is not None
-        walk = follow if native is None else native.follow
-        draft.node = walk(
-            (tree.tokens, tree.parent, tree.confidence, tree.probes), draft.node, list(emitted),
-            EDGES, ours.right, ours.tried, mine.right, mine.tried, LONG, SHORT,
-        )  # fmt: skip
-        return draft.node >= 0
 
     def _history(self, row: Row) -> _RowHistory:
         history = self._rows.get(id(row))
         if history is None:
-            history = self._rows[id(row)] = _RowHistory(len(row.tokens))
+            history = _RowHistory(len(row.tokens), self._by_namespace.of(row.namespace))
+            self._rows[id(row)] = history
         return history
 
     def end(self, row: Row) -> None:
         self._rows.pop(id(row), None)
 
 
+def _advance(history: _RowHistory, draft: Followed, emitted: Sequence[int]) -> bool:
+    """Follow the emitted tokens down a draft; false where it is wrong or at its end."""
+    if draft.after:
+        pending = len(draft.after)
+        if any(a != b for a, b in zip(draft.after, emitted, strict=False)):
+            return False
+        draft.after, emitted = draft.after[len(emitted) :], emitted[pending:]
+    ours, mine, tree, native = history.shared, history.counts, draft.tree, trees()
+    assert tree.confidence is not None
+    walk = follow if native is None else native.follow
+    draft.node = walk(
+        (tree.tokens, tree.parent, tree.confidence, tree.probes), draft.node, list(emitted),
+        EDGES, ours.right, ours.tried, mine.right, mine.tried, LONG, SHORT,
+    )  # fmt: skip
+    return draft.node >= 0
+
+
 def settled(
     confidence: tuple[float, ...], edges: Floats, right: Floats, tried: Floats, mine_right: Floats, mine_tried: Floats,
     prior: float, others: float,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Confidences calibrated by the counts over all rows and of one row; the root's is 1. As in `_trees.c`."""
+    """Confidences calibrated by the counts over several rows and of one row; the root's is 1. As in `_trees.c`."""
     found: dict[float, float] = {}
     for raw in set(confidence):
         at = bisect(edges, raw)

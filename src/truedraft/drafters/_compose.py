@@ -268,7 +268,7 @@ class Route(Many):
         best: list[DraftTree] = []
         rates: list[float] = []
         which: list[int] = []
-        for k in sorted(range(len(self.parts)), key=self.seconds.__getitem__):
+        for k in self._order():
             self._idle[k] += 1
             dear = self.pass_cost is not None and self.seconds[k] > DEAR * self.pass_cost.plain
             if best and dear and self._rate(k, self.gains[k]) < sum(rates) / len(rates) and self._idle[k] < AGAIN:
@@ -288,6 +288,11 @@ class Route(Many):
                     best[b], rates[b], which[b] = trees[b], rate, k
         self.history += [(row.index, row.step, k) for row, k in zip(rows, which, strict=True)]
         return best
+
+    def _order(self) -> Sequence[int]:
+        """The parts, the fastest first, which has the draft among equals; without `pass_cost` as they were given."""
+        parts = range(len(self.parts))
+        return parts if self.pass_cost is None else sorted(parts, key=self.seconds.__getitem__)
 
     def _rate(self, k: int | None, gain: float) -> float:
         """Expected tokens per second, with part k's time of drafting unless None; per pass without `pass_cost`."""

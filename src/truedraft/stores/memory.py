@@ -20,6 +20,7 @@ KIND, VERSION = "memory", 2
 SHARES = 4  # parts into which the limit is divided; the oldest is forgotten as a whole
 LEAST = 64  # tokens that a part counts as, at least: even an empty one needs that much memory
 RECENT = 64  # tokens of context that a new cursor reads
+BYTES = 1 << 29  # that a drafter's state of all namespaces may have
 
 
 class Memory:
@@ -121,10 +122,16 @@ def _count(part: Automaton) -> int:
 
 
 class Tenants(Generic[T]):
-    """State of a drafter by namespace, for the `limit` namespaces last used; the least recently used is forgotten."""
+    """State of a drafter by namespace, for the `limit` namespaces last used, and for fewer where they would have more
+    than `BYTES`; the least recently used is forgotten, that in use never.
 
-    def __init__(self, limit: int, make: Callable[[], T]):
-        self.limit, self._make = limit, make
+    Args:
+        make: makes the state of a new namespace.
+        nbytes: bytes of a state, approximately; states grow as they are used.
+    """
+
+    def __init__(self, limit: int, make: Callable[[], T], nbytes: Callable[[T], int] = lambda state: 0):
+        self.limit, self._make, self._nbytes = limit, make, nbytes
         self._by_namespace: OrderedDict[str, T] = OrderedDict()
 
     def __len__(self) -> int:
@@ -134,7 +141,7 @@ class Tenants(Generic[T]):
         if namespace not in self._by_namespace:
             self._by_namespace[namespace] = self._make()
         self._by_namespace.move_to_end(namespace)
-        while len(self._by_namespace) > self.limit:
+        while len(self) > 1 and (len(self) > self.limit or sum(map(self._nbytes, self._by_namespace.values())) > BYTES):
             self._by_namespace.popitem(last=False)
         return self._by_namespace[namespace]
 

@@ -43,6 +43,10 @@ class Successors:
         self.count = count
         self._table = np.zeros((0, count), np.int32)  # successors + 1, the likeliest first; 0: none
 
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
     def of(self, token: int) -> list[int]:
         if not 0 <= token < len(self._table):
             return []

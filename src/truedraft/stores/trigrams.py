@@ -15,6 +15,7 @@ from truedraft.stores._native import TrigramTable, library
 WAYS = 8  # rows of a set of the compiled table
 KEPT = 12  # successors of a row, at most
 TREE = 4096  # nodes of a search, at most
+ROW = 16 + 8 * KEPT  # bytes of a row of the compiled table
 
 
 class Searched(NamedTuple):
@@ -27,6 +28,10 @@ class Searched(NamedTuple):
 
 class Trigrams(Protocol):
     """For every pair of tokens the twelve successors of most weight; the least recently used pairs are replaced."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its rows, approximately, in bytes."""
 
     def weigh(self, tokens: Sequence[int], weight: float, most: float) -> None:
         """Add `weight` to every trigram of a run of tokens, up to `most`."""
@@ -46,6 +51,7 @@ class CompiledTrigrams:
         assert lib is not None
         self._lib, self._table, self._rows = lib, TrigramTable(), rows
         sets = 1 << max((rows // WAYS - 1).bit_length(), 0)
+        self.nbytes = sets * WAYS * ROW
         here = byref(self._table)
         if not (lib.truedraft_table_copy(here, byref(like._table)) if like else lib.truedraft_table(here, sets)):
             raise MemoryError(f"no memory for {rows} rows of trigrams")
@@ -83,6 +89,10 @@ class PythonTrigrams:
     def __init__(self, rows: int):
         self._room = rows
         self._rows: OrderedDict[tuple[int, int], list[list[float]]] = OrderedDict()  # [token, weight], heaviest first
+
+    @property
+    def nbytes(self) -> int:
+        return 16 * ROW * len(self._rows)
 
     def copy(self) -> PythonTrigrams:
         return deepcopy(self)

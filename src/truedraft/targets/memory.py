@@ -15,13 +15,17 @@ def check_room(
     remedy: str = "lower max_new_tokens or the batch size",
 ) -> None:  # fmt: skip
     """Raises NoRoom where keys and values of that many rows and positions do not fit in free memory."""
-    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
-    numbers = 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers))
-    need, free = numbers * dtype.itemsize, free_memory(device)
+    need, free = cache_bytes(config, layers, rows, capacity, dtype), free_memory(device)
     if need > free:
         raise NoRoom(
             f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: {remedy}"
         )
+
+
+def cache_bytes(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of that many rows and positions."""
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
+    return 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers)) * dtype.itemsize
 
 
 def _numbers_in_keys(config: Any) -> int:

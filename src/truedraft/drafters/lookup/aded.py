@@ -47,7 +47,9 @@ class Aded(WithCorpora[Trigrams]):
 
     def forget(self) -> None:
         super().forget()
-        self._tables: Tenants[Trigrams] = Tenants(self.namespaces, lambda: self._first.copy())
+        self._tables: Tenants[Trigrams] = Tenants(
+            self.namespaces, lambda: self._first.copy(), lambda table: table.nbytes
+        )
 
     @property
     def width(self) -> int:

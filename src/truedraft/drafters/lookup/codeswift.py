@@ -28,6 +28,7 @@ from truedraft.tree import Accepted, DraftTree, Row
 Key = tuple[int, ...]
 RANKS = (0.5, 0.15, 0.08, 0.05)  # probability that a cached alternative is right, by rank: a prior
 GENERAL = 0.1  # weight of the general corpus, relative to the project
+ENTRY = 400  # bytes of an entry of a cache, approximately
 
 
 @dataclass
@@ -37,9 +38,13 @@ class Habits:
     likely: OrderedDict[Key, list[int]] = field(default_factory=OrderedDict)
     missing: OrderedDict[Key, None] = field(default_factory=OrderedDict)
 
+    @property
+    def nbytes(self) -> int:
+        return ENTRY * (len(self.likely) + len(self.missing))
+
 
 @dataclass
-class CodeSwift(WithCorpora[tuple[RowText, Places]]):
+class CodeSwift(WithCorpora[tuple[RowText, Places, Habits]]):
     card = Card(
         paper="arXiv 2502.17139 (2025)",
         idea="Draft the target's earlier top candidates here, then continuations from the project and a corpus.",
@@ -58,7 +63,7 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
 
     def forget(self) -> None:
         super().forget()
-        self._habits: Tenants[Habits] = Tenants(self.namespaces, Habits)
+        self._habits: Tenants[Habits] = Tenants(self.namespaces, Habits, lambda habits: habits.nbytes)
         self._texts: dict[int, bool] = {}  # token -> whether it is white space
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -71,17 +76,16 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
         if tokenizer is not self._tokenizer:
             self._tokenizer, self._texts = tokenizer, {}
 
-    def begin(self, row: Row) -> tuple[RowText, Places]:
-        return row_text(row, self.pass_cost), Places()
+    def begin(self, row: Row) -> tuple[RowText, Places, Habits]:
+        return row_text(row, self.pass_cost), Places(), self._habits.of(row.namespace)
 
-    def draft(self, row: Row, state: tuple[RowText, Places], after: Sequence[int], budget: int) -> DraftTree:
-        text, places = state
+    def draft(self, row: Row, state: tuple[RowText, Places, Habits], after: Sequence[int], budget: int) -> DraftTree:
+        text, places, habits = state
         text.follow(row)
         nodes, last = min(self.nodes, budget), (*row.tokens[-self.longest :], *after)[-self.longest :]
-        trees, weights = [self._cached(row.namespace, last, nodes)], [1.0]
-        missing = self._habits.of(row.namespace).missing
+        trees, weights = [self._cached(habits, last, nodes)], [1.0]
         searched = self.found(places, row, after)
-        if not self._blank(last[-1]) and last[-2:] not in missing:
+        if not self._blank(last[-1]) and last[-2:] not in habits.missing:
             sources = [(*place, 1.0) for place in text.places(after, self.longest)]
             for automaton, cursor in searched:
                 automaton.shorten(cursor, self.longest)
@@ -92,17 +96,16 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
                     trees.append(frequency_tree(root_of(row, after), found, count, length))
                     weights.append(weight)
             if not any(cursor.length > 1 for _, cursor, _ in sources):
-                missing[last[-2:]] = None
+                habits.missing[last[-2:]] = None
         return union(trees, nodes, weights).tree
 
-    def _cached(self, namespace: str, last: Sequence[int], nodes: int) -> DraftTree:
+    def _cached(self, habits: Habits, last: Sequence[int], nodes: int) -> DraftTree:
         """A tree of the cached alternatives after the last tokens, and after each of these in turn."""
-        likely = self._habits.of(namespace).likely
         tokens, parents, confidence = [last[-1]], [-1], [1.0]
         keys = [tuple(last[-self.context :])]
         at = 0
         while at < len(tokens) and len(tokens) <= nodes:
-            cached = likely.get(keys[at], ())
+            cached = habits.likely.get(keys[at], ())
             for rank, token in enumerate(cached if at == 0 else cached[:1]):
                 tokens.append(token)
                 parents.append(at)
@@ -112,9 +115,9 @@ class CodeSwift(WithCorpora[tuple[RowText, Places]]):
         return DraftTree(tuple(tokens), tuple(parents), confidence=tuple(confidence))
 
     def learn(
-        self, row: Row, state: tuple[RowText, Places], tree: DraftTree, logits: Tensor, accepted: Accepted
+        self, row: Row, state: tuple[RowText, Places, Habits], tree: DraftTree, logits: Tensor, accepted: Accepted
     ) -> None:
-        habits = self._habits.of(row.namespace)
+        habits = state[2]
         end = len(row.tokens) - len(accepted.path)
         before = row.tokens[max(end - self.longest, 0) : end]
         path = list(accepted.path)

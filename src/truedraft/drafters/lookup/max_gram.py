@@ -43,7 +43,7 @@ class MaxGram(PerRow[tuple[RowText, Successors]]):
 
     def forget(self) -> None:
         super().forget()
-        self._bigrams = Tenants(self.namespaces, lambda: Successors(1))
+        self._bigrams = Tenants(self.namespaces, lambda: Successors(1), lambda bigrams: bigrams.nbytes)
 
     @property
     def width(self) -> int:

@@ -42,7 +42,7 @@ class TokenRecycling(PerRow[Successors]):
 
     def forget(self) -> None:
         super().forget()
-        self._seen = Tenants(self.namespaces, lambda: Successors(self.successors))
+        self._seen = Tenants(self.namespaces, lambda: Successors(self.successors), lambda seen: seen.nbytes)
 
     @property
     def width(self) -> int:

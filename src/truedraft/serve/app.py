@@ -1,0 +1,294 @@
+"""The application: routes, who may call them, and what surrounds every request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from truedraft import __version__
+from truedraft.accelerated import Accelerated
+from truedraft.errors import Refused
+from truedraft.serve import chat, completions
+from truedraft.serve.answer import Answer, Rows, error_response, json_response
+from truedraft.serve.config import ServeConfig
+from truedraft.serve.errors import ApiError, of_refusal, of_validation
+from truedraft.serve.formats import Format
+from truedraft.serve.keys import Keys
+from truedraft.serve.loop import EngineLoop
+from truedraft.serve.metrics import Metrics
+from truedraft.serve.model import ServedModel
+from truedraft.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    StreamOptions,
+    TokenizeBody,
+)
+from truedraft.serve.security import SecurityHeaders
+from truedraft.serve.settings import Plan
+
+B = TypeVar("B", bound=BaseModel)
+SMALL = 16_384  # bytes of a body that is prepared in the event loop; larger ones in a thread of their own
+log = logging.getLogger("truedraft.serve")
+
+
+class Server:
+    """What the routes share.
+
+    Args:
+        fast: the accelerated model.
+        config: the settings.
+        keys: API keys; without any, requests need none.
+
+    Attributes:
+        draining: running requests end, new ones are refused.
+    """
+
+    def __init__(self, fast: Accelerated, config: ServeConfig, keys: Keys):
+        self.config, self.keys, self.model = config, keys, ServedModel(fast, config)
+        self.metrics = Metrics(config.name)
+        self.loop = EngineLoop(
+            fast, self._engine, self.metrics, config.max_waiting, config.max_rows_per_namespace, config.stream_interval
+        )
+        self.draining, self.started = False, time.time()
+
+    def _engine(self) -> Any:
+        return self.model.fast.engine(self.config.max_rows, self.model.max_model_len)
+
+    @property
+    def ready(self) -> bool:
+        return self.loop.is_alive() and not self.draining
+
+    def restore(self) -> None:
+        """Read the file of earlier outputs, where the settings name one that exists.
+
+        Raises:
+            Refused: it is damaged, or of another tokenizer.
+        """
+        if self.config.memory is not None and self.config.memory.exists():
+            self.model.fast.load_memory(self.config.memory)
+
+    def save(self) -> None:
+        """Write the file of earlier outputs, where the settings name one."""
+        if self.config.memory is not None:
+            self.model.fast.save_memory(self.config.memory)
+
+    def namespace(self, request: Request) -> str:
+        """The namespace of a request's API key.
+
+        Raises:
+            ApiError: there is no key, or it is unknown (401).
+        """
+        if not self.keys:
+            return ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        name = self.keys.namespace(key.strip()) if scheme.lower() == "bearer" else None
+        if name is None:
+            raise ApiError(
+                401, "the API key is missing or unknown: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        return name
+
+    async def body(self, request: Request, kind: type[B]) -> B:
+        """The body of a request.
+
+        Raises:
+            ApiError: it is too long, no JSON, or does not fit the schema.
+        """
+        text = await self._read(request)
+        try:
+            given = from_json(text, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        try:
+            return kind.model_validate(given)
+        except ValidationError as error:
+            raise of_validation(error) from None
+
+    async def _read(self, request: Request) -> bytes:
+        most, size, parts = self.config.max_body_bytes, 0, []
+        too_long = ApiError(413, f"the body is longer than {most} bytes: shorten it", code="body_too_large")
+        if (declared := request.headers.get("content-length", "0")).isdigit() and int(declared) > most:
+            raise too_long
+        async with asyncio.timeout(self.config.idle_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise too_long
+                parts.append(part)
+        return b"".join(parts)
+
+    async def answered(
+        self, request: Request, body: GenerationBody, prepare: Callable[[str, str], tuple[Plan, Format]]
+    ) -> Response:
+        """Submit the rows of a request, and the response that sends what they emit.
+
+        prepare: (namespace, id) -> the rows and their format.
+        """
+        namespace = self.namespace(request)
+        if self.draining:
+            raise ApiError(503, "the server is ending: send the request to another one", code="ending")
+        id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
+        long = int(request.headers.get("content-length") or SMALL) >= SMALL
+        threaded = long or body.stop or body.response_format or body.structured_outputs
+        plan, form = await run_in_threadpool(prepare, namespace, id) if threaded else prepare(namespace, id)
+
+        def finished(plan: Plan, error: ApiError | None) -> None:
+            if error is None:
+                for job in plan.jobs:
+                    self.model.remember(namespace, id, job.tokens)
+            else:
+                self.metrics.error(error.status)
+            self._log(id, namespace, plan, error)
+
+        rows = Rows(self.model, self.loop, plan, form, body.stream_options or StreamOptions(), finished)
+        self.loop.submit(plan.jobs)
+        return Answer(request, rows, bool(body.stream), self.config.write_seconds)
+
+    def _log(self, id: str, namespace: str, plan: Plan, error: ApiError | None) -> None:
+        job = plan.jobs[0]
+        fields: dict[str, Any] = {
+            "id": id, "namespace": namespace, "status": 200 if error is None else error.status, "rows": len(plan.jobs),
+            "prompt_tokens": sum(map(len, plan.prompts)), "tokens": sum(len(job.tokens) for job in plan.jobs),
+            "passes": sum(job.passes for job in plan.jobs), "seconds": round(time.perf_counter() - job.created, 4),
+        }  # fmt: skip
+        if self.config.log_prompts:
+            decode = self.model.tokenizer.decode
+            fields |= {"prompt": decode(list(job.ids)), "text": decode(job.tokens)}
+        log.info("request", extra={"fields": fields})
+
+
+def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None) -> FastAPI:
+    """The server as an ASGI application; its engine's thread runs from the application's start to its end.
+
+    Raises:
+        Refused: a setting cannot be honoured, or there is not enough memory.
+    """
+    server = Server(fast, config, keys or Keys({}))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        server.loop.attach(asyncio.get_running_loop())
+        server.loop.start()
+        yield
+        server.loop.stop()
+        await run_in_threadpool(server.loop.join)
+
+    app = FastAPI(title="truedraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    _add_routes(app, server)
+    _add_handlers(app, server)
+    app.add_middleware(SecurityHeaders)
+    if config.allow_origin:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.allow_origin), allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )  # fmt: skip
+    return app
+
+
+def _add_routes(app: FastAPI, server: Server) -> None:
+    model = server.model
+
+    @app.post("/v1/completions", response_model=None, openapi_extra=_schema(CompletionBody))
+    async def completions_(request: Request) -> Response:
+        body = await server.body(request, CompletionBody)
+        return await server.answered(
+            request, body, lambda namespace, id: completions.prepare(model, body, namespace, id)
+        )
+
+    @app.post("/v1/chat/completions", response_model=None, openapi_extra=_schema(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = await server.body(request, ChatBody)
+        return await server.answered(request, body, lambda namespace, id: chat.prepare(model, body, namespace, id))
+
+    @app.get("/v1/models", response_model=None)
+    async def models(request: Request) -> Response:
+        server.namespace(request)
+        return json_response({"object": "list", "data": [_model_card(server)]})
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model_(request: Request, name: str) -> Response:
+        server.namespace(request)
+        if name != model.name:
+            raise ApiError(404, f"model={name!r} is not served here: use {model.name!r}", "model", "model_not_found")
+        return json_response(_model_card(server))
+
+    @app.post("/tokenize", response_model=None, openapi_extra=_schema(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        server.namespace(request)
+        body = await server.body(request, TokenizeBody)
+        return json_response(await run_in_threadpool(chat.tokenized, model, body))
+
+    @app.post("/detokenize", response_model=None, openapi_extra=_schema(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        server.namespace(request)
+        body = await server.body(request, DetokenizeBody)
+        tokens = completions.checked_ids(model, body.tokens, "tokens")
+        return json_response({"prompt": await run_in_threadpool(model.tokenizer.decode, tokens)})
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        status = "ready" if server.ready else "ending" if server.draining else "starting"
+        return json_response({"status": status}, 200 if server.ready else 503)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        loop = server.loop
+        text, kind = server.metrics.page(len(loop.queue), len(loop.running), server.config.max_rows)
+        return Response(text, media_type=kind)
+
+
+def _model_card(server: Server) -> dict[str, Any]:
+    return {
+        "id": server.model.name, "object": "model", "created": int(server.started), "owned_by": "truedraft",
+        "root": server.config.model, "parent": None, "max_model_len": server.model.max_model_len,
+    }  # fmt: skip
+
+
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+def _add_handlers(app: FastAPI, server: Server) -> None:
+    def answered(error: ApiError) -> Response:
+        server.metrics.error(error.status)
+        return error_response(error)
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return answered(error)
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> Response:
+        return answered(of_refusal(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path[:200]
+        reasons = {404: f"there is no {path} here", 405: f"{path} does not take {request.method}"}
+        return answered(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))
+
+    @app.exception_handler(TimeoutError)
+    async def slow(request: Request, error: TimeoutError) -> Response:
+        return answered(ApiError(408, "the body did not arrive in time", headers={"Connection": "close"}))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        log.error("a request failed", exc_info=error)
+        return answered(ApiError(500, "the server failed on this request; its log has the reason"))

@@ -1,0 +1,58 @@
+"""`/v1/completions`: prompts of text or token ids, one or many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+from truedraft.serve.errors import ApiError
+from truedraft.serve.formats import CompletionFormat, Format
+from truedraft.serve.model import ServedModel
+from truedraft.serve.protocol import CompletionBody
+from truedraft.serve.settings import Plan, planned
+
+
+def prepare(model: ServedModel, body: CompletionBody, namespace: str, id: str) -> tuple[Plan, Format]:
+    """The rows of a request, and the format of its response.
+
+    Raises:
+        ApiError: a parameter cannot be honoured.
+    """
+    if body.echo and body.logprobs is not None:
+        raise ApiError(
+            400, "echo=true with logprobs needs those of the prompt, which are not computed: drop one of them", "echo"
+        )
+    given = prompts_of(body)
+    if len(given) > model.config.max_prompts:
+        raise ApiError(400, f"prompt has {len(given)} entries, this server allows {model.config.max_prompts}", "prompt")
+    special = body.add_special_tokens is not False
+    prompts = [
+        model.encoded(one, special) if isinstance(one, str) else checked_ids(model, one, "prompt") for one in given
+    ]
+    plan = planned(model, body, prompts, namespace, id)
+    echoes = [one if isinstance(one, str) else str(model.tokenizer.decode(one)) for one in given] if body.echo else []
+    return plan, CompletionFormat(id, int(time.time()), model.name, plan, bool(body.return_tokens), echoes=echoes)
+
+
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts of a request; a list of integers is one prompt."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise ApiError(400, "prompt is an empty list: give a text, token ids, or a list of these", "prompt")
+    if isinstance(given[0], int):
+        return [given]
+    return list(cast(Sequence[str | list[int]], given))
+
+
+def checked_ids(model: ServedModel, ids: Sequence[int], param: str) -> list[int]:
+    """Token ids of a request.
+
+    Raises:
+        ApiError: one is outside of the vocabulary.
+    """
+    if ids and max(ids) >= (size := model.fast.target.vocabulary):
+        raise ApiError(400, f"{param} has token id {max(ids)}, the model has {size} tokens", param)
+    return list(ids)

@@ -1,0 +1,128 @@
+"""The shapes of responses and of their chunks: completions and chat completions, as in OpenAI's API reference."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from truedraft.serve.output import Delta, RowOutput
+from truedraft.serve.settings import Plan
+
+
+class Format(ABC):
+    """How the rows of one request are written.
+
+    Args:
+        id, created, model: of the response.
+        plan: the rows.
+        return_tokens: add single tokens to every choice.
+    """
+
+    object: str
+    chunk_object: str
+
+    def __init__(self, id: str, created: int, model: str, plan: Plan, return_tokens: bool):
+        self.id, self.created, self.model, self.plan, self.return_tokens = id, created, model, plan, return_tokens
+
+    def head(self, object: str) -> dict[str, Any]:
+        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
+
+    @abstractmethod
+    def begin(self, index: int) -> list[dict[str, Any]]:
+        """The choices of the chunks that come before any token of a row."""
+
+    @abstractmethod
+    def choices(self, index: int, row: RowOutput, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the chunks for what was added to a row, none where there is nothing to send yet."""
+
+    @abstractmethod
+    def choice(self, index: int, row: RowOutput, delta: Delta) -> dict[str, Any]:
+        """The choice of a response for a finished row; the delta is all of it."""
+
+    def chunk(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return self.head(self.chunk_object) | {"choices": list(choices)} | more
+
+    def response(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return self.head(self.object) | {"choices": list(choices)} | more
+
+    def _with_tokens(self, choice: dict[str, Any], row: RowOutput, delta: Delta) -> dict[str, Any]:
+        return choice | {"tokens": row.tokens(delta)} if self.return_tokens else choice
+
+
+class CompletionFormat(Format):
+    """`POST /v1/completions`.
+
+    Args:
+        echoes: text of each prompt where it is to precede its completions, else none.
+    """
+
+    object = chunk_object = "text_completion"
+
+    def __init__(self, *args: Any, echoes: Sequence[str] = ()):
+        super().__init__(*args)
+        self.echoes = echoes
+        self._written = [0] * len(self.plan.jobs)
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.plan.choices] if self.echoes else ""
+
+    def begin(self, index: int) -> list[dict[str, Any]]:
+        return [self._choice(index, self._echo(index), None, None, None)] if self.echoes else []
+
+    def choices(self, index: int, row: RowOutput, delta: Delta) -> list[dict[str, Any]]:
+        if not (delta.text or row.finish_reason or self.plan.logprobs is not None or self.return_tokens):
+            return []
+        offset = len(self._echo(index)) + row.text_length - len(delta.text)
+        logprobs = None if self.plan.logprobs is None else row.completion_logprobs(delta, offset)
+        choice = self._choice(index, delta.text, logprobs, row.finish_reason, row.stop_reason)
+        return [self._with_tokens(choice, row, delta)]
+
+    def choice(self, index: int, row: RowOutput, delta: Delta) -> dict[str, Any]:
+        echo = self._echo(index)
+        logprobs = None if self.plan.logprobs is None else row.completion_logprobs(delta, len(echo))
+        choice = self._choice(index, echo + delta.text, logprobs, row.finish_reason, row.stop_reason)
+        return self._with_tokens(choice, row, delta)
+
+    @staticmethod
+    def _choice(
+        index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None, stop: str | int | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop,
+        }  # fmt: skip
+
+
+class ChatFormat(Format):
+    """`POST /v1/chat/completions`."""
+
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def begin(self, index: int) -> list[dict[str, Any]]:
+        return [self._chunk_choice(index, {"role": "assistant", "content": ""}, None, None, None)]
+
+    def choices(self, index: int, row: RowOutput, delta: Delta) -> list[dict[str, Any]]:
+        if not (delta.text or row.finish_reason or self.plan.logprobs is not None or self.return_tokens):
+            return []
+        content = {"content": delta.text} if delta.text or not row.finish_reason else {}
+        logprobs = None if self.plan.logprobs is None else row.chat_logprobs(delta)
+        choice = self._chunk_choice(index, content, logprobs, row.finish_reason, row.stop_reason)
+        return [self._with_tokens(choice, row, delta)]
+
+    def choice(self, index: int, row: RowOutput, delta: Delta) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": None if self.plan.logprobs is None else row.chat_logprobs(delta),
+            "finish_reason": row.finish_reason,
+            "stop_reason": row.stop_reason,
+        }
+        return self._with_tokens(choice, row, delta)
+
+    @staticmethod
+    def _chunk_choice(
+        index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None, stop: str | int | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop,
+        }  # fmt: skip

@@ -1,0 +1,163 @@
+"""The served model: its tokenizer, its defaults, and the drafters that requests may name."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from truedraft import registry
+from truedraft.accelerated import Accelerated
+from truedraft.drafters._base import Drafter
+from truedraft.errors import Refused, why
+from truedraft.parts import drafter_of
+from truedraft.serve.config import ServeConfig
+from truedraft.serve.constraints import Constraints
+from truedraft.serve.errors import ApiError
+
+CRITERIA = 64  # sets of stop strings whose criteria are kept
+RESPONSES = 1000  # responses of a namespace that later requests may refer to
+PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class ServedModel:
+    """An accelerated model, and what requests refer to by name.
+
+    Args:
+        fast: the accelerated model; needs a tokenizer.
+        config: the server's settings.
+
+    Attributes:
+        max_model_len: most tokens of prompt and answer together.
+        defaults: sampling settings of the model's generation config, for requests that do not give them.
+        end_ids: the tokens that end a text.
+        files: token ids of the files that requests may name as references.
+
+    Raises:
+        Refused: there is no tokenizer, a drafter is unknown, or a file cannot be read.
+    """
+
+    def __init__(self, fast: Accelerated, config: ServeConfig):
+        if fast.tokenizer is None:
+            raise Refused("a server needs a tokenizer: give one to accelerate()")
+        self.fast, self.config, self.name = fast, config, config.name
+        self.tokenizer: PreTrainedTokenizerBase = fast.tokenizer
+        self.max_model_len = longest_of(fast, config)
+        generation: Any = fast.model.generation_config
+        self.defaults = {name: getattr(generation, name) for name in DEFAULTS if getattr(generation, name) is not None}
+        ends = generation.eos_token_id
+        self.end_ids: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        self.chat_template = _chat_template(config, self.tokenizer)
+        self.files = {name: self.encoded(_read(path), False) for name, path in config.reference.items()}
+        self._drafters: dict[str, tuple[Drafter, Drafter | None]] = {name: self._pair(name) for name in config.drafts}
+        self._criteria: OrderedDict[tuple[str, ...], StopStringCriteria] = OrderedDict()
+        self._responses: dict[str, OrderedDict[str, list[int]]] = {}
+        self._lock = Lock()
+
+    def _pair(self, name: str) -> tuple[Drafter, Drafter | None]:
+        """The drafter of a name, and the one for requests with references; None where it drafts nothing."""
+        if name == "none":
+            return drafter_of(None), None
+        drafter = self.fast.drafter if name == self.config.draft else registry.load("drafters", name)
+        copying = drafter if drafter.takes_references else registry.load("drafters", f"input-guided+{name}")
+        return drafter, copying
+
+    def drafter(self, name: str | None, copies: bool) -> Drafter:
+        """The drafter of a request.
+
+        Args:
+            name: as the request names it; None for the default.
+            copies: whether the request has references.
+
+        Raises:
+            ApiError: it may not be named, or drafts nothing though there are references.
+        """
+        name = self.config.draft if name is None else name
+        if name not in self._drafters:
+            known = ", ".join(self._drafters)
+            raise ApiError(400, f"draft={name!r}: this server allows {known}", "draft")
+        plain, copying = self._drafters[name]
+        if not copies:
+            return plain
+        if copying is None:
+            raise ApiError(400, "draft='none' drafts nothing, and there is a text to copy from: leave one out", "draft")
+        return copying
+
+    def encoded(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def stop_criterion(self, strings: Sequence[str]) -> StopStringCriteria:
+        """The criterion of a set of stop strings. It reads the whole vocabulary: call it outside of the event loop."""
+        key = tuple(sorted(set(strings)))
+        with self._lock:
+            if key in self._criteria:
+                self._criteria.move_to_end(key)
+                return self._criteria[key]
+        made = StopStringCriteria(self.tokenizer, list(key))
+        with self._lock:
+            self._criteria[key] = made
+            if len(self._criteria) > CRITERIA:
+                self._criteria.popitem(last=False)
+        return made
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        """The compiler of constraints, made at its first use.
+
+        Raises:
+            Refused: it cannot read this tokenizer.
+        """
+        size = self.fast.target.vocabulary
+        return Constraints(self.tokenizer, size, self.end_ids, self.config.max_schema_bytes)
+
+    def remember(self, namespace: str, id: str, tokens: Sequence[int]) -> None:
+        """Keep a response as a reference for later requests of its namespace."""
+        with self._lock:
+            mine = self._responses.setdefault(namespace, OrderedDict())
+            mine[id] = list(tokens)
+            if len(mine) > RESPONSES:
+                mine.popitem(last=False)
+
+    def response(self, namespace: str, id: str) -> list[int] | None:
+        """The tokens of an earlier response to the same namespace."""
+        with self._lock:
+            mine = self._responses.get(namespace)
+            return None if mine is None else mine.get(id)
+
+
+def longest_of(fast: Accelerated, config: ServeConfig) -> int:
+    """Most tokens of a request: the setting, by default the model's context.
+
+    Raises:
+        Refused: the setting is more than the model has positions for.
+    """
+    context = fast.target.hard_limit or fast.target.context
+    if config.max_model_len is None:
+        return context or 4096
+    if context is not None and config.max_model_len > context:
+        raise Refused(f"max_model_len={config.max_model_len}: the model's context has {context} positions")
+    return config.max_model_len
+
+
+def _chat_template(config: ServeConfig, tokenizer: Any) -> str | None:
+    """The chat template: that of the settings, else the tokenizer's."""
+    if config.chat_template == "plain" or (config.chat_template is None and config.model == "nano"):
+        return PLAIN_TEMPLATE
+    if config.chat_template is not None:
+        return _read(Path(config.chat_template))
+    return tokenizer.chat_template
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise Refused(f"{path}: {why(e)}") from e

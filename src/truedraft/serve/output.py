@@ -1,0 +1,159 @@
+"""The text of a row as it grows, and what goes with it: log-probabilities, single tokens, usage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from truedraft.serve.job import Job
+from truedraft.serve.model import ServedModel
+from truedraft.serve.prediction import accepted_tokens
+from truedraft.serve.settings import Plan
+from truedraft.text.pieces import Pieces, StopText
+
+CONTEXT = 8  # last prompt tokens with which a completion is decoded
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What was added to a row: text, and the half-open range of its tokens."""
+
+    text: str
+    start: int
+    end: int
+
+
+class RowOutput:
+    """The text of one row, up to its stop string.
+
+    Args:
+        continues: whether the text continues the prompt's, as in completions; else it is one of its own.
+    """
+
+    def __init__(self, model: ServedModel, plan: Plan, job: Job, continues: bool):
+        self.model, self.plan, self.job = model, plan, job
+        context = list(job.ids[-CONTEXT:]) if continues else []
+        self._pieces = Pieces(model.tokenizer, context, plan.skip_special_tokens)
+        self._stop = StopText(plan.stop, plan.keep_stop)
+        self._read = 0
+        self.text_length = 0
+        self.finish_reason: str | None = None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the token of `stop_token_ids`, that ended the text (vLLM's field)."""
+        if self._stop.found is not None:
+            return self._stop.found
+        last = self.job.tokens[self._read - 1] if self._read else None
+        return last if self.finish_reason == "stop" and last not in self.model.end_ids else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text; tokens after it are dropped."""
+        return self._stop.found is not None
+
+    def advance(self, count: int) -> Delta:
+        """What the first `count` tokens add to the text; call it with all tokens once the job has finished."""
+        start, self._read = self._read, count
+        text = self._stop.feed(self._pieces.feed(self._visible(start, count)))
+        if self.job.finish_reason is not None and count == len(self.job.tokens):
+            text += self._stop.feed(self._pieces.end())
+            text += "" if self.stopped else self._stop.end()
+            self.finish_reason = "stop" if self.stopped else self.job.finish_reason
+        elif self.stopped:
+            self.finish_reason = "stop"
+        self.text_length += len(text)
+        return Delta(text, start, count)
+
+    def _visible(self, start: int, end: int) -> Sequence[int]:
+        """The tokens from `start` on whose text is returned: all but the stop token that ended the row."""
+        tokens = self.job.tokens[start:end]
+        ended = self.job.finish_reason == "stop" and end == len(self.job.tokens)
+        if ended and tokens and not self.plan.keep_stop and tokens[-1] in self._ends:
+            return tokens[:-1]
+        return tokens
+
+    @property
+    def _ends(self) -> Sequence[int]:
+        return self.job.settings.get("eos_token_id") or ()
+
+    def tokens(self, delta: Delta) -> list[dict[str, Any]]:
+        """The tokens of a delta, each with its text and whether it is an accepted draft."""
+        return [
+            {"id": self.job.tokens[i], "text": self._text(self.job.tokens[i]), "drafted": self.job.drafted[i]}
+            for i in range(delta.start, delta.end)
+        ]
+
+    def _text(self, token: int) -> str:
+        return str(self.model.tokenizer.decode([token]))
+
+    def chat_logprobs(self, delta: Delta) -> dict[str, Any]:
+        """`logprobs` of a choice of a chat completion."""
+        content = []
+        for i in range(delta.start, delta.end):
+            found = self.job.logprobs[i]
+            content.append(
+                self._logprob(self.job.tokens[i], found.logprob)
+                | {"top_logprobs": [self._logprob(token, value) for token, value in found.top]}
+            )
+        return {"content": content, "refusal": None}
+
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    def completion_logprobs(self, delta: Delta, offset: int) -> dict[str, Any]:
+        """`logprobs` of a choice of a completion.
+
+        offset: characters of the choice's text before the delta.
+        """
+        texts, values, top, offsets = [], [], [], []
+        for i in range(delta.start, delta.end):
+            found = self.job.logprobs[i]
+            texts.append(self._text(self.job.tokens[i]))
+            values.append(found.logprob)
+            top.append({self._text(token): value for token, value in found.top})
+            offsets.append(offset)
+            offset += len(texts[-1])
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+def usage_of(plan: Plan, rows: Sequence[RowOutput]) -> dict[str, Any]:
+    """OpenAI's `usage` of a request."""
+    prompt = sum(map(len, plan.prompts))
+    first = [row.job for row in rows[:: plan.choices]]
+    emitted = sum(row._read for row in rows)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": emitted,
+        "total_tokens": prompt + emitted,
+        "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens for job in first), "audio_tokens": 0},
+    }
+    accepted = rejected = 0
+    if plan.predicted is not None:
+        counts = [accepted_tokens(plan.predicted, row.job.tokens[: row._read]) for row in rows]
+        accepted, rejected = sum(counts), len(plan.predicted) * len(rows) - sum(counts)
+    usage["completion_tokens_details"] = {
+        "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected, "reasoning_tokens": 0,
+        "audio_tokens": 0,
+    }  # fmt: skip
+    return usage
+
+
+def figures_of(model: ServedModel, plan: Plan) -> dict[str, Any]:
+    """What drafting came to in a request: our own part of a response."""
+    passes = sum(job.passes for job in plan.jobs)
+    tokens = sum(len(job.tokens) for job in plan.jobs)
+    report = next((job.request.report() for job in plan.jobs if job.request is not None), None)
+    return {
+        "seed": plan.seed,
+        "passes": passes,
+        "tokens": tokens,
+        "mean_acceptance_length": round(tokens / max(passes, 1), 4),
+        "drafted_tokens": sum(job.offered for job in plan.jobs),
+        "accepted_tokens": sum(job.accepted for job in plan.jobs),
+        "cached_tokens": sum(job.cached_tokens for job in plan.jobs),
+        "drafter": None if report is None else report.drafter,
+        "guarantee": None if report is None else report.guarantee,
+    }

@@ -1,0 +1,140 @@
+"""The process of a server: its socket, its signals, its log, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from types import FrameType
+
+import uvicorn
+
+from truedraft.accelerated import Accelerated
+from truedraft.errors import Refused, why
+from truedraft.serve.app import Server, create_app
+from truedraft.serve.config import ServeConfig
+from truedraft.serve.connections import bounded
+from truedraft.serve.keys import Keys
+
+SPARE = 256  # file descriptors that are kept for other uses than connections
+SWITCH = 0.0005  # seconds after which a thread that computes in Python lets another one run
+log = logging.getLogger("truedraft.serve")
+
+
+class Process(uvicorn.Server):
+    """uvicorn's server with our signals: the first SIGTERM or SIGINT lets running requests finish and refuses new
+    ones; the second ends them with an error."""
+
+    def __init__(self, config: uvicorn.Config, server: Server):
+        super().__init__(config)
+        self.server, self._grace = server, float("inf")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        name = signal.Signals(sig).name
+        if self.server.draining:
+            log.warning("%s again: ending at once", name)
+            self._end()
+            return
+        log.info("%s: running requests finish, new ones are refused", name)
+        self.server.draining = True
+        self._grace = time.monotonic() + self.server.config.shutdown_seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.server.draining and not self.should_exit:
+            if time.monotonic() > self._grace:
+                log.warning("requests still ran after %s seconds", self.server.config.shutdown_seconds)
+                self._end()
+            elif self.server.loop.idle and not self.server_state.tasks:
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+    def _end(self) -> None:
+        self.server.loop.stop()
+        self.should_exit = True
+
+
+class Lines(logging.Formatter):
+    """One line per record, with its fields: as text, or as JSON."""
+
+    def __init__(self, as_json: bool):
+        super().__init__()
+        self.as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        trace = {"trace": self.formatException(record.exc_info)} if record.exc_info else {}
+        if self.as_json:
+            event = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
+            return json.dumps(event | fields | trace)
+        text = " ".join(f"{name}={value!r}" for name, value in fields.items())
+        return "\n".join([f"{when} {record.levelname.lower()} {record.getMessage()} {text}".rstrip(), *trace.values()])
+
+
+def set_up_log(config: ServeConfig) -> None:
+    """Log to stderr, one line per event."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Lines(config.log_json))
+    for name, level in (("truedraft.serve", config.log_level.upper()), ("uvicorn", "WARNING")):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+
+
+def serve(fast: Accelerated, config: ServeConfig, keys: Keys) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        Refused: a setting cannot be honoured, there is not enough memory, or the address is taken.
+    """
+    set_up_log(config)
+    sys.setswitchinterval(SWITCH)
+    listening = _listening(config)
+    app = create_app(fast, config, keys)
+    server: Server = app.state.server
+    server.restore()
+    protocol = bounded(config.idle_seconds, _connections(config.max_connections))
+    process = Process(
+        uvicorn.Config(
+            app, http=protocol, ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
+            backlog=2048, timeout_keep_alive=int(config.idle_seconds) or 1,
+        ),
+        server,
+    )  # fmt: skip
+    host, port = listening.getsockname()[:2]
+    log.info("serving", extra={"fields": {"model": config.name, "url": f"http://{host}:{port}"}})
+    try:
+        process.run(sockets=[listening])
+    finally:
+        server.save()
+    return 0
+
+
+def _listening(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((config.host, config.port))
+    except OSError as e:
+        made.close()
+        raise Refused(f"host={config.host!r}, port={config.port}: {why(e)}") from e
+    return made
+
+
+def _connections(most: int) -> int:
+    """The connections that this process may have: file descriptors are raised to what the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = most + SPARE
+    if soft != resource.RLIM_INFINITY and soft < need:
+        allowed = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
+        return max(min(most, soft - SPARE), 1)
+    return most
