@@ -96,7 +96,7 @@ ALLOWED = {
     "tree_shape": set(),
     "chance": {"tree", "errors"},
     "sampling": {"tree", "errors", "logprobs"},
-    "logprobs": {"tree"},
+    "logprobs": {"tree", "errors"},
     "stopping": {"tree", "sampling"},
     "stats": {"layout"},
     "layout": set(),

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import LogitsProcessor, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
 import truedraft
 from drafters_for_tests import Oracle
 from models import V, ragged, tiny
 from truedraft.engine_request import EngineRequest
 from truedraft.logprobs import Logprobs, TokenLogprobs
+from truedraft.sampling import History, Laws
 from truedraft.tree import Row
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -131,6 +133,25 @@ def test_one_tensor_is_kept() -> None:
     assert [place.token for place in kept.places()] == [3, 4] and kept.places()[1].logprob == pytest.approx(
         -math.log(5)
     )
+
+
+def test_laws_give_the_raw_logits_of_every_step() -> None:
+    row = Row(0, [5, 6], 2, 9)
+    kept = Logprobs(row, V)
+    laws = Laws(
+        LogitsProcessorList([TemperatureLogitsWarper(0.5)]), History(torch.tensor([[5, 6]]), 9, 0, [row]), logprobs=kept
+    )
+    assert laws.keeps and not (laws.apart or laws.raw or laws.lockstep)
+    first, again, second = torch.randn(3, 1, V, dtype=torch.float64)
+    assert torch.equal(laws([row], first), first.float() / 0.5)
+    laws.again(row, again)
+    laws.of_drafts([row], [[3]], second)
+    row.tokens.append(4)
+    laws([row], second)
+    row.tokens.append(3)
+    for place, logits in zip(kept.places(), (again, second), strict=True):
+        law = logits[0].log_softmax(-1)
+        assert dict(place.top) == pytest.approx(dict(enumerate(law.tolist())), abs=1e-5)
 
 
 @pytest.mark.parametrize("count", [-1, True, 2.0, "3"])

@@ -148,6 +148,27 @@ def test_laws_of_rowwise_processors() -> None:
     assert Laws(LogitsProcessorList([Summing(0.5)]), history).drafts_pointwise
 
 
+class Refusing(RowwiseProcessor):
+    """Raises after the token 9."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if bool((input_ids[:, -1] == 9).any()):
+            raise RuntimeError("never after 9")
+        return scores + 1
+
+
+def test_an_error_at_a_draft_concerns_the_target_alone() -> None:
+    rows = [Row(0, [5, 6, 4], 2, 5), Row(1, [8, 9], 2, 5)]
+    laws = Laws(LogitsProcessorList([Refusing()]), History(torch.tensor([[5, 6], [8, 9]]), 5, 0, rows))
+    raw = torch.randn(3, V)
+    assert torch.equal(laws.of_drafts([rows[0]] * 3, [[9], [], [9, 3]], raw), raw + torch.tensor([[0.0], [1.0], [1.0]]))
+    assert torch.equal(laws.of_nodes(rows[0], [[3], [], [9, 3]], raw), raw + 1)
+    with pytest.raises(RuntimeError, match="never after 9"):
+        laws.of_nodes(rows[0], [[9], [], [9, 3]], raw)
+    with pytest.raises(RuntimeError, match="never after 9"):
+        laws(rows[1:], raw[:1])
+
+
 def test_a_rowwise_processor_has_to_be_written() -> None:
     with pytest.raises(NotImplementedError):
         RowwiseProcessor()(torch.ones(1, 1), torch.ones(1, 3))  # type: ignore[arg-type]

@@ -119,13 +119,11 @@ class ContinuousEngine:
             input_ids: (1, length) or (length,) token ids of the prompt, or of the source of an encoder-decoder.
             draft: a drafter, its name, or None for none; by default the drafter of the accelerated model.
             rule: an acceptance rule or its name; by default that of the accelerated model.
-            seed: the noise of a token is a function of (seed, sequence, position); by default a seed from torch's
-                generator.
+            seed: of its noise, a function of (seed, sequence, position); by default from torch's generator.
             sequence: the text is that of this row of `generate(seed=seed, num_return_sequences=...)`.
             references, namespace: as in `generate`.
             streamer: receives the prompt at once and each token once it is emitted; ended with the request.
-            logprobs: for `EngineRequest.logprobs`, those of the emitted tokens and of so many likeliest ones at each
-                place; None for none.
+            logprobs: the likeliest tokens at each place of `EngineRequest.logprobs`; None for no log-probabilities.
             **kwargs: arguments of `model.generate`.
 
         Raises:
@@ -136,12 +134,9 @@ class ContinuousEngine:
         if isinstance(ids, Tensor) and len(ids) != 1:
             raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
-        sources = sources_of(ids, kwargs)
-        if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int) or logprobs < 0):
-            raise Refused(f"logprobs={logprobs!r}: give an integer of 0 or more, or None")
         call = Call(
             references=references, chance=noise_of(seed, sequence), namespace=namespace, streamer=streamer,
-            sources=sources, logprobs=logprobs,
+            sources=sources_of(ids, kwargs), logprobs=logprobs,
         )  # fmt: skip
         target, given = self._target, self._drafter if draft == "default" else drafter_of(draft)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from truedraft.errors import Refused
 from truedraft.tree import Row
 
 
@@ -28,9 +29,14 @@ class Logprobs:
     Args:
         row: their row.
         count: how many of the likeliest tokens are given at each place; 0 for none.
+
+    Raises:
+        Refused: `count` is not an integer of 0 or more.
     """
 
     def __init__(self, row: Row, count: int):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise Refused(f"logprobs={count!r}: give an integer of 0 or more, or None")
         self._row, self._count = row, count
         self._places: list[TokenLogprobs] = []
         self._logits: Tensor | None = None  # (V,) of the step after `_places`

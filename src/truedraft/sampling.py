@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import FloatTensor, LongTensor, Tensor
@@ -57,6 +58,13 @@ class RowwiseProcessor(LogitsProcessor):
         scores: (k, V) fp32.
         """
         raise NotImplementedError
+
+    def forced(self, ids: list[int]) -> list[int]:
+        """Tokens that have to follow a row's ids, for drafts; none where the processor cannot tell.
+
+        ids: (length,) as those of a row in a call.
+        """
+        return []
 
 
 def _by_row(kind: type) -> bool:
@@ -138,6 +146,7 @@ class Laws:
         logprobs: Logprobs | None = None,
     ):
         self.processors = processors
+        self._rowwise = [p for p in processors if _by_row(type(p))]
         self.history = history
         self.logprobs = logprobs
         self.keeps = bool(keep_scores or keep_logits or logprobs)
@@ -194,23 +203,33 @@ class Laws:
     def of_drafts(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
         """(k, V) scores of a drafter after each row's prefix and draft, one draft per row.
 
-        The processors are the target's, without those that may count their calls or look across rows.
+        The processors are the target's, without those that may count their calls or look across rows. Where one of
+        them raises, the scores are the raw ones: the target may never reach such a draft, and raises where it does.
 
         logits: (k, V) raw, not written to; where `drafts_pointwise`, those of some tokens suffice.
         """
         raw = logits.to(torch.float32)
-        rowwise = [p for p in self.processors if _by_row(type(p))]
-        if not rowwise:
-            return raw
         if self.drafts_pointwise:
-            return self._everywhere(rowwise, raw)
-        scores = torch.empty_like(raw)
+            return self._everywhere(self._rowwise, raw) if self._rowwise else raw
+        scores = raw.clone()
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in rowwise)
-            drafted = torch.tensor([draft], dtype=torch.long, device=self.history.ids.device)
-            prefix = torch.cat([self.history.prefix([row]), drafted], 1)
-            scores[i : i + 1] = processors(prefix, raw[i : i + 1].clone())  # type: ignore[arg-type]
+            with suppress(Exception):
+                scores[i] = self._after(row, draft, raw[i])
         return scores
+
+    def of_nodes(self, row: Row, drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """(k, V) scores of the target after a row's prefix and each of k drafts. logits: (k, V) raw, not written to."""
+        raw = logits.to(torch.float32)
+        if self.drafts_pointwise:
+            return self._everywhere(self._rowwise, raw) if self._rowwise else raw
+        return torch.stack([self._after(row, draft, line) for draft, line in zip(drafts, raw, strict=True)])
+
+    def _after(self, row: Row, draft: Sequence[int], raw: Tensor) -> Tensor:
+        """(V,) scores after a row's prefix and a draft, by the processors that read these alone."""
+        processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in self._rowwise)
+        drafted = torch.tensor([draft], dtype=torch.long, device=self.history.ids.device)
+        prefix = torch.cat([self.history.prefix([row]), drafted], 1)
+        return processors(prefix, raw[None].clone())[0]  # type: ignore[arg-type]
 
     def everywhere(self, logits: Tensor) -> Tensor:
         """(rows, nodes, V) scores at every node, where laws are `apart`. logits: of that shape, raw; not written to."""

@@ -74,7 +74,7 @@ class TargetProbs:
     def scores(self, nodes: Sequence[int]) -> Tensor:
         """(k, V) scores at k nodes after all logits processors; `of` is their softmax."""
         drafts = [[self.tree.tokens[i] for i in self.tree.path(node)[1:]] for node in nodes]
-        return self._laws.of_drafts([self.row] * len(drafts), drafts, self.logits[list(nodes)])
+        return self._laws.of_nodes(self.row, drafts, self.logits[list(nodes)])
 
 
 @dataclass(eq=False, slots=True)

@@ -19,8 +19,9 @@ from truedraft.errors import Refused
 from truedraft.sampling import RowwiseProcessor
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-# Between the tokens of JSON, so that no model can emit it without end; deeper indentation is rare.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# What JSON may have between its tokens is what programs write there: nothing, a space, or a line break and indentation.
+# Unbounded whitespace, which the standard allows, would let a model emit nothing else without end.
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,64}"
 SAMPLE = '{"name": [1, 2.5e3, true, null], "a key": "One day, a \\"word\\"\\n"}'
 
 
@@ -29,7 +30,7 @@ class Constraint(RowwiseProcessor):
 
     It has precedence over the processors before it: where these exclude all that the grammar allows (a least length
     after the last brace), what it allows has score 0. After a draft that the grammar forbids, and after an end of text,
-    scores stay as they are.
+    scores stay as they are. Text that the grammar forces is allowed in the tokenizer's own tokens only.
 
     Raises Refused, at a call, where the parser reaches one of its limits.
 
@@ -48,42 +49,43 @@ class Constraint(RowwiseProcessor):
         rows = [self._constrained(output, row) for output, row in zip(outputs, scores, strict=True)]
         return torch.stack(rows)  # type: ignore[return-value]
 
+    def forced(self, ids: list[int]) -> list[int]:
+        """The tokens that the grammar forces, without an end of text, which the pass that verifies these emits."""
+        output = ids[self._prompt :]
+        if not self._ends.isdisjoint(output) or not self._follow(output):
+            return []
+        return list(self._matcher.compute_ff_tokens())
+
     def _constrained(self, output: list[int], scores: Tensor) -> Tensor:
         """(V,) scores after the tokens of an output."""
-        if not self._ends.isdisjoint(output) or not self._follow(output):
+        if not self._ends.isdisjoint(output) or (mask := self._mask(output)) is None:
             return scores
-        excluded = ~self._allowed(len(scores)).to(scores.device)
+        excluded = ~_bits(mask, len(scores)).to(scores.device)
         constrained = scores.masked_fill(excluded, -torch.inf)
         if constrained.max() == -torch.inf:
             constrained = torch.zeros_like(scores).masked_fill_(excluded, -torch.inf)
         return constrained
 
+    def _mask(self, output: list[int]) -> bytes | None:
+        """A bit for each token, whether it may follow an output; None where the grammar does not allow the output."""
+        for _ in range(2):  # again from the start: earlier drafts may have contributed to a limit
+            mask = self._matcher.compute_bitmask() if self._follow(output) else None
+            if not self._matcher.is_error():
+                return mask
+        reason = _reason(self._matcher.get_error())
+        raise Refused(f"the constraint cannot be enforced at this point ({reason}): simplify it")
+
     def _follow(self, output: list[int]) -> bool:
-        """Move the parser to after these tokens; whether the grammar allows them."""
+        """Move the parser to after these tokens; whether the grammar allows them, and the parser can follow."""
+        if self._matcher.is_error():
+            self._matcher, self._consumed = self._start.deep_copy(), []
         count = len(self._consumed)
         same = count if output[:count] == self._consumed else _common(output, self._consumed)
         if same < count:
             self._matcher.rollback(count - same)
         count = self._matcher.try_consume_tokens(output[same:])
-        if self._matcher.is_error():  # perhaps a limit that earlier drafts contributed to
-            same, self._matcher = 0, self._start.deep_copy()
-            count = self._matcher.try_consume_tokens(output)
-            self._check()
         self._consumed = output[: same + count]
-        return len(self._consumed) == len(output)
-
-    def _allowed(self, vocabulary: int) -> Tensor:
-        """(V,) whether a token may follow those consumed."""
-        words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        self._check()
-        bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().bool()
-        return torch.nn.functional.pad(bits, (0, max(vocabulary - len(bits), 0)))[:vocabulary]
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise Refused(
-                f"the constraint is too complex to be enforced ({_reason(self._matcher.get_error())}): simplify it"
-            )
+        return len(self._consumed) == len(output) and not self._matcher.is_error()
 
 
 class Constraints:
@@ -148,6 +150,7 @@ class Constraints:
                 raise Refused(f"{kind}={_short(definition)}: give a JSON schema as an object")
             if _deeper(definition, self._depth):
                 raise Refused(f"{kind} has more than {self._depth} levels: give a flatter schema, or use $ref")
+            definition = {key: value for key, value in definition.items() if key != "x-guidance"}  # the library's own
         elif kind == "choice":
             if not (isinstance(definition, list) and definition and all(isinstance(text, str) for text in definition)):
                 raise Refused(f"choice={_short(definition)}: give a list of at least one text")
@@ -199,6 +202,13 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[i
     if read.strip() != str(text).strip():
         raise Refused(f"llguidance reads the tokens of the {name} as other text ({read!r}): leave constraints out")
     return tokens
+
+
+def _bits(mask: bytes, count: int) -> Tensor:
+    """(count,) the bits of a mask, lowest first; those that it lacks are False."""
+    words = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().bool()
+    return torch.nn.functional.pad(bits, (0, max(count - len(bits), 0)))[:count]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
