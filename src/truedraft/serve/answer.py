@@ -52,7 +52,7 @@ class Rows:
         finished: Callable[[Plan, ApiError | None], None],
     ):
         self.model, self.loop, self.plan, self.form, self.options = model, loop, plan, form, options
-        self.outputs = [RowOutput(model, plan, job, form.chunk_object == "text_completion") for job in plan.jobs]
+        self.outputs = [RowOutput(model, plan, job, form.parser()) for job in plan.jobs]
         self._finished = finished
 
     async def response(self) -> dict[str, Any]:

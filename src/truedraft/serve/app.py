@@ -145,7 +145,8 @@ class Server:
             raise ApiError(503, "the server is ending: send the request to another one", code="ending")
         id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
         long = int(request.headers.get("content-length") or SMALL) >= SMALL
-        threaded = long or body.stop or body.response_format or body.structured_outputs
+        compiles = body.stop or body.response_format or body.structured_outputs or getattr(body, "tools", None)
+        threaded = long or compiles
         plan, form = await run_in_threadpool(prepare, namespace, id) if threaded else prepare(namespace, id)
 
         def finished(plan: Plan, error: ApiError | None) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from truedraft.serve.output import Delta, RowOutput
 from truedraft.serve.settings import Plan
+from truedraft.text.tool_calls import ToolParser
 
 
 class Format(ABC):
@@ -24,6 +25,10 @@ class Format(ABC):
 
     def __init__(self, id: str, created: int, model: str, plan: Plan, return_tokens: bool):
         self.id, self.created, self.model, self.plan, self.return_tokens = id, created, model, plan, return_tokens
+
+    def parser(self) -> ToolParser | None:
+        """The parser of a row's text, None where all of it is content."""
+        return None
 
     def head(self, object: str) -> dict[str, Any]:
         return {"id": self.id, "object": object, "created": self.created, "model": self.model}
@@ -94,25 +99,43 @@ class CompletionFormat(Format):
 
 
 class ChatFormat(Format):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`.
+
+    Args:
+        parser: makes the parser of one row's text; None where all of it is content.
+    """
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *args: Any, parser: Callable[[], ToolParser | None]):
+        super().__init__(*args)
+        self._make_parser = parser
+
+    def parser(self) -> ToolParser | None:
+        return self._make_parser()
 
     def begin(self, index: int) -> list[dict[str, Any]]:
         return [self._chunk_choice(index, {"role": "assistant", "content": ""}, None, None, None)]
 
     def choices(self, index: int, row: RowOutput, delta: Delta) -> list[dict[str, Any]]:
-        if not (delta.text or row.finish_reason or self.plan.logprobs is not None or self.return_tokens):
+        if delta.empty and not (row.finish_reason or self.plan.logprobs is not None or self.return_tokens):
             return []
-        content = {"content": delta.text} if delta.text or not row.finish_reason else {}
+        content: dict[str, Any] = {"content": delta.text} if delta.text or not row.finish_reason else {}
+        content |= {"tool_calls": delta.tool_calls} if delta.tool_calls else {}
+        content |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
         logprobs = None if self.plan.logprobs is None else row.chat_logprobs(delta)
         choice = self._chunk_choice(index, content, logprobs, row.finish_reason, row.stop_reason)
         return [self._with_tokens(choice, row, delta)]
 
     def choice(self, index: int, row: RowOutput, delta: Delta) -> dict[str, Any]:
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.tool_calls]
+        content = None if calls and not delta.text else delta.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= {"tool_calls": calls} if calls else {}
+        message |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
         choice = {
             "index": index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": message,
             "logprobs": None if self.plan.logprobs is None else row.chat_logprobs(delta),
             "finish_reason": row.finish_reason,
             "stop_reason": row.stop_reason,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -48,13 +49,12 @@ class ServedModel:
         if fast.tokenizer is None:
             raise Refused("a server needs a tokenizer: give one to accelerate()")
         self.fast, self.config, self.name = fast, config, config.name
-        self.tokenizer: PreTrainedTokenizerBase = fast.tokenizer
+        self.tokenizer: PreTrainedTokenizerBase = _with_template(fast.tokenizer, config)
         self.max_model_len = longest_of(fast, config)
         generation: Any = fast.model.generation_config
         self.defaults = {name: getattr(generation, name) for name in DEFAULTS if getattr(generation, name) is not None}
         ends = generation.eos_token_id
         self.end_ids: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        self.chat_template = _chat_template(config, self.tokenizer)
         self.files = {name: self.encoded(_read(path), False) for name, path in config.reference.items()}
         self._drafters: dict[str, tuple[Drafter, Drafter | None]] = {name: self._pair(name) for name in config.drafts}
         self._criteria: OrderedDict[tuple[str, ...], StopStringCriteria] = OrderedDict()
@@ -147,13 +147,14 @@ def longest_of(fast: Accelerated, config: ServeConfig) -> int:
     return config.max_model_len
 
 
-def _chat_template(config: ServeConfig, tokenizer: Any) -> str | None:
-    """The chat template: that of the settings, else the tokenizer's."""
-    if config.chat_template == "plain" or (config.chat_template is None and config.model == "nano"):
-        return PLAIN_TEMPLATE
-    if config.chat_template is not None:
-        return _read(Path(config.chat_template))
-    return tokenizer.chat_template
+def _with_template(tokenizer: PreTrainedTokenizerBase, config: ServeConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, or one with the chat template of the settings."""
+    if config.chat_template is None and (tokenizer.chat_template or config.model != "nano"):
+        return tokenizer
+    plain = config.chat_template in (None, "plain")
+    given = copy.copy(tokenizer)
+    given.chat_template = PLAIN_TEMPLATE if plain else _read(Path(str(config.chat_template)))
+    return given
 
 
 def _read(path: Path) -> str:

@@ -11,33 +11,41 @@ from truedraft.serve.model import ServedModel
 from truedraft.serve.prediction import accepted_tokens
 from truedraft.serve.settings import Plan
 from truedraft.text.pieces import Pieces, StopText
+from truedraft.text.tool_calls import ToolParser, markers
 
 CONTEXT = 8  # last prompt tokens with which a completion is decoded
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What was added to a row: text, and the half-open range of its tokens."""
+    """What was added to a row: text, tool calls and reasoning, and the half-open range of its tokens."""
 
     text: str
     start: int
     end: int
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    reasoning: str = ""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.tool_calls or self.reasoning)
 
 
 class RowOutput:
     """The text of one row, up to its stop string.
 
     Args:
-        continues: whether the text continues the prompt's, as in completions; else it is one of its own.
+        parser: splits the text into content, tool calls and reasoning; None where all of it is content.
     """
 
-    def __init__(self, model: ServedModel, plan: Plan, job: Job, continues: bool):
-        self.model, self.plan, self.job = model, plan, job
-        context = list(job.ids[-CONTEXT:]) if continues else []
-        self._pieces = Pieces(model.tokenizer, context, plan.skip_special_tokens)
+    def __init__(self, model: ServedModel, plan: Plan, job: Job, parser: ToolParser | None):
+        self.model, self.plan, self.job, self._parser = model, plan, job, parser
+        kept = markers(model.tokenizer) if parser is not None else ()
+        self._pieces = Pieces(model.tokenizer, list(job.ids[-CONTEXT:]), plan.skip_special_tokens, kept)
         self._stop = StopText(plan.stop, plan.keep_stop)
         self._read = 0
         self.text_length = 0
+        self.has_calls = False
         self.finish_reason: str | None = None
 
     @property
@@ -46,7 +54,7 @@ class RowOutput:
         if self._stop.found is not None:
             return self._stop.found
         last = self.job.tokens[self._read - 1] if self._read else None
-        return last if self.finish_reason == "stop" and last not in self.model.end_ids else None
+        return last if self.finish_reason in ("stop", "tool_calls") and last not in self.model.end_ids else None
 
     @property
     def stopped(self) -> bool:
@@ -64,7 +72,16 @@ class RowOutput:
         elif self.stopped:
             self.finish_reason = "stop"
         self.text_length += len(text)
-        return Delta(text, start, count)
+        return Delta(text, start, count) if self._parser is None else self._parsed(self._parser, text, start, count)
+
+    def _parsed(self, parser: ToolParser, text: str, start: int, end: int) -> Delta:
+        parts = [parser.feed(text), *([parser.finish()] if self.finish_reason is not None else [])]
+        calls = tuple(call for part in parts for call in part.tool_calls)
+        self.has_calls = self.has_calls or bool(calls)
+        if self.finish_reason == "stop" and self.has_calls:
+            self.finish_reason = "tool_calls"
+        content, reasoning = ("".join(texts) for texts in zip(*((p.content, p.reasoning) for p in parts), strict=True))
+        return Delta(content, start, end, calls, reasoning)
 
     def _visible(self, start: int, end: int) -> Sequence[int]:
         """The tokens from `start` on whose text is returned: all but the stop token that ended the row."""

@@ -94,7 +94,7 @@ def serve(fast: Accelerated, config: ServeConfig, keys: Keys) -> int:
     """
     set_up_log(config)
     sys.setswitchinterval(SWITCH)
-    listening = _listening(config)
+    bound = _bound_socket(config)
     app = create_app(fast, config, keys)
     server: Server = app.state.server
     server.restore()
@@ -106,16 +106,16 @@ def serve(fast: Accelerated, config: ServeConfig, keys: Keys) -> int:
         ),
         server,
     )  # fmt: skip
-    host, port = listening.getsockname()[:2]
+    host, port = bound.getsockname()[:2]
     log.info("serving", extra={"fields": {"model": config.name, "url": f"http://{host}:{port}"}})
     try:
-        process.run(sockets=[listening])
+        process.run(sockets=[bound])
     finally:
         server.save()
     return 0
 
 
-def _listening(config: ServeConfig) -> socket.socket:
+def _bound_socket(config: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     made = socket.socket(family)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

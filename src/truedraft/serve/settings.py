@@ -56,9 +56,17 @@ class Plan:
 
 
 def planned(
-    model: ServedModel, body: GenerationBody, prompts: Sequence[Sequence[int]], namespace: str, id: str
+    model: ServedModel,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    namespace: str,
+    id: str,
+    forced: str | None = None,
 ) -> Plan:
     """The rows of a request. It may read the vocabulary or compile a grammar: call it outside of the event loop.
+
+    Args:
+        forced: a grammar for the text besides those that the body may give, in Lark.
 
     Raises:
         ApiError: a parameter is out of the server's bounds, or cannot be honoured.
@@ -78,7 +86,7 @@ def planned(
         "seed": seed,
         "logprobs": logprobs,
     }  # fmt: skip
-    constraint = constraint_of(body)
+    constraint = constraint_of(body, forced)
     deadline = min(filter(None, (body.deadline, model.config.deadline)), default=None)
     jobs: list[Job] = []
     changed = asyncio.Event()
@@ -185,13 +193,13 @@ def _ends(model: ServedModel, body: GenerationBody, stop: Sequence[str]) -> dict
     }
 
 
-def constraint_of(body: GenerationBody) -> tuple[Kind, Any] | None:
+def constraint_of(body: GenerationBody, forced: str | None) -> tuple[Kind, Any] | None:
     """The constraint of a request, for `Constraints.processor`.
 
     Raises:
         ApiError: there are two.
     """
-    found: list[tuple[Kind, Any]] = []
+    found: list[tuple[Kind, Any]] = [] if forced is None else [("grammar", forced)]
     if (form := body.response_format) is not None and form.type != "text":
         schema = None if form.json_schema is None else form.json_schema.schema_
         found.append(("json_object", None) if schema in (None, True) else ("json_schema", schema))
@@ -201,9 +209,10 @@ def constraint_of(body: GenerationBody) -> tuple[Kind, Any] | None:
         }  # fmt: skip
         found += [(kind, value) for kind, value in kinds.items() if value is not None]
     if len(found) > 1:
-        raise ApiError(
-            400, "response_format and structured_outputs both constrain the text: give one", "response_format"
-        )
+        names = "response_format, structured_outputs and tool_choice"
+        raise ApiError(400, f"{names} all constrain the text: give one of them", "response_format")
+    if found and body.ignore_eos:
+        raise ApiError(400, "ignore_eos=true with a constraint, which ends with the text: leave one out", "ignore_eos")
     return found[0] if found else None
 
 

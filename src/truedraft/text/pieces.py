@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,12 +19,19 @@ class Pieces:
         context: last ids of the text that these continue, which are not returned: some tokenizers drop the space
             before a first word.
         skip_special_tokens: leave out the text of special tokens.
+        kept: special tokens, as text, that are not left out.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept: Collection[str] = (),
     ):
-        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self.tokenizer, self._skip = tokenizer, skip_special_tokens and not kept
+        special = tokenizer.added_tokens_decoder.items() if skip_special_tokens and kept else ()
+        self._left_out = {id for id, token in special if token.special and token.content not in kept}
         self.ids: list[int] = list(context)
         self.start, self.sent = 0, len(self.ids)  # ids[start:sent] are already returned as text, and kept as context
 
@@ -46,7 +53,8 @@ class Pieces:
         return now[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens))
+        shown = [id for id in ids if id not in self._left_out] if self._left_out else ids
+        return str(self.tokenizer.decode(shown, skip_special_tokens=self._skip))
 
 
 class StopText:
