@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +18,29 @@ from typing import Any
 class Answer:
     """One response. Times are seconds since the request was sent.
 
-    arrivals: of events with text. text: all of it. last: the final event.
+    arrivals: of events with text. texts: by choice. last: the final event.
     """
 
     status: int = 0
-    text: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
     arrivals: list[float] = field(default_factory=list)
     seconds: float = 0.0
     last: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.texts.get(0, "")
+
+    def add(self, event: dict[str, Any]) -> bool:
+        """Take over the texts of an event; whether there were any."""
+        found = False
+        for choice in event.get("choices", ()):
+            text = _text(choice)
+            self.texts[choice["index"]] = self.texts.get(choice["index"], "") + text
+            found = found or bool(text)
+        self.last = event
+        return found
 
     @property
     def first(self) -> float:
@@ -45,16 +59,11 @@ async def request(port: int, path: str, body: dict[str, Any], headers: str = "")
         while (await reader.readline()).strip():
             pass
         if answer.status != 200 or not body.get("stream"):
-            answer.last = _whole(await reader.read())
-            answer.text = "".join(_text(choice) for choice in answer.last.get("choices", ()))
+            answer.add(_whole(await reader.read()))
         else:
             async for line in reader:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    answer.last = event
-                    if text := "".join(_text(choice) for choice in event.get("choices", ())):
-                        answer.text += text
-                        answer.arrivals.append(time.perf_counter() - start)
+                if line.startswith(b"data: {") and answer.add(json.loads(line[6:])):
+                    answer.arrivals.append(time.perf_counter() - start)
     finally:
         answer.seconds = time.perf_counter() - start
         writer.close()
@@ -80,11 +89,9 @@ async def clients(port: int, bodies: list[list[dict[str, Any]]], path: str = "/v
 
 
 @contextmanager
-def process(command: list[str], port: int, path: str = "/health", seconds: float = 120.0) -> Iterator[subprocess.Popen]:
-    """A server of its own process, ready within the block; ended by SIGTERM."""
-    started = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=None if "-v" in sys.argv else subprocess.DEVNULL
-    )
+def process(command: list[str], port: int, path: str = "/health", seconds: float = 120.0) -> Iterator[Any]:
+    """A server of its own process, ready within the block; ended by SIGTERM. Its output is dropped."""
+    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + seconds
         while time.monotonic() < until:

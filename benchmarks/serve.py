@@ -212,9 +212,7 @@ def peer(rounds: int) -> list[dict[str, Any]]:
                     answers, seconds = run(PORT, bodies)
                     tokens = sum(a.last["usage"]["completion_tokens"] for mine in answers for a in mine)
                     speeds.append(tokens / seconds)
-                    texts[name, n] = [
-                        [a.text.strip() for a in mine] for mine in answers
-                    ]  # a peer drops the first space
+                    texts[name, n] = [[a.text.strip() for a in mine] for mine in answers]
                 same = texts[name, n] == texts["truedraft", n]
                 speed = round(median(speeds[1:]), 1)
                 found.append({"server": name, "clients": n, "tokens_per_second": speed, "same_texts": same})

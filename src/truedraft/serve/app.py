@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from truedraft import __version__
@@ -125,12 +126,15 @@ class Server:
         too_long = ApiError(413, f"the body is longer than {most} bytes: shorten it", code="body_too_large")
         if (declared := request.headers.get("content-length", "0")).isdigit() and int(declared) > most:
             raise too_long
-        async with asyncio.timeout(self.config.idle_seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    raise too_long
-                parts.append(part)
+        try:
+            async with asyncio.timeout(self.config.idle_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise too_long
+                    parts.append(part)
+        except ClientDisconnect:
+            raise ApiError(499, "the client has closed the connection", code="cancelled") from None
         return b"".join(parts)
 
     async def answered(

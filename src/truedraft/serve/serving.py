@@ -80,7 +80,7 @@ def set_up_log(config: ServeConfig) -> None:
     """Log to stderr, one line per event."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines(config.log_json))
-    for name, level in (("truedraft.serve", config.log_level.upper()), ("uvicorn", "WARNING")):
+    for name, level in (("truedraft.serve", config.log_level.upper()), ("uvicorn", "ERROR")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
