@@ -124,7 +124,7 @@ def check_nothing_left(engine: ContinuousEngine, drafts: Iterable[Any]) -> None:
     """No row is left in the cache, in a slot or in a drafter."""
     inner: Any = engine._engine
     cache: Any = engine._target.cache
-    assert cache.lengths == inner.rows == [] and getattr(cache, "counts", []) == []
+    assert cache.lengths == inner.rows == [] and not cache.cursor.reading and getattr(cache, "counts", []) == []
     assert engine.room() == engine.max_rows
     for draft in drafts:
         assert not state_left(draft), "a row was left in a drafter"

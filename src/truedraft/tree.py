@@ -239,6 +239,24 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Positions `start` to `end` of a prompt, the end not included, to be read into a slot that holds those before."""
+
+    prompt: Prompt
+    slot: int
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def last(self) -> bool:
+        """Whether it ends the prompt."""
+        return self.end == len(self.prompt)
+
+
+@dataclass(frozen=True)
 class Taps:
     """What a drafter or rule requires of every pass besides logits. `a | b` is the union.
 

@@ -12,16 +12,16 @@ from truedraft.errors import NoRoom
 
 def check_room(
     config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
-    remedy: str = "lower max_new_tokens or the batch size",
+    remedy: str = "lower max_new_tokens or the batch size", beside: int = 0,
 ) -> None:  # fmt: skip
-    """Raises NoRoom where keys and values of that many rows and positions do not fit in free memory."""
+    """Raises NoRoom where keys and values of that many rows and positions, and `beside` bytes, do not fit in free
+    memory."""
     of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
     numbers = 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers))
-    need, free = numbers * dtype.itemsize, free_memory(device)
+    need, free = numbers * dtype.itemsize + beside, free_memory(device)
     if need > free:
-        raise NoRoom(
-            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: {remedy}"
-        )
+        of = f"{rows} rows x {capacity} positions" + (f" with {beside:,} bytes of prefixes" if beside else "")
+        raise NoRoom(f"the KV cache of {of} needs {need:,} bytes, {free:,} are free: {remedy}")
 
 
 def _numbers_in_keys(config: Any) -> int:
