@@ -328,6 +328,14 @@ def joined(parts: Sequence[Scores]) -> Scores:
     )
 
 
+def continued(parts: Sequence[Scores]) -> Scores:
+    """The scores of adjacent pieces of one prompt as those of the whole; the logits are those of the last piece."""
+    if len(parts) == 1:
+        return parts[0]
+    hidden = {layer: [torch.cat([part.hidden[layer][0] for part in parts])] for layer in parts[0].hidden}
+    return Scores(parts[-1].logits, hidden, [sum(part.context[0] + 1 for part in parts) - 1])
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """What was accepted of one row's tree.

@@ -237,19 +237,18 @@ class RowCache(Cache):
 
     def activate(self, slot: int) -> int:
         """Put a row that has been read into use, behind those that are, and return its new slot. If another row is
-        being read there, that one moves to `slot`. The entry of the prompt's last token, which is not committed yet,
-        moves along. Scratch is dropped."""
+        being read there, that one moves to `slot`. Entries of last tokens, which are not committed yet, move along.
+        Scratch is dropped."""
         self.rewind()
         reading, new = self.cursor.reading, len(self.lengths)
         length = reading.pop(slot)
-        kept = length + 1
         if slot != new and (other := reading.pop(new, None)) is not None:
             for layer in self.layers:
-                layer.swap(slot, new, max(kept, other))
+                layer.swap(slot, new, max(length, other) + 1)
             reading[slot] = other
         elif slot != new:
             for layer in self.layers:
-                layer.move(slot, new, kept)
+                layer.move(slot, new, length + 1)
         self.lengths.append(length)
         return new
 

@@ -24,7 +24,7 @@ from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.tapping import layer_number
 from truedraft.runtime.weights import NotCompilable
-from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import View
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
@@ -203,36 +203,17 @@ class CompiledPass(Runner):
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows together, at most PROMPT nodes per call."""
-        cursor = self.cache.cursor
-        first = len(cursor.lengths)
-        logits: list[Tensor] = []
-        hidden: dict[int, list[list[Tensor]]] = {layer: [[] for _ in prompts] for layer in taps.hidden}
+        lengths = self.cache.cursor.lengths
+        parts: list[list[Scores]] = [[] for _ in prompts]
         for part in prompts_in_parts([len(p) for p in prompts]):
-            pieces = [Piece(prompts[i], first + i, start, end) for i, start, end in part]
-            scored, states = self._read(pieces, taps)
-            logits.append(scored)
-            for layer, of_pieces in states.items():
-                for (i, _, _), state in zip(part, of_pieces, strict=True):
-                    hidden[layer][i].append(state)
-        cursor.lengths += [len(p) - 1 for p in prompts]  # the root is committed with its path
-        whole = {layer: [torch.cat(s) if s[1:] else s[0] for s in of_rows] for layer, of_rows in hidden.items()}
-        return Scores(torch.cat(logits)[:, None], whole, [len(p) - 1 for p in prompts])
+            pieces = [Piece(prompts[i], len(lengths) + i, start, end) for i, start, end in part]
+            for (i, _, _), scores in zip(part, self.read_pieces(pieces, taps), strict=True):
+                parts[i].append(scores)
+        lengths += [len(p) - 1 for p in prompts]  # the root is committed with its path
+        return joined([continued(of_prompt) for of_prompt in parts])
 
     def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
         """Read pieces of prompts in one call; see `Runner.read_pieces`."""
-        logits, states = self._read(pieces, taps)
-        scored = iter(logits[:, None, None])
-        return [
-            Scores(
-                next(scored) if piece.last else logits[:0, None],
-                {layer: [of_pieces[i]] for layer, of_pieces in states.items()},
-                [len(piece) - 1],
-            )
-            for i, piece in enumerate(pieces)
-        ]
-
-    def _read(self, pieces: Sequence[Piece], taps: Taps) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """The logits (prompts that end here, V), and by layer the hidden states of each piece."""
         nodes, gather, embeds = Nodes(), [], []
         for piece in pieces:
             prompt, n, span = piece.prompt, len(piece), slice(piece.start, piece.end)
@@ -244,8 +225,12 @@ class CompiledPass(Runner):
             if prompt.embeds is not None:
                 embeds.append(prompt.embeds[span])
         logits, states = self(nodes, gather, torch.cat(embeds) if embeds else None, taps.hidden)
-        sizes = [len(piece) for piece in pieces]
-        return logits, {layer: list(state.split(sizes)) for layer, state in states.items()}
+        scored, sizes = iter(logits[:, None, None]), [len(piece) for piece in pieces]
+        hidden = {layer: state.split(sizes) for layer, state in states.items()}
+        return [
+            Scores(next(scored) if piece.last else logits[:0, None], {k: [v[i]] for k, v in hidden.items()}, [n - 1])
+            for i, (piece, n) in enumerate(zip(pieces, sizes, strict=True))
+        ]
 
     def _counted(self, prompt: Prompt) -> list[int] | None:
         """The positions of a prompt's tokens, where they differ from their indices; else None."""
