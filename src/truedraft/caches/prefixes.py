@@ -85,7 +85,7 @@ class Prefixes:
         count = min(len(ids), self._cache.cursor.committed(slot))
         tokens = torch.tensor(ids[: count - count % self._granularity], dtype=torch.long, device="cpu")
         namespace = "" if self._shared else namespace
-        root = self._roots.get(namespace) or Edge(tokens[:0], [], None)
+        root = self._roots.get(namespace, Edge(tokens[:0], [], None))
         found = self._found(root, tokens)
         path, start = [edge for edge, _ in found], sum(n for _, n in found)
         if start < len(tokens) and found and found[-1][1] < len(path[-1]):
@@ -94,7 +94,8 @@ class Prefixes:
         self._use(path)
         end = start + self._room(len(tokens) - start, path)
         if end > start:
-            parent = path[-1] if path else self._roots.setdefault(namespace, root)
+            self._roots[namespace] = root  # it may be new, or was dropped with its last child
+            parent = path[-1] if path else root
             edge = Edge(tokens[start:end].clone(), self._cache.copied(slot, start, end), parent)
             edge.attach()
             self.bytes += edge.bytes
