@@ -70,14 +70,14 @@ class ForwardPass(Runner):
 
     @torch.no_grad()
     def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
-        """Read pieces of prompts, one after another, in calls that end at multiples of `granularity`."""
+        """Read pieces of prompts, one after another, in calls of `granularity` positions, the last ones shorter."""
         return [self._read_piece(piece, taps) for piece in pieces]
 
     def _read_piece(self, piece: Piece, taps: Taps) -> Scores:
         step = self.granularity
-        ends = [*range(piece.start - piece.start % step + step, piece.end, step), piece.end]
+        ends = [*range(piece.start, piece.end, step), piece.end]
         with self.cache.cursor.reaching(piece.slot):
-            return self._read_spans([piece.prompt], list(pairwise([piece.start, *ends])), taps)
+            return self._read_spans([piece.prompt], list(pairwise(ends)), taps)
 
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
         """Read prompts of one length together, at most `most` positions of each at a time."""
