@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -14,8 +16,10 @@ import seq2seq_models
 import truedraft
 from models import ragged, tiny
 from nets import EVERY, drafter
+from truedraft import reading
 from truedraft.continuous import ContinuousEngine
 from truedraft.engine_request import EngineRequest
+from truedraft.runtime.forward import SPANS
 
 ROWS, LONGEST, END = 3, 48, 5
 DECODERS = [name for name in EVERY if name not in ("oracle", "probes", "taps")] + ["auto"]
@@ -74,6 +78,17 @@ def added(
     )
 
 
+@contextmanager
+def pieces_of(positions: int | None) -> Iterator[None]:
+    """Prompts are read in pieces of so many positions (those of the model's own forward end at multiples of 4)."""
+    with pytest.MonkeyPatch.context() as patch:
+        if positions is not None:
+            patch.setattr(reading, "LEAST", positions)
+            patch.setattr(reading, "PROMPT", positions)
+            patch.setitem(SPANS, "cpu", 4)
+        yield
+
+
 def kind_of(engine: ContinuousEngine) -> str:
     return engine._target.family
 
@@ -124,20 +139,28 @@ def check_nothing_left(engine: ContinuousEngine, drafts: Iterable[Any]) -> None:
     """No row is left in the cache, in a slot or in a drafter."""
     inner: Any = engine._engine
     cache: Any = engine._target.cache
-    assert cache.lengths == inner.rows == [] and getattr(cache, "counts", []) == []
+    assert cache.lengths == inner.rows == [] and not cache.cursor.reading and getattr(cache, "counts", []) == []
     assert engine.room() == engine.max_rows
     for draft in drafts:
         assert not state_left(draft), "a row was left in a drafter"
 
 
 def run_events(
-    names: list[str], events: list[tuple[int, int, int]], kind: str = "decoder", runtime: str = "auto"
+    names: list[str],
+    events: list[tuple[int, int, int]],
+    kind: str = "decoder",
+    runtime: str = "auto",
+    piece: int | None = None,
+    prefix_bytes: int = 0,
 ) -> int:
-    """Add (0 to 3), step (4 to 8) and abort (9) by `events`, (kind, which, size); returns the number of events."""
+    """Add (0 to 3), step (4 to 8) and abort (9) by `events`, (kind, which, size); returns the number of events.
+
+    piece: positions of the pieces in which prompts are read.
+    """
     drafts: dict[str, Any] = {name: name if name == "auto" else drafter(name, model(kind)) for name in set(names)}
     fast = truedraft.accelerate(model(kind), draft=None, runtime=runtime)
     requests: list[tuple[EngineRequest, int, int, int | None]] = []
-    with fast.engine(max_rows=ROWS, max_tokens=LONGEST) as engine:
+    with pieces_of(piece), fast.engine(max_rows=ROWS, max_tokens=LONGEST, prefix_bytes=prefix_bytes) as engine:
         check_logits(engine)
         for kind_of_event, which, size in events:
             if kind_of_event < 4:

@@ -20,14 +20,16 @@ from truedraft.runtime import latency
 KINDS = ["decoder", "encoder-decoder"]
 RUNTIMES = ["auto", "stock"]
 EVENTS_IN_ALL = 10_000
+PREFIX_BYTES = 20_000  # of tiny models: some of the prefixes that these events leave
 EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 14)), min_size=8, max_size=30)
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_requests_have_their_text_alone(name: str) -> None:
     rng = random.Random(name)
-    for _ in range(2):
-        run_events([name], [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)])
+    for piece, prefix_bytes in ((None, 0), (rng.randint(1, 16), PREFIX_BYTES)):
+        events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)]
+        run_events([name], events, piece=piece, prefix_bytes=prefix_bytes)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -39,9 +41,16 @@ def test_requests_of_encoder_decoders_have_their_text_alone(name: str) -> None:
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(events=EVENTS)
-def test_drafters_in_one_batch(events: list[tuple[int, int, int]]) -> None:
-    run_events(["auto", "plain", "draft-model", "token-recycling", "prompt-lookup"], events)
+@given(events=EVENTS, piece=st.integers(1, 16))
+def test_drafters_in_one_batch(events: list[tuple[int, int, int]], piece: int) -> None:
+    drafts = ["auto", "plain", "draft-model", "token-recycling", "prompt-lookup", "taps"]
+    run_events(drafts, events, piece=piece, prefix_bytes=PREFIX_BYTES)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(events=EVENTS, piece=st.integers(1, 16))
+def test_drafters_in_one_batch_of_the_stock_runtime(events: list[tuple[int, int, int]], piece: int) -> None:
+    run_events(["auto", "plain", "taps"], events, runtime="stock", piece=piece, prefix_bytes=PREFIX_BYTES)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
@@ -58,7 +67,8 @@ def test_ten_thousand_events(kind: str) -> None:
     while count < EVENTS_IN_ALL:
         events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(60)]
         runtime = rng.choice(RUNTIMES)
-        count += run_events(rng.sample([n for n in names if _runs(n, kind, runtime)], 4), events, kind, runtime)
+        drafts = rng.sample([n for n in names if _runs(n, kind, runtime)], 4)
+        count += run_events(drafts, events, kind, runtime, rng.randint(1, 40), rng.choice((0, PREFIX_BYTES)))
 
 
 def _runs(name: str, kind: str, runtime: str) -> bool:

@@ -80,6 +80,55 @@ def test_passes_commits_and_releases_match_lists(seed: int) -> None:
             model.check()
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_being_read_stay_whole_while_others_begin_and_end(seed: int) -> None:
+    """Rows are read in pieces, activated in any order or discarded; the last token's entry is not committed then."""
+    rng = random.Random(seed)
+    cache = RowCache(LAYERS, 4, 60)
+    model = ReferenceCache(cache)
+    reading: dict[int, list[float]] = {}  # slot -> the numbers read
+    for _ in range(60):
+        action = rng.random()
+        if action < 0.4 and len(model.rows) + len(reading) < 4:
+            reading[cache.open()] = []
+        elif action < 0.7 and reading:
+            slot = rng.choice(list(reading))
+            with cache.cursor.reaching(slot):
+                cache.lengths[slot:] = [cache.cursor.reading[slot]]
+                rows = model.rows + [[]] * (slot - len(model.rows)) + [reading[slot]]
+                reference = ReferenceCache(cache)
+                reference.rows, reference.count = rows, model.count
+                reading[slot] = reading[slot] + reference.write(slot, slot + 1, rng.randint(1, 4))[0].tolist()
+                model.count = reference.count
+            cache.cursor.reading[slot] = len(reading[slot])
+        elif action < 0.85 and (read := [slot for slot in reading if reading[slot]]):
+            for slot in read:
+                cache.cursor.reading[slot] -= 1  # all of these are complete; they are activated one by one
+            while read:
+                slot = read.pop(rng.randrange(len(read)))
+                new, numbers = cache.activate(slot), reading.pop(slot)
+                assert new == len(model.rows)
+                if new in reading:
+                    reading[slot] = reading.pop(new)
+                    read = [slot if other == new else other for other in read]
+                cache.commit(new, [0])
+                model.rows.append(numbers)
+                model.check()
+        elif action < 0.9 and reading:
+            slot = rng.choice(list(reading))
+            cache.discard(slot)
+            del reading[slot]
+        elif model.rows:
+            slot = rng.randrange(len(model.rows))
+            cache.release(slot)
+            model.rows[slot] = model.rows[-1]
+            model.rows.pop()
+        model.check()
+        for slot, numbers in reading.items():
+            for i, layer in enumerate(cache.layers if numbers else ()):
+                assert layer.keys[slot, 0, : len(numbers), 0].tolist() == [x + 1000 * i for x in numbers]
+
+
 def test_cursor_positions_of_passes() -> None:
     cursor = CacheCursor(4, 20)
     assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 0, 0, 0, True)

@@ -90,6 +90,7 @@ ALLOWED = {
     "caches": {"tree", "errors", "caches"},
     "runtime": {"tree", "caches", "errors", "files", "runtime", "views"},
     "engine": {"tree", "request", "cohort", "stats", "accept", "drafters", "control", "targets"},
+    "reading": {"tree", "request", "engine", "caches", "control", "targets", "runtime"},
     "cohort": {"tree", "request", "drafters"},
     "request": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters"},
     "tree": {"tree_shape"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 import warnings
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,8 +25,10 @@ import truedraft
 from arrivals import state_left
 from drafters_for_tests import Noise
 from models import ragged, sibling, tiny
-from truedraft import Refused, accelerated, continuous, engine
+from truedraft import Refused, accelerated, continuous, engine, reading
 from truedraft.accept._verification import Verification
+from truedraft.caches.prefixes import Prefixes
+from truedraft.caches.rows import RowCache
 from truedraft.call import prepared
 from truedraft.control import cost
 from truedraft.drafters import _base, _calibration, _compose
@@ -34,6 +38,7 @@ from truedraft.loading import load
 from truedraft.runtime import native
 from truedraft.stats import Pass
 from truedraft.stores import automaton, trigrams
+from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Row
 
 TOKENS = 8
@@ -218,6 +223,10 @@ def test_every_row_is_ended_exactly_once() -> None:
         assert counting.over == Counter(dict.fromkeys(counting.started, 1)) and len(counting.over) == 3
 
 
+def methods(cls: type) -> list[Callable[..., Any]]:
+    return [f for f in vars(cls).values() if inspect.isfunction(f)]
+
+
 # The functions in which rows begin and end, in every part with state of rows.
 WATCHED: list[Callable[..., Any]] = [
     engine.Engine.admit, engine.Engine.step, engine.Engine._admitted, engine.Engine._prompted, engine.Engine._drafted,
@@ -225,7 +234,8 @@ WATCHED: list[Callable[..., Any]] = [
     engine.Engine._retire, engine.Engine._begin, engine.Engine._observe, engine.Engine._guarded,
     continuous.ContinuousEngine.step, continuous.ContinuousEngine.abort_request, continuous.ContinuousEngine.close,
     continuous.ContinuousEngine._close, continuous.ContinuousEngine._admit, continuous.ContinuousEngine._after_pass,
-    continuous.ContinuousEngine._finish, accelerated.Accelerated._decode, prepared.request_of,
+    continuous.ContinuousEngine._finish, *methods(reading.PiecewiseEngine), *methods(Prefixes), *methods(RowCache),
+    DecoderTarget.read_pieces, accelerated.Accelerated._decode, prepared.request_of,
     Verification.walked, Verification.emitted, Verification._emit_row,
     _base.PerRow.start, _base.PerRow.end, _base.PerRow.observe,
     _calibration.Calibration.end, _calibration.Calibration._history,
@@ -329,14 +339,14 @@ def run(running: continuous.ContinuousEngine, streamers: list[Recorder]) -> list
 def test_ctrl_c_at_every_line_of_a_running_engine() -> None:
     """Every request and its streamer have ended, with a prefix of the text; no state is left in any part."""
     fast = truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling", control="fixed")
-    reached = Counter[tuple[CodeType, int]]()
+    make, reached = partial(fast.engine, 2, 32, prefix_bytes=10**6), Counter[tuple[CodeType, int]]()
     with traced(lambda code, line: reached.update([(code, line)])):
-        expected = [request.tokens for request in run(fast.engine(2, 32), [Recorder() for _ in range(3)])]
+        expected = [request.tokens for request in run(make(), [Recorder() for _ in range(3)])]
     assert len(expected) == 3 and len(expected[0]) == TOKENS
     interrupted = 0
     for spot, nth in [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())]:
         fast.forget()
-        running, streamers = fast.engine(2, 32), [Recorder() for _ in range(3)]
+        running, streamers = make(), [Recorder() for _ in range(3)]
         times = Counter[tuple[CodeType, int]]()
         with traced(interrupting(spot, nth, times)):
             requests = run(running, streamers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +22,8 @@ from test_views import check_against_cut
 from truedraft import accelerate
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
+from truedraft.caches.prefixes import Prefixes
+from truedraft.caches.rows import RowCache, RowLayer
 from truedraft.caches.seq2seq import SourceLayer
 from truedraft.chance import PositionNoise
 from truedraft.engine import Cohort, Engine
@@ -111,6 +114,13 @@ def arrivals() -> None:
     run_events(["token-recycling", "suffix"], events)
 
 
+def pieces() -> None:
+    """Prompts that are read in pieces complete in another order than they began, and some prefixes are reused."""
+    rng = random.Random(2)
+    events = [(rng.choice((0, 2, 5, 5, 9)), rng.randrange(6), rng.randint(1, 9)) for _ in range(60)]
+    run_events(["token-recycling", "plain"], events, piece=5, prefix_bytes=100_000)
+
+
 def view() -> None:
     text_net(tiny(), "view", ragged(tiny(), 3), max_new_tokens=40, **RULES["greedy"])
 
@@ -182,6 +192,35 @@ def prompts_in_the_first_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Nodes, "add_chain", lambda self, slot, *rest: true(self, 0, *rest))
 
 
+_load, _copied, _activate = Prefixes.load, RowCache.copied, RowCache.activate
+
+
+def one_more(self: Prefixes, namespace: str, ids: Sequence[int], slot: int) -> int:
+    length = _load(self, namespace, ids, slot)
+    if length and length + 1 < len(ids):
+        length += 1
+        self._cache.cursor.reading[slot] = length
+    return length
+
+
+def of_the_first_slot(self: RowCache, slot: int, first: int, last: int) -> list[torch.Tensor]:
+    return _copied(self, 0, first, last)
+
+
+def all_but_the_last(self: RowCache, slot: int) -> int:
+    saved = [kept[slot, :, self.cursor.reading[slot]].clone() for kept in self._kept]
+    length, new = self.cursor.reading[slot], _activate(self, slot)
+    if new != slot:
+        for kept, entry in zip(self._kept, saved, strict=True):
+            kept[new, :, length] = entry + 1.0
+    return new
+
+
+def pieces_from_the_start(patch: pytest.MonkeyPatch) -> None:
+    true = Nodes.add_chain
+    patch.setattr(Nodes, "add_chain", lambda self, slot, start, *rest: true(self, slot, 0, *rest))
+
+
 def noise_of_the_latest_request(patch: pytest.MonkeyPatch) -> None:
     true, latest = PositionNoise.__init__, []
 
@@ -248,6 +287,11 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "second-best token": (replaced(Greedy, "decide_all_nodes", second_best), text()),
     "unverified drafts accepted": (faults.ACCEPTED_UNVERIFIED, text()),
     "a new row's KV written over a running row's": (unchecked(prompts_in_the_first_slot), arrivals),
+    "one position too many of a prefix reused": (replaced(Prefixes, "load", one_more), pieces),
+    "prefix of another row stored": (replaced(RowCache, "copied", of_the_first_slot), pieces),
+    "rows being read not swapped": (replaced(RowLayer, "swap", lambda self, *_: None), pieces),
+    "last token of a prompt not moved with its row": (replaced(RowCache, "activate", all_but_the_last), pieces),
+    "pieces read from a prompt's start": (unchecked(pieces_from_the_start), pieces),
     "another row's noise": (noise_of_the_latest_request, arrivals),
     "drafter state of a cancelled row kept": (replaced(Engine, "_end", lambda self, row: None), arrivals),
     "scratch of a view left in the cache": (faults.SCRATCH_LEFT, view_of_all_layers),

@@ -23,7 +23,7 @@ from truedraft.call.rechecking import check_ties
 from truedraft.call.streaming import Stream, ending_streamer
 from truedraft.call.surroundings import defaults, exclusive
 from truedraft.chance import Chance
-from truedraft.continuous import ContinuousEngine
+from truedraft.continuous import PIECE_SECONDS, ContinuousEngine
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
@@ -205,7 +205,14 @@ class Accelerated(StandIn):
             finally:
                 self.target.free()
 
-    def engine(self, max_rows: int = 8, max_tokens: int = 2048) -> ContinuousEngine:
+    def engine(
+        self,
+        max_rows: int = 8,
+        max_tokens: int = 2048,
+        piece_seconds: float = PIECE_SECONDS,
+        prefix_bytes: int = 0,
+        share_prefixes: bool = False,
+    ) -> ContinuousEngine:
         """A running batch that requests enter and leave between steps (continuous batching); see `ContinuousEngine`.
         It has a cache and a control of its own, so `generate` may be called while it exists.
 
@@ -213,16 +220,22 @@ class Accelerated(StandIn):
             max_rows: requests that run at once.
             max_tokens: most tokens of a request, prompt and output together; sources of an encoder-decoder are not
                 counted.
+            piece_seconds: prompts are read in pieces between passes; that a piece should take at most, while rows
+                wait for it.
+            prefix_bytes: most bytes of keys and values that are kept of requests that ended, for prompts with the same
+                prefix; 0 for none.
+            share_prefixes: whether requests of one namespace may reuse those of another: it shows in `cached_tokens`,
+                and in time, what others have asked.
 
         Raises:
-            Refused: a size is not an integer or too small, or the cache does not fit in memory.
+            Refused: a size is not an integer or too small, or cache and prefixes do not fit in memory.
         """
         if self.ties != "keep":
             raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
         with self._call():
             engine = ContinuousEngine(
                 self.model, self.tokenizer, self.drafter, self._parts[1], self.control.another(), self._hosting,
-                max_rows, max_tokens,
+                max_rows, max_tokens, piece_seconds, prefix_bytes, share_prefixes,
             )  # fmt: skip
             self._engines.add(engine)
             return engine

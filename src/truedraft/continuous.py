@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
 from truedraft.accept._base import Rule, extra_probes
+from truedraft.caches.prefixes import Prefixes
 from truedraft.call.arguments import Document, check_arguments, check_settings, noise_of, sources_of, with_stop_strings
 from truedraft.call.outcome import cut
 from truedraft.call.prepared import Call, Prepared, request_of
@@ -22,15 +23,18 @@ from truedraft.call.surroundings import also_exclusive, defaults, exclusive
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
-from truedraft.engine import Engine
+from truedraft.engine import Engine, taps_of
 from truedraft.engine_request import EngineRequest, Reason
 from truedraft.errors import NoRoom, Refused, let_go, why
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
+from truedraft.reading import PiecewiseEngine
 from truedraft.stats import EngineReport, Totals
 from truedraft.stopwatch import Stopwatch
 from truedraft.targets.hosting import hosted
 
 DRAFTS = 256  # positions of the cache beyond a row's tokens, for drafts and probes
+PIECE_SECONDS = 0.05  # that a piece of prompts should take at most, while rows wait for it
+WHOLE = "the whole prompt is computed: its hidden states are required, or it is given as embeddings"
 CHECKING = 0.02  # most of the time that is spent on detecting, between steps, a model that was changed
 
 
@@ -40,7 +44,8 @@ class ContinuousEngine:
     Use: `add_request` at any time, `step` while `has_unfinished_requests()`, then `close`, or a `with` block.
 
     Text: that which `generate` returns for the request alone, greedy or sampled with the same `seed`; it does not
-    depend on the other requests, nor on when it was added. Requests without a slot wait, first come first served.
+    depend on the other requests, nor on when it was added, nor on kept prefixes. Requests without a slot wait, first
+    come first served.
 
     Errors: an exception from a part of one request (processor, stopping criterion, streamer, rule, drafter) ends that
     request, with `finish_reason` "error"; one from a drafter that requests share ends those that it was called for. An
@@ -51,9 +56,12 @@ class ContinuousEngine:
     Args:
         max_rows: requests that run at once.
         max_tokens: most tokens of a request, prompt and output together; sources of an encoder-decoder are not counted.
+        piece_seconds: that a piece of prompts should take at most, while rows wait for it.
+        prefix_bytes: most bytes of keys and values kept for prompts with the same prefix; 0 for none.
+        share_prefixes: whether requests of one namespace may reuse those of another.
 
     Raises:
-        Refused: a size is not an integer or too small, or the cache does not fit in memory.
+        Refused: a size is not an integer or too small, or cache and prefixes do not fit in memory.
     """
 
     def __init__(
@@ -66,17 +74,23 @@ class ContinuousEngine:
         hosting: tuple[str, bool],
         max_rows: int,
         max_tokens: int,
+        piece_seconds: float = PIECE_SECONDS,
+        prefix_bytes: int = 0,
+        share_prefixes: bool = False,
     ):
-        for name, value, least in (("max_rows", max_rows, 1), ("max_tokens", max_tokens, 2)):
+        sizes = ("max_rows", max_rows, 1), ("max_tokens", max_tokens, 2), ("prefix_bytes", prefix_bytes, 0)
+        for name, value, least in sizes:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise Refused(f"{name}={value!r}: give an integer of {least} or more")
+        if isinstance(piece_seconds, bool) or not isinstance(piece_seconds, int | float) or not piece_seconds > 0:
+            raise Refused(f"piece_seconds={piece_seconds!r}: give a number above 0, in seconds")
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._drafter, self._rule = drafter, rule
         self._target = hosted(model, *hosting)
         with defaults():
             self._target.reserve(max_rows, max_tokens + DRAFTS)
-        self._engine: Engine | None = Engine(self._target, control)
+            self._engine: Engine | None = self._made(control, piece_seconds, prefix_bytes, share_prefixes)
         self._watch, self._control = Stopwatch(), control
         self._watch.attach(self._engine)
         self._step = self._watch.timed("all", self._engine.step)
@@ -84,6 +98,15 @@ class ContinuousEngine:
         self._compared = (0.0, 0.0)  # time of the last check for changes, and its seconds
         self._waiting: deque[EngineRequest] = deque()
         self._running: dict[int, tuple[EngineRequest, float]] = {}  # id(request) -> the request, time of admission
+
+    def _made(self, control: Control, piece_seconds: float, prefix_bytes: int, shared: bool) -> Engine:
+        """The engine; those of encoder-decoders read prompts whole, and keep no prefixes."""
+        self._prefixes: Prefixes | None = None
+        if self._target.granularity is None:
+            return Engine(self._target, control)
+        if prefix_bytes:
+            self._prefixes = self._target.prefixes(prefix_bytes, shared)
+        return PiecewiseEngine(self._target, control, piece_seconds, self._prefixes)
 
     def __enter__(self) -> ContinuousEngine:
         return self
@@ -160,6 +183,8 @@ class ContinuousEngine:
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
             report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes = request.passes
+            if self._prefixes is not None and (taps_of(request.rows).hidden or request.prompts[0].ids is None):
+                report.notes.append(WHOLE)
             return EngineRequest(request, seed, streamer, report)
 
         with exclusive([self]), also_exclusive(parts_of([given])), defaults():
@@ -176,10 +201,11 @@ class ContinuousEngine:
 
     @torch.no_grad()
     def step(self) -> list[EngineRequest]:
-        """Make one pass: over the prompts of waiting requests for which a slot is free, else over drafts of all rows.
+        """Read a piece of the prompts of requests that have a slot, or make a pass over drafts of all rows; in turn,
+        where there are both. Encoder-decoders read prompts whole.
 
         Returns:
-            The requests that took part in the pass, and those that ended.
+            The requests that have new tokens, and those that ended.
 
         Raises:
             Refused: the model was changed, or this is a call within a call; nothing was computed.
@@ -220,11 +246,13 @@ class ContinuousEngine:
     def report(self) -> EngineReport:
         """Figures of all requests so far."""
         totals = copy.deepcopy(self._totals)
-        for request, _ in list(self._running.values()):  # a copy: another thread may change it
+        running = list(self._running.values())  # a copy: another thread may change it
+        for request, _ in running:
             totals.add(request.report())
         return EngineReport(
-            self._target.runtime, name_of(self._control), totals, len(self._waiting), len(self._running),
-            dict(self._watch.seconds),
+            self._target.runtime, name_of(self._control), totals, len(self._waiting), len(running),
+            dict(self._watch.seconds), sum(not request._request.passes for request, _ in running),
+            self._prefixes.bytes if self._prefixes else 0,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -247,6 +275,8 @@ class ContinuousEngine:
                 self._finish(request, request.finish_reason or "abort")
             self._waiting.clear()
             self._target.free()
+            if self._prefixes is not None:
+                self._prefixes.clear()
             self._engine = None
 
     def _unfinished(self) -> list[EngineRequest]:
@@ -314,6 +344,7 @@ class ContinuousEngine:
             else:
                 self._running[id(request._request)] = request, time.perf_counter()
                 engine.admit(request._request)
+                request.report().cached_tokens = request.cached_tokens
             self._waiting.popleft()
         return ended
 

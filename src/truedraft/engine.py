@@ -132,7 +132,7 @@ class Engine:
         self._cohort = None
         self.rows += [row for request in requests for row in request.rows]
         self._waiting.clear()
-        self.target.taps = _taps(self.rows)
+        self.target.taps = taps_of(self.rows)
         for drafter, places in by_owner([row.request.drafter for row in self.rows[first:]]):
             rows = select(self.rows[first:], places)
             if id(drafter) not in open_drafters:
@@ -312,7 +312,7 @@ class Engine:
                 request.chance.passed(min(steps))
 
 
-def _taps(rows: Sequence[Row]) -> Taps:
+def taps_of(rows: Sequence[Row]) -> Taps:
     """The taps of all drafters and rules of these rows."""
     taps = Taps()
     for request in {id(row.request): row.request for row in rows}.values():

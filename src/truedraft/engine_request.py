@@ -45,6 +45,11 @@ class EngineRequest:
         return None if kept is None else kept.places()
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed, because the engine had kept their keys and values."""
+        return self._request.cached_tokens
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -26,6 +26,7 @@ class Request:
     chance: the source of random numbers.
     history: padded token ids of all rows, for processors and criteria.
     passes: the passes that its rows took part in, so far.
+    cached_tokens: prompt tokens whose keys and values were stored by an earlier request.
     error: the exception that ended it; None where there was none.
     """
 
@@ -38,6 +39,7 @@ class Request:
     chance: Chance
     history: History
     passes: list[Pass] = field(default_factory=list, init=False)
+    cached_tokens: int = field(default=0, init=False)
     argmax: ArgmaxRule | None = field(init=False)  # the rule, if it may decide all nodes at once
     probing: ProbingRule | None = field(init=False)  # the rule, if it adds probes
     error: Exception | None = field(default=None, init=False)

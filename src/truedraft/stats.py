@@ -85,6 +85,7 @@ class Report:
     passes: every pass of the target, the prompt's own first.
     seconds: wall time by part, see `PassTimes`: measure (a share of each call until the costs are measured), prefill,
         draft, draft_prefill (a part of draft), observe, control, target, and all.
+    cached_tokens: tokens of the prompt that were not computed, because a running engine had kept their keys and values.
     attributions: spans of the output that were copied from documents, from rules that report them.
     reference: the plain decoding that the guarantee names.
     dtype: of the model, as text.
@@ -101,6 +102,7 @@ class Report:
     passes: list[Pass] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
+    cached_tokens: int = 0
     attributions: tuple[Attribution, ...] = ()
     reference: str = ""
     dtype: str = ""
@@ -153,6 +155,7 @@ class Report:
             "runtime": self.runtime,
             "notes": self.notes,
             "interrupted": self.interrupted,
+            "cached_tokens": self.cached_tokens,
             "tokens": self.tokens,
             "passes": len(self.passes),
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
@@ -184,6 +187,8 @@ class Report:
         rate = self.acceptance_rate
         yield "", "nothing drafted" if rate is None else f"{rate:.0%} of drafted nodes accepted"
         yield "speed", f"{self.tokens_per_second:.1f} tokens/s"
+        if self.cached_tokens:
+            yield "reused", f"{self.cached_tokens} tokens of the prompt"
         if parts := [part for part in ("prefill", "draft", "target") if part in self.seconds]:
             yield "time", ", ".join(f"{part} {self.seconds[part] / self._working:.0%}" for part in parts)
             if (first := self.seconds.get("draft_prefill", 0.0) / self._working) >= NOTABLE:
@@ -202,6 +207,7 @@ class Totals:
     ended: how many ended for each reason.
     passes: of the target, prompts' own passes included. row_passes: the same counted once for each row in them.
     tokens: emitted. offered: nodes that were up for verification. drafted: those of them that were emitted.
+    cached_tokens: tokens of prompts that were not computed, because their keys and values were kept.
     """
 
     ended: dict[str, int] = field(default_factory=dict)
@@ -210,6 +216,7 @@ class Totals:
     tokens: int = 0
     offered: int = 0
     drafted: int = 0
+    cached_tokens: int = 0
 
     def add(self, report: Report) -> None:
         emissions = [e for done in report.passes for e in done.emitted]
@@ -217,6 +224,7 @@ class Totals:
         self.tokens += sum(len(e.tokens) for e in emissions)
         self.offered += sum(e.offered for e in emissions)
         self.drafted += sum(e.drafted for e in emissions)
+        self.cached_tokens += report.cached_tokens
 
     def end(self, report: Report, reason: str) -> None:
         self.add(report)
@@ -229,7 +237,8 @@ class EngineReport:
 
     runtime: how passes are made. control: how much is drafted.
     totals: of all requests so far.
-    waiting, running: requests now.
+    waiting, running: requests now; those whose prompts are being read run too. reading: how many these are.
+    prefix_bytes: bytes of keys and values kept for prompts with the same prefix.
     seconds: wall time by part, as in `Report`; "all" is the time within steps, but for admission and streamers.
     """
 
@@ -239,6 +248,8 @@ class EngineReport:
     waiting: int
     running: int
     seconds: dict[str, float]
+    reading: int = 0
+    prefix_bytes: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -262,6 +273,8 @@ class EngineReport:
             "control": self.control,
             "waiting": self.waiting,
             "running": self.running,
+            "reading": self.reading,
+            "prefix_bytes": self.prefix_bytes,
             **asdict(self.totals),
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 4),
@@ -283,3 +296,5 @@ class EngineReport:
         rate = self.acceptance_rate
         yield "", "nothing drafted" if rate is None else f"{rate:.0%} of drafted nodes accepted"
         yield "speed", f"{self.tokens_per_second:.1f} tokens/s"
+        if self.totals.cached_tokens or self.prefix_bytes:
+            yield "prefixes", f"{self.totals.cached_tokens} tokens reused, {self.prefix_bytes:,} bytes kept"

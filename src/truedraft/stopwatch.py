@@ -15,10 +15,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Drafting = Callable[[Drafter, Sequence[Row], Sequence[int]], list[DraftTree]]
 
-# What of an engine is timed, by the method: the part of a pass that it is.
+# What of an engine is timed, by the method, where it has it: the part of a pass that it is.
 TIMED = {
     "_measure": "measure",
-    "_read": "prefill",
+    "_read": "prefill", "_read_pieces": "prefill",
     "_score": "target", "_decide": "target",
     "_begin": "observe", "_observe": "observe",
     "_budget": "control", "_prune": "control", "_learn": "control",
@@ -72,6 +72,7 @@ class Stopwatch:
     def attach(self, engine: Engine) -> None:
         """Time the parts of an engine, for its control among others."""
         for method, part in TIMED.items():
-            setattr(engine, method, self.timed(part, getattr(engine, method)))
+            if (timed := getattr(engine, method, None)) is not None:
+                setattr(engine, method, self.timed(part, timed))
         engine._draft = self.timed_drafts(engine._draft)
         engine.control.times, engine.control.drafting = self.times, self.drafting

@@ -239,6 +239,24 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Positions `start` to `end` of a prompt, the end not included, to be read into a slot that holds those before."""
+
+    prompt: Prompt
+    slot: int
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def last(self) -> bool:
+        """Whether it ends the prompt."""
+        return self.end == len(self.prompt)
+
+
+@dataclass(frozen=True)
 class Taps:
     """What a drafter or rule requires of every pass besides logits. `a | b` is the union.
 
@@ -308,6 +326,14 @@ def joined(parts: Sequence[Scores]) -> Scores:
         {layer: [state for part in parts for state in part.hidden[layer]] for layer in parts[0].hidden},
         [n for part in parts for n in part.context],
     )
+
+
+def continued(parts: Sequence[Scores]) -> Scores:
+    """The scores of adjacent pieces of one prompt as those of the whole; the logits are those of the last piece."""
+    if len(parts) == 1:
+        return parts[0]
+    hidden = {layer: [torch.cat([part.hidden[layer][0] for part in parts])] for layer in parts[0].hidden}
+    return Scores(parts[-1].logits, hidden, [sum(part.context[0] + 1 for part in parts) - 1])
 
 
 @dataclass(frozen=True, slots=True)

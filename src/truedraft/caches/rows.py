@@ -1,7 +1,8 @@
 """A KV cache for rows of different lengths, without padding or realignment.
 
 Slots 0..n-1 are in use. A pass writes each row's tree behind the row's own length; a commit keeps the accepted
-path there, and the entries beyond the new length are ignored.
+path there, and the entries beyond the new length are ignored. Rows whose prompts are read in pieces have other slots
+until they are activated.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class CacheCursor:
     """Where the current pass reads and writes; shared by all layers.
 
     lengths: committed positions per slot in use.
+    reading: slot -> committed positions of a row whose prompt is being read; none of these slots is in use.
     scratch: positions per slot in use that passes under views have kept behind these; empty where there are none.
     partial: layers that have not written all of the scratch.
     first, last: the slots that take part in the pass.
@@ -34,6 +36,7 @@ class CacheCursor:
     def __init__(self, slots: int, capacity: int):
         self.slots, self.capacity = slots, capacity
         self.lengths: list[int] = []
+        self.reading: dict[int, int] = {}
         self.scratch: list[int] = []
         self.partial: frozenset[int] = frozenset()
         self.first = self.last = self.width = self.extent = 0
@@ -49,6 +52,20 @@ class CacheCursor:
             yield
         finally:
             self.lengths[:] = committed
+
+    @contextmanager
+    def reaching(self, slot: int) -> Iterator[None]:
+        """Within the block, all slots before this one count as in use; afterwards the lengths are restored."""
+        committed = list(self.lengths)
+        try:
+            self.lengths += [0] * (slot - len(committed))
+            yield
+        finally:
+            self.lengths[:] = committed
+
+    def committed(self, slot: int) -> int:
+        """Committed positions of a slot."""
+        return self.lengths[slot] if slot < len(self.lengths) else self.reading[slot]
 
     def begin(self, first: int, last: int, width: int, device: torch.device) -> None:
         lengths = self.lengths[first:last]
@@ -134,6 +151,11 @@ class RowLayer(SlotLayer):
         self.keys[target, :, :length] = self.keys[source, :, :length]
         self.values[target, :, :length] = self.values[source, :, :length]
 
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` positions of two slots."""
+        for kept in (self.keys, self.values):
+            kept[[one, other], :, :length] = kept[[other, one], :, :length]
+
 
 class RowCache(Cache):
     """The layers of `RowLayer` under one cursor.
@@ -157,6 +179,7 @@ class RowCache(Cache):
     def clear(self) -> None:
         """Free every slot and zero the cache: positions behind a row are masked, but a masked NaN is still a NaN."""
         self.lengths.clear()
+        self.cursor.reading.clear()
         self.rewind()
         for layer in self.layers:
             if layer.is_initialized:
@@ -204,3 +227,50 @@ class RowCache(Cache):
                 layer.move(last, slot, self.lengths[last])
             self.lengths[slot] = self.lengths[last]
         self.lengths.pop()
+
+    def open(self) -> int:
+        """Take a free slot for a row whose prompt will be read in pieces: the first, where it can remain."""
+        reading = self.cursor.reading
+        slot = next(slot for slot in range(len(self.lengths), self.cursor.slots) if slot not in reading)
+        reading[slot] = 0
+        return slot
+
+    def activate(self, slot: int) -> int:
+        """Put a row that has been read into use, behind those that are, and return its new slot. If another row is
+        being read there, that one moves to `slot`. Entries of last tokens, which are not committed yet, move along.
+        Scratch is dropped."""
+        self.rewind()
+        reading, new = self.cursor.reading, len(self.lengths)
+        length = reading.pop(slot)
+        if slot != new and (other := reading.pop(new, None)) is not None:
+            for layer in self.layers:
+                layer.swap(slot, new, max(length, other) + 1)
+            reading[slot] = other
+        elif slot != new:
+            for layer in self.layers:
+                layer.move(slot, new, length + 1)
+        self.lengths.append(length)
+        return new
+
+    def discard(self, slot: int) -> None:
+        """Free the slot of a row whose prompt is being read."""
+        del self.cursor.reading[slot]
+
+    def copied(self, slot: int, first: int, last: int) -> list[Tensor]:
+        """Copies of the entries at positions `first` to `last` of a slot: keys and values of each layer, (heads,
+        positions, head size)."""
+        return [kept[slot, :, first:last].clone() for kept in self._kept]
+
+    def paste(self, slot: int, first: int, entries: Sequence[Tensor]) -> None:
+        """Write entries as `copied` returns them at the positions of a slot from `first` on."""
+        for kept, new in zip(self._kept, entries, strict=True):
+            kept[slot, :, first : first + new.shape[1]] = new
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes of the keys and values of one position in all layers."""
+        return sum(kept.shape[1] * kept.shape[3] * kept.element_size() for kept in self._kept)
+
+    @property
+    def _kept(self) -> list[Tensor]:
+        return [kept for layer in self.layers if layer.is_initialized for kept in (layer.keys, layer.values)]

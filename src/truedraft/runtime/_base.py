@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
 from truedraft.views._base import View
+
+PROMPT = 512  # most positions of prompts in one call
 
 
 class Runner(ABC):
@@ -21,6 +23,12 @@ class Runner(ABC):
     name: str
     batch_invariant: ClassVar[bool] = False
     cold: bool = False
+
+    @property
+    @abstractmethod
+    def granularity(self) -> int:
+        """Prompts that are read in pieces are computed in spans that end at multiples of so many positions, so that the
+        bits of a row depend on its own tokens alone; 1 where they depend on no split."""
 
     @abstractmethod
     def attach(self, cache: Any) -> None:
@@ -36,6 +44,14 @@ class Runner(ABC):
 
         Returns:
             Logits (rows, 1, V) of their last tokens. These are not committed: each is the root of its row's next tree.
+        """
+
+    @abstractmethod
+    def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
+        """Read pieces of prompts, all of tokens or all of embeddings; at most PROMPT positions in all.
+
+        Returns:
+            By piece, the logits of its last position where that ends the prompt, and hidden states of all positions.
         """
 
     @abstractmethod

@@ -17,18 +17,17 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
-from truedraft.runtime._base import Runner
+from truedraft.runtime._base import PROMPT, Runner
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.tapping import layer_number
 from truedraft.runtime.weights import NotCompilable
-from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import View
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
-PROMPT = 512  # most nodes of prompts in one call
 VARIANTS = 64  # most cached lists of operations; the oldest is dropped first
 NO_LAYERS: frozenset[int] = frozenset()
 CPU = torch.device("cpu")
@@ -145,6 +144,7 @@ class CompiledPass(Runner):
 
     name = "compiled pass"
     batch_invariant = True
+    granularity = 1
 
     def __init__(self, model: PreTrainedModel):
         library = native.library()
@@ -203,36 +203,34 @@ class CompiledPass(Runner):
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows together, at most PROMPT nodes per call."""
-        cursor = self.cache.cursor
-        first = len(cursor.lengths)
-        logits: list[Tensor] = []
-        hidden: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
+        lengths = self.cache.cursor.lengths
+        parts: list[list[Scores]] = [[] for _ in prompts]
         for part in prompts_in_parts([len(p) for p in prompts]):
-            nodes, gather, embeds = Nodes(), [], []
-            for i, start, end in part:
-                prompt = prompts[i]
-                nodes.add_chain(
-                    first + i, start, None if prompt.ids is None else prompt.ids[start:end].tolist(), end - start
-                )
-                if (counted := self._counted(prompt)) is not None:
-                    nodes.position[start - end :] = counted[start:end]
-                if end == len(prompt):
-                    gather.append(len(nodes) - 1)
-                if prompt.embeds is not None:
-                    embeds.append(prompt.embeds[start:end])
-            scored, states = self(nodes, gather, torch.cat(embeds) if embeds else None, taps.hidden)
-            logits.append(scored)
-            for layer, state in states.items():
-                at = 0
-                for i, start, end in part:
-                    state_of_part = state[at : at + end - start]
-                    if start:
-                        hidden[layer][i] = torch.cat([hidden[layer][i], state_of_part])
-                    else:
-                        hidden[layer].append(state_of_part)
-                    at += end - start
-        cursor.lengths += [len(p) - 1 for p in prompts]  # the root is committed with its path
-        return Scores(torch.cat(logits)[:, None], hidden, [len(p) - 1 for p in prompts])
+            pieces = [Piece(prompts[i], len(lengths) + i, start, end) for i, start, end in part]
+            for (i, _, _), scores in zip(part, self.read_pieces(pieces, taps), strict=True):
+                parts[i].append(scores)
+        lengths += [len(p) - 1 for p in prompts]  # the root is committed with its path
+        return joined([continued(of_prompt) for of_prompt in parts])
+
+    def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
+        """Read pieces of prompts in one call; see `Runner.read_pieces`."""
+        nodes, gather, embeds = Nodes(), [], []
+        for piece in pieces:
+            prompt, n, span = piece.prompt, len(piece), slice(piece.start, piece.end)
+            nodes.add_chain(piece.slot, piece.start, None if prompt.ids is None else prompt.ids[span].tolist(), n)
+            if (counted := self._counted(prompt)) is not None:
+                nodes.position[-n:] = counted[span]
+            if piece.last:
+                gather.append(len(nodes) - 1)
+            if prompt.embeds is not None:
+                embeds.append(prompt.embeds[span])
+        logits, states = self(nodes, gather, torch.cat(embeds) if embeds else None, taps.hidden)
+        scored, sizes = iter(logits[:, None, None]), [len(piece) for piece in pieces]
+        hidden = {layer: state.split(sizes) for layer, state in states.items()}
+        return [
+            Scores(next(scored) if piece.last else logits[:0, None], {k: [v[i]] for k, v in hidden.items()}, [n - 1])
+            for i, (piece, n) in enumerate(zip(pieces, sizes, strict=True))
+        ]
 
     def _counted(self, prompt: Prompt) -> list[int] | None:
         """The positions of a prompt's tokens, where they differ from their indices; else None."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from truedraft.runtime.padded import Padded
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
 from truedraft.runtime.weights import NotCompilable
-from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
+from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
 
 # Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: in
@@ -33,6 +33,7 @@ LONG = {"intel": 256, "other": 8192, "amx_bf16": 32, "avx512_bf16": 80, "widened
 WIDE = 768
 ROOM = 4 << 30  # most bytes of activations for a prompt read in one call;
 PART = 2048  # tokens per call of longer prompts
+SPANS = {"cpu": 128, "cuda": 512}  # positions per call of prompts that are read in pieces
 
 Output = tuple[Tensor, dict[int, Tensor]]  # logits (rows, width, V); tapped layers, (rows, width, H) each
 
@@ -55,6 +56,10 @@ class ForwardPass(Runner):
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
+    @property
+    def granularity(self) -> int:
+        return SPANS.get(self.device.type, SPANS["cuda"])
+
     def attach(self, cache: RowCache | Seq2SeqCache | None) -> None:
         self.cache: RowCache | Seq2SeqCache = cache  # type: ignore[assignment]
 
@@ -63,10 +68,30 @@ class ForwardPass(Runner):
         """Read the prompts of new rows; neighbours of equal length share a call."""
         return joined([self._read(list(group), length, taps) for length, group in groupby(prompts, len)])
 
+    @torch.no_grad()
+    def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
+        """Read pieces of prompts, one after another, in calls of `granularity` positions, the last ones shorter."""
+        return [self._read_piece(piece, taps) for piece in pieces]
+
+    def _read_piece(self, piece: Piece, taps: Taps) -> Scores:
+        step = self.granularity
+        ends = [*range(piece.start, piece.end, step), piece.end]
+        with self.cache.cursor.reaching(piece.slot):
+            return self._read_spans([piece.prompt], list(pairwise(ends)), taps)
+
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
         """Read prompts of one length together, at most `most` positions of each at a time."""
+        lengths, length = self.cache.cursor.lengths, len(batch[0])
+        first = len(lengths)
+        spans = [(start, min(start + most, length)) for start in range(0, length, most)]
+        scores = self._read_spans(batch, spans, taps)
+        lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
+        return scores
+
+    def _read_spans(self, batch: Sequence[Prompt], spans: Sequence[tuple[int, int]], taps: Taps) -> Scores:
+        """Read adjacent spans of prompts of one length, each in a call, behind the rows in use."""
         self.check_taps(taps)
-        cursor, length = self.cache.cursor, len(batch[0])
+        cursor = self.cache.cursor
         name, given = "input_ids", [p.ids for p in batch]
         if batch[0].embeds is not None:
             name, given = "inputs_embeds", [p.embeds for p in batch]
@@ -74,17 +99,15 @@ class ForwardPass(Runner):
         cut = {"logits_to_keep": 1} if self._cut_logits else {}
         parts: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
         first = len(cursor.lengths)
-        for start in range(0, length, most):
-            end = min(start + most, length)
+        for start, end in spans:
             cursor.lengths[first:] = [start] * len(batch)
             cursor.begin(first, first + len(batch), end - start, self.device)
             positions = torch.arange(start, end, device=self.device)[None].expand(len(batch), -1)
             logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
             for layer, read in parts.items():
                 read.append(states[layer])
-        cursor.lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
         hidden = {layer: list(torch.cat(read, 1) if read[1:] else read[0]) for layer, read in parts.items()}
-        return Scores(logits[:, -1:], hidden, [length - 1] * len(batch))
+        return Scores(logits[:, -1:], hidden, [spans[-1][1] - spans[0][0] - 1] * len(batch))
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:

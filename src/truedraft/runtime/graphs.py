@@ -23,7 +23,7 @@ from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.forward import ForwardPass
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.weights import NotCompilable
-from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
 from truedraft.views._base import View
 
 EXTENT = 256  # least positions of a row that a pass reads, where the cache has as many
@@ -146,6 +146,14 @@ class GraphPass(Runner):
         """Read the prompts of new rows by plain forwards."""
         return self.stock.prefill(prompts, taps)
 
+    def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
+        """Read pieces of prompts by plain forwards."""
+        return self.stock.read_pieces(pieces, taps)
+
+    @property
+    def granularity(self) -> int:
+        return self.stock.granularity
+
     def check_taps(self, taps: Taps) -> None:
         self.stock.check_taps(taps)
 
@@ -168,9 +176,10 @@ class GraphPass(Runner):
         rows = bucket(len(trees), cursor.slots)
         ends = [n + len(tree) for n, tree in zip(cursor.lengths, trees, strict=True)]
         reads = bucket(max(EXTENT, *ends), cursor.capacity)
-        idle = rows - len(trees)  # free slots score a dummy token
-        padded = [*trees, *[DraftTree.chain(0)] * idle]
-        nodes = Padded.of(padded, cursor.lengths + [0] * idle, bucket(width), self.stock.device)
+        others = range(len(trees), rows)  # they score a dummy token, which is written behind what has been read there
+        padded = [*trees, *[DraftTree.chain(0)] * len(others)]
+        lengths = cursor.lengths + [cursor.reading.get(slot, 0) for slot in others]
+        nodes = Padded.of(padded, lengths, bucket(width), self.stock.device)
         embeds = embedded(self.stock.model, padded, bucket(width), self.stock.device)
         logits, *states = self._replayed(nodes, embeds, reads, taps)
         # the next pass overwrites these tensors

@@ -68,7 +68,10 @@ class Server:
         self.draining, self.started = False, time.time()
 
     def _engine(self) -> Any:
-        return self.model.fast.engine(self.config.max_rows, self.model.max_model_len)
+        config = self.config
+        return self.model.fast.engine(
+            config.max_rows, self.model.max_model_len, config.piece_seconds, config.prefix_bytes, config.share_prefixes
+        )
 
     @property
     def ready(self) -> bool:

@@ -73,7 +73,7 @@ class Job:
 
     @property
     def cached_tokens(self) -> int:
-        return getattr(self.request, "cached_tokens", 0)
+        return 0 if self.request is None else self.request.cached_tokens
 
     @property
     def accepted(self) -> int:

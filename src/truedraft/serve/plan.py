@@ -14,7 +14,7 @@ from truedraft.bench.sizes import size_of
 from truedraft.continuous import DRAFTS
 from truedraft.errors import Refused
 from truedraft.layout import labelled
-from truedraft.runtime.compiled import PROMPT
+from truedraft.runtime._base import PROMPT
 from truedraft.serve.config import ServeConfig
 from truedraft.targets import kinds
 from truedraft.targets.memory import cache_bytes, free_memory

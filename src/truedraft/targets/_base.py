@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from truedraft.caches.prefixes import Prefixes
 from truedraft.targets.kinds import Family
-from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps
+from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps
 from truedraft.views._base import View
 
 
@@ -194,6 +195,41 @@ class Target(Protocol):
 
     def prefill(self, prompts: Sequence[Prompt]) -> Scores:
         """Like `admit`, but always by a pass: logits (rows, 1, V) of the prompts' last tokens."""
+
+    # ---------------------------------------------------------------- prompts in pieces, between passes
+
+    @property
+    def granularity(self) -> int | None:
+        """Pieces of prompts end at multiples of this many positions, or with the prompt: 1 where no split changes a bit
+        of the pass; None where prompts are only read whole, by `admit`."""
+
+    def open(self) -> int:
+        """Take a free slot for a row whose prompt will be read in pieces; the row is not in use until `activate`."""
+
+    def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
+        """Read pieces of prompts, at most `runtime.PROMPT` positions, by the pass that also scores trees; the model's
+        own forward for long prompts (`prefill`) would round differently.
+
+        Returns:
+            By piece: logits (1, 1, V) of its last position where that ends the prompt, and hidden states of all its
+            positions.
+        """
+
+    def activate(self, slot: int) -> int:
+        """Put a row whose prompt has been read into use: its new slot. If another row is being read there, that one
+        moves to `slot`. The prompt is committed except for its last token."""
+
+    def discard(self, slot: int) -> None:
+        """Free the slot of a row whose prompt is being read."""
+
+    def prefixes(self, limit: int, shared: bool) -> Prefixes:
+        """An empty store of at most `limit` bytes for prefixes of the rows of the reserved cache.
+
+        Raises:
+            NoRoom: cache and store do not fit in free memory.
+        """
+
+    # ---------------------------------------------------------------- passes over trees
 
     def score(self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None) -> Scores:
         """One pass: logits (rows, width, V) at every node of one tree per slot in use. On a GPU it may still be running

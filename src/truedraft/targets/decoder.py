@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from truedraft.caches.prefixes import Prefixes
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
@@ -33,7 +34,7 @@ from truedraft.targets.kinds import Family
 from truedraft.targets.memory import check_room
 from truedraft.targets.quirks import learned_positions
 from truedraft.targets.reference import Reference
-from truedraft.tree import DraftTree, Prompt, Row, Scores, Taps, joined
+from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps, joined
 from truedraft.views._base import View
 
 
@@ -258,6 +259,42 @@ class DecoderTarget:
     def read(self, prompts: Sequence[Prompt]) -> Scores:
         """Read the prompts of new rows by the model's own forward; see `prefill`."""
         return self._reader.prefill(prompts, self.taps)
+
+    @property
+    def granularity(self) -> int | None:
+        return self.runner.granularity
+
+    def open(self) -> int:
+        return self._rows.open()
+
+    @torch.no_grad()
+    def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
+        self.rewind()
+        scores: list[Scores] = []
+        for _, group in groupby(pieces, lambda piece: piece.prompt.ids is None):
+            scores += self.runner.read_pieces(list(group), taps)
+        for piece in pieces:
+            # the root is committed with its path
+            self._rows.cursor.reading[piece.slot] = piece.end - 1 if piece.last else piece.end
+        self.wait()
+        return scores
+
+    def activate(self, slot: int) -> int:
+        return self._rows.activate(slot)
+
+    def discard(self, slot: int) -> None:
+        self._rows.discard(slot)
+
+    def prefixes(self, limit: int, shared: bool) -> Prefixes:
+        check_room(
+            self.config, len(self.layer_types), *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
+        )
+        return Prefixes(self._rows, limit, shared, self.runner.granularity)
+
+    @property
+    def _rows(self) -> RowCache:
+        assert isinstance(self.cache, RowCache)
+        return self.cache
 
     def _is_long(self, prompt: Prompt) -> bool:
         return self.long is not None and len(prompt) >= self.long

@@ -12,14 +12,14 @@ from truedraft.errors import NoRoom
 
 def check_room(
     config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
-    remedy: str = "lower max_new_tokens or the batch size",
+    remedy: str = "lower max_new_tokens or the batch size", beside: int = 0,
 ) -> None:  # fmt: skip
-    """Raises NoRoom where keys and values of that many rows and positions do not fit in free memory."""
-    need, free = cache_bytes(config, layers, rows, capacity, dtype), free_memory(device)
+    """Raises NoRoom where keys and values of that many rows and positions, and `beside` bytes, do not fit in free
+    memory."""
+    need, free = cache_bytes(config, layers, rows, capacity, dtype) + beside, free_memory(device)
     if need > free:
-        raise NoRoom(
-            f"the KV cache of {rows} rows x {capacity} positions needs {need:,} bytes, {free:,} are free: {remedy}"
-        )
+        of = f"{rows} rows x {capacity} positions" + (f" with {beside:,} bytes of prefixes" if beside else "")
+        raise NoRoom(f"the KV cache of {of} needs {need:,} bytes, {free:,} are free: {remedy}")
 
 
 def cache_bytes(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> int:

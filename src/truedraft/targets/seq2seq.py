@@ -79,6 +79,10 @@ class Seq2SeqTarget(DecoderTarget):
     def _long(self) -> int | None:
         return None  # decoder prompts are short
 
+    @property
+    def granularity(self) -> int | None:
+        return None  # decoder prompts are short
+
     def check_inputs(self, inputs: Any, given: Mapping[str, Any]) -> None:
         check_sources(self.model, inputs, given)
 

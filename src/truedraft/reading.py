@@ -1,0 +1,212 @@
+"""Prompts that are read in pieces, between the passes of rows that run: no row waits for a whole prompt.
+
+A step is a piece of prompts or a pass over the drafts of all rows; while there are both, they alternate. The prompts
+that a piece completes are verified at once: their rows emit their first token and run from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from truedraft.caches.prefixes import Prefixes
+from truedraft.control._base import Control
+from truedraft.engine import Engine, taps_of
+from truedraft.request import Request
+from truedraft.runtime._base import PROMPT
+from truedraft.targets._base import Target
+from truedraft.tree import Piece, Prompt, Row, Scores, Taps
+
+LEAST = 16  # positions of a piece
+GROWTH = 2.0  # most that a piece may be larger than the largest that was measured
+
+
+@dataclass(eq=False)
+class Reading:
+    """A request of one row whose prompt is being read; the row has its slot already.
+
+    slot: of the cache.
+    taps: what its drafter and rule require of the prompt.
+    end: positions read so far.
+    logits: (1, 1, V) of the last token, once that is read.
+    hidden: by tapped layer, the states of the pieces.
+    """
+
+    request: Request
+    slot: int
+    taps: Taps
+    end: int = 0
+    logits: Tensor | None = None
+    hidden: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def row(self) -> Row:
+        return self.request.rows[0]
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.request.prompts[0]
+
+    @property
+    def left(self) -> int:
+        return len(self.prompt) - self.end
+
+    def add(self, piece: Piece, scores: Scores) -> None:
+        """Add a piece that was read."""
+        self.end = piece.end
+        for layer in self.taps.hidden:
+            self.hidden.setdefault(layer, []).append(scores.hidden[layer][0])
+        if piece.last:
+            self.logits = scores.logits
+
+    def states(self, layer: int) -> Tensor:
+        """(prompt, H) states of a layer; empty where it is not tapped."""
+        return torch.cat(self.hidden[layer]) if layer in self.hidden else torch.empty(0)
+
+
+class PieceSize:
+    """The positions of a piece that take a given time, from the pieces read so far.
+
+    seconds: that a piece should take at most.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds, self.positions = seconds, LEAST
+
+    def learn(self, positions: int, seconds: float) -> None:
+        fitting = min(positions * self.seconds / max(seconds, 1e-9), GROWTH * positions)
+        if seconds > self.seconds or positions >= self.positions:  # shorter ones say little of longer ones
+            self.positions = min(max(int(fitting), LEAST), PROMPT)
+
+
+class PiecewiseEngine(Engine):
+    """An `Engine` that reads prompts in pieces. Its requests have one row each.
+
+    Args:
+        seconds: that a piece should take at most while rows run; it has LEAST positions in any case.
+        prefixes: where the keys and values of rows that leave are kept for prompts with the same prefix, if anywhere.
+            Not for prompts whose hidden states are tapped, which would be missing, nor for those given as embeddings.
+    """
+
+    def __init__(self, target: Target, control: Control, seconds: float, prefixes: Prefixes | None = None):
+        super().__init__(target, control)
+        self._size, self._prefixes = PieceSize(seconds), prefixes
+        self._reading: list[Reading] = []  # the oldest first
+        self._read_last = False  # whether the last step read a piece
+        self._odd = 0  # of the number of pieces, in turn 0 and 1
+        self._read, self._read_pieces = self._activated, target.read_pieces
+
+    @property
+    def running(self) -> bool:
+        return bool(self._reading) or super().running
+
+    @property
+    def reading(self) -> int:
+        """Requests whose prompts are being read."""
+        return len(self._reading)
+
+    def admit(self, request: Request) -> None:
+        """Add a request; its prompt is read from the next step on, without the prefix that is stored of it."""
+        row, slot = request.rows[0], self.target.open()
+        one = Reading(request, slot, taps_of(request.rows))
+        self._reading.append(one)
+        if self._prefixes is not None and one.prompt.ids is not None and not one.taps.hidden:
+            one.end = request.cached_tokens = self._prefixes.load(row.namespace, row.tokens, slot)
+
+    def step(self) -> list[Request]:
+        """Read a piece of prompts, or make a pass over drafts of all rows; see `Engine.step`.
+
+        Returns:
+            The requests that took part in the pass, or that failed; none where no prompt was completed.
+        """
+        self._read_last = bool(self._reading) and not (self.rows and self._read_last)
+        if not self._read_last:
+            return super().step()
+        complete = self._read_piece()
+        if not complete:
+            self.passes += 1
+            return []
+        for one in complete:
+            super().admit(one.request)
+        advanced = super().step()
+        for one in complete:
+            if one in self._reading:  # it failed before it was activated
+                self._drop(one)
+        return advanced
+
+    def cancel(self, request: Request) -> None:
+        for one in [one for one in self._reading if one.request is request]:
+            self._drop(one)
+        super().cancel(request)
+
+    def close(self) -> None:
+        self._reading.clear()
+        super().close()
+
+    def _read_piece(self) -> list[Reading]:
+        """Read the next piece; returns the requests whose prompts it completes."""
+        ends = self._shares(self._size.positions if self.rows else PROMPT)
+        pieces = [Piece(one.prompt, one.slot, one.end, end) for one, end in ends.items()]
+        taps = Taps()
+        for one in ends:
+            taps = taps | one.taps
+        before = self.control.times.prefill
+        for one, piece, scores in zip(ends, pieces, self._read_pieces(pieces, taps), strict=True):
+            one.add(piece, scores)
+        self._size.learn(sum(map(len, pieces)), self.control.times.prefill - before)
+        return [one for one in ends if not one.left]
+
+    def _shares(self, positions: int) -> dict[Reading, int]:
+        """Divide a piece: up to where each prompt is read.
+
+        The oldest prompt has half of it, so that none waits for ever, and those with least left the rest, so that a
+        short one is not delayed by a long one. Spans of the target's granularity are not divided.
+        """
+        span = self.target.granularity or 1
+        spans, self._odd = max(positions // span, 1), 1 - self._odd
+        ends: dict[Reading, int] = {}
+        shares = [(self._reading[0], (spans + self._odd) // 2)]
+        shares += [(one, spans) for one in sorted(self._reading, key=lambda one: one.left)]
+        for one, share in shares:
+            start = ends.get(one, one.end)
+            end = min((start // span + min(share, spans)) * span, len(one.prompt))
+            if end > start:
+                ends[one] = end
+                spans -= -(-(end - start) // span)
+        return ends
+
+    def _activated(self, prompts: Sequence[Prompt]) -> Scores:
+        """Put the rows of prompts that were read into use: the scores of their last tokens."""
+        rows = [next(one for one in self._reading if one.prompt is prompt) for prompt in prompts]
+        for one in rows:
+            self._reading.remove(one)
+            slot = self.target.activate(one.slot)
+            for other in self._reading:
+                if other.slot == slot:
+                    other.slot = one.slot
+        layers = {layer for one in rows for layer in one.taps.hidden}
+        return Scores(
+            torch.cat([one.logits for one in rows if one.logits is not None]),
+            {layer: [one.states(layer) for one in rows] for layer in layers},
+            [len(prompt) - 1 for prompt in prompts],
+        )
+
+    def _drop(self, one: Reading) -> None:
+        """End the reading of a prompt, and free its slot."""
+        self._store(one.row, one.slot)
+        self._reading.remove(one)
+        self.target.discard(one.slot)
+
+    def _leave(self, slot: int) -> None:
+        self._store(self.rows[slot], slot)
+        super()._leave(slot)
+
+    def _store(self, row: Row, slot: int) -> None:
+        """Keep the keys and values of a row that leaves; only of its prompt, where those of passes over drafts may have
+        other bits than those of prompts."""
+        if self._prefixes is not None and row.request.prompts[0].ids is not None and not row.request.error:
+            ids = row.tokens if self.target.granularity == 1 else row.tokens[: row.prompt]
+            self._prefixes.store(row.namespace, ids, slot)
