@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,9 +178,8 @@ class ContinuousEngine:
             if generation_config.prompt_lookup_num_tokens is not None:
                 raise Refused("prompt_lookup_num_tokens selects a drafter: give draft='prompt-lookup' instead")
 
-            def check(rows: int, tokens: int) -> None:
-                self._check(tokens, drafter.width + extra_probes(verifier, drafter.width))
-
+            drafts = drafter.width + extra_probes(verifier, drafter.width)
+            check = partial(self._check, drafts)
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
             report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes = request.passes
@@ -300,7 +300,7 @@ class ContinuousEngine:
             raise Refused("the engine is closed: make another one with engine()")
         return self._engine
 
-    def _check(self, tokens: int, drafts: int) -> None:
+    def _check(self, drafts: int, rows: int, tokens: int) -> None:
         """Raises Refused where a request, or a draft at its end, does not fit in the cache."""
         if tokens > self.max_tokens:
             raise Refused(
