@@ -178,8 +178,7 @@ class ContinuousEngine:
             if generation_config.prompt_lookup_num_tokens is not None:
                 raise Refused("prompt_lookup_num_tokens selects a drafter: give draft='prompt-lookup' instead")
 
-            drafts = drafter.width + extra_probes(verifier, drafter.width)
-            check = partial(self._check, drafts)
+            check = partial(self._check, drafter.width + extra_probes(verifier, drafter.width))
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
             report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes = request.passes
