@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pages import figures, methods, rooms, source
+from pages import figures, methods, rooms, serving, source
 from truedraft.files import write_whole
 
 ROOT = source.ROOT
@@ -38,6 +38,8 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, model: figures.peers(model),
     "speeds": lambda document: figures.speeds(),
+    "serve-settings": lambda document: serving.settings(),
+    "serve-parameters": lambda document: serving.parameters(),
     "whole-calls": lambda document: figures.whole_calls(),
 }
 
