@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -104,12 +105,13 @@ class Answer(Response):
     def __init__(self, request: Request, rows: Rows, stream: bool, write_seconds: float):
         self.request, self.rows, self.stream, self.write_seconds = request, rows, stream, write_seconds
         self.background = None
+        self._blocked_since: float | None = None  # since when what was sent is left unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: ApiError | None = ApiError(499, "the client has closed the connection", code="cancelled")
         try:
             work = self._streamed(send) if self.stream else self._whole(scope, receive, send)
-            error = await _unless_disconnected(receive, work, error)
+            error = await self._unless_gone(receive, work, error)
         finally:
             self.rows.end(error)
 
@@ -134,8 +136,9 @@ class Answer(Response):
                 await self._begin(send, error)
                 begun = True
                 event = to_json(error.body()) if error is not None else event
-            async with asyncio.timeout(self.write_seconds):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            self._blocked_since = time.monotonic()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self._blocked_since = None
             if error is not None:
                 break
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -148,24 +151,27 @@ class Answer(Response):
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
         })  # fmt: skip
 
+    async def _unless_gone(
+        self, receive: Receive, work: Coroutine[Any, Any, ApiError | None], gone: ApiError | None
+    ) -> ApiError | None:
+        """The result of `work`; it is cancelled where the client disconnects first, or leaves what was sent unread."""
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+        try:
+            while not (working.done() or watching.done() or self._abandoned):
+                await asyncio.wait({working, watching}, timeout=self.write_seconds / 4, return_when="FIRST_COMPLETED")
+            return working.result() if working.done() else gone
+        finally:
+            for task in (working, watching):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
 
-async def _unless_disconnected(
-    receive: Receive, work: Coroutine[Any, Any, ApiError | None], gone: ApiError | None
-) -> ApiError | None:
-    """The result of `work`; it is cancelled where the client disconnects first, or leaves what was sent unread."""
+    @property
+    def _abandoned(self) -> bool:
+        since = self._blocked_since
+        return since is not None and time.monotonic() - since > self.write_seconds
 
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else gone
-    except TimeoutError:
-        return gone
-    finally:
-        for task in (working, watching):
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
