@@ -119,7 +119,7 @@ export class Live {
     show("accepted", share(snapshot.accepted_tokens, snapshot.drafted_tokens));
     show("drafted", `${whole(snapshot.accepted_tokens)} of ${whole(snapshot.drafted_tokens)}`);
     show("cached", share(snapshot.cached_tokens, snapshot.prompt_tokens));
-    show("prompted", `${whole(snapshot.cached_tokens)} of ${whole(snapshot.prompt_tokens)} tokens`);
+    show("prompted", `${whole(snapshot.cached_tokens)} of ${whole(snapshot.prompt_tokens)} prompt tokens`);
     const now = performance.now();
     this.#charts.tokens.add(now, snapshot.tokens_per_second);
     this.#charts.acceptance.add(now, this.#recentAcceptance(now, snapshot));

@@ -18,7 +18,6 @@ class Answer {
     this.figures = null;
     this.box = at("answer");
     this.box.replaceChildren();
-    this.box.dataset.empty = "false";
     for (const name of ["tokens", "drafted", "acceptance", "first", "seconds", "seed"]) at(`answer-${name}`).textContent = "–";
   }
 
@@ -168,7 +167,7 @@ export class Playground {
       return;
     }
     at("status").textContent = "";
-    const lost = error instanceof ApiError ? error : new ApiError(0, "the server does not answer");
+    const lost = error instanceof ApiError ? error : new ApiError(0, "the connection to the server was lost");
     showError(lost);
     if (lost.status === 401) at("key-details").open = true;
   }
