@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -16,12 +17,13 @@ import pytest
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 
-import truedraft
-from served import Running, running
-from truedraft.accelerated import Accelerated
-from truedraft.serve import live
-from truedraft.serve.config import ServeConfig
-from truedraft.serve.keys import Keys
+import truedraft  # noqa: E402
+from served import Running, running  # noqa: E402
+from truedraft.accelerated import Accelerated  # noqa: E402
+from truedraft.loading import load  # noqa: E402
+from truedraft.serve import live  # noqa: E402
+from truedraft.serve.config import ServeConfig  # noqa: E402
+from truedraft.serve.keys import Keys  # noqa: E402
 
 KEYS = {"a-key-of-sixteen": "first", "b-key-of-sixteen": "second"}
 LONG = {"prompt": "import os\n\n\ndef", "max_tokens": 1900, "temperature": 1, "ignore_eos": True, "seed": 3}
@@ -29,7 +31,7 @@ LONG = {"prompt": "import os\n\n\ndef", "max_tokens": 1900, "temperature": 1, "i
 
 @pytest.fixture(scope="module")
 def fast() -> Accelerated:
-    return truedraft.accelerate("nano")
+    return truedraft.accelerate(*load("nano"))
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +55,32 @@ def until(condition: Callable[[], Any]) -> Any:
     return value
 
 
-def snapshots(url: str, key: str | None = None) -> Iterator[dict[str, Any]]:
+@contextlib.contextmanager
+def feed_of(server: Running, key: str | None = None) -> Iterator[Iterator[dict[str, Any]]]:
+    """The snapshots of a server, while it is watched."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    with httpx.stream("GET", f"{url}/live", headers=headers, timeout=20) as response:
+    with httpx.stream("GET", f"{server.url}/live", headers=headers, timeout=20) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-        for line in response.iter_lines():
-            if line:
-                assert line.startswith("data: ")
-                yield json.loads(line.removeprefix("data: "))
+        lines = filter(None, response.iter_lines())
+        yield (json.loads(line.removeprefix("data: ")) for line in lines)
+
+
+@contextlib.contextmanager
+def paused(server: Running) -> Iterator[None]:
+    """No passes are made meanwhile."""
+    begun, end = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        begun.set()
+        end.wait(20)
+
+    server.server.loop.call(pause)
+    assert begun.wait(20)
+    try:
+        yield
+    finally:
+        end.set()
 
 
 def in_background(server: Running, body: dict[str, Any], key: str = "") -> threading.Thread:
@@ -153,8 +172,7 @@ def test_the_card_of_a_model_names_the_drafters_of_requests(server: Running) -> 
 
 
 def test_counts_of_the_feed_are_those_of_the_responses(fast: Accelerated) -> None:
-    with running(fast, max_rows=3) as server:
-        feed = snapshots(server.url)
+    with running(fast, max_rows=3) as server, feed_of(server) as feed:
         idle = next(feed)
         assert idle["running"] == [] and idle["tokens"] == idle["row_passes"] == idle["rows"] == 0
         assert (idle["model"], idle["guarantee"], idle["max_rows"]) == ("nano", "tokens", 3)
@@ -172,26 +190,29 @@ def test_counts_of_the_feed_are_those_of_the_responses(fast: Accelerated) -> Non
         assert {name: last[name] for name in sums} == sums
         assert last["mean_acceptance_length"] == round(sums["tokens"] / sums["row_passes"], 4)
         assert last["tokens_per_second"] > 0 and last["passes_per_second"] > 0
-        feed.close()
 
 
-def test_rows_are_listed_as_they_run_and_wait(fast: Accelerated) -> None:
+def test_rows_are_listed_as_they_run_and_wait_also_while_the_engine_is_held_up(fast: Accelerated) -> None:
     with running(fast, max_rows=2) as server:
-        thread = in_background(server, LONG | {"n": 3, "max_tokens": 1000})
-        feed = snapshots(server.url)
-        found = until(lambda: (each := next(feed))["rows"] == 2 and each)
-        assert found["waiting"] == 1 and found["cache_usage"] == 1
-        states = [row["state"] for row in found["running"]]
-        assert states[2] == "waiting" and set(states[:2]) <= {"running", "reading"}
-        assert {row["prompt_tokens"] for row in found["running"]} == {len(fast.tokenizer(LONG["prompt"]).input_ids)}
-        before = {(row["id"], row["state"]): row["tokens"] for row in found["running"]}
-        assert len({id for id, _ in before}) == 1 and next(iter(before))[0].startswith("cmpl-")
-        later = next(feed)["running"]
-        assert later[0]["tokens"] > found["running"][0]["tokens"]
-        assert later[0]["seconds"] > found["running"][0]["seconds"]
+        jobs = server.server.loop.running
+        thread = in_background(server, LONG | {"n": 3, "max_tokens": 500})
+        until(lambda: sum(len(job.tokens) > 5 for job in list(jobs.values())) == 2)
+        with paused(server), feed_of(server) as feed:
+            next(feed)
+            found = next(feed)
+            assert (found["rows"], found["waiting"], found["cache_usage"]) == (2, 1, 1)
+            assert [row["state"] for row in found["running"]] == ["running", "running", "waiting"]
+            assert [row["tokens"] for row in found["running"][:2]] == [len(job.tokens) for job in jobs.values()]
+            assert [row["passes"] for row in found["running"][:2]] == [job.passes for job in jobs.values()]
+            (prompt,) = {row["prompt_tokens"] for row in found["running"]}
+            assert prompt == len(fast.tokenizer(LONG["prompt"]).input_ids)  # type: ignore[misc]
+            (id,) = {row["id"] for row in found["running"]}
+            assert re.fullmatch("cmpl-[0-9a-f]{32}", id)
+            assert next(feed)["running"][0]["seconds"] > found["running"][0]["seconds"]
         thread.join()
-        assert until(lambda: not next(feed)["running"])
-        feed.close()
+        with feed_of(server) as feed:
+            last = next(feed)
+            assert (last["running"], last["rows"], last["waiting"]) == ([], 0, 0)
 
 
 def test_with_keys_only_own_rows_are_listed(keyed: Running) -> None:
@@ -199,42 +220,40 @@ def test_with_keys_only_own_rows_are_listed(keyed: Running) -> None:
     for headers in ({}, {"Authorization": "Bearer another-key-16-ch"}, {"Authorization": f"Basic {first}"}):
         response = httpx.get(f"{keyed.url}/live", headers=headers)
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-    threads = [in_background(keyed, LONG | {"max_tokens": 700}, key) for key in (first, second, second)]
-    mine, theirs = snapshots(keyed.url, first), snapshots(keyed.url, second)
-    until(lambda: next(mine)["rows"] == 3)
-    own, others = next(mine), next(theirs)
-    assert (len(own["running"]), len(others["running"])) == (1, 2)
-    assert not {row["id"] for row in own["running"]} & {row["id"] for row in others["running"]}
-    assert own["rows"] == others["rows"] == 3
-    for feed in (mine, theirs):
-        feed.close()
+    threads = [in_background(keyed, LONG | {"max_tokens": 500}, key) for key in (first, second, second)]
+    until(lambda: len(keyed.server.loop.running) == 3)
+    with paused(keyed), feed_of(keyed, first) as mine, feed_of(keyed, second) as theirs:
+        own, others = next(mine), next(theirs)
+        assert (len(own["running"]), len(others["running"])) == (1, 2)
+        assert not {row["id"] for row in own["running"]} & {row["id"] for row in others["running"]}
+        assert own["rows"] == others["rows"] == 3
     for thread in threads:
         thread.join()
 
 
 def test_the_feed_ends_when_the_server_does(server: Running) -> None:
-    feed = snapshots(server.url)
-    assert next(feed)
-    server.server.draining = True
-    try:
-        assert len(list(feed)) <= 1
-        response = httpx.get(f"{server.url}/live")
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "ending")
-    finally:
-        server.server.draining = False
+    with feed_of(server) as feed:
+        assert next(feed)
+        server.server.draining = True
+        try:
+            assert len(list(feed)) <= 1
+            response = httpx.get(f"{server.url}/live")
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "ending")
+        finally:
+            server.server.draining = False
 
 
 def test_a_client_that_goes_away_is_no_watcher_any_more(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "WATCHERS", 1)
     watchers = server.app.state.feed.watchers
     until(lambda: watchers[""] == 0)
-    feed = snapshots(server.url)
-    assert next(feed) and watchers[""] == 1
-    response = httpx.get(f"{server.url}/live")
-    assert (response.status_code, response.headers["retry-after"]) == (429, "10")
-    feed.close()
-    assert until(lambda: watchers[""] == 0)
-    assert next(snapshots(server.url))
+    with feed_of(server) as feed:
+        assert next(feed) and watchers[""] == 1
+        response = httpx.get(f"{server.url}/live")
+        assert (response.status_code, response.headers["retry-after"]) == (429, "10")
+    until(lambda: watchers[""] == 0)
+    with feed_of(server) as feed:
+        assert next(feed)
 
 
 def test_a_client_that_does_not_read_is_dropped(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
