@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 
 import truedraft  # noqa: E402
 from browser import CHROMIUM, CONTROL, Browser  # noqa: E402
-from served import Running, generated, running  # noqa: E402
+from served import Running, generated, paused, running, until  # noqa: E402
 from truedraft.accelerated import Accelerated  # noqa: E402
 from truedraft.loading import load  # noqa: E402
 from truedraft.serve.keys import Keys  # noqa: E402
@@ -44,6 +44,11 @@ CONTRAST = """(() => {
 })()"""
 OVERFLOWING = """[...document.body.querySelectorAll('*')].filter((e) => e.checkVisibility()
   && e.getBoundingClientRect().right > innerWidth + 0.5 && !e.closest('.skip')).map((e) => e.outerHTML.slice(0, 100))"""
+SHOW_ALL = """(() => {
+  for (const id of ['error', 'lost']) document.getElementById(id).hidden = false;
+  for (const id of ['error', 'lost-text']) document.getElementById(id).textContent = 'a sentence of some words';
+  document.getElementById('live').classList.add('stale');
+})()"""
 FOCUSABLE = """[...document.querySelectorAll('a[href], button, input, select, textarea, summary, [tabindex="0"]')]
   .filter((e) => e.checkVisibility() && !e.disabled)"""
 
@@ -142,7 +147,7 @@ def test_a_prompt_sent_by_keyboard_is_answered_with_its_drafts_marked(
 
 
 def test_escape_stops_an_answer_and_frees_its_row(page: Browser, server: Running) -> None:
-    fill(page, prompt="import os\n\n\ndef", max_tokens="1900", temperature="1")
+    fill(page, prompt="x = 1\n" * 9, max_tokens="1900", draft="none")
     page.evaluate("document.querySelector('[name=prompt]').focus()")
     page.press("Enter", CONTROL)
     page.wait("document.querySelectorAll('#answer > *').length > 3")
@@ -150,21 +155,21 @@ def test_escape_stops_an_answer_and_frees_its_row(page: Browser, server: Running
     page.press("Escape")
     count = int(status(page, "Stopped").split()[2])
     assert 3 < count < 1900 and count == int(text(page, "#answer-tokens"))
+    until(lambda: not server.server.loop.running)
     page.wait("!document.querySelector('#no-requests').hidden")
-    assert not server.server.loop.running
     page.press("Enter", CONTROL)  # and another one may follow
-    page.wait("!document.querySelector('#stop').disabled && document.querySelectorAll('#answer > *').length > 3")
-    page.evaluate("document.querySelector('#stop').click()")
+    page.wait("!document.querySelector('#stop-button').disabled && document.querySelectorAll('#answer > *').length > 3")
+    page.evaluate("document.querySelector('#stop-button').click()")
     status(page, "Stopped")
 
 
 def test_rows_that_run_are_in_the_table(page: Browser) -> None:
-    fill(page, prompt="import os\n\n\ndef", max_tokens="1900", temperature="1")
+    fill(page, prompt="x = 1\n" * 9, max_tokens="1900", draft="none")
     page.evaluate("document.querySelector('#send').click()")
     page.wait("document.querySelector('#requests tr td:nth-child(2)')?.textContent === 'running'")
     cells = page.evaluate("[...document.querySelector('#requests tr').cells].map((cell) => cell.textContent)")
     assert cells[0].startswith("cmpl-") and float(cells[4]) >= 1
-    page.evaluate("document.querySelector('#stop').click()")
+    page.evaluate("document.querySelector('#stop-button').click()")
     page.wait("!document.querySelector('#requests tr')")
 
 
@@ -286,24 +291,26 @@ def test_everything_is_reached_by_tab_and_shows_its_focus(page: Browser) -> None
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 1280])
-def test_all_text_can_be_read_and_nothing_is_wider_than_the_screen(page: Browser, scheme: str, width: int) -> None:
+def test_all_text_can_be_read_and_nothing_is_wider_than_the_screen(
+    page: Browser, server: Running, scheme: str, width: int
+) -> None:
     page.size(width, 640)
     page.prefer(prefers_color_scheme=scheme)
     page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
     page.evaluate("document.querySelector('#add-reference').click()")
-    fill(page, prompt="def " + "w" * 200, max_tokens="1900", temperature="1", seed="1")
+    fill(page, prompt="x = 1\n" * 20 + "w" * 100, max_tokens="1500")
     page.evaluate("document.querySelector('#send').click()")
-    page.wait("document.querySelector('#requests tr') && document.querySelector('#answer > mark')")
-    page.evaluate("document.querySelector('#error').hidden = document.querySelector('#lost').hidden = false")
-    page.evaluate("document.querySelector('#error').textContent = document.querySelector('#lost-text').textContent = 'E'")
-    page.evaluate("document.querySelector('#live').classList.add('stale')")
-    shown, contrast, worst = page.evaluate(CONTRAST)
-    assert shown > 50 and contrast >= 4.5, worst
-    assert page.evaluate(OVERFLOWING) == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-    assert (max(ground) < 64) == (scheme == "dark")
-    page.evaluate("document.querySelector('#stop').click()")
+    page.wait("document.querySelectorAll('#answer > mark').length > 3")
+    with paused(server):
+        page.wait("document.querySelectorAll('#requests tr').length")
+        page.evaluate(SHOW_ALL)
+        shown, contrast, worst = page.evaluate(CONTRAST)
+        assert shown > 50 and contrast >= 4.5, worst
+        assert page.evaluate(OVERFLOWING) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert (max(ground) < 64) == (scheme == "dark")
+    page.evaluate("document.querySelector('#stop-button').click()")
     status(page, "Stopped")
 
 
@@ -315,25 +322,35 @@ def test_nothing_moves_where_less_motion_is_preferred(page: Browser) -> None:
     assert page.evaluate(blinking) == "none"
 
 
-def test_it_reads_on_when_the_server_is_back(chromium: Browser, server: Running) -> None:
-    with opened(chromium, server) as page:
-        page.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1)
-        page.wait("document.querySelector('#state').textContent === 'not answering'")
+def test_it_reads_on_when_the_server_is_back(page: Browser, server: Running) -> None:
+    state = "document.querySelector('#state').textContent === "
+    page.evaluate("window.really = window.fetch; window.fetch = () => Promise.reject(new TypeError('no network'))")
+    server.server.draining = True
+    try:
+        page.wait(f"{state}'not answering'")
         assert text(page, "#lost-text") == "The server does not answer."
         assert page.evaluate("document.querySelector('#live').matches('.stale')")
-        page.wait("document.querySelector('#countdown').textContent === 'Next try in 2 s.'")  # later and later
-        page.call("Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1)
-        page.evaluate("document.querySelector('#retry').click()")
-        page.wait("document.querySelector('#state').textContent === 'ready'")
-        assert page.evaluate("document.querySelector('#lost').hidden && !document.querySelector('.stale')")
-        server.server.draining = True
-        try:
-            page.wait("document.querySelector('#state').textContent === 'ending'")
-        finally:
-            server.server.draining = False
-        page.wait("document.querySelector('#state').textContent === 'ready'")
-        assert page.faults and all("Failed to load resource" in fault for fault in page.faults)
-        page.faults.clear()
+        page.wait("document.querySelector('#countdown').textContent === 'Next try in 4 s.'")  # later and later
+        page.evaluate("window.fetch = window.really; document.querySelector('#retry').click()")
+        page.wait(f"{state}'ending'")
+    finally:
+        server.server.draining = False
+    page.evaluate("document.querySelector('#retry').click()")
+    page.wait(f"{state}'ready'")
+    assert page.evaluate("document.querySelector('#lost').hidden && !document.querySelector('.stale')")
+    assert page.faults and all("503" in fault for fault in page.faults)
+    page.faults.clear()
+
+
+def test_a_page_that_is_left_reads_no_more(page: Browser, server: Running) -> None:
+    watchers = server.app.state.feed.watchers
+    for _ in range(8):  # browsers have six connections to a server
+        page.open("about:blank")
+        page.open(f"{server.url}/")
+        page.wait("document.querySelector('select[name=draft]').value")
+    until(lambda: watchers[""] == 1)
+    page.open("about:blank")
+    until(lambda: watchers[""] == 0)
 
 
 def test_a_key_is_asked_for_and_kept_only_on_request(chromium: Browser, fast: Accelerated) -> None:
@@ -352,7 +369,7 @@ def test_a_key_is_asked_for_and_kept_only_on_request(chromium: Browser, fast: Ac
             kept = page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]")
             assert kept == [int(keep), 0, ""]
             page.call("Page.reload")
-            page.wait("document.readyState === 'complete' && document.querySelector('#answer:empty')")
+            page.wait("document.readyState === 'complete' && document.querySelector('#answer').matches(':empty')")
         page.wait("document.querySelector('#state').textContent === 'ready'")
         assert all("401" in fault for fault in page.faults)
         page.faults.clear()

@@ -7,8 +7,7 @@ import contextlib
 import json
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
@@ -18,7 +17,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 
 import truedraft  # noqa: E402
-from served import Running, running  # noqa: E402
+from served import Running, paused, running, until  # noqa: E402
 from truedraft.accelerated import Accelerated  # noqa: E402
 from truedraft.loading import load  # noqa: E402
 from truedraft.serve import live  # noqa: E402
@@ -46,15 +45,6 @@ def keyed(fast: Accelerated) -> Iterator[Running]:
         yield started
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    """The value of a condition, once it is true."""
-    end = time.monotonic() + 20
-    while not (value := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return value
-
-
 @contextlib.contextmanager
 def feed_of(server: Running, key: str | None = None) -> Iterator[Iterator[dict[str, Any]]]:
     """The snapshots of a server, while it is watched."""
@@ -64,23 +54,6 @@ def feed_of(server: Running, key: str | None = None) -> Iterator[Iterator[dict[s
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         lines = filter(None, response.iter_lines())
         yield (json.loads(line.removeprefix("data: ")) for line in lines)
-
-
-@contextlib.contextmanager
-def paused(server: Running) -> Iterator[None]:
-    """No passes are made meanwhile."""
-    begun, end = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        begun.set()
-        end.wait(20)
-
-    server.server.loop.call(pause)
-    assert begun.wait(20)
-    try:
-        yield
-    finally:
-        end.set()
 
 
 def in_background(server: Running, body: dict[str, Any], key: str = "") -> threading.Thread:

@@ -21,14 +21,21 @@ const short = (number) => number.toLocaleString("en", { maximumFractionDigits: n
 const share = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : "–");
 const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
 
-/** Shows the feed for as long as the page is open. */
+/** Resolves while the page is visible: hidden ones read nothing, as browsers have few connections for all their tabs. */
+function visible() {
+  if (!document.hidden) return Promise.resolve();
+  return new Promise((done) => document.addEventListener("visibilitychange", () => done(visible()), { once: true }));
+}
+
+/** Shows the feed for as long as the page is open and visible. */
 export class Live {
   #charts = {
     tokens: new Chart(at("tokens-chart"), at("tokens-chart-range"), "Tokens per second"),
     acceptance: new Chart(at("acceptance-chart"), at("acceptance-chart-range"), "Tokens per pass"),
   };
   #recent = [];
-  #reading = null;
+  #reading = null; // AbortController of the feed
+  #interrupted = false; // it was ended here, not by the server
   #wake = () => {};
 
   /** onConnected: called whenever the feed begins. */
@@ -36,21 +43,29 @@ export class Live {
     this.onConnected = onConnected;
     at("retry").addEventListener("click", () => this.retry());
     addEventListener("online", () => this.retry());
+    document.addEventListener("visibilitychange", () => this.retry());
   }
 
   /** Read the feed anew, now: after another key was given, or when the user asks for it. */
   retry() {
+    this.#interrupted = true;
     this.#reading?.abort();
     this.#wake();
   }
 
   async run() {
     for (let failures = 0; ; ) {
+      await visible();
+      this.#interrupted = false;
       let error = null;
       try {
         await this.#read(() => (failures = 0));
       } catch (raised) {
         error = raised;
+      }
+      if (this.#interrupted) {
+        failures = 0;
+        continue;
       }
       failures += 1;
       if (error !== null || failures > 1) await this.#wait(error, Math.min(2 ** (failures - 1), LONGEST_WAIT));

@@ -87,7 +87,7 @@ export class Playground {
       this.send();
     });
     addEventListener("keydown", (event) => this.#key(event));
-    at("stop").addEventListener("click", () => this.stop());
+    at("stop-button").addEventListener("click", () => this.stop());
     form.addEventListener("change", () => this.#endpoint());
     at("add-message").addEventListener("click", () => addMessage("user", "").focus());
     at("add-reference").addEventListener("click", () => addReference("text", "").focus());
@@ -198,7 +198,7 @@ export class Playground {
 
 function busy(running) {
   at("send").disabled = running;
-  at("stop").disabled = !running;
+  at("stop-button").disabled = !running;
   at("answer").classList.toggle("running", running);
   at("answer").setAttribute("aria-busy", String(running));
   if (running) at("again").hidden = true;
