@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-import truedraft  # noqa: E402
-from browser import CHROMIUM, CONTROL, Browser  # noqa: E402
-from served import Running, generated, paused, running, until  # noqa: E402
-from truedraft.accelerated import Accelerated  # noqa: E402
-from truedraft.loading import load  # noqa: E402
-from truedraft.serve.keys import Keys  # noqa: E402
+import truedraft
+from browser import CHROMIUM, CONTROL, Browser
+from served import Running, generated, paused, running, until
+from truedraft.accelerated import Accelerated
+from truedraft.loading import load
+from truedraft.serve.keys import Keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 KEY = "a-key-of-sixteen"
@@ -140,7 +140,9 @@ def test_a_prompt_sent_by_keyboard_is_answered_with_its_drafts_marked(
     assert own == len(tokens) - marked > 0
     assert float(text(page, "#answer-acceptance")) > 1
     assert text(page, "#answer-seed").isdigit()
-    style = "(({color, textDecorationLine: line}) => [color, line])(getComputedStyle(document.querySelector('#answer %s')))"
+    style = (
+        "(({color, textDecorationLine: line}) => [color, line])(getComputedStyle(document.querySelector('#answer %s')))"
+    )
     (marked_color, line), (own_color, none) = page.evaluate(style % "mark"), page.evaluate(style % "span")
     assert marked_color != own_color and (line, none) == ("underline", "none")
     page.wait(f"document.querySelector('#drafted').textContent.startsWith('{marked} of ')")
@@ -210,7 +212,9 @@ def test_an_answer_is_cut_at_its_tokens(page: Browser, chunks: list[Any], parts:
     answer_with(page, [chunk(*each) for each in chunks])
     page.evaluate("document.querySelector('#send').click()")
     status(page, "Finished")
-    found = page.evaluate("[...document.querySelector('#answer').children].map((e) => [e.textContent, e.matches('mark')])")
+    found = page.evaluate(
+        "[...document.querySelector('#answer').children].map((e) => [e.textContent, e.matches('mark')])"
+    )
     assert found == parts
 
 
@@ -222,11 +226,17 @@ def test_the_body_of_a_request_has_what_the_form_has(page: Browser) -> None:
       entry.querySelector('.kind').selectedIndex = i;
       entry.querySelector('.content').value = ['a text', ' name ', 'cmpl-7'][i];
     })""")
-    fill(page, prompt="x", top_p="0.5", seed="18446744073709551615", stop="end\\n\n\n##", prediction="p", draft="suffix")
+    fill(
+        page, prompt="x", top_p="0.5", seed="18446744073709551615", stop="end\\n\n\n##", prediction="p", draft="suffix"
+    )
     answer_with(page, [])
     page.evaluate("document.querySelector('#send').click()")
     status(page, "Finished")
-    references = [{"type": "text", "text": "a text"}, {"type": "file", "name": "name"}, {"type": "response", "id": "cmpl-7"}]
+    references = [
+        {"type": "text", "text": "a text"},
+        {"type": "file", "name": "name"},
+        {"type": "response", "id": "cmpl-7"},
+    ]
     body = {
         "stream": True, "return_tokens": True, "model": "nano", "prompt": "x", "max_tokens": 200, "temperature": 0,
         "top_p": 0.5, "draft": "suffix", "prediction": {"type": "content", "content": "p"}, "stop": ["end\n", "##"],

@@ -116,7 +116,7 @@ def test_browsers_ask_again_and_load_only_what_changed(server: Running) -> None:
             first, head = client.get(path), client.head(path)
             assert (head.status_code, head.content) == (200, b"")
             assert head.headers["content-length"] == str(len(first.content))
-            for tag in (first.headers["etag"], f'W/{first.headers["etag"]}', f'"other", {first.headers["etag"]}', "*"):
+            for tag in (first.headers["etag"], f"W/{first.headers['etag']}", f'"other", {first.headers["etag"]}', "*"):
                 known = client.get(path, headers={"If-None-Match": tag})
                 assert (known.status_code, known.content) == (304, b"")
                 assert known.headers["etag"] == first.headers["etag"]

@@ -97,17 +97,21 @@ class Feed:
         running, waiting = _copied(loop.running.values()), _copied(loop.queue)
         rates, now = server.metrics.rates(), time.perf_counter()
         own = (job for job in (*running, *waiting) if not server.keys or job.namespace == namespace)
-        return {
-            "running": [self._row(job, now) for job in islice(own, LISTED)],
-            "waiting": len(waiting),
-            "rows": len(running),
-            "max_rows": server.config.max_rows,
-            "tokens_per_second": round(rates.tokens, 2),
-            "passes_per_second": round(rates.passes, 2),
-            "mean_acceptance_length": _ratio(totals["tokens"], totals["row_passes"]),
-            "cache_usage": round(len(running) / server.config.max_rows, 4),
-            "uptime": round(time.time() - server.started, 1),
-        } | totals | self._names
+        return (
+            {
+                "running": [self._row(job, now) for job in islice(own, LISTED)],
+                "waiting": len(waiting),
+                "rows": len(running),
+                "max_rows": server.config.max_rows,
+                "tokens_per_second": round(rates.tokens, 2),
+                "passes_per_second": round(rates.passes, 2),
+                "mean_acceptance_length": _ratio(totals["tokens"], totals["row_passes"]),
+                "cache_usage": round(len(running) / server.config.max_rows, 4),
+                "uptime": round(time.time() - server.started, 1),
+            }
+            | totals
+            | self._names
+        )
 
     def _row(self, job: Job, now: float) -> dict[str, Any]:
         tokens = len(job.tokens)
@@ -169,7 +173,11 @@ class StaticFile:
     def __init__(self, path: Path):
         self.content = path.read_bytes()
         etag = f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
-        self.headers = {"etag": etag, "cache-control": "no-cache", "content-type": f"{KINDS[path.suffix]}; charset=utf-8"}
+        self.headers = {
+            "etag": etag,
+            "cache-control": "no-cache",
+            "content-type": f"{KINDS[path.suffix]}; charset=utf-8",
+        }
 
     async def response(self, request: Request) -> Response:
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
