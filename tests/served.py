@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,32 @@ def running(fast: Accelerated, keys: Keys | None = None, **settings: Any) -> Ite
         yield server
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def paused(server: Running) -> Iterator[None]:
+    """No passes are made meanwhile."""
+    begun, end = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        begun.set()
+        end.wait(20)
+
+    server.server.loop.call(pause)
+    assert begun.wait(20)
+    try:
+        yield
+    finally:
+        end.set()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """The value of a condition, once it is true."""
+    end = time.monotonic() + 20
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return value
 
 
 def generated(fast: Accelerated, prompt: str, seed: int | None = None, **settings: Any) -> list[list[int]]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from pydantic_core import to_json
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,9 +17,10 @@ from truedraft.serve.loop import EngineLoop
 from truedraft.serve.model import ServedModel
 from truedraft.serve.output import RowOutput, figures_of, usage_of
 from truedraft.serve.protocol import StreamOptions
+from truedraft.serve.sending import EVENTS, Outlet, head, part
 from truedraft.serve.settings import Plan
 
-EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+JSON = {"content-type": "application/json"}
 DONE = b"data: [DONE]\n\n"
 log = logging.getLogger("truedraft.serve")
 
@@ -102,76 +99,45 @@ class Answer(Response):
         write_seconds: seconds that a client may leave what was sent unread; then the connection is given up.
     """
 
-    def __init__(self, request: Request, rows: Rows, stream: bool, write_seconds: float):
-        self.request, self.rows, self.stream, self.write_seconds = request, rows, stream, write_seconds
+    def __init__(self, rows: Rows, stream: bool, write_seconds: float):
+        self.rows, self.stream, self.write_seconds = rows, stream, write_seconds
         self.background = None
-        self._blocked_since: float | None = None  # since when what was sent is left unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: ApiError | None = ApiError(499, "the client has closed the connection", code="cancelled")
+        outlet = Outlet(receive, send, self.write_seconds)
         try:
-            work = self._streamed(send) if self.stream else self._whole(scope, receive, send)
-            error = await self._unless_gone(receive, work, error)
+            error = await outlet.while_connected(self._streamed(outlet) if self.stream else self._whole(outlet), error)
         finally:
             self.rows.end(error)
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
+    async def _whole(self, outlet: Outlet) -> ApiError | None:
         try:
-            response, error = json_response(await self.rows.response()), None
+            error, content = None, await self.rows.response()
         except ApiError as raised:
-            response, error = error_response(raised), raised
-        await response(scope, receive, send)
+            error, content = raised, raised.body()
+        await _begin(outlet, JSON, error)
+        await outlet(part(to_json(content), more=False))
         return error
 
-    async def _streamed(self, send: Send) -> ApiError | None:
+    async def _streamed(self, outlet: Outlet) -> ApiError | None:
         events, error, begun = self.rows.events(), None, False
-        while True:
+        while error is None:
             try:
                 event = await anext(events)
             except StopAsyncIteration:
                 break
             except ApiError as raised:
-                error, event = raised, b"data: " + to_json(raised.body()) + b"\n\n"
+                error, body = raised, to_json(raised.body())
+                event = b"data: " + body + b"\n\n" if begun else body
             if not begun:
-                await self._begin(send, error)
+                await _begin(outlet, EVENTS, error)
                 begun = True
-                event = to_json(error.body()) if error is not None else event
-            self._blocked_since = time.monotonic()
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            self._blocked_since = None
-            if error is not None:
-                break
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await outlet(part(event))
+        await outlet(part(b"", more=False))
         return error
 
-    async def _begin(self, send: Send, error: ApiError | None) -> None:
-        headers = EVENTS if error is None else {"content-type": "application/json", **error.headers}
-        await send({
-            "type": "http.response.start", "status": 200 if error is None else error.status,
-            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-        })  # fmt: skip
 
-    async def _unless_gone(
-        self, receive: Receive, work: Coroutine[Any, Any, ApiError | None], gone: ApiError | None
-    ) -> ApiError | None:
-        """The result of `work`; it is cancelled where the client disconnects first, or leaves what was sent unread."""
-        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-        try:
-            while not (working.done() or watching.done() or self._abandoned):
-                await asyncio.wait({working, watching}, timeout=self.write_seconds / 4, return_when="FIRST_COMPLETED")
-            return working.result() if working.done() else gone
-        finally:
-            for task in (working, watching):
-                task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
-
-    @property
-    def _abandoned(self) -> bool:
-        since = self._blocked_since
-        return since is not None and time.monotonic() - since > self.write_seconds
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _begin(outlet: Outlet, headers: dict[str, str], error: ApiError | None) -> None:
+    """Begin a response: with these headers, or as an error."""
+    await outlet(head(200, headers) if error is None else head(error.status, JSON | error.headers))

@@ -28,6 +28,7 @@ from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError, of_refusal, of_validation
 from truedraft.serve.formats import Format
 from truedraft.serve.keys import Keys
+from truedraft.serve.live import add_page
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.metrics import Metrics
 from truedraft.serve.model import ServedModel
@@ -166,7 +167,7 @@ class Server:
 
         rows = Rows(self.model, self.loop, plan, form, body.stream_options or StreamOptions(), finished)
         self.loop.submit(plan.jobs)
-        return Answer(request, rows, bool(body.stream), self.config.write_seconds)
+        return Answer(rows, bool(body.stream), self.config.write_seconds)
 
     def _log(self, id: str, namespace: str, plan: Plan, error: ApiError | None) -> None:
         job = plan.jobs[0]
@@ -200,6 +201,8 @@ def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None)
     app = FastAPI(title="truedraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     _add_routes(app, server)
+    if config.page:
+        add_page(app, server, fast)
     _add_handlers(app, server)
     app.add_middleware(SecurityHeaders)
     if config.allow_origin:
@@ -266,6 +269,7 @@ def _model_card(server: Server) -> dict[str, Any]:
     return {
         "id": server.model.name, "object": "model", "created": int(server.started), "owned_by": "truedraft",
         "root": server.config.model, "parent": None, "max_model_len": server.model.max_model_len,
+        "drafts": list(server.config.drafts),
     }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ COUNTERS = {
     "vllm:prefix_cache_hits": "Prompt tokens whose keys and values were reused.",
     "vllm:num_preemptions": "Rows that were preempted: none ever is.",
     "truedraft:passes": "Passes of the target.",
+    "truedraft:row_passes": "Passes of the target, counted once for each row that emitted tokens.",
 }
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
@@ -110,6 +111,7 @@ class Metrics:
         """A row emitted tokens. seconds: since its last emission, 0 for the first."""
         counters = self.counters
         counters["vllm:generation_tokens"] += tokens
+        counters["truedraft:row_passes"] += 1
         if offered:
             counters["vllm:spec_decode_num_drafts"] += 1
             counters["vllm:spec_decode_num_draft_tokens"] += offered
