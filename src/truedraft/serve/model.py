@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -26,6 +27,16 @@ CRITERIA = 64  # sets of stop strings whose criteria are kept
 RESPONSES = 1000  # responses of a namespace that later requests may refer to
 PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Drafters:
+    """The drafters of one name: of requests without more, with references (None: it drafts nothing), and with a
+    constraint, whose forced tokens are drafted too."""
+
+    plain: Drafter
+    copying: Drafter | None
+    constrained: Drafter
 
 
 class ServedModel:
@@ -56,25 +67,29 @@ class ServedModel:
         ends = generation.eos_token_id
         self.end_ids: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         self.files = {name: self.encoded(_read(path), False) for name, path in config.reference.items()}
-        self._drafters: dict[str, tuple[Drafter, Drafter | None]] = {name: self._pair(name) for name in config.drafts}
+        self._drafters = {name: self._drafters_of(name) for name in config.drafts}
         self._criteria: OrderedDict[tuple[str, ...], StopStringCriteria] = OrderedDict()
         self._responses: dict[str, OrderedDict[str, list[int]]] = {}
         self._lock = Lock()
 
-    def _pair(self, name: str) -> tuple[Drafter, Drafter | None]:
-        """The drafter of a name, and the one for requests with references; None where it drafts nothing."""
+    def _drafters_of(self, name: str) -> Drafters:
+        """The drafters of a name that requests may give."""
         if name == "none":
-            return drafter_of(None), None
+            return Drafters(drafter_of(None), None, drafter_of(None))
         drafter = self.fast.drafter if name == self.config.draft else registry.load("drafters", name)
-        copying = drafter if drafter.takes_references else registry.load("drafters", f"input-guided+{name}")
-        return drafter, copying
+        copies = drafter.takes_references
+        copying = drafter if copies else registry.load("drafters", f"input-guided+{name}")
+        return Drafters(
+            drafter, copying, registry.load("drafters", f"grammar+{name}" if copies else f"grammar+input-guided+{name}")
+        )
 
-    def drafter(self, name: str | None, copies: bool) -> Drafter:
+    def drafter(self, name: str | None, copies: bool, constrained: bool) -> Drafter:
         """The drafter of a request.
 
         Args:
             name: as the request names it; None for the default.
             copies: whether the request has references.
+            constrained: whether a grammar constrains its text.
 
         Raises:
             ApiError: it may not be named, or drafts nothing though there are references.
@@ -83,12 +98,12 @@ class ServedModel:
         if name not in self._drafters:
             known = ", ".join(self._drafters)
             raise ApiError(400, f"draft={name!r}: this server allows {known}", "draft")
-        plain, copying = self._drafters[name]
-        if not copies:
-            return plain
-        if copying is None:
+        found = self._drafters[name]
+        if copies and found.copying is None:
             raise ApiError(400, "draft='none' drafts nothing, and there is a text to copy from: leave one out", "draft")
-        return copying
+        if constrained:
+            return found.constrained
+        return found.copying if copies and found.copying is not None else found.plain
 
     def encoded(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""

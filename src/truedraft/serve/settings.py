@@ -80,13 +80,13 @@ def planned(
     ]
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     logprobs = _logprobs(model, body)
+    constraint = constraint_of(body, forced)
     shared = _sampling(model, body) | _ends(model, body, stop) | {
-        "draft": model.drafter(body.draft, bool(references)),
+        "draft": model.drafter(body.draft, bool(references), constraint is not None),
         "references": references or None,
         "seed": seed,
         "logprobs": logprobs,
     }  # fmt: skip
-    constraint = constraint_of(body, forced)
     deadline = min(filter(None, (body.deadline, model.config.deadline)), default=None)
     jobs: list[Job] = []
     changed = asyncio.Event()
