@@ -44,6 +44,7 @@ from truedraft.serve.security import SecurityHeaders
 from truedraft.serve.settings import Plan
 
 B = TypeVar("B", bound=BaseModel)
+SLOW = ("stop", "response_format", "structured_outputs", "tools", "prediction", "references")  # to prepare, at times
 SMALL = 16_384  # bytes of a body that is prepared in the event loop; larger ones in a thread of their own
 log = logging.getLogger("truedraft.serve")
 
@@ -153,8 +154,7 @@ class Server:
             raise ApiError(503, "the server is ending: send the request to another one", code="ending")
         id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
         long = int(request.headers.get("content-length") or SMALL) >= SMALL
-        compiles = body.stop or body.response_format or body.structured_outputs or getattr(body, "tools", None)
-        threaded = long or compiles
+        threaded = long or any(getattr(body, name, None) for name in SLOW)
         plan, form = await run_in_threadpool(prepare, namespace, id) if threaded else prepare(namespace, id)
 
         def finished(plan: Plan, error: ApiError | None) -> None:

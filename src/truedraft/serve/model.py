@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -27,16 +26,6 @@ CRITERIA = 64  # sets of stop strings whose criteria are kept
 RESPONSES = 1000  # responses of a namespace that later requests may refer to
 PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-@dataclass(frozen=True)
-class Drafters:
-    """The drafters of one name: of requests without more, with references (None: it drafts nothing), and with a
-    constraint, whose forced tokens are drafted too."""
-
-    plain: Drafter
-    copying: Drafter | None
-    constrained: Drafter
 
 
 class ServedModel:
@@ -67,43 +56,44 @@ class ServedModel:
         ends = generation.eos_token_id
         self.end_ids: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         self.files = {name: self.encoded(_read(path), False) for name, path in config.reference.items()}
-        self._drafters = {name: self._drafters_of(name) for name in config.drafts}
+        self._plain = {name: self._loaded(name) for name in config.drafts}
+        self._composed: dict[str, Drafter] = {}
         self._criteria: OrderedDict[tuple[str, ...], StopStringCriteria] = OrderedDict()
         self._responses: dict[str, OrderedDict[str, list[int]]] = {}
         self._lock = Lock()
 
-    def _drafters_of(self, name: str) -> Drafters:
-        """The drafters of a name that requests may give."""
+    def _loaded(self, name: str) -> Drafter:
         if name == "none":
-            return Drafters(drafter_of(None), None, drafter_of(None))
-        drafter = self.fast.drafter if name == self.config.draft else registry.load("drafters", name)
-        copies = drafter.takes_references
-        copying = drafter if copies else registry.load("drafters", f"input-guided+{name}")
-        return Drafters(
-            drafter, copying, registry.load("drafters", f"grammar+{name}" if copies else f"grammar+input-guided+{name}")
-        )
+            return drafter_of(None)
+        return self.fast.drafter if name == self.config.draft else registry.load("drafters", name)
 
     def drafter(self, name: str | None, copies: bool, constrained: bool) -> Drafter:
-        """The drafter of a request.
+        """The drafter of a request; made at the first request of its kind, and shared by later ones.
 
         Args:
             name: as the request names it; None for the default.
             copies: whether the request has references.
-            constrained: whether a grammar constrains its text.
+            constrained: whether a grammar constrains its text; then what that forces is drafted too.
 
         Raises:
             ApiError: it may not be named, or drafts nothing though there are references.
         """
         name = self.config.draft if name is None else name
-        if name not in self._drafters:
-            known = ", ".join(self._drafters)
+        if name not in self._plain:
+            known = ", ".join(self._plain)
             raise ApiError(400, f"draft={name!r}: this server allows {known}", "draft")
-        found = self._drafters[name]
-        if copies and found.copying is None:
-            raise ApiError(400, "draft='none' drafts nothing, and there is a text to copy from: leave one out", "draft")
-        if constrained:
-            return found.constrained
-        return found.copying if copies and found.copying is not None else found.plain
+        plain = self._plain[name]
+        if name == "none":
+            if copies:
+                reason = "draft='none' drafts nothing, and there is a text to copy from: leave one out"
+                raise ApiError(400, reason, "draft")
+            return plain
+        before = ["grammar"] * constrained + ["input-guided"] * (copies and not plain.takes_references)
+        with self._lock:
+            spec = "+".join([*before, name])
+            if before and spec not in self._composed:
+                self._composed[spec] = registry.load("drafters", spec)
+            return self._composed[spec] if before else plain
 
     def encoded(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
