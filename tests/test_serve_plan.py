@@ -31,7 +31,7 @@ def test_drafters_with_weights_are_counted_and_what_does_not_fit_is_refused() ->
     parts = planned(config)
     assert {part.name for part in parts} >= {"drafter", "weights", "KV cache", "work space"}
     assert next(part for part in parts if part.name == "weights").bytes > 1 << 30
-    with pytest.raises(Refused, match="max_rows=4096.*lower max_rows"):
+    with pytest.raises(Refused, match=r"max_rows=4096.*lower max_rows"):
         check_fits(parts, config)
 
 

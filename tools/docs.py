@@ -38,6 +38,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, model: figures.peers(model),
     "speeds": lambda document: figures.speeds(),
+    "serve": lambda document, part: figures.serve(part),
     "serve-settings": lambda document: serving.settings(),
     "serve-parameters": lambda document: serving.parameters(),
     "whole-calls": lambda document: figures.whole_calls(),

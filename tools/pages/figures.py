@@ -172,3 +172,35 @@ def whole_calls() -> list[str]:
             for one in _results("generate")
         ],
     )  # fmt: skip
+
+
+def serve(part: str) -> list[str]:
+    """A part of the server's benchmark, a row for each of its lines.
+
+    part: latency, clients, prediction, gap or peer.
+    """
+    columns = {
+        "latency": {
+            "streams": "streams", "engine_first_ms": "engine alone: first token, ms", "engine_pass_ms": "pass, ms",
+            "added_first_ms": "the server adds: first token, ms", "added_pass_ms": "per pass, ms",
+        },
+        "clients": {
+            "text": "text", "clients": "clients", "tokens_per_second": "tokens/s", "without_drafts": "without drafts",
+            "ratio": "ratio", "mean_acceptance_length": "mean acceptance length",
+        },
+        "prediction": {
+            "model": "model", "clients": "clients", "tokens_per_second": "tokens/s",
+            "without_drafts": "without drafts", "ratio": "ratio",
+            "mean_acceptance_length": "mean acceptance length",
+        },
+        "gap": {
+            "model": "model", "prompt_tokens": "prompt that arrives, tokens", "usual_gap_ms": "usual gap, ms",
+            "longest_gap_ms": "longest gap, ms", "first_token_of_the_prompt_ms": "its first token, ms",
+        },
+        "peer": {"server": "server", "clients": "clients", "tokens_per_second": "tokens/s", "same_texts": "same texts"},
+    }[part]  # fmt: skip
+    shown = {True: "yes", False: "no"}
+    rows = [
+        [shown[v] if isinstance(v := one[key], bool) else str(v) for key in columns] for one in _results("serve", part)
+    ]
+    return _table(list(columns.values()), rows)
