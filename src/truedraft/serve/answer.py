@@ -109,7 +109,7 @@ class Answer(Response):
         error: ApiError | None = ApiError(499, "the client has closed the connection", code="cancelled")
         try:
             work = self._streamed(send) if self.stream else self._whole(scope, receive, send)
-            error = await _unless_disconnected(receive, work, error)
+            error = await unless_disconnected(receive, work, error)
         finally:
             self.rows.end(error)
 
@@ -149,7 +149,7 @@ class Answer(Response):
         })  # fmt: skip
 
 
-async def _unless_disconnected(
+async def unless_disconnected(
     receive: Receive, work: Coroutine[Any, Any, ApiError | None], gone: ApiError | None
 ) -> ApiError | None:
     """The result of `work`; it is cancelled where the client disconnects first, or leaves what was sent unread."""
