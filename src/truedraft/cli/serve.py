@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import inspect
+import os
 import types
 import typing
 from pathlib import Path
@@ -45,13 +47,20 @@ def serve(**options: Any) -> int:
         print(plan.described(parts := plan.planned(config)))
         plan.check_fits(parts, config)
         return 0
-    fast = accelerated(
-        config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
+    load = functools.partial(
+        accelerated, config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
         threads=config.threads, stretched=config.stretched,
     )  # fmt: skip
+    if config.ray:
+        if importlib.util.find_spec("ray") is None:
+            raise Refused("truedraft serve --ray needs ray: pip install 'truedraft[ray]'")
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read as Ray is imported: every line of the log, not one of many
+        from truedraft.serve.ray import serve_on_ray
+
+        return serve_on_ray(load, config, keys)
     from truedraft.serve.serving import serve as run
 
-    return run(fast, config, keys)
+    return run(load(), config, keys)
 
 
 def _parsed(name: str, value: Any) -> Any:

@@ -27,7 +27,7 @@ from truedraft.serve.answer import Answer, Rows, error_response, json_response
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError, of_refusal, of_validation
 from truedraft.serve.formats import Format
-from truedraft.serve.keys import Keys
+from truedraft.serve.keys import Keys, bearer
 from truedraft.serve.live import add_page
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.metrics import Metrics
@@ -79,6 +79,18 @@ class Server:
     def ready(self) -> bool:
         return self.loop.is_alive() and not self.draining
 
+    @property
+    def idle(self) -> bool:
+        return self.loop.idle
+
+    def stop(self) -> None:
+        """End all requests with an error, then the engine's thread."""
+        self.loop.stop()
+
+    def metrics_page(self) -> tuple[bytes, str]:
+        """The text of `/metrics`, and its content type."""
+        return self.metrics.page(len(self.loop.queue), len(self.loop.running), self.config.max_rows)
+
     def restore(self) -> None:
         """Read the file of earlier outputs, where the settings name one that exists.
 
@@ -101,8 +113,7 @@ class Server:
         """
         if not self.keys:
             return ""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        name = self.keys.namespace(key.strip()) if scheme.lower() == "bearer" else None
+        name = self.keys.namespace(bearer(request.headers))
         if name is None:
             raise ApiError(
                 401, "the API key is missing or unknown: send it as 'Authorization: Bearer KEY'",
@@ -116,7 +127,7 @@ class Server:
         Raises:
             ApiError: it is too long, no JSON, or does not fit the schema.
         """
-        text = await self._read(request)
+        text = await read_body(request, self.config)
         try:
             given = from_json(text, allow_inf_nan=False)
         except ValueError as error:
@@ -125,22 +136,6 @@ class Server:
             return kind.model_validate(given)
         except ValidationError as error:
             raise of_validation(error) from None
-
-    async def _read(self, request: Request) -> bytes:
-        most, size, parts = self.config.max_body_bytes, 0, []
-        too_long = ApiError(413, f"the body is longer than {most} bytes: shorten it", code="body_too_large")
-        if (declared := request.headers.get("content-length", "0")).isdigit() and int(declared) > most:
-            raise too_long
-        try:
-            async with asyncio.timeout(self.config.idle_seconds):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > most:
-                        raise too_long
-                    parts.append(part)
-        except ClientDisconnect:
-            raise ApiError(499, "the client has closed the connection", code="cancelled") from None
-        return b"".join(parts)
 
     async def answered(
         self, request: Request, body: GenerationBody, prepare: Callable[[str, str], tuple[Plan, Format]]
@@ -180,6 +175,29 @@ class Server:
             decode = self.model.tokenizer.decode
             fields |= {"prompt": decode(list(job.ids)), "text": decode(job.tokens)}
         log.info("request", extra={"fields": fields})
+
+
+async def read_body(request: Request, config: ServeConfig) -> bytes:
+    """The bytes of a request's body.
+
+    Raises:
+        ApiError: there are too many, or the client goes.
+        TimeoutError: they do not arrive in time.
+    """
+    most, size, parts = config.max_body_bytes, 0, []
+    too_long = ApiError(413, f"the body is longer than {most} bytes: shorten it", code="body_too_large")
+    if (declared := request.headers.get("content-length", "0")).isdigit() and int(declared) > most:
+        raise too_long
+    try:
+        async with asyncio.timeout(config.idle_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise too_long
+                parts.append(part)
+    except ClientDisconnect:
+        raise ApiError(499, "the client has closed the connection", code="cancelled") from None
+    return b"".join(parts)
 
 
 def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None) -> FastAPI:
@@ -260,8 +278,7 @@ def _add_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        loop = server.loop
-        text, kind = server.metrics.page(len(loop.queue), len(loop.running), server.config.max_rows)
+        text, kind = server.metrics_page()
         return Response(text, media_type=kind)
 
 

@@ -80,6 +80,9 @@ class ServeConfig:
     max_references: int = _setting(16, "References in a request.", 0)
     max_schema_bytes: int = _setting(64 << 10, "Bytes of a JSON schema, grammar or regular expression.", 0)
 
+    ray: bool = _setting(False, "Run replicas of the server on Ray, on one machine or several.")
+    replicas: int = _setting(1, "Replicas on Ray.", 1, 4096)
+
     shutdown_seconds: float = _setting(120.0, "Seconds that running requests have after SIGTERM.", 0)
     stream_interval: float = _setting(0.01, "Least seconds between two events of a stream.", 0, 1)
     log_level: str = _setting("info", "debug, info, warning or error.", among=("debug", "info", "warning", "error"))
@@ -92,6 +95,8 @@ class ServeConfig:
             object.__setattr__(self, each.name, _checked(each, hints[each.name], getattr(self, each.name)))
         if not self.model:
             raise Refused("MODEL is missing: name a model, or give model= in the config file")
+        if self.replicas > 1 and not self.ray:
+            raise Refused(f"replicas={self.replicas} needs Ray: give --ray")
 
     @property
     def name(self) -> str:

@@ -44,6 +44,12 @@ class Keys:
         return found
 
 
+def bearer(headers: Mapping[str, str]) -> str:
+    """The key in the headers of a request, "" for none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 

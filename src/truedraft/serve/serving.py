@@ -11,8 +11,10 @@ import sys
 import time
 from contextlib import suppress
 from types import FrameType
+from typing import Literal, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from truedraft.accelerated import Accelerated
 from truedraft.errors import Refused, why
@@ -26,11 +28,28 @@ SWITCH = 0.0005  # seconds after which a thread that computes in Python lets ano
 log = logging.getLogger("truedraft.serve")
 
 
+class Serving(Protocol):
+    """What answers requests: a server, or the front of several.
+
+    draining: running requests end, new ones are refused.
+    """
+
+    config: ServeConfig
+    draining: bool
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs."""
+
+    def stop(self) -> None:
+        """End all requests with an error."""
+
+
 class Process(uvicorn.Server):
     """uvicorn's server with our signals: the first SIGTERM or SIGINT lets running requests finish and refuses new
     ones; the second ends them with an error."""
 
-    def __init__(self, config: uvicorn.Config, server: Server):
+    def __init__(self, config: uvicorn.Config, server: Serving):
         super().__init__(config)
         self.server, self._grace = server, float("inf")
 
@@ -49,12 +68,12 @@ class Process(uvicorn.Server):
             if time.monotonic() > self._grace:
                 log.warning("requests still ran after %s seconds", self.server.config.shutdown_seconds)
                 self._end()
-            elif self.server.loop.idle and not self.server_state.tasks:
+            elif self.server.idle and not self.server_state.tasks:
                 self.should_exit = True
         return await super().on_tick(counter)
 
     def _end(self) -> None:
-        self.server.loop.stop()
+        self.server.stop()
         self.should_exit = True
 
 
@@ -76,8 +95,9 @@ class Lines(logging.Formatter):
         return "\n".join([f"{when} {record.levelname.lower()} {record.getMessage()} {text}".rstrip(), *trace.values()])
 
 
-def set_up_log(config: ServeConfig) -> None:
-    """Log to stderr, one line per event."""
+def set_up(config: ServeConfig) -> None:
+    """Log to stderr, one line per event; let the event loop run beside a thread that computes."""
+    sys.setswitchinterval(SWITCH)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines(config.log_json))
     for name, level in (("truedraft.serve", config.log_level.upper()), ("uvicorn", "ERROR")):
@@ -92,30 +112,40 @@ def serve(fast: Accelerated, config: ServeConfig, keys: Keys) -> int:
     Raises:
         Refused: a setting cannot be honoured, there is not enough memory, or the address is taken.
     """
-    set_up_log(config)
-    sys.setswitchinterval(SWITCH)
-    bound = _bound_socket(config)
+    set_up(config)
+    bound = listen(config)
     app = create_app(fast, config, keys)
     server: Server = app.state.server
     server.restore()
-    protocol = bounded(config.idle_seconds, _connections(config.max_connections))
-    process = Process(
-        uvicorn.Config(
-            app, http=protocol, ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
-            backlog=2048, timeout_keep_alive=int(config.idle_seconds) or 1,
-        ),
-        server,
-    )  # fmt: skip
-    host, port = bound.getsockname()[:2]
-    log.info("serving", extra={"fields": {"model": config.name, "url": f"http://{host}:{port}"}})
     try:
-        process.run(sockets=[bound])
+        run(app, server, bound)
     finally:
         server.save()
     return 0
 
 
-def _bound_socket(config: ServeConfig) -> socket.socket:
+def run(app: ASGIApp, server: Serving, bound: socket.socket, lifespan: Literal["on", "off"] = "on") -> None:
+    """Answer connections until SIGTERM or SIGINT."""
+    config = server.config
+    protocol = bounded(config.idle_seconds, _connections(config.max_connections))
+    process = Process(
+        uvicorn.Config(
+            app, http=protocol, ws="none", lifespan=lifespan, log_config=None, access_log=False,
+            server_header=False, backlog=2048, timeout_keep_alive=int(config.idle_seconds) or 1,
+        ),
+        server,
+    )  # fmt: skip
+    host, port = bound.getsockname()[:2]
+    log.info("serving", extra={"fields": {"model": config.name, "url": f"http://{host}:{port}"}})
+    process.run(sockets=[bound])
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """The socket of a server's address.
+
+    Raises:
+        Refused: the address is taken, or not of this machine.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     made = socket.socket(family)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
