@@ -255,8 +255,8 @@ class PiecewiseEngine(Engine):
         super()._leave(slot)
 
     def _store(self, row: Row, slot: int) -> None:
-        """Keep the keys and values of a row so far; only of its prompt, where those of passes over drafts may have other
-        bits than those of prompts."""
+        """Keep the keys and values of a row so far; only of its prompt, where those of passes over drafts may have
+        other bits than those of prompts."""
         if self._prefixes is not None and row.request.prompts[0].ids is not None and not row.request.error:
             ids = row.tokens if self.target.granularity == 1 else row.tokens[: row.prompt]
             self._prefixes.store(row.namespace, ids, slot)
