@@ -209,7 +209,7 @@ class PiecewiseEngine(Engine):
                 if leader in self._reading:
                     if leader.end < one.leaders[leader]:
                         break
-                    self._store(leader.row, leader.slot)
+                    self._store(leader.request, leader.slot)
                 del one.leaders[leader]
                 self._load(prefixes, one)
 
@@ -231,7 +231,7 @@ class PiecewiseEngine(Engine):
         """Put the rows of prompts that were read into use: the scores of their last tokens."""
         rows = [next(one for one in self._reading if one.prompt is prompt) for prompt in prompts]
         for one in rows:
-            self._store(one.row, one.slot)
+            self._store(one.request, one.slot)
             self._reading.remove(one)
             slot = self.target.activate(one.slot)
             for other in self._reading:
@@ -246,17 +246,18 @@ class PiecewiseEngine(Engine):
 
     def _drop(self, one: Reading) -> None:
         """End the reading of a prompt, and free its slot."""
-        self._store(one.row, one.slot)
+        self._store(one.request, one.slot)
         self._reading.remove(one)
         self.target.discard(one.slot)
 
     def _leave(self, slot: int) -> None:
-        self._store(self.rows[slot], slot)
+        self._store(self.rows[slot].request, slot)
         super()._leave(slot)
 
-    def _store(self, row: Row, slot: int) -> None:
+    def _store(self, request: Request, slot: int) -> None:
         """Keep the keys and values of a row so far; only of its prompt, where those of passes over drafts may have
         other bits than those of prompts."""
-        if self._prefixes is not None and row.request.prompts[0].ids is not None and not row.request.error:
+        if self._prefixes is not None and request.prompts[0].ids is not None and not request.error:
+            row = request.rows[0]
             ids = row.tokens if self.target.granularity == 1 else row.tokens[: row.prompt]
             self._prefixes.store(row.namespace, ids, slot)
