@@ -37,7 +37,7 @@ class Reading:
     end: positions read so far.
     logits: (1, 1, V) of the last token, once that is read.
     hidden: by tapped layer, the states of the pieces.
-    leaders: older prompts being read -> positions that it can load of each; nothing is read while there are any.
+    leaders: older prompts -> positions that it can load of each, the oldest first; nothing is read while there are any.
     """
 
     request: Request
@@ -62,8 +62,8 @@ class Reading:
 
     @property
     def leader(self) -> Reading | None:
-        """The prompt that it waits for: that with most positions to load, of several the oldest."""
-        return max(self.leaders, key=self.leaders.__getitem__, default=None)
+        """The prompt that it waits for: the oldest."""
+        return next(iter(self.leaders), None)
 
     def add(self, piece: Piece, scores: Scores) -> None:
         """Add a piece that was read."""
