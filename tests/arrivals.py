@@ -80,11 +80,13 @@ def added(
 
 @contextmanager
 def pieces_of(positions: int | None) -> Iterator[None]:
-    """Prompts are read in pieces of so many positions (those of the model's own forward end at multiples of 4)."""
+    """Prompts are read in pieces of so many positions (those of the model's own forward end at multiples of 4), and
+    wait for any prefix of an older one."""
     with pytest.MonkeyPatch.context() as patch:
         if positions is not None:
             patch.setattr(reading, "LEAST", positions)
             patch.setattr(reading, "PROMPT", positions)
+            patch.setattr(reading, "GAIN", 1)
             patch.setitem(SPANS, "cpu", 4)
         yield
 

@@ -23,7 +23,7 @@ from truedraft import accelerate
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
 from truedraft.caches.prefixes import Prefixes
-from truedraft.caches.rows import RowCache, RowLayer
+from truedraft.caches.rows import CacheCursor, RowCache, RowLayer
 from truedraft.caches.seq2seq import SourceLayer
 from truedraft.chance import PositionNoise
 from truedraft.engine import Cohort, Engine
@@ -207,6 +207,10 @@ def of_the_first_slot(self: RowCache, slot: int, first: int, last: int) -> list[
     return _copied(self, 0, first, last)
 
 
+def one_unread(self: CacheCursor, slot: int) -> int:
+    return self.lengths[slot] if slot < len(self.lengths) else self.reading[slot] + 1
+
+
 def all_but_the_last(self: RowCache, slot: int) -> int:
     saved = [kept[slot, :, self.cursor.reading[slot]].clone() for kept in self._kept]
     length, new = self.cursor.reading[slot], _activate(self, slot)
@@ -289,6 +293,7 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "a new row's KV written over a running row's": (unchecked(prompts_in_the_first_slot), arrivals),
     "one position too many of a prefix reused": (replaced(Prefixes, "load", one_more), pieces),
     "prefix of another row stored": (replaced(RowCache, "copied", of_the_first_slot), pieces),
+    "a position stored that has not been read": (replaced(CacheCursor, "committed", one_unread), pieces),
     "rows being read not swapped": (replaced(RowLayer, "swap", lambda self, *_: None), pieces),
     "last token of a prompt not moved with its row": (replaced(RowCache, "activate", all_but_the_last), pieces),
     "pieces read from a prompt's start": (unchecked(pieces_from_the_start), pieces),

@@ -150,6 +150,21 @@ def test_the_least_recently_used_leaf_is_dropped_first() -> None:
     assert loaded([6] * 20) == 12 and prefixes.bytes == 12 * PER_TOKEN, "as much of a long text as there is room for"
 
 
+def test_what_a_slot_holds_is_kept_where_less_is_stored() -> None:
+    cache, text = new_cache(), [1, 2, 3, 4, 5, 6]
+    prefixes = Prefixes(cache, 10**6)
+    slot = cache.open()
+    write(cache, slot, text[:3])
+    cache.cursor.reading[slot] = 3
+    assert prefixes.load("", text, slot) == cache.cursor.reading[slot] == 3, "nothing is stored"
+    store(cache, prefixes, "", text[:2], False)
+    assert prefixes.load("", text, slot) == cache.cursor.reading[slot] == 3
+    store(cache, prefixes, "", text[:5], False)
+    write(cache, slot, text[:3])
+    assert prefixes.load("", text, slot) == cache.cursor.reading[slot] == 5
+    check(cache, slot, text[:5])
+
+
 def test_nothing_is_stored_without_room() -> None:
     cache = new_cache()
     prefixes = Prefixes(cache, PER_TOKEN - 1)

@@ -343,7 +343,6 @@ class ContinuousEngine:
             else:
                 self._running[id(request._request)] = request, time.perf_counter()
                 engine.admit(request._request)
-                request.report().cached_tokens = request.cached_tokens
             self._waiting.popleft()
         return ended
 

@@ -74,6 +74,7 @@ class EngineRequest:
 
     def report(self) -> Report:
         """Figures of its passes so far. `seconds["all"]` is the time since it was admitted, in which others ran too."""
+        self._report.cached_tokens = self.cached_tokens
         return self._report
 
     def __repr__(self) -> str:

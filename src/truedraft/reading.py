@@ -2,6 +2,9 @@
 
 A step is a piece of prompts or a pass over the drafts of all rows; while there are both, they alternate. The prompts
 that a piece completes are verified at once: their rows emit their first token and run from then on.
+
+Where prefixes are kept, a prompt waits while an older one that begins with the same tokens is being read, and loads
+these tokens once the older one has been read so far, or has left.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from truedraft.caches.prefixes import Prefixes
+from truedraft.caches.prefixes import Prefixes, agreeing
 from truedraft.control._base import Control
 from truedraft.engine import Engine, taps_of
 from truedraft.request import Request
@@ -21,6 +24,7 @@ from truedraft.targets._base import Target
 from truedraft.tree import Piece, Prompt, Row, Scores, Taps
 
 LEAST = 16  # positions of a piece
+GAIN = 32  # positions of an older prompt for which a prompt waits at least
 GROWTH = 2.0  # most that a piece may be larger than the largest that was measured
 
 
@@ -33,6 +37,7 @@ class Reading:
     end: positions read so far.
     logits: (1, 1, V) of the last token, once that is read.
     hidden: by tapped layer, the states of the pieces.
+    leaders: older prompts -> positions that it can load of each, the oldest first; nothing is read while there are any.
     """
 
     request: Request
@@ -41,6 +46,7 @@ class Reading:
     end: int = 0
     logits: Tensor | None = None
     hidden: dict[int, list[Tensor]] = field(default_factory=dict)
+    leaders: dict[Reading, int] = field(default_factory=dict)
 
     @property
     def row(self) -> Row:
@@ -53,6 +59,11 @@ class Reading:
     @property
     def left(self) -> int:
         return len(self.prompt) - self.end
+
+    @property
+    def leader(self) -> Reading | None:
+        """The prompt that it waits for: the oldest."""
+        return next(iter(self.leaders), None)
 
     def add(self, piece: Piece, scores: Scores) -> None:
         """Add a piece that was read."""
@@ -87,8 +98,9 @@ class PiecewiseEngine(Engine):
 
     Args:
         seconds: that a piece should take at most while rows run; it has LEAST positions in any case.
-        prefixes: where the keys and values of rows that leave are kept for prompts with the same prefix, if anywhere.
-            Not for prompts whose hidden states are tapped, which would be missing, nor for those given as embeddings.
+        prefixes: where the keys and values of prompts that were read and of rows that leave are kept for prompts with
+            the same prefix, if anywhere. Not for prompts whose hidden states are tapped, which would be missing, nor
+            for those given as embeddings.
     """
 
     def __init__(self, target: Target, control: Control, seconds: float, prefixes: Prefixes | None = None):
@@ -109,12 +121,13 @@ class PiecewiseEngine(Engine):
         return len(self._reading)
 
     def admit(self, request: Request) -> None:
-        """Add a request; its prompt is read from the next step on, without the prefix that is stored of it."""
-        row, slot = request.rows[0], self.target.open()
-        one = Reading(request, slot, taps_of(request.rows))
+        """Add a request; its prompt is read from the next step on, without the prefix that is stored of it or that an
+        older prompt being read has in common with it."""
+        one = Reading(request, self.target.open(), taps_of(request.rows))
         self._reading.append(one)
         if self._prefixes is not None and one.prompt.ids is not None and not one.taps.hidden:
-            one.end = request.cached_tokens = self._prefixes.load(row.namespace, row.tokens, slot)
+            one.leaders = {other: self._loadable(self._prefixes, one, other) for other in self._reading[:-1]}
+            self._load(self._prefixes, one)
 
     def step(self) -> list[Request]:
         """Read a piece of prompts, or make a pass over drafts of all rows; see `Engine.step`.
@@ -148,6 +161,8 @@ class PiecewiseEngine(Engine):
 
     def _read_piece(self) -> list[Reading]:
         """Read the next piece; returns the requests whose prompts it completes."""
+        if self._prefixes is not None:
+            self._follow(self._prefixes)
         ends = self._shares(self._size.positions if self.rows else PROMPT)
         pieces = [Piece(one.prompt, one.slot, one.end, end) for one, end in ends.items()]
         taps = Taps()
@@ -163,13 +178,19 @@ class PiecewiseEngine(Engine):
         """Divide a piece: up to where each prompt is read.
 
         The oldest prompt has half of it, so that none waits for ever, and those with least left the rest, so that a
-        short one is not delayed by a long one. Spans of the target's granularity are not divided.
+        short one is not delayed by a long one; for a prompt that waits, its leader counts as if it were no longer.
+        Spans of the target's granularity are not divided.
         """
         span = self.target.granularity or 1
         spans, self._odd = max(positions // span, 1), 1 - self._odd
         ends: dict[Reading, int] = {}
         shares = [(self._reading[0], (spans + self._odd) // 2)]
-        shares += [(one, spans) for one in sorted(self._reading, key=lambda one: one.left)]
+        shortest = {one: len(one.prompt) for one in self._reading}
+        for one in reversed(self._reading):
+            if (leader := one.leader) is not None:
+                shortest[leader] = min(shortest[leader], shortest[one])
+        unhindered = [one for one in self._reading if not one.leaders]
+        shares += [(one, spans) for one in sorted(unhindered, key=lambda one: shortest[one] - one.end)]
         for one, share in shares:
             start = ends.get(one, one.end)
             end = min((start // span + min(share, spans)) * span, len(one.prompt))
@@ -178,10 +199,39 @@ class PiecewiseEngine(Engine):
                 spans -= -(-(end - start) // span)
         return ends
 
+    def _follow(self, prefixes: Prefixes) -> None:
+        """Load what older prompts have in common with those that wait, where they have been read so far or have left.
+
+        The oldest prompt has no leader, and leaders are older, so some prompt can always be read.
+        """
+        for one in self._reading:
+            while (leader := one.leader) is not None:
+                if leader in self._reading:
+                    if leader.end < one.leaders[leader]:
+                        break
+                    self._store(leader.request, leader.slot)
+                del one.leaders[leader]
+                self._load(prefixes, one)
+
+    def _load(self, prefixes: Prefixes, one: Reading) -> None:
+        """Load the stored prefix of a prompt of which nothing has been read; leaders remain that have GAIN more."""
+        one.end = one.request.cached_tokens = prefixes.load(one.row.namespace, one.row.tokens, one.slot)
+        one.leaders = {other: count for other, count in one.leaders.items() if count >= one.end + GAIN}
+
+    def _loadable(self, prefixes: Prefixes, one: Reading, other: Reading) -> int:
+        """Positions of a prompt that it can load once another one has been read: all but the last of each, whose
+        logits are required."""
+        mine, theirs = one.prompt.ids, other.prompt.ids
+        if mine is None or theirs is None or not (prefixes.shared or one.row.namespace == other.row.namespace):
+            return 0
+        count = agreeing(mine[:-1], theirs[:-1])
+        return count - count % (self.target.granularity or 1)
+
     def _activated(self, prompts: Sequence[Prompt]) -> Scores:
         """Put the rows of prompts that were read into use: the scores of their last tokens."""
         rows = [next(one for one in self._reading if one.prompt is prompt) for prompt in prompts]
         for one in rows:
+            self._store(one.request, one.slot)
             self._reading.remove(one)
             slot = self.target.activate(one.slot)
             for other in self._reading:
@@ -196,17 +246,18 @@ class PiecewiseEngine(Engine):
 
     def _drop(self, one: Reading) -> None:
         """End the reading of a prompt, and free its slot."""
-        self._store(one.row, one.slot)
+        self._store(one.request, one.slot)
         self._reading.remove(one)
         self.target.discard(one.slot)
 
     def _leave(self, slot: int) -> None:
-        self._store(self.rows[slot], slot)
+        self._store(self.rows[slot].request, slot)
         super()._leave(slot)
 
-    def _store(self, row: Row, slot: int) -> None:
-        """Keep the keys and values of a row that leaves; only of its prompt, where those of passes over drafts may have
+    def _store(self, request: Request, slot: int) -> None:
+        """Keep the keys and values of a row so far; only of its prompt, where those of passes over drafts may have
         other bits than those of prompts."""
-        if self._prefixes is not None and row.request.prompts[0].ids is not None and not row.request.error:
+        if self._prefixes is not None and request.prompts[0].ids is not None and not request.error:
+            row = request.rows[0]
             ids = row.tokens if self.target.granularity == 1 else row.tokens[: row.prompt]
             self._prefixes.store(row.namespace, ids, slot)

@@ -15,6 +15,13 @@ from torch import Tensor
 from truedraft.caches.rows import RowCache
 
 
+def agreeing(one: Tensor, other: Tensor) -> int:
+    """Length of the longest common prefix of two sequences of token ids, (n,) and (m,)."""
+    n = min(len(one), len(other))
+    different = (one[:n] != other[:n]).nonzero()
+    return int(different[0]) if len(different) else n
+
+
 class Edge:
     """Consecutive tokens of stored texts.
 
@@ -33,12 +40,6 @@ class Edge:
     @property
     def bytes(self) -> int:
         return sum(kept.numel() * kept.element_size() for kept in (self.tokens, *self.entries))
-
-    def agrees(self, tokens: Tensor) -> int:
-        """How many of its first tokens are those given."""
-        n = min(len(self), len(tokens))
-        different = (self.tokens[:n] != tokens[:n]).nonzero()
-        return int(different[0]) if len(different) else n
 
     def split(self, n: int) -> Edge:
         """Make a parent of the first `n` tokens, with copies of their entries, and keep copies of the others."""
@@ -76,7 +77,7 @@ class Prefixes:
 
     def __init__(self, cache: RowCache, limit: int, shared: bool = False, granularity: int = 1):
         self.limit, self.bytes = limit, 0
-        self._cache, self._shared, self._granularity = cache, shared, granularity
+        self._cache, self.shared, self._granularity = cache, shared, granularity
         self._roots: dict[str, Edge] = {}
         self._recent: OrderedDict[Edge, str] = OrderedDict()  # edge -> namespace; children are older than parents
 
@@ -84,7 +85,7 @@ class Prefixes:
         """Copy what is not stored yet of the committed positions of a slot, whose first tokens are `ids`."""
         count = min(len(ids), self._cache.cursor.committed(slot))
         tokens = torch.tensor(ids[: count - count % self._granularity], dtype=torch.long, device="cpu")
-        namespace = "" if self._shared else namespace
+        namespace = "" if self.shared else namespace
         root = self._roots.get(namespace, Edge(tokens[:0], [], None))
         found = self._found(root, tokens)
         path, start = [edge for edge, _ in found], sum(n for _, n in found)
@@ -103,18 +104,22 @@ class Prefixes:
             self._use([*path, edge])
 
     def load(self, namespace: str, ids: Sequence[int], slot: int) -> int:
-        """Copy the longest stored prefix of `ids` to the front of a slot whose prompt is being read.
+        """Copy the longest stored prefix of `ids` to the front of a slot whose prompt is being read, where that is more
+        than the slot holds.
 
         Returns:
-            Its length: at most `len(ids) - 1`, because the pass computes the logits of the last token.
+            How many of the tokens the slot holds then. At most `len(ids) - 1` are copied, because the pass computes the
+            logits of the last token.
         """
-        root = self._roots.get("" if self._shared else namespace)
+        held, root = self._cache.cursor.reading[slot], self._roots.get("" if self.shared else namespace)
         if root is None:
-            return 0
+            return held
         found = self._found(root, torch.tensor(ids[:-1], dtype=torch.long, device="cpu"))
         self._use([edge for edge, _ in found])
         length = sum(n for _, n in found)
         length -= length % self._granularity
+        if length <= held:
+            return held
         start = 0
         for edge, n in found:
             n = max(min(n, length - start), 0)
@@ -135,7 +140,7 @@ class Prefixes:
         at, edge = 0, root
         while at < len(tokens) and (below := edge.children.get(int(tokens[at]))) is not None:
             edge = below
-            found.append((edge, edge.agrees(tokens[at:])))
+            found.append((edge, agreeing(edge.tokens, tokens[at:])))
             at += found[-1][1]
             if found[-1][1] < len(edge):
                 break
