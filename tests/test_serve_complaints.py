@@ -169,7 +169,13 @@ def test_json_is_invalid_with_drafts_under_concurrency(api: Any) -> None:
     """Constrained requests had invalid JSON, up to all of them when several ran at once, or were not constrained."""
 
     def response(i: int) -> Any:
-        given = {"prompt": P, "max_tokens": 120, "temperature": 1.0, "seed": i // 3, "response_format": form(10 + i // 3)}
+        given = {
+            "prompt": P,
+            "max_tokens": 120,
+            "temperature": 1.0,
+            "seed": i // 3,
+            "response_format": form(10 + i // 3),
+        }
         return created(api, **given, draft=(HYBRID, "auto", "none")[i % 3])
 
     with ThreadPoolExecutor(8) as pool:
