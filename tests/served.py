@@ -34,7 +34,7 @@ class Running:
         listening.bind(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        protocol = bounded(self.config.idle_seconds, self.config.max_connections)
+        protocol = bounded(self.config)
         self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, http=protocol, ws="none", log_config=None))
         self._thread = threading.Thread(target=self._uvicorn.run, kwargs={"sockets": [listening]}, daemon=True)
 

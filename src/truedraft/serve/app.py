@@ -21,13 +21,13 @@ from starlette.responses import Response
 
 from truedraft import __version__
 from truedraft.accelerated import Accelerated
-from truedraft.errors import Refused
+from truedraft.errors import Refused, why
 from truedraft.serve import chat, completions
 from truedraft.serve.answer import Answer, Rows, error_response, json_response
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError, of_refusal, of_validation
 from truedraft.serve.formats import Format
-from truedraft.serve.keys import Keys, bearer
+from truedraft.serve.keys import Keys, authenticated
 from truedraft.serve.live import add_page
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.metrics import Metrics
@@ -92,18 +92,27 @@ class Server:
         return self.metrics.page(len(self.loop.queue), len(self.loop.running), self.config.max_rows)
 
     def restore(self) -> None:
-        """Read the file of earlier outputs, where the settings name one that exists.
+        """Read the file of earlier outputs, where the settings name one that exists, and write it: if that fails, then
+        before anything is served.
 
         Raises:
-            Refused: it is damaged, or of another tokenizer.
+            Refused: it is damaged, or of another tokenizer; the drafter keeps no outputs; or it cannot be written.
         """
         if self.config.memory is not None and self.config.memory.exists():
             self.model.fast.load_memory(self.config.memory)
+        self.save()
 
     def save(self) -> None:
-        """Write the file of earlier outputs, where the settings name one."""
+        """Write the file of earlier outputs, where the settings name one.
+
+        Raises:
+            Refused: it cannot be written, or the drafter keeps no outputs.
+        """
         if self.config.memory is not None:
-            self.model.fast.save_memory(self.config.memory)
+            try:
+                self.model.fast.save_memory(self.config.memory)
+            except OSError as e:
+                raise Refused(f"memory {self.config.memory}: {why(e)}") from e
 
     def namespace(self, request: Request) -> str:
         """The namespace of a request's API key.
@@ -111,22 +120,15 @@ class Server:
         Raises:
             ApiError: there is no key, or it is unknown (401).
         """
-        if not self.keys:
-            return ""
-        name = self.keys.namespace(bearer(request.headers))
-        if name is None:
-            raise ApiError(
-                401, "the API key is missing or unknown: send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
-        return name
+        return authenticated(self.keys, request.headers)
 
     async def body(self, request: Request, kind: type[B]) -> B:
         """The body of a request.
 
         Raises:
-            ApiError: it is too long, no JSON, or does not fit the schema.
+            ApiError: there is no valid key, or the body is too long, no JSON, or does not fit the schema.
         """
+        self.namespace(request)  # no body is read without a key
         text = await read_body(request, self.config)
         try:
             given = from_json(text, allow_inf_nan=False)
@@ -154,8 +156,7 @@ class Server:
 
         def finished(plan: Plan, error: ApiError | None) -> None:
             if error is None:
-                for job in plan.jobs:
-                    self.model.remember(namespace, id, job.tokens)
+                self.model.remember(namespace, id, [token for job in plan.jobs for token in job.tokens])
             else:
                 self.metrics.error(error.status)
             self._log(id, namespace, plan, error)
@@ -177,27 +178,26 @@ class Server:
         log.info("request", extra={"fields": fields})
 
 
-async def read_body(request: Request, config: ServeConfig) -> bytes:
+async def read_body(request: Request, config: ServeConfig) -> bytearray:
     """The bytes of a request's body.
 
     Raises:
         ApiError: there are too many, or the client goes.
         TimeoutError: they do not arrive in time.
     """
-    most, size, parts = config.max_body_bytes, 0, []
+    most, body = config.max_body_bytes, bytearray()
     too_long = ApiError(413, f"the body is longer than {most} bytes: shorten it", code="body_too_large")
     if (declared := request.headers.get("content-length", "0")).isdigit() and int(declared) > most:
         raise too_long
     try:
         async with asyncio.timeout(config.idle_seconds):
             async for part in request.stream():
-                size += len(part)
-                if size > most:
+                body += part
+                if len(body) > most:
                     raise too_long
-                parts.append(part)
     except ClientDisconnect:
         raise ApiError(499, "the client has closed the connection", code="cancelled") from None
-    return b"".join(parts)
+    return body
 
 
 def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None) -> FastAPI:
@@ -260,13 +260,11 @@ def _add_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/tokenize", response_model=None, openapi_extra=_schema(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        server.namespace(request)
         body = await server.body(request, TokenizeBody)
         return json_response(await run_in_threadpool(chat.tokenized, model, body))
 
     @app.post("/detokenize", response_model=None, openapi_extra=_schema(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        server.namespace(request)
         body = await server.body(request, DetokenizeBody)
         tokens = completions.checked_ids(model, body.tokens, "tokens")
         return json_response({"prompt": await run_in_threadpool(model.tokenizer.decode, tokens)})
@@ -311,7 +309,8 @@ def _add_handlers(app: FastAPI, server: Server) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path[:200]
         reasons = {404: f"there is no {path} here", 405: f"{path} does not take {request.method}"}
-        return answered(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))
+        reason = reasons.get(error.status_code, str(error.detail))
+        return answered(ApiError(error.status_code, reason, headers=error.headers))
 
     @app.exception_handler(TimeoutError)
     async def slow(request: Request, error: TimeoutError) -> Response:

@@ -79,5 +79,8 @@ def tokenized(model: ServedModel, body: TokenizeBody) -> dict[str, Any]:
         ids = model.encoded(body.prompt, body.add_special_tokens is not False)
     else:
         ids = rendered(model, body)
-    texts = {"token_strs": [str(model.tokenizer.decode([token])) for token in ids]} if body.return_token_strs else {}
-    return {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len} | texts
+    found = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
+    if not body.return_token_strs:
+        return found
+    texts = {token: str(model.tokenizer.decode([token])) for token in set(ids)}
+    return found | {"token_strs": [texts[token] for token in ids]}

@@ -74,10 +74,11 @@ class ServeConfig:
     max_prompts: int = _setting(64, "Prompts in a request.", 1)
     max_n: int = _setting(16, "Choices for a prompt.", 1)
     max_stop: int = _setting(16, "Stop strings, and stop token ids, in a request.", 0)
-    max_stop_chars: int = _setting(256, "Characters of a stop string.", 1)
+    max_stop_chars: int = _setting(256, "Characters of the stop strings of a request, together.", 1)
     max_logit_bias: int = _setting(1024, "Entries of logit_bias.", 0)
     max_logprobs: int = _setting(20, "Likeliest tokens returned with each token.", 0)
     max_references: int = _setting(16, "References in a request.", 0)
+    max_reference_tokens: int = _setting(100_000, "Tokens of references and prediction in a request.", 0)
     max_schema_bytes: int = _setting(64 << 10, "Bytes of a JSON schema, grammar or regular expression.", 0)
 
     ray: bool = _setting(False, "Run replicas of the server on Ray, on one machine or several.")

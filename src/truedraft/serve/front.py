@@ -25,7 +25,7 @@ from truedraft.serve.answer import error_response, json_response
 from truedraft.serve.app import SMALL, read_body
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError
-from truedraft.serve.keys import Keys, bearer
+from truedraft.serve.keys import Keys, authenticated, bearer
 from truedraft.serve.security import HEADERS
 from truedraft.serve.sending import Outlet, part
 
@@ -146,6 +146,8 @@ class Front:
     async def _forward(self, request: Request, send: Send) -> None:
         if self.draining and request.method == "POST":
             raise ApiError(503, "the server is ending: send the request to another one", code="ending")
+        if request.method == "POST":
+            authenticated(self.keys, request.headers)  # no body is read without a key
         body = await read_body(request, self.config)
         given = await run_in_threadpool(_parsed, body) if len(body) >= SMALL else _parsed(body)
         key, referred = self._place(request, given)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from truedraft.errors import Refused, why
+from truedraft.serve.errors import ApiError
 
 VARIABLE = "TRUEDRAFT_API_KEYS"
 SHORTEST = 16  # characters of a key
@@ -50,6 +51,23 @@ def bearer(headers: Mapping[str, str]) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def authenticated(keys: Keys, headers: Mapping[str, str]) -> str:
+    """The namespace of a request's API key, "" where none is needed.
+
+    Raises:
+        ApiError: there is no key, or it is unknown (401).
+    """
+    if not keys:
+        return ""
+    name = keys.namespace(bearer(headers))
+    if name is None:
+        raise ApiError(
+            401, "the API key is missing or unknown: send it as 'Authorization: Bearer KEY'", code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )  # fmt: skip
+    return name
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
@@ -73,8 +91,13 @@ def read_keys(path: Path | None) -> Keys:
             raise Refused(f"api_keys {path}: {why(e)}") from e
         if readable:
             raise Refused(f"api_keys {path} is readable for every user of this machine: chmod 600 {path}")
-    keys = dict(_entry(line.strip(), f"{where}, entry {i}") for i, line in enumerate(entries, 1) if _counts(line))
-    if path is not None and not keys:
+    keys: dict[str, str] = {}
+    for i, line in enumerate(entries, 1):
+        if _counts(line):
+            key, name = _entry(line.strip(), f"{where}, entry {i}")
+            if keys.setdefault(key, name) != name:
+                raise Refused(f"{where}, entry {i}: its key is that of namespace {keys[key]}: give each key once")
+    if not keys and (path is not None or os.environ.get(VARIABLE)):
         raise Refused(f"{where} has no keys: add one, or leave the option out")
     return Keys(keys)
 

@@ -81,13 +81,16 @@ class EngineLoop(threading.Thread):
         """Queue the rows of a request.
 
         Raises:
-            ApiError: too many rows of this namespace wait already (429), or the server is ending (503).
+            ApiError: too many rows of this namespace wait already (429), the request has more rows than may ever wait
+                (400), or the server is ending (503).
         """
         with self._wake:
             if self._stopping:
                 raise ApiError(503, "the server is ending: send the request to another one", code="ending")
             name = jobs[0].namespace
             waiting = self._waiting_by_name.get(name, 0)
+            if len(jobs) > (most := self.max_waiting + self.engine.max_rows):
+                raise ApiError(400, f"prompt and n make {len(jobs)} rows, this server allows {most}: send fewer", "n")
             free = self.engine.max_rows - len(self.running)  # some of which may be about to be taken
             if waiting + len(jobs) > self.max_waiting + free:
                 after = str(max(1, round(self._seconds_per_row() * waiting)))
@@ -134,19 +137,24 @@ class EngineLoop(threading.Thread):
     # ---------------------------------------------------------------- the engine's thread
 
     def run(self) -> None:
-        with torch.no_grad():
-            while not self._stopping:
-                try:
-                    self._turn()
-                except Exception as error:  # of the target or the control: the engine is closed
-                    log.exception("a pass failed")
-                    self._restart(error)
-        self._fail_all(ApiError(503, "the server has ended", code="ending"))
-        self.engine.close()
+        try:
+            with torch.no_grad():
+                while not self._stopping:
+                    try:
+                        self._turn()
+                    except Exception as error:  # of the target or the control: the engine is closed
+                        log.exception("a pass failed")
+                        self._restart(error)
+        except Exception:
+            log.exception("the engine could not be made again: the server has to be restarted")
+        finally:
+            self.stop()
+            self._fail_all(ApiError(503, "the server has ended", code="ending"))
+            self.engine.close()
 
     def _turn(self) -> None:
         with self._wake:
-            if not (self._new or self._cancelled or self._calls or self.running or self._stopping):
+            if not (self._new or self._cancelled or self._calls or self.running or self._stopping or len(self.queue)):
                 self._wake.wait(IDLE)
             new, self._new = self._new, []
             cancelled, self._cancelled = self._cancelled, []

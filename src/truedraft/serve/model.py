@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
 
 CRITERIA = 64  # sets of stop strings whose criteria are kept
-RESPONSES = 1000  # responses of a namespace that later requests may refer to
+RESPONSES = 1 << 22  # tokens of a namespace's responses that later requests may refer to; 4 bytes each
 PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -59,8 +60,9 @@ class ServedModel:
         self._plain = {name: self._loaded(name) for name in config.drafts}
         self._composed: dict[str, Drafter] = {}
         self._criteria: OrderedDict[tuple[str, ...], StopStringCriteria] = OrderedDict()
-        self._responses: dict[str, OrderedDict[str, list[int]]] = {}
-        self._lock = Lock()
+        self._responses: dict[str, OrderedDict[str, array[int]]] = {}
+        self._remembered: Counter[str] = Counter()
+        self._lock, self._compiling = Lock(), Lock()
 
     def _loaded(self, name: str) -> Drafter:
         if name == "none":
@@ -106,7 +108,8 @@ class ServedModel:
             if key in self._criteria:
                 self._criteria.move_to_end(key)
                 return self._criteria[key]
-        made = StopStringCriteria(self.tokenizer, list(key))
+        with self._compiling:  # in Python, for seconds with a large vocabulary: one at a time
+            made = StopStringCriteria(self.tokenizer, list(key))
         with self._lock:
             self._criteria[key] = made
             if len(self._criteria) > CRITERIA:
@@ -127,15 +130,16 @@ class ServedModel:
         """Keep a response as a reference for later requests of its namespace."""
         with self._lock:
             mine = self._responses.setdefault(namespace, OrderedDict())
-            mine[id] = list(tokens)
-            if len(mine) > RESPONSES:
-                mine.popitem(last=False)
+            mine[id] = array("i", tokens)
+            self._remembered[namespace] += len(tokens)
+            while self._remembered[namespace] > RESPONSES:
+                self._remembered[namespace] -= len(mine.popitem(last=False)[1])
 
     def response(self, namespace: str, id: str) -> list[int] | None:
         """The tokens of an earlier response to the same namespace."""
         with self._lock:
-            mine = self._responses.get(namespace)
-            return None if mine is None else mine.get(id)
+            found = self._responses.get(namespace, {}).get(id)
+            return None if found is None else found.tolist()
 
 
 def longest_of(fast: Accelerated, config: ServeConfig) -> int:

@@ -6,13 +6,16 @@ change nothing by their definition; every other one is honoured.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
 from truedraft.serve.errors import ApiError
 
+T = TypeVar("T")
 LONGEST_NAME = 256
+MOST_BIASES = 1 << 16  # entries of logit_bias that are checked one by one
+MOST_KEYS = 256  # names in an object of parameters that are checked one by one
 SEEDS = 2**64
 
 REFUSED = {
@@ -41,6 +44,17 @@ Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+class FirstFault(FailFast):
+    """Reads a list up to its first fault: to collect millions of them would take minutes and gigabytes."""
+
+    __hash__ = object.__hash__  # members of unions are hashed
+
+
+List = Annotated[list[T], FirstFault()]
+Objects = List[dict[str, Any]]
 
 
 class Body(BaseModel):
@@ -48,11 +62,17 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_KEYS:
+            raise ValueError(f"an object with {len(given)} names: leave out what is no parameter")
+        return given
 
-class Part(BaseModel):
+
+class Part(Body):
     """A part of a message's or a prediction's content."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: str
 
@@ -61,7 +81,7 @@ class Prediction(Body):
     """OpenAI's predicted output: text that most of the answer is expected to repeat."""
 
     type: Literal["content"]
-    content: str | list[Part]
+    content: str | List[Part]
 
     @property
     def text(self) -> str:
@@ -121,7 +141,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: List[str] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -131,16 +151,22 @@ class StructuredOutputs(Body):
         return self
 
 
+def _few_biases(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MOST_BIASES:
+        raise ValueError(f"it has {len(given)} entries, at most {MOST_BIASES} are looked at")
+    return given
+
+
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
     model: Name | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] | None = None
     n: Count | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=SEEDS)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | List[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
@@ -153,14 +179,14 @@ class GenerationBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: List[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     # of this server
-    references: list[Reference] | None = None
+    references: List[Reference] | None = None
     draft: Name | None = None
     deadline: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
     return_tokens: bool | None = None
@@ -183,7 +209,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | List[str] | List[TokenId] | List[List[TokenId]]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -201,16 +227,16 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`; messages and tools are checked where the chat template is applied."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    modalities: list[Literal["text"]] | None = None
-    documents: list[dict[str, Any]] | None = None
+    modalities: List[Literal["text"]] | None = None
+    documents: Objects | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -229,8 +255,8 @@ class TokenizeBody(Body):
 
     model: Name | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -248,4 +274,4 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: List[TokenId]

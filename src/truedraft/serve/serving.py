@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import resource
 import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from types import FrameType
 from typing import Literal, Protocol
 
@@ -23,7 +21,8 @@ from truedraft.serve.config import ServeConfig
 from truedraft.serve.connections import bounded
 from truedraft.serve.keys import Keys
 
-SPARE = 256  # file descriptors that are kept for other uses than connections
+BACKLOG = 2048  # connections that wait to be accepted
+END = 5  # seconds that clients have to read the error which ends their requests
 SWITCH = 0.0005  # seconds after which a thread that computes in Python lets another one run
 log = logging.getLogger("truedraft.serve")
 
@@ -127,16 +126,18 @@ def serve(fast: Accelerated, config: ServeConfig, keys: Keys) -> int:
 def run(app: ASGIApp, server: Serving, bound: socket.socket, lifespan: Literal["on", "off"] = "on") -> None:
     """Answer connections until SIGTERM or SIGINT."""
     config = server.config
-    protocol = bounded(config.idle_seconds, _connections(config.max_connections))
+    protocol = bounded(config)
     process = Process(
         uvicorn.Config(
             app, http=protocol, ws="none", lifespan=lifespan, log_config=None, access_log=False,
-            server_header=False, backlog=2048, timeout_keep_alive=int(config.idle_seconds) or 1,
+            server_header=False, backlog=BACKLOG, timeout_keep_alive=int(config.idle_seconds) or 1,
+            timeout_graceful_shutdown=END,
         ),
         server,
     )  # fmt: skip
     host, port = bound.getsockname()[:2]
-    log.info("serving", extra={"fields": {"model": config.name, "url": f"http://{host}:{port}"}})
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    log.info("serving", extra={"fields": {"model": config.name, "url": url}})
     process.run(sockets=[bound])
 
 
@@ -146,25 +147,15 @@ def listen(config: ServeConfig) -> socket.socket:
     Raises:
         Refused: the address is taken, or not of this machine.
     """
+    if not config.host:
+        raise Refused("host='': name an address; 0.0.0.0 is every interface")
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     made = socket.socket(family)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((config.host, config.port))
-    except OSError as e:
+        made.listen(BACKLOG)  # two processes could bind it, only one can listen
+    except (OSError, TypeError, UnicodeError) as e:  # of a name that is none, TypeError
         made.close()
         raise Refused(f"host={config.host!r}, port={config.port}: {why(e)}") from e
     return made
-
-
-def _connections(most: int) -> int:
-    """The connections that this process may have: file descriptors are raised to what the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = most + SPARE
-    if soft != resource.RLIM_INFINITY and soft < need:
-        allowed = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-            soft = allowed
-        return max(min(most, soft - SPARE), 1)
-    return most

@@ -78,6 +78,7 @@ def planned(
     references = ([predicted] if predicted else []) + [
         documents_of(model, reference, namespace, i) for i, reference in enumerate(body.references or ())
     ]
+    _check_copied(model, references)
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     logprobs = _logprobs(model, body)
     constraint = constraint_of(body, forced)
@@ -117,12 +118,23 @@ def check_bounds(model: ServedModel, body: GenerationBody, prompts: int) -> None
     if (body.n or 1) > config.max_n:
         raise ApiError(400, f"n={body.n}: this server allows {config.max_n}", "n")
     for i, string in enumerate(stop):
-        if not string or len(string) > config.max_stop_chars:
-            raise ApiError(400, f"stop[{i}] has {len(string)} characters: give 1 to {config.max_stop_chars}", "stop")
+        if not string:
+            raise ApiError(400, f"stop[{i}] is empty: give at least one character", "stop")
+    if (length := sum(map(len, stop))) > config.max_stop_chars:
+        raise ApiError(400, f"stop has {length} characters, this server allows {config.max_stop_chars}", "stop")
     if (name := body.model) is not None and name != model.name:
         raise ApiError(404, f"model={name!r} is not served here: use {model.name!r}", "model", "model_not_found")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", "stream_options")
+
+
+def _check_copied(model: ServedModel, references: Sequence[Sequence[int]]) -> None:
+    """Raises ApiError where references are longer than what may be indexed in the engine's thread at once."""
+    count, most = sum(map(len, references)), model.config.max_reference_tokens
+    if count > most:
+        raise ApiError(
+            400, f"references and prediction have {count} tokens, this server allows {most}: shorten them", "references"
+        )
 
 
 def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
