@@ -76,7 +76,9 @@ def shortened(report: dict[str, Any], form: str) -> dict[str, Any]:
 
 def _figures(of: dict[str, Any]) -> dict[str, float]:
     percentiles = {name: of["percentiles"][name] for name in ("p05", "p95", "p99")}
-    return {name: round(of.get(name, percentiles.get(name)), 3) for name in ("mean", "median", "min", "max", *percentiles)}
+    return {
+        name: round(of.get(name, percentiles.get(name)), 3) for name in ("mean", "median", "min", "max", *percentiles)
+    }
 
 
 def main() -> None:

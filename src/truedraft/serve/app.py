@@ -39,7 +39,7 @@ from truedraft.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
-from truedraft.serve.security import SecurityHeaders
+from truedraft.serve.security import Headers
 from truedraft.serve.settings import Plan
 
 B = TypeVar("B", bound=BaseModel)
@@ -150,7 +150,7 @@ class Server:
         namespace = self.namespace(request)
         if self.draining:
             raise ApiError(503, "the server is ending: send the request to another one", code="ending")
-        id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
+        id = request.state.request_id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
         long = int(request.headers.get("content-length") or SMALL) >= SMALL
         compiles = body.stop or body.response_format or body.structured_outputs or getattr(body, "tools", None)
         threaded = long or compiles
@@ -201,11 +201,11 @@ def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None)
     app.state.server = server
     _add_routes(app, server)
     _add_handlers(app, server)
-    app.add_middleware(SecurityHeaders)
+    app.add_middleware(Headers)
     if config.allow_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.allow_origin), allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     return app
 
