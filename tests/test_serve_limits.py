@@ -238,6 +238,12 @@ def test_pages_of_an_allowed_origin_may_use_openais_client(fast: Accelerated) ->
             assert not allowed or "x-stainless-lang" in headers["access-control-allow-headers"]
 
 
+def test_ignore_eos_changes_nothing_before_the_end(server: Running) -> None:
+    for prompt in (P, "one day<|end|> a cat"):  # the end token is that of padding, too, and begins every prompt
+        texts = {completed(server, prompt=prompt, ignore_eos=given)["choices"][0]["text"] for given in (True, False)}
+        assert len(texts) == 1
+
+
 def test_a_client_that_waits_as_the_server_asks_is_served(fast: Accelerated) -> None:
     openai = pytest.importorskip("openai")
     long = {"prompt": P, "max_tokens": 800, "temperature": 0, "ignore_eos": True}
