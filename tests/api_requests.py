@@ -93,6 +93,7 @@ def expected(plain: Accelerated, body: dict[str, Any]) -> Expected:
         "max_new_tokens": body["max_tokens"], "eos_token_id": ends or None, "pad_token_id": 0,
         "repetition_penalty": body.get("repetition_penalty"), "min_new_tokens": body.get("min_tokens"),
         "stop_strings": body.get("stop"), "num_return_sequences": body.get("n", 1),
+        "attention_mask": torch.ones_like(ids),
     }  # fmt: skip
     if "logit_bias" in body:
         settings["sequence_bias"] = {(int(token),): bias for token, bias in body["logit_bias"].items()}

@@ -89,7 +89,7 @@ def until(condition: Callable[[], Any]) -> Any:
 def generated(fast: Accelerated, prompt: str, seed: int | None = None, **settings: Any) -> list[list[int]]:
     """The new tokens of plain decoding: `model.generate`, or with a seed `generate(seed=)` without drafts."""
     ids = torch.tensor([fast.tokenizer(prompt).input_ids])  # type: ignore[misc]
-    settings = {"pad_token_id": 0, **settings}
+    settings = {"pad_token_id": 0, "attention_mask": torch.ones_like(ids), **settings}
     if seed is None:
         out = fast.model.generate(ids, tokenizer=fast.tokenizer, **settings)  # type: ignore[operator]
     else:

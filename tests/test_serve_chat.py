@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pydantic
 import pytest
 import torch
 
@@ -96,6 +97,58 @@ def test_forced_calls_are_valid_and_streamed_as_they_are_returned(api: Any) -> N
             assert name in ("add", "drop")
     named = chat(api, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "drop"}}, seed=1)
     assert [call.function.name for call in named.choices[0].message.tool_calls] == ["drop"]
+
+
+class add(pydantic.BaseModel):
+    n: int = pydantic.Field(ge=0, le=9)
+
+
+def test_the_client_parses_calls_and_sends_its_messages_back(api: Any) -> None:
+    asked = {"role": "user", "content": "a cat"}
+    settings: dict[str, Any] = {
+        "model": "nano", "messages": [asked], "tools": [openai.pydantic_function_tool(add)], "tool_choice": "required",
+        "parallel_tool_calls": False, "max_tokens": 100, "seed": 1,
+    }  # fmt: skip
+    message = api.chat.completions.parse(**settings).choices[0].message
+    (call,) = message.tool_calls
+    assert call.function.parsed_arguments == add(**json.loads(call.function.arguments))
+    with api.chat.completions.stream(**settings) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.name, event.parsed_arguments) for event in done] == [("add", call.function.parsed_arguments)]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    function = {"name": "add", "arguments": call.function.arguments}
+    plain = {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]}
+    texts = {
+        chat(api, messages=[asked, answer, result], max_tokens=9, temperature=0).choices[0].message.content
+        for answer in (plain, message, message.model_dump())
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own generic types
+def test_the_client_parses_a_model(api: Any) -> None:
+    settings: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "a cat"}], "seed": 1}
+    settings |= {"response_format": add, "max_tokens": 150}
+    message = api.chat.completions.parse(**settings).choices[0].message
+    assert message.parsed == add(**json.loads(message.content))
+    with api.chat.completions.stream(**settings) as stream:
+        stream.until_done()
+        assert stream.get_final_completion().choices[0].message.parsed == message.parsed
+    assert chat(api, messages=[message.model_dump(), {"role": "user", "content": "again"}], max_tokens=1).usage
+
+
+def test_every_response_has_an_id_in_its_head(api: Any) -> None:
+    whole = chat(api, max_tokens=2)
+    assert whole._request_id == whole.id
+    stream = chat(api, max_tokens=2, stream=True)
+    assert {event.id for event in stream} == {stream.response.headers["x-request-id"]}
+    ids = [api.models.list()._request_id, api.models.list()._request_id]
+    with pytest.raises(openai.NotFoundError) as unknown:
+        chat(api, model="other")
+    with pytest.raises(openai.BadRequestError) as wrong:
+        chat(api, temperature=-1)
+    ids += [unknown.value.request_id, wrong.value.request_id]
+    assert None not in ids and len({*ids}) == 4
 
 
 def test_tools_that_cannot_be_honoured_are_refused(api: Any) -> None:

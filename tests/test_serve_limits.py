@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -220,6 +221,43 @@ def test_a_failed_pass_ends_its_requests_and_the_server_goes_on(fast: Accelerate
         status, answer, _ = posted(server, "/v1/completions", {"prompt": P, "max_tokens": 50, "temperature": 0})
         assert status == 500 and "the device is gone" in answer["error"]["message"]
         still_serves(server)
+
+
+def test_pages_of_an_allowed_origin_may_use_openais_client(fast: Accelerated) -> None:
+    with running(fast, max_rows=2, allow_origin=("https://a.example",)) as server:
+        for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+            asked = urllib.request.Request(server.url + "/v1/chat/completions", method="OPTIONS")
+            asked.add_header("Origin", origin)
+            asked.add_header("Access-Control-Request-Method", "POST")
+            asked.add_header("Access-Control-Request-Headers", "authorization,content-type,x-stainless-lang")
+            try:
+                headers = urllib.request.urlopen(asked, timeout=10).headers
+            except HTTPError as error:
+                headers = error.headers
+            assert (headers["access-control-allow-origin"] == origin) == allowed
+            assert not allowed or "x-stainless-lang" in headers["access-control-allow-headers"]
+
+
+def test_ignore_eos_changes_nothing_before_the_end(server: Running) -> None:
+    for prompt in (P, "one day<|end|> a cat"):  # the end token is that of padding, too, and begins every prompt
+        texts = {completed(server, prompt=prompt, ignore_eos=given)["choices"][0]["text"] for given in (True, False)}
+        assert len(texts) == 1
+
+
+def test_a_client_that_waits_as_the_server_asks_is_served(fast: Accelerated) -> None:
+    openai = pytest.importorskip("openai")
+    long = {"prompt": P, "max_tokens": 800, "temperature": 0, "ignore_eos": True}
+    with running(fast, max_rows=1, max_waiting=1) as server, ThreadPoolExecutor(2) as pool:
+        loop = server.server.loop
+        others = [pool.submit(posted, server, "/v1/completions", long)]
+        until(lambda: len(loop.running) == 1)
+        others.append(pool.submit(posted, server, "/v1/completions", {**long, "max_tokens": 8}))
+        until(lambda: len(loop.queue) == 1)
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=20)
+        answer = api.completions.with_raw_response.create(model="nano", prompt=P, max_tokens=8, temperature=0)
+        assert answer.retries_taken >= 1
+        assert others[1].result()[1]["choices"][0]["text"].startswith(answer.parse().choices[0].text)
+        assert others[0].result()[0] == 200
 
 
 def test_ends_when_told_running_requests_first(fast: Accelerated) -> None:

@@ -93,6 +93,15 @@ def test_a_refusal_is_what_the_assistant_answered(nano: PreTrainedTokenizerBase)
     assert render(tokenizer, [USER, refusal]) == render(tokenizer, [USER, part]) == plain
 
 
+def test_a_message_of_openais_client_is_as_good_as_its_own_fields(nano: PreTrainedTokenizerBase) -> None:
+    tokenizer = with_template(nano, PLAIN)
+    plain = {"role": "assistant", "content": "3"}
+    more = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "name"))
+    for empty in (None, []):
+        whole = {**plain, **more, "annotations": empty, "parsed": 3}
+        assert render(tokenizer, [USER, whole]) == render(tokenizer, [USER, plain])
+
+
 def calling(arguments: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": arguments, **more}}]}
 
@@ -112,6 +121,8 @@ REJECTED: list[tuple[str, dict[str, Any], str]] = [
     (PLAIN, {"messages": [{**USER, "mood": "good"}]}, "mood is not supported"),
     (PLAIN, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio is not supported.*reads text only"),
     (PLAIN, {"messages": [{"role": "assistant", "function_call": {}}]}, "use tool_calls"),
+    (PLAIN, {"messages": [{"role": "assistant", "annotations": [{}]}]}, "no chat template shows them"),
+    (PLAIN, {"messages": [{**USER, "parsed": 3}]}, "parsed is not supported in a message of role user"),
     (PLAIN, {"messages": [{**USER, "name": "anna"}]}, r"messages\[0\].name: this model's chat template has no place"),
     (PLAIN, {"messages": asked()}, r"messages\[0\].tool_calls: this model's chat template has no place"),
     (PLAIN, {"messages": [USER], "tools": [TOOL]}, "tools: this model's chat template has no place"),

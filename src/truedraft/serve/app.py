@@ -40,7 +40,7 @@ from truedraft.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
-from truedraft.serve.security import SecurityHeaders
+from truedraft.serve.security import Headers
 from truedraft.serve.settings import Plan
 
 B = TypeVar("B", bound=BaseModel)
@@ -149,7 +149,7 @@ class Server:
         namespace = self.namespace(request)
         if self.draining:
             raise ApiError(503, "the server is ending: send the request to another one", code="ending")
-        id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
+        id = request.state.request_id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
         long = int(request.headers.get("content-length") or SMALL) >= SMALL
         threaded = long or any(getattr(body, name, None) for name in SLOW)
         plan, form = await run_in_threadpool(prepare, namespace, id) if threaded else prepare(namespace, id)
@@ -222,11 +222,11 @@ def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None)
     if config.page:
         add_page(app, server, fast)
     _add_handlers(app, server)
-    app.add_middleware(SecurityHeaders)
+    app.add_middleware(Headers)
     if config.allow_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.allow_origin), allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     return app
 

@@ -124,8 +124,11 @@ class ChatFormat(Format):
         content |= {"tool_calls": delta.tool_calls} if delta.tool_calls else {}
         content |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
         logprobs = None if self.plan.logprobs is None else row.chat_logprobs(delta)
-        choice = self._chunk_choice(index, content, logprobs, row.finish_reason, row.stop_reason)
-        return [self._with_tokens(choice, row, delta)]
+        end = (row.finish_reason, row.stop_reason)
+        if not delta.tool_calls or row.finish_reason is None:
+            return [self._with_tokens(self._chunk_choice(index, content, logprobs, *end), row, delta)]
+        calls = self._with_tokens(self._chunk_choice(index, content, logprobs, None, None), row, delta)
+        return [calls, self._chunk_choice(index, {}, None, *end)]  # clients end a call by a chunk behind it
 
     def choice(self, index: int, row: RowOutput, delta: Delta) -> dict[str, Any]:
         calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.tool_calls]

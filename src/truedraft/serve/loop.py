@@ -173,10 +173,12 @@ class EngineLoop(threading.Thread):
     def _admit(self) -> None:
         while self.engine.room() > 0 and (job := self.queue.take()) is not None:
             self._left_queue(job)
+            ids = torch.tensor([job.ids])
             try:
                 request = self.engine.add_request(
-                    torch.tensor(job.ids), namespace=job.namespace, max_new_tokens=job.max_tokens, **job.settings
-                )
+                    ids, attention_mask=torch.ones_like(ids), namespace=job.namespace, max_new_tokens=job.max_tokens,
+                    **job.settings,
+                )  # fmt: skip
             except Refused as error:
                 job.error = ApiError(503, str(error)) if isinstance(error, NoRoom) else of_refusal(error)
             except Exception as error:

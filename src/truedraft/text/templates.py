@@ -21,12 +21,13 @@ FIELDS = {
     "system": {"content", "name"},
     "developer": {"content", "name"},
     "user": {"content", "name"},
-    "assistant": {"content", "name", "refusal", "tool_calls", "reasoning_content"},
+    "assistant": {"content", "name", "refusal", "tool_calls", "reasoning_content", "parsed"},
     "tool": {"content", "name", "tool_call_id"},
-}  # role -> the fields of its messages, `role` left out
+}  # role -> the fields of its messages, `role` left out; OpenAI's client adds parsed, what it read from the content
 OTHERS = {
     "function_call": "use tool_calls",
     "audio": "this model reads text only",
+    "annotations": "no chat template shows them",
 }  # fields that OpenAI's schema has, and the remedy
 NO_EFFECT_IF_NULL = ("content", "name", "refusal", "tool_calls", "reasoning_content", *OTHERS)
 SHOWN = ("name", "tool_calls")  # fields whose text must be in the prompt, or the message is refused
@@ -135,12 +136,17 @@ def _fields(message: Mapping[str, Any], place: str) -> tuple[str, dict[str, Any]
     role = message.get("role")
     if not isinstance(role, str) or role not in FIELDS:
         raise Refused(f"{place}.role {role!r} is unknown: there are {', '.join(FIELDS)}")
-    fields = {k: v for k, v in message.items() if k != "role" and not (v is None and k in NO_EFFECT_IF_NULL)}
+    fields = {k: v for k, v in message.items() if k != "role" and not _is_empty(k, v)}
     for field in fields:
         if field not in FIELDS[role]:
             remedy = OTHERS.get(field, f"messages of this role have {', '.join(sorted(FIELDS[role]))}")
             raise Refused(f"{place}.{field} is not supported in a message of role {role}: {remedy}")
     return role, fields
+
+
+def _is_empty(field: str, value: Any) -> bool:
+    """Whether a field of a message is as good as missing: a message that OpenAI's client returned has all fields."""
+    return (value is None and field in NO_EFFECT_IF_NULL) or (field == "annotations" and value == [])
 
 
 def _content(fields: Mapping[str, Any], place: str) -> str | None:
@@ -190,7 +196,7 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
         raise Refused(f"{place} is no call of a function: give id, type 'function' and function")
     for found, known, where in (
         (call, {"id", "type", "function", "index"}, ""),
-        (function, {"name", "arguments"}, ".function"),
+        (function, {"name", "arguments", "parsed_arguments"}, ".function"),
     ):
         if more := sorted(found.keys() - known):
             raise Refused(f"{place}{where}.{more[0]} is not supported: leave it out")
