@@ -36,6 +36,7 @@ from api_requests import expected, random_body
 
 PORT = 8290
 BODIES = 120
+DRAFT = "input-guided+suffix-wide:memory=200000+token-recycling"  # the default, with outputs that are soon complete
 GOOD, BAD = 8, 4  # clients at once
 FIRST_MINUTES = 6.0  # after which memory is read first
 SETTLE = 20.0  # seconds without requests before memory is read
@@ -60,7 +61,18 @@ class Soak:
 
     async def start(self) -> None:
         command = [sys.executable, "-m", "truedraft", "serve", "nano", "--port", str(PORT), "--log-level", "error"]
-        options = ["--max-rows", "6", "--max-waiting", "4", "--prefix-bytes", "32M", "--idle-seconds", "5"]
+        options = [
+            "--draft",
+            DRAFT,
+            "--max-rows",
+            "6",
+            "--max-waiting",
+            "4",
+            "--prefix-bytes",
+            "32M",
+            "--idle-seconds",
+            "5",
+        ]
         options += ["--write-seconds", "5", "--memory", str(self.folder / "outputs")]
         self.process = subprocess.Popen([*command, *options])
         while True:
