@@ -148,7 +148,7 @@ class Front:
             raise ApiError(503, "the server is ending: send the request to another one", code="ending")
         if request.method == "POST":
             authenticated(self.keys, request.headers)  # no body is read without a key
-        body = await read_body(request, self.config)
+        body = bytes(await read_body(request, self.config))
         given = await run_in_threadpool(_parsed, body) if len(body) >= SMALL else _parsed(body)
         key, referred = self._place(request, given)
         call = Call({name: request.scope[name] for name in CARRIED if name in request.scope}, body, referred)

@@ -138,8 +138,8 @@ class ServedModel:
     def response(self, namespace: str, id: str) -> list[int] | None:
         """The tokens of an earlier response to the same namespace."""
         with self._lock:
-            found = self._responses.get(namespace, {}).get(id)
-            return None if found is None else found.tolist()
+            mine = self._responses.get(namespace)
+            return None if mine is None or id not in mine else mine[id].tolist()
 
 
 def longest_of(fast: Accelerated, config: ServeConfig) -> int:
