@@ -88,13 +88,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8191)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    kept: dict[str, Any] = {"truedraft_version": truedraft.__version__, "runs": []}
+    kept: dict[str, Any] = {"truedraft_version": truedraft.__version__, "guidellm_version": "", "runs": []}
     command = [sys.executable, "-m", "truedraft", "serve", "nano", "--port", str(args.port), "--log-level", "warning"]
     with process(command, args.port):
         for form in FORMATS:
             for profile in PROFILES:
                 report = benchmarked(args.guidellm, args.port, form, profile, args.seconds)
-                kept["metadata"] = report["metadata"]
+                kept["guidellm_version"] = report["metadata"]["guidellm_version"]
                 kept["runs"].append(run := shortened(report, form))
                 speed = run["metrics"]["output_tokens_per_second"]["mean"]
                 print(f"{form} {profile}: {run['request_totals']}, {speed:.0f} tokens/s", flush=True)
