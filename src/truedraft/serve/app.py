@@ -178,7 +178,7 @@ class Server:
         log.info("request", extra={"fields": fields})
 
 
-async def read_body(request: Request, config: ServeConfig) -> bytearray:
+async def read_body(request: Request, config: ServeConfig) -> bytes:
     """The bytes of a request's body.
 
     Raises:
@@ -197,7 +197,7 @@ async def read_body(request: Request, config: ServeConfig) -> bytearray:
                     raise too_long
     except ClientDisconnect:
         raise ApiError(499, "the client has closed the connection", code="cancelled") from None
-    return body
+    return bytes(body)
 
 
 def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None) -> FastAPI:
