@@ -30,6 +30,7 @@ from truedraft.serve.keys import Keys, read_keys
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.model import RESPONSES, ServedModel
 from truedraft.serve.protocol import ChatBody, CompletionBody
+from truedraft.serve.security import check_origin
 from truedraft.serve.serving import listen
 
 MANY = 100_000
@@ -233,3 +234,40 @@ def test_keys_that_contradict_or_are_none(monkeypatch: pytest.MonkeyPatch) -> No
         assert "0123456789" not in str(caught.value)
     monkeypatch.setenv("TRUEDRAFT_API_KEYS", "")
     assert not read_keys(None)
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "bound", "status"),
+    [
+        (None, "localhost:8000", "127.0.0.1", 200), ("http://localhost:8000", "localhost:8000", "127.0.0.1", 200),
+        ("http://127.0.0.1:8000", "127.0.0.1:8000", "127.0.0.1", 200), ("http://[::1]:8000", "[::1]:8000", "::1", 200),
+        ("https://there.example", "localhost:8000", "127.0.0.1", 403), ("null", "localhost:8000", "127.0.0.1", 403),
+        ("http://localhost:9000", "localhost:8000", "127.0.0.1", 403), ("http://[", "localhost:8000", "127.0.0.1", 403),
+        ("http://rebound.example:8000", "rebound.example:8000", "127.0.0.1", 403),
+        ("http://ours.example:8000", "ours.example:8000", "0.0.0.0", 200),
+        ("https://listed.example", "localhost:8000", "127.0.0.1", 200),
+    ],
+)  # fmt: skip
+def test_pages_of_other_sites_may_not_use_a_local_server(
+    origin: str | None, host: str, bound: str, status: int
+) -> None:
+    """A browser sends any page's POST to a server on its machine, and shows it the answer where names are rebound."""
+    config = ServeConfig(model="nano", host=bound, allow_origin=("https://listed.example",))
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+    if status == 200:
+        check_origin(headers, config)
+        return
+    with pytest.raises(ApiError, match="--allow-origin") as caught:
+        check_origin(headers, config)
+    assert caught.value.status == status
+
+
+def test_origins_count_where_there_are_no_keys(server: Running, fast: Accelerated) -> None:
+    def status(of: Running) -> int:
+        head = b"POST /v1/completions HTTP/1.1\nHost: localhost\nOrigin: https://there.example\nContent-Length: 2\n"
+        with raw(of, head, b"{}") as connection:
+            return int(connection.recv(100).split()[1])
+
+    assert status(server) == 401
+    with running(fast, max_rows=1) as open_server:
+        assert status(open_server) == 403

@@ -40,7 +40,7 @@ from truedraft.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
-from truedraft.serve.security import Headers
+from truedraft.serve.security import Headers, check_origin
 from truedraft.serve.settings import Plan
 
 B = TypeVar("B", bound=BaseModel)
@@ -126,8 +126,11 @@ class Server:
         """The body of a request.
 
         Raises:
-            ApiError: there is no valid key, or the body is too long, no JSON, or does not fit the schema.
+            ApiError: there is no valid key, the page of another site sends it, or the body is too long, no JSON, or
+                does not fit the schema.
         """
+        if not self.keys:
+            check_origin(request.headers, self.config)
         self.namespace(request)  # no body is read without a key
         text = await read_body(request, self.config)
         try:
