@@ -51,11 +51,9 @@ def server(fast: Accelerated) -> Iterator[Running]:
 ANN = "key-of-ann-0123456789"
 
 
-def raw(server: Running, head: bytes, body: bytes = b"", buffer: int | None = None) -> socket.socket:
+def raw(server: Running, head: bytes, body: bytes = b"") -> socket.socket:
     """A connection on which a request was sent."""
     made = socket.socket()
-    if buffer is not None:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     made.settimeout(10)
     made.connect(("127.0.0.1", server.port))
     made.sendall(head.replace(b"\n", b"\r\n") + b"\r\n" + body)
@@ -103,15 +101,21 @@ def test_an_answered_request_whose_body_never_ends_is_closed(server: Running) ->
 
 def test_a_response_that_is_not_read_is_dropped(server: Running) -> None:
     """Rows are freed, and the connection with what was to be sent, streamed or not."""
+    connections = server._uvicorn.server_state.connections
     for stream in (True, False):
-        body = {"prompt": [P] * 8, "n": 4, "max_tokens": 60, "logprobs": 20, "temperature": 0, "stream": stream}
+        body = {"prompt": P, "n": 4, "max_tokens": 60, "logprobs": 20, "temperature": 0, "stream": stream}
         data = json.dumps(body | {"return_tokens": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\nHost: x\nAuthorization: Bearer {ANN}\nContent-Length: {len(data)}\n"
-        with raw(server, head.encode(), data, buffer=2048):
-            state = server._uvicorn.server_state
-            until(lambda: bool(server.server.loop.running), 20)
-            until(lambda: server.server.loop.idle and not state.tasks, 30)
-            until(lambda: not [each for each in state.connections if each.transport.get_write_buffer_size()], 10)
+        until(lambda: not connections)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect(("127.0.0.1", server.port))
+            until(lambda: bool(connections))
+            ((transport,),) = [[each.transport for each in connections]]
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            head = f"POST /v1/completions HTTP/1.1\nHost: x\nAuthorization: Bearer {ANN}\nContent-Length: {len(data)}\n"
+            client.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + data)
+            until(lambda: transport.get_write_buffer_size() > 0, 20)
+            until(lambda: not connections and server.server.loop.idle, 10)
 
 
 def test_rows_that_can_never_wait_are_refused_for_good(server: Running) -> None:
