@@ -30,6 +30,7 @@ from truedraft.serve.keys import Keys, read_keys
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.model import RESPONSES, ServedModel
 from truedraft.serve.protocol import ChatBody, CompletionBody
+from truedraft.serve.security import check_origin
 from truedraft.serve.serving import listen
 
 MANY = 100_000
@@ -50,11 +51,9 @@ def server(fast: Accelerated) -> Iterator[Running]:
 ANN = "key-of-ann-0123456789"
 
 
-def raw(server: Running, head: bytes, body: bytes = b"", buffer: int | None = None) -> socket.socket:
+def raw(server: Running, head: bytes, body: bytes = b"") -> socket.socket:
     """A connection on which a request was sent."""
     made = socket.socket()
-    if buffer is not None:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     made.settimeout(10)
     made.connect(("127.0.0.1", server.port))
     made.sendall(head.replace(b"\n", b"\r\n") + b"\r\n" + body)
@@ -102,15 +101,21 @@ def test_an_answered_request_whose_body_never_ends_is_closed(server: Running) ->
 
 def test_a_response_that_is_not_read_is_dropped(server: Running) -> None:
     """Rows are freed, and the connection with what was to be sent, streamed or not."""
+    connections = server._uvicorn.server_state.connections
     for stream in (True, False):
-        body = {"prompt": [P] * 8, "n": 4, "max_tokens": 60, "logprobs": 20, "temperature": 0, "stream": stream}
+        body = {"prompt": P, "n": 4, "max_tokens": 60, "logprobs": 20, "temperature": 0, "stream": stream}
         data = json.dumps(body | {"return_tokens": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\nHost: x\nAuthorization: Bearer {ANN}\nContent-Length: {len(data)}\n"
-        with raw(server, head.encode(), data, buffer=2048):
-            state = server._uvicorn.server_state
-            until(lambda: bool(server.server.loop.running), 20)
-            until(lambda: server.server.loop.idle and not state.tasks, 30)
-            until(lambda: not [each for each in state.connections if each.transport.get_write_buffer_size()], 10)
+        until(lambda: not connections)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect(("127.0.0.1", server.port))
+            until(lambda: bool(connections))
+            ((transport,),) = [[each.transport for each in connections]]
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            head = f"POST /v1/completions HTTP/1.1\nHost: x\nAuthorization: Bearer {ANN}\nContent-Length: {len(data)}\n"
+            client.sendall(head.replace("\n", "\r\n").encode() + b"\r\n" + data)
+            until(lambda: transport.get_write_buffer_size() > 0, 20)
+            until(lambda: not connections and server.server.loop.idle, 10)
 
 
 def test_rows_that_can_never_wait_are_refused_for_good(server: Running) -> None:
@@ -233,3 +238,40 @@ def test_keys_that_contradict_or_are_none(monkeypatch: pytest.MonkeyPatch) -> No
         assert "0123456789" not in str(caught.value)
     monkeypatch.setenv("TRUEDRAFT_API_KEYS", "")
     assert not read_keys(None)
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "bound", "status"),
+    [
+        (None, "localhost:8000", "127.0.0.1", 200), ("http://localhost:8000", "localhost:8000", "127.0.0.1", 200),
+        ("http://127.0.0.1:8000", "127.0.0.1:8000", "127.0.0.1", 200), ("http://[::1]:8000", "[::1]:8000", "::1", 200),
+        ("https://there.example", "localhost:8000", "127.0.0.1", 403), ("null", "localhost:8000", "127.0.0.1", 403),
+        ("http://localhost:9000", "localhost:8000", "127.0.0.1", 403), ("http://[", "localhost:8000", "127.0.0.1", 403),
+        ("http://rebound.example:8000", "rebound.example:8000", "127.0.0.1", 403),
+        ("http://ours.example:8000", "ours.example:8000", "0.0.0.0", 200),
+        ("https://listed.example", "localhost:8000", "127.0.0.1", 200),
+    ],
+)  # fmt: skip
+def test_pages_of_other_sites_may_not_use_a_local_server(
+    origin: str | None, host: str, bound: str, status: int
+) -> None:
+    """A browser sends any page's POST to a server on its machine, and shows it the answer where names are rebound."""
+    config = ServeConfig(model="nano", host=bound, allow_origin=("https://listed.example",))
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+    if status == 200:
+        check_origin(headers, config)
+        return
+    with pytest.raises(ApiError, match="--allow-origin") as caught:
+        check_origin(headers, config)
+    assert caught.value.status == status
+
+
+def test_origins_count_where_there_are_no_keys(server: Running, fast: Accelerated) -> None:
+    def status(of: Running) -> int:
+        head = b"POST /v1/completions HTTP/1.1\nHost: localhost\nOrigin: https://there.example\nContent-Length: 2\n"
+        with raw(of, head, b"{}") as connection:
+            return int(connection.recv(100).split()[1])
+
+    assert status(server) == 401
+    with running(fast, max_rows=1) as open_server:
+        assert status(open_server) == 403

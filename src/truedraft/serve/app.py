@@ -40,7 +40,7 @@ from truedraft.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
-from truedraft.serve.security import Headers
+from truedraft.serve.security import Headers, check_origin
 from truedraft.serve.settings import Plan
 
 B = TypeVar("B", bound=BaseModel)
@@ -126,8 +126,11 @@ class Server:
         """The body of a request.
 
         Raises:
-            ApiError: there is no valid key, or the body is too long, no JSON, or does not fit the schema.
+            ApiError: there is no valid key, the page of another site sends it, or the body is too long, no JSON, or
+                does not fit the schema.
         """
+        if not self.keys:
+            check_origin(request.headers, self.config)
         self.namespace(request)  # no body is read without a key
         text = await read_body(request, self.config)
         try:
@@ -178,7 +181,7 @@ class Server:
         log.info("request", extra={"fields": fields})
 
 
-async def read_body(request: Request, config: ServeConfig) -> bytearray:
+async def read_body(request: Request, config: ServeConfig) -> bytes:
     """The bytes of a request's body.
 
     Raises:
@@ -197,7 +200,7 @@ async def read_body(request: Request, config: ServeConfig) -> bytearray:
                     raise too_long
     except ClientDisconnect:
         raise ApiError(499, "the client has closed the connection", code="cancelled") from None
-    return body
+    return bytes(body)
 
 
 def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None) -> FastAPI:

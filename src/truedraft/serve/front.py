@@ -26,7 +26,7 @@ from truedraft.serve.app import SMALL, read_body
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError
 from truedraft.serve.keys import Keys, authenticated, bearer
-from truedraft.serve.security import HEADERS
+from truedraft.serve.security import HEADERS, check_origin
 from truedraft.serve.sending import Outlet, part
 
 CARRIED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
@@ -147,6 +147,8 @@ class Front:
         if self.draining and request.method == "POST":
             raise ApiError(503, "the server is ending: send the request to another one", code="ending")
         if request.method == "POST":
+            if not self.keys:
+                check_origin(request.headers, self.config)
             authenticated(self.keys, request.headers)  # no body is read without a key
         body = bytes(await read_body(request, self.config))
         given = await run_in_threadpool(_parsed, body) if len(body) >= SMALL else _parsed(body)

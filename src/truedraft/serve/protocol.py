@@ -177,7 +177,7 @@ class GenerationBody(Body):
     # beyond OpenAI, as in vLLM
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: List[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -210,7 +210,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: str | List[str] | List[TokenId] | List[List[TokenId]]
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_tokens: Count | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Count | None = None

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import uuid
+from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from truedraft.serve.config import ServeConfig
+from truedraft.serve.errors import ApiError
 
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -39,3 +45,35 @@ class Headers:
             await send(message)
 
         await self.app(scope, receive, with_headers)
+
+
+def is_local(host: str) -> bool:
+    """Whether a host is this machine by its own name or address, which no name server decides."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_origin(headers: Mapping[str, str], config: ServeConfig) -> None:
+    """Refuse what the page of another site sends, for servers without keys: a browser sends it without asking.
+
+    A site whose name its owner lets point to this machine (DNS rebinding) has the origin that the request is sent to:
+    a server that listens on this machine alone takes only its own names.
+
+    Raises:
+        ApiError: `allow_origin` does not list the page's origin, and it is not the server's own (403).
+    """
+    origin = headers.get("origin")
+    if origin is None or {origin, "*"} & {*config.allow_origin}:
+        return
+    try:
+        page = urlsplit(origin)
+    except ValueError:
+        page = urlsplit("")
+    own = page.netloc != "" and page.netloc == headers.get("host")
+    if not own or (is_local(config.host) and not is_local(page.hostname or "")):
+        raise ApiError(
+            403, f"pages of {origin[:200]!r} may not use this server: start it with --allow-origin to let them",
+            code="origin_not_allowed",
+        )  # fmt: skip

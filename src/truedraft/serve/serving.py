@@ -20,6 +20,7 @@ from truedraft.serve.app import Server, create_app
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.connections import bounded
 from truedraft.serve.keys import Keys
+from truedraft.serve.security import is_local
 
 BACKLOG = 2048  # connections that wait to be accepted
 END = 5  # seconds that clients have to read the error which ends their requests
@@ -113,6 +114,8 @@ def serve(fast: Accelerated, config: ServeConfig, keys: Keys) -> int:
     """
     set_up(config)
     bound = listen(config)
+    if not keys and not is_local(config.host):
+        log.warning("there are no API keys: everybody who reaches %s may use this server", config.host)
     app = create_app(fast, config, keys)
     server: Server = app.state.server
     server.restore()
