@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import re
@@ -84,6 +85,17 @@ def names(block: Block) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def serving(fast: Any) -> Iterator[str]:
+    """A server for a block that talks to one; yields its address."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("openai")
+    from served import running
+
+    with running(fast, reference={"code": Path("notes.txt")}) as server:
+        yield server.url
+
+
 @of_kind(PYTHON)
 def test_python_runs(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -93,7 +105,10 @@ def test_python_runs(
     given = names(block)
     given["model"].generation_config.max_new_tokens = 8
     text = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block.text)
-    exec(compile("\n" * block.line + text, block.document, "exec"), given)
+    with contextlib.ExitStack() as stack:
+        if "OpenAI(" in text:
+            text = text.replace("http://127.0.0.1:8000", stack.enter_context(serving(given["fast"])))
+        exec(compile("\n" * block.line + text, block.document, "exec"), given)
     if expected := re.findall(r"^# prints: (.*)$", block.text, re.M):
         assert capsys.readouterr().out.splitlines() == expected
 

@@ -24,7 +24,8 @@ from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
 
 CRITERIA = 64  # sets of stop strings whose criteria are kept
-RESPONSES = 1 << 22  # tokens of a namespace's responses that later requests may refer to; 4 bytes each
+RESPONSES = 1000  # responses of a namespace that later requests may refer to
+RESPONSE_TOKENS = 1 << 22  # and their tokens, of 4 bytes each
 PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -132,7 +133,7 @@ class ServedModel:
             mine = self._responses.setdefault(namespace, OrderedDict())
             mine[id] = array("i", tokens)
             self._remembered[namespace] += len(tokens)
-            while self._remembered[namespace] > RESPONSES:
+            while len(mine) > RESPONSES or self._remembered[namespace] > RESPONSE_TOKENS:
                 self._remembered[namespace] -= len(mine.popitem(last=False)[1])
 
     def response(self, namespace: str, id: str) -> list[int] | None:

@@ -173,7 +173,6 @@ class GenerationBody(Body):
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = None
     # beyond OpenAI, as in vLLM
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -183,7 +182,6 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     # of this server
     references: List[Reference] | None = None
@@ -214,6 +212,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Count | None = None
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _best(self) -> CompletionBody:
@@ -267,6 +266,8 @@ class TokenizeBody(Body):
     def _one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give a prompt or messages")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special_tokens is for a prompt: the chat template of messages has its own")
         return self
 
 
