@@ -36,6 +36,7 @@ STORIES = [item.text for work in embedded() if work.name == "story" for item in 
 EDITS = [item for work in embedded() if work.name in ("edit", "shorten", "chat") for item in work.items]
 PROMPT = "one day, a little girl named lily"
 CLIENTS = (1, 4, 16, 64)
+WARM_UP = 10  # requests before latencies are measured
 
 
 @contextmanager
@@ -80,6 +81,7 @@ def latency(rounds: int) -> list[dict[str, Any]]:
 
     with served() as port:
         body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+        run(port, [[body | {"draft": "none"}] * WARM_UP])
         for n in CLIENTS[:3]:
             sides: dict[str, list[tuple[float, float]]] = {"engine": [], "server": []}
             for _ in range(rounds + 1):

@@ -28,7 +28,7 @@ from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
 from truedraft.serve.keys import Keys, read_keys
 from truedraft.serve.loop import EngineLoop
-from truedraft.serve.model import RESPONSES, ServedModel
+from truedraft.serve.model import RESPONSE_TOKENS, ServedModel
 from truedraft.serve.protocol import ChatBody, CompletionBody
 from truedraft.serve.security import check_origin
 from truedraft.serve.serving import listen
@@ -137,13 +137,13 @@ def test_references_stop_strings_and_methods(server: Running) -> None:
 
 
 def test_responses_are_remembered_up_to_a_bound(fast: Accelerated, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truedraft.serve.model.RESPONSES", 100)
+    monkeypatch.setattr("truedraft.serve.model.RESPONSE_TOKENS", 100)
     model = ServedModel(fast, ServeConfig(model="nano"))
     for i in range(5):
         model.remember("ann", f"r{i}", [i] * 40)
     model.remember("bob", "r0", [9] * 100)
     assert [model.response("ann", f"r{i}") for i in range(5)] == [None] * 3 + [[3] * 40, [4] * 40]
-    assert model.response("bob", "r0") == [9] * 100 and model.response("eve", "r0") is None and RESPONSES > 1000
+    assert model.response("bob", "r0") == [9] * 100 and model.response("eve", "r0") is None and RESPONSE_TOKENS > 1000
 
 
 def test_a_row_begins_as_soon_as_the_last_one_ends(fast: Accelerated) -> None:

@@ -156,11 +156,9 @@ class EngineLoop(threading.Thread):
         with self._wake:
             if not (self._new or self._cancelled or self._calls or self.running or self._stopping or len(self.queue)):
                 self._wake.wait(IDLE)
-            new, self._new = self._new, []
             cancelled, self._cancelled = self._cancelled, []
             calls, self._calls = self._calls, []
-        for job in new:
-            self.queue.add(job)
+        self._enqueue()
         for function, future in calls:
             _resolve(function, future)
         for job in cancelled:
@@ -170,8 +168,18 @@ class EngineLoop(threading.Thread):
         if self.engine.has_unfinished_requests():
             self._step()
 
+    def _enqueue(self) -> None:
+        with self._wake:
+            new, self._new = self._new, []
+        for job in new:
+            self.queue.add(job)
+
     def _admit(self) -> None:
-        while self.engine.room() > 0 and (job := self.queue.take()) is not None:
+        """Add waiting rows to the engine, and those that arrive meanwhile: their prompts are read together."""
+        while self.engine.room() > 0:
+            self._enqueue()
+            if (job := self.queue.take()) is None:
+                break
             self._left_queue(job)
             ids = torch.tensor([job.ids])
             try:
