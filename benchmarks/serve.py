@@ -37,6 +37,8 @@ EDITS = [item for work in embedded() if work.name in ("edit", "shorten", "chat")
 PROMPT = "one day, a little girl named lily"
 CLIENTS = (1, 4, 16, 64)
 WARM_UP = 10  # requests before latencies are measured
+# the default but for the memory of earlier outputs: rounds repeat their requests, and would be copied from the last
+DRAFT = "input-guided+suffix-wide:memory=1+token-recycling"
 
 
 @contextmanager
@@ -107,7 +109,7 @@ def latency(rounds: int) -> list[dict[str, Any]]:
 
 def throughput(port: int, bodies: Callable[[str], list[list[dict[str, Any]]]], rounds: int) -> dict[str, Any]:
     """Tokens per second with the default drafter and without drafts, in alternating rounds; texts are compared."""
-    speeds: dict[str, list[float]] = {"auto": [], "none": []}
+    speeds: dict[str, list[float]] = {DRAFT: [], "none": []}
     texts: dict[str, list[list[str]]] = {}
     lengths = []
     for i in range(rounds + 1):
@@ -117,11 +119,11 @@ def throughput(port: int, bodies: Callable[[str], list[list[dict[str, Any]]]], r
             texts[draft] = [[answer.text for answer in mine] for mine in answers]
             if i:
                 found.append(sum(a.last["truedraft"]["tokens"] for a in each) / seconds)
-                lengths += [a.last["truedraft"]["mean_acceptance_length"] for a in each if draft == "auto"]
-        assert texts["auto"] == texts["none"], "drafting changed a text"
-    ratios = [a / b for a, b in zip(speeds["auto"], speeds["none"], strict=True)]
+                lengths += [a.last["truedraft"]["mean_acceptance_length"] for a in each if draft == DRAFT]
+        assert texts[DRAFT] == texts["none"], "drafting changed a text"
+    ratios = [a / b for a, b in zip(speeds[DRAFT], speeds["none"], strict=True)]
     return {
-        "tokens_per_second": round(median(speeds["auto"]), 1),
+        "tokens_per_second": round(median(speeds[DRAFT]), 1),
         "without_drafts": round(median(speeds["none"]), 1),
         "ratio": round(median(ratios), 3),
         "mean_acceptance_length": round(median(lengths), 2),
@@ -131,7 +133,7 @@ def throughput(port: int, bodies: Callable[[str], list[list[dict[str, Any]]]], r
 def by_clients(rounds: int) -> list[dict[str, Any]]:
     """Stories, and conversations that change an earlier text, at 1 to 64 clients."""
     found = []
-    with served("--max-rows", "64") as port:
+    with served("--max-rows", "64", "--draft", DRAFT, "--prefix-bytes", "0") as port:
         for kind in ("story", "edit"):
             for n in CLIENTS:
 
@@ -157,7 +159,7 @@ def predictions(rounds: int) -> list[dict[str, Any]]:
     found = []
     for size in ("nano", "0.1B"):
         options = [] if size == "nano" else ["--stretched", size]
-        with served(*options, "--prefix-bytes", "0") as port:
+        with served(*options, "--prefix-bytes", "0", "--draft", DRAFT) as port:
             for n in (1, 8):
                 figures = throughput(port, lambda draft, n=n: [[edit(i, draft)] for i in range(n)], rounds)
                 found.append({"model": size, "clients": n} | figures)
@@ -193,11 +195,17 @@ def gap(rounds: int) -> list[dict[str, Any]]:
 def peer(rounds: int) -> list[dict[str, Any]]:
     """`transformers serve`, with and without its continuous batching, on the same requests."""
     sides: dict[str, tuple[list[str], str]] = {
-        "truedraft": ([sys.executable, "-m", "truedraft", "serve", "nano", "--log-level", "warning"], "nano")
+        "truedraft": (
+            [sys.executable, "-m", "truedraft", "serve", "nano", "--log-level", "warning", "--draft", DRAFT],
+            "nano",
+        )
     }
     executable, folder = str(Path(sys.executable).with_name("transformers")), str(assets.path("nano"))
-    sides["transformers"] = ([executable, "serve", folder], folder)
-    sides["transformers, continuous batching"] = ([executable, "serve", folder, "--continuous-batching"], folder)
+    sides["transformers"] = ([executable, "serve", folder, "--dtype", "float32"], folder)
+    sides["transformers, continuous batching"] = (
+        [executable, "serve", folder, "--dtype", "float32", "--continuous-batching"],
+        folder,
+    )
     found, texts = [], {}
     for name, (command, model) in sides.items():
         with process([*command, "--port", str(PORT)], PORT):
