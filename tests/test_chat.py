@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import struct
 import sys
 import termios
@@ -334,6 +335,7 @@ class Terminal:
         if not self.pid:
             environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
             environment |= {"TERM": "xterm"}
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored in the background of a shell, and inherited
             os.execve(sys.executable, [sys.executable, "-m", "truedraft", *args], environment)
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.text = ""
