@@ -190,7 +190,7 @@ def test_an_engine_that_cannot_be_made_again_ends_all_rows(fast: Accelerated) ->
         made.append(fast.engine(1, 256))
         return made[0]
 
-    loop = EngineLoop(fast, make, Nothing(), max_waiting=8)
+    loop = EngineLoop(make, Nothing(), max_waiting=8)
     jobs = [Job(fast.tokenizer(P).input_ids, {"draft": fast.drafter}, 8) for _ in range(3)]  # type: ignore[misc]
 
     def failing(*args: Any) -> Any:
@@ -216,7 +216,7 @@ def test_a_memory_that_cannot_be_written_is_refused_at_the_start(fast: Accelerat
     assert (tmp_path / "m.tdm").stat().st_size > 0
 
 
-def test_addresses() -> None:
+def test_hosts_that_can_be_bound_and_those_that_are_refused() -> None:
     with listen(ServeConfig(model="nano", port=0)) as first:
         port = first.getsockname()[1]
         settings: list[dict[str, Any]] = [

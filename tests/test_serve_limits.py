@@ -262,7 +262,7 @@ def test_a_client_that_waits_as_the_server_asks_is_served(fast: Accelerated) -> 
         assert others[0].result()[0] == 200
 
 
-def test_ends_when_told_running_requests_first(fast: Accelerated) -> None:
+def test_a_draining_server_refuses_new_requests(fast: Accelerated) -> None:
     with running(fast, max_rows=2) as server:
         server.server.draining = True
         assert posted(server, "/health", None)[0] == 503

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -22,7 +21,6 @@ from truedraft.serve.settings import Plan
 
 JSON = {"content-type": "application/json"}
 DONE = b"data: [DONE]\n\n"
-log = logging.getLogger("truedraft.serve")
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

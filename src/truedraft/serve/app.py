@@ -65,7 +65,7 @@ class Server:
         self.config, self.keys, self.model = config, keys, ServedModel(fast, config)
         self.metrics = Metrics(config.name)
         self.loop = EngineLoop(
-            fast, self._engine, self.metrics, config.max_waiting, config.max_rows_per_namespace, config.stream_interval
+            self._engine, self.metrics, config.max_waiting, config.max_rows_per_namespace, config.stream_interval
         )
         self.draining, self.started = False, time.time()
 

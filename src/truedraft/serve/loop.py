@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from truedraft.accelerated import Accelerated
 from truedraft.continuous import ContinuousEngine
 from truedraft.engine_request import EngineRequest
 from truedraft.errors import NoRoom, Refused, let_go, why
@@ -40,7 +39,6 @@ class EngineLoop(threading.Thread):
     """Runs the rows of all requests; every call on the engine is made by this thread.
 
     Args:
-        fast: the accelerated model.
         make_engine: makes its engine; called again after an error that closed the engine.
         observer: receives what happens.
         max_waiting: rows of a namespace that may wait.
@@ -50,7 +48,6 @@ class EngineLoop(threading.Thread):
 
     def __init__(
         self,
-        fast: Accelerated,
         make_engine: Callable[[], ContinuousEngine],
         observer: Observer,
         max_waiting: int,
@@ -58,7 +55,7 @@ class EngineLoop(threading.Thread):
         interval: float = 0.0,
     ):
         super().__init__(name="truedraft-engine", daemon=True)
-        self.fast, self.observer, self.interval, self.max_waiting = fast, observer, interval, max_waiting
+        self.observer, self.interval, self.max_waiting = observer, interval, max_waiting
         self._make_engine, self.engine = make_engine, make_engine()
         self.queue = FairQueue(rows_per_namespace)
         self.running: dict[EngineRequest, Job] = {}

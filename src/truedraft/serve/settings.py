@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -52,7 +52,6 @@ class Plan:
     predicted: Sequence[int] | None
     logprobs: int | None
     skip_special_tokens: bool
-    prompt_texts: Sequence[str] = field(default=())
 
 
 def planned(
