@@ -64,6 +64,7 @@ class PassTimes:
     draft_prefill: of these, the first proposals for rows, in which draft models and learned heads read the prompt.
     observe: what drafters do when rows begin and after passes.
     target: passes over drafts, until the device has made them.
+    all: whole steps.
     """
 
     measure: float = 0.0
@@ -73,6 +74,12 @@ class PassTimes:
     draft_prefill: float = 0.0
     observe: float = 0.0
     control: float = 0.0
+    all: float = 0.0
+
+    @property
+    def outside(self) -> float:
+        """Seconds of whole steps outside of passes, drafting and measuring."""
+        return self.all - self.measure - self.prefill - self.target - self.draft
 
 
 @dataclass

@@ -89,7 +89,7 @@ class DrafterState:
         """Nodes to draft below each root of its rows; 0 for no draft. total: rows in the pass."""
         size, pays = self._plan(rows, passes, total)
         self._resumed = not self.requested
-        permitted = self.trials.permits(pays, passes.curve(total))
+        permitted = self.trials.permits(pays, passes(total))
         self.requested = passes.measured and permitted
         return size if self.requested else 0
 
@@ -102,15 +102,15 @@ class DrafterState:
         """
         if not self.drawn and (self.adaptive or not self.dear(passes)):
             return min(self.width, self.reach), self.trials.saving > 0
-        level, curve, longest = self.costs.of_level, passes.curve, len(self._form) - 1
+        level, longest = self.costs.of_level, len(self._form) - 1
         gains = self.expected(rows, [self._form] * len(rows), longest)
         depth = list(accumulate(self._form.shape.depth, max))
         goodput = {
-            k: (total + gains[k]) / (curve(total + len(rows) * k) + depth[k] * level)
+            k: (total + gains[k]) / (passes(total + len(rows) * k) + depth[k] * level)
             for k in sizes(longest)[1:] or (0,)
         }
         best = max(goodput, key=goodput.__getitem__)
-        return self.width if best == longest else best, goodput[best] > total / curve(total)
+        return self.width if best == longest else best, goodput[best] > total / passes(total)
 
     @property
     def drafting_seconds(self) -> float:
@@ -232,23 +232,23 @@ class Drafts:
         self.state.reach = self.state.width
         bare, least = self.trees, self.tokens
         self.trees = [tree.drafting(kept.drafted) for tree, kept in zip(self._whole, bare, strict=True)]
-        more = passes.curve(others + self.tokens) - passes.curve(others + least)
+        more = passes(others + self.tokens) - passes(others + least)
         if not self.state.reads_probes(more, passed):
             self.trees = bare
 
     def learn(self, passes: PassCosts, spent: float, own: tuple[int, int], all_rows: tuple[int, int]) -> None:
-        """Update by the pass, which took `spent` seconds.
+        """Update by the step, which took `spent` seconds without drafting.
 
         own, all_rows: tokens in the pass and tokens emitted, of these rows and of all.
         """
         state, rows, (tokens, emitted), (width, given) = self.state, len(self.rows), own, all_rows
-        cost = passes.curve(width)
+        cost = passes(width)
         if self._promised:
             state.acceptance.verified(self._promised, emitted, rows)
         if state.probed:
             state.probing.observe(emitted / rows, cost)
         if tokens > rows:  # time to emit as many tokens without these drafts
-            without = given / (given - emitted + rows) * passes.curve(width - tokens + rows)
+            without = given / (given - emitted + rows) * passes(width - tokens + rows)
             state.lost = min(spent, HICCUP * cost) - without
 
 

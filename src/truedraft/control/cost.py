@@ -49,12 +49,15 @@ class Cost(Control):
         self._drafters: dict[int, DrafterState] = {}
         self._rows: dict[int, tuple[DrafterState, RowAcceptance]] = {}
         self._batch: list[Drafts] = []  # of the current pass, by drafter
-        self._aside = self._passed = 0.0  # seconds of observing and control, and of passes, at the last update
-        self._before: float | None = None  # seconds of the target before the pass; None if it is not learnt from
+        self._requested: list[Drafts] = []  # those of the current pass that were requested
+        self._clock = (0.0,) * 4  # seconds so far, see `_spent`
+        self._before = 0.0  # seconds of the target before the pass
+        self._same = False  # whether no row has entered or left since the last budget
 
     def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
         if not self._rows:
             self._spent()
+        self._same = False
         if drafter.width:
             self._costs.measure(target, steps)
         self._drafters = {key: state for key, state in self._drafters.items() if state.drafter is not None}
@@ -64,24 +67,28 @@ class Cost(Control):
         state.begin(drafter, lockstep, self._costs, self.drafting.get(id(drafter), 0.0), self.times.target)
 
     def start(self, rows: Sequence[Row]) -> None:
+        self._same = False
         for row in rows:
             state = self._drafters[id(row.request.drafter)]
             state.admitted()
             self._rows[id(row)] = state, state.acceptance.begun(row)
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
+        aside, passed = self._spent()
         batch: dict[int, Drafts] = {}
+        stored = 0
         for place, row in enumerate(rows):
             state, record = self._rows[id(row)]
             record.length = len(row.tokens)
+            stored += record.length
             if (drafts := batch.get(id(state))) is None:
                 batch[id(state)] = Drafts(state, [record], [place])
             else:
                 drafts.rows.append(record)
                 drafts.places.append(place)
         self._batch = list(batch.values())
-        aside, passed = self._spent()
-        plain, budget = self._costs.curve(len(rows)), [0] * len(rows)
+        self._costs.begin(len(rows), stored)
+        plain, budget = self._costs(len(rows)), [0] * len(rows)
         for drafts in self._batch:
             if (state := drafts.state).width:
                 drafter, own = rows[drafts.places[0]].request.drafter, len(drafts.places)
@@ -94,22 +101,32 @@ class Cost(Control):
         return budget
 
     def _spent(self) -> tuple[float, float]:
-        """Seconds of observing and control, and of passes, since the last call."""
-        aside, passed = self.times.observe + self.times.control, self.times.target + self.times.prefill
-        spent = aside - self._aside, passed - self._passed
-        self._aside, self._passed = aside, passed
-        return spent
+        """Seconds of the last steps that count against drafts, beside those of drafting, and seconds of passes.
+
+        The former are those outside of the pass beyond what a step without drafts takes, where one step was made of the
+        same rows; else those of observing and control.
+        """
+        times = self.times
+        now = times.observe + times.control, times.outside, times.target + times.prefill, times.prefill
+        aside, outside, passed, read = (b - a for a, b in zip(self._clock, now, strict=True))
+        self._clock = now
+        if self._same and outside > 0 and not read:
+            if self._requested:
+                aside = outside - self._costs.outside
+            else:
+                self._costs.learn_outside(outside, self.rate)
+        self._same = True
+        return aside, passed
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        requested = [drafts for drafts in self._batch if drafts.state.requested]
-        learns = bool(requested) or not self._costs.measured
-        self._before = self.times.target if learns else None
+        self._requested = [drafts for drafts in self._batch if drafts.state.requested]
+        self._before = self.times.target
         kept = list(trees)
-        if requested:
-            for drafts in requested:
+        if self._requested:
+            for drafts in self._requested:
                 drafts.offer(trees if len(self._batch) == 1 else [trees[place] for place in drafts.places])
-            self._choose(requested, len(rows))
-            for drafts in requested:
+            self._choose(self._requested, len(rows))
+            for drafts in self._requested:
                 for place, tree in zip(drafts.places, drafts.trees, strict=True):
                     kept[place] = tree
         return kept
@@ -136,30 +153,30 @@ class Cost(Control):
 
         nodes, tokens: nodes and expected tokens of the pass without these drafts.
         """
-        curve, sizes, gains = self._costs.curve, [0] * len(sizable), [0.0] * len(sizable)
-        best, chosen = tokens / curve(nodes), list(sizes)
+        costs, sizes, gains = self._costs, [0] * len(sizable), [0.0] * len(sizable)
+        best, chosen = tokens / costs(nodes), list(sizes)
         steps = [drafts.steps(i) for i, drafts in enumerate(sizable)]
         for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True) if len(steps) > 1 else steps[0]:
             sizes[i], gains[i] = size, drafts.gains[size]
             nodes += len(drafts.rows) * (size - before)
-            goodput = (tokens + sum(gains)) / curve(nodes)
+            goodput = (tokens + sum(gains)) / costs(nodes)
             if goodput > best:
                 best, chosen = goodput, list(sizes)
         return chosen
 
     def _cut(self, sizable: Sequence[Drafts], sizes: Sequence[int], nodes: int, tokens: float, rows: int) -> None:
         """Cut drafts to their sizes; each drafter's saving is relative to the pass without its drafts."""
-        curve = self._costs.curve
+        costs = self._costs
         gains = [drafts.gains[size] for drafts, size in zip(sizable, sizes, strict=True)]
         nodes += sum([len(drafts.rows) * size for drafts, size in zip(sizable, sizes, strict=True)])
-        spent, plain = curve(nodes), curve(rows)
+        spent, plain = costs(nodes), costs(rows)
         for i, drafts in enumerate(sizable):
             without = tokens + sum(gains[:i]) + sum(gains[i + 1 :])
-            goodput = without / curve(nodes - len(drafts.rows) * sizes[i])
+            goodput = without / costs(nodes - len(drafts.rows) * sizes[i])
             drafts.cut(sizes[i], without, goodput, spent, plain)
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        if self._before is not None and (spent := self.times.target - self._before) > 0:
+        if (spent := self.times.target - self._before) > 0:
             self._learn(spent, len(rows))
         for drafts in self._batch:
             for row in drafts.rows:
@@ -168,19 +185,21 @@ class Cost(Control):
 
     def _learn(self, spent: float, rows: int) -> None:
         """Update costs and acceptance by a pass of `spent` seconds."""
-        costs = self._costs
+        costs, tokens, exploring = self._costs, rows, False
         if costs.target is None or costs.target.cold:
             return
-        passed = [(drafts.tokens, drafts.emitted) for drafts in self._batch]
-        whole = sum([tokens for tokens, _ in passed]), sum([emitted for _, emitted in passed])
-        exploring = False
-        for drafts, own in zip(self._batch, passed, strict=True):
-            if costs.measured and drafts.state.requested:
-                drafts.learn(costs, spent, own, whole)
-            exploring |= drafts.exploring
-        costs.learn(whole[0], spent, EXPLORING if exploring else self.rate, rows)
+        if self._requested:
+            passed = [(drafts.tokens, drafts.emitted) for drafts in self._batch]
+            tokens = sum([own for own, _ in passed])
+            whole = tokens, sum([emitted for _, emitted in passed])
+            for drafts, own in zip(self._batch, passed, strict=True):
+                if costs.measured and drafts.state.requested:
+                    drafts.learn(costs, spent + costs.outside, own, whole)
+                exploring |= drafts.exploring
+        costs.learn(tokens, spent, EXPLORING if exploring else self.rate)
 
     def end(self, row: Row) -> None:
+        self._same = False
         if (found := self._rows.pop(id(row), None)) is not None:
             state, record = found
             if state.dear(self._costs):
