@@ -273,6 +273,7 @@ def test_order_and_timing_of_the_calls_in_a_pass() -> None:
     assert of["admit"] == "prefill" and of["propose"] == "draft"
     assert of["start"] == of["observe"] == "observe" and of["score"] == of["wait"] == "target"
     assert set(setting.watch.seconds) == {
+        "all",
         "measure",
         "control",
         "prefill",

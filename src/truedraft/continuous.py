@@ -22,7 +22,7 @@ from truedraft.call.outcome import cut
 from truedraft.call.prepared import Call, Prepared, request_of
 from truedraft.call.surroundings import also_exclusive, defaults, exclusive
 from truedraft.control._base import Control
-from truedraft.drafters._base import Drafter
+from truedraft.drafters._base import Drafter, Plain
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine, taps_of
 from truedraft.engine_request import EngineRequest, Reason
@@ -97,6 +97,8 @@ class ContinuousEngine:
         self._step = self._watch.timed("all", self._engine.step)
         self._totals = Totals()
         self._compared = (0.0, 0.0)  # time of the last check for changes, and its seconds
+        self._added = 0  # requests since the last step
+        self._plain = Plain()
         self._waiting: deque[EngineRequest] = deque()
         self._running: dict[int, tuple[EngineRequest, float]] = {}  # id(request) -> the request, time of admission
 
@@ -162,7 +164,7 @@ class ContinuousEngine:
             references=references, chance=noise_of(seed, sequence), namespace=namespace, streamer=streamer,
             sources=sources_of(ids, kwargs), logprobs=logprobs,
         )  # fmt: skip
-        target, given = self._target, self._drafter if draft == "default" else drafter_of(draft)
+        target, given = self._target, self._drafter_of(draft)
 
         def prepare(
             model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
@@ -191,7 +193,7 @@ class ContinuousEngine:
             if kwargs.get("assistant_model") is not None:
                 raise Refused("assistant_model selects a drafter: give it as draft=")
             check_arguments(target, ids, kwargs)
-            self._check_model()
+            self._check_first()
             kwargs = with_stop_strings(target.encoded(ids, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
@@ -212,8 +214,9 @@ class ContinuousEngine:
         """
         with exclusive([self]):
             engine = self._open()
-            if time.perf_counter() > self._compared[0] + self._compared[1] / CHECKING:
+            if self._added > 1 or time.perf_counter() > self._compared[0] + self._compared[1] / CHECKING:
                 self._check_model()
+            self._added = 0
             with self._changing():
                 advanced = self._admit(engine)
                 if engine.running:
@@ -312,12 +315,24 @@ class ContinuousEngine:
                 f"engine with max_tokens={tokens + drafts - DRAFTS}"
             )
 
+    def _drafter_of(self, draft: str | Drafter | None) -> Drafter:
+        """The drafter of a request; one for all that have none, since drafters draft for all of their rows at once."""
+        if draft is None:
+            return self._plain
+        return self._drafter if draft == "default" else drafter_of(draft)
+
     def _own_rule(self, rule: str | Rule | None) -> Rule | None:
         """A rule for one request alone: some rules have state of the text. None: that of `model.generate`."""
         given = self._rule if rule is None else rule
         if given is None or isinstance(given, str):
             return None if given is None else part(given, "accept", Rule)
         return copy.copy(part(given, "accept", Rule))
+
+    def _check_first(self) -> None:
+        """`_check_model` for the first request since the last step; the step checks for those that follow."""
+        if not self._added:
+            self._check_model()
+        self._added += 1
 
     def _check_model(self) -> None:
         """Raises Refused where the model was changed since the engine was made."""

@@ -22,19 +22,24 @@ class CallLock:
         self._lock = threading.Lock()
         self._holder: int | None = None  # identifier of the thread
 
-    @contextmanager
-    def held(self, wait: bool) -> Iterator[None]:
-        if self._holder == threading.get_ident():
-            raise Refused(
-                "a call inside a call that uses the same accelerated model or drafter: "
-                "use another accelerate(model) with a drafter of its own for the inner one"
-            )
+    @property
+    def mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._holder == threading.get_ident()
+
+    def acquire(self, wait: bool) -> None:
+        """Hold it until `release`.
+
+        Raises:
+            Refused: another thread holds it, and this one may not wait.
+        """
         if not self._lock.acquire(blocking=wait):
             raise Refused("a call inside a call needs what another thread is using: make it outside the first call")
-        try:
-            self._holder = threading.get_ident()
-            yield
-        finally:
+        self._holder = threading.get_ident()
+
+    def release(self) -> None:
+        """Let other threads have it; no effect where this one does not hold it."""
+        if self.mine:
             self._holder = None
             self._lock.release()
 
@@ -69,11 +74,26 @@ def exclusive(parts: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def also_exclusive(parts: Sequence[Any]) -> Iterator[None]:
     """The same for further objects of a call that has begun; see `exclusive`."""
-    locks = {id(lock): lock for lock in (vars(part).setdefault("_call_lock", CallLock()) for part in parts)}
-    with ExitStack() as stack:
-        for _, lock in sorted(locks.items()):  # one global order, against deadlocks
-            stack.enter_context(lock.held(wait=_thread.calls < 2))
+    locks = {id(lock): lock for lock in map(_lock_of, parts)}
+    held: list[CallLock] = []
+    try:
+        for key in sorted(locks):  # one global order, against deadlocks
+            if (lock := locks[key]).mine:
+                raise Refused(
+                    "a call inside a call that uses the same accelerated model or drafter: "
+                    "use another accelerate(model) with a drafter of its own for the inner one"
+                )
+            held.append(lock)  # before it is acquired: an interruption may follow at once
+            lock.acquire(wait=_thread.calls < 2)
         yield
+    finally:
+        for lock in reversed(held):
+            lock.release()
+
+
+def _lock_of(part: Any) -> CallLock:
+    lock: CallLock | None = vars(part).get("_call_lock")
+    return vars(part).setdefault("_call_lock", CallLock()) if lock is None else lock
 
 
 @contextmanager
