@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 import uuid
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import torch
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -86,6 +88,21 @@ class Server:
     def stop(self) -> None:
         """End all requests with an error, then the engine's thread."""
         self.loop.stop()
+
+    def warm_up(self) -> None:
+        """Make a text of two tokens, since first passes take longest, then except all objects from garbage collection:
+        to visit those of a loaded model takes 0.1 s and more, while streams wait. For a process that serves, before its
+        engine's thread starts.
+
+        Raises:
+            Exception: from the model, whose passes fail.
+        """
+        engine, first = self.loop.engine, torch.tensor([[min(self.model.end_ids, default=0)]])
+        engine.add_request(first, draft=None, max_new_tokens=2, do_sample=False)
+        while engine.has_unfinished_requests():
+            engine.step()
+        gc.collect()
+        gc.freeze()
 
     def metrics_page(self) -> tuple[bytes, str]:
         """The text of `/metrics`, and its content type."""

@@ -86,6 +86,7 @@ class Replica:
         self.app = create_app(load(), config, keys)
         self.server: Server = self.app.state.server
         self.server.restore()
+        self.server.warm_up()
         self._running.callback(self.server.save)
         await self._running.enter_async_context(self.app.router.lifespan_context(self.app))
 

@@ -119,6 +119,7 @@ def serve(fast: Accelerated, config: ServeConfig, keys: Keys) -> int:
     app = create_app(fast, config, keys)
     server: Server = app.state.server
     server.restore()
+    server.warm_up()
     try:
         run(app, server, bound)
     finally:
