@@ -18,10 +18,12 @@ from typing import Any
 class Answer:
     """One response. Times are seconds since the request was sent.
 
-    arrivals: of events with text. texts: by choice. last: the final event.
+    sent: when it was sent, by `time.perf_counter`. arrivals: of events with text. texts: by choice. last: the final
+        event.
     """
 
     status: int = 0
+    sent: float = 0.0
     texts: dict[int, str] = field(default_factory=dict)
     arrivals: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -51,7 +53,7 @@ async def request(port: int, path: str, body: dict[str, Any], headers: str = "")
     """Send a request on a connection of its own and read the response, streamed or whole."""
     answer, data = Answer(), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    start = time.perf_counter()
+    answer.sent = start = time.perf_counter()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     writer.write(f"{head}{headers}Connection: close\r\n\r\n".encode() + data)
     try:

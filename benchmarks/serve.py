@@ -35,9 +35,11 @@ PORT = 8190
 STORIES = [item.text for work in embedded() if work.name == "story" for item in work.items]
 EDITS = [item for work in embedded() if work.name in ("edit", "shorten", "chat") for item in work.items]
 PROMPT = "one day, a little girl named lily"
-CLIENTS = (1, 4, 16, 64)
+CLIENTS = {1: 4, 4: 6, 16: 4, 64: 3}  # clients at once, and requests of each, one after the other
+NAMES = ("mia", "max", "sara", "leo", "anna", "jack", "lucy", "sam", "nora", "tim", "emma", "fred", "rosa")
+PLACES = ("at the zoo", "by the sea", "in the snow", "on a hill", "at school", "in the garden", "near the river")
 WARM_UP = 10  # requests before latencies are measured
-# the default but for the memory of earlier outputs: rounds repeat their requests, and would be copied from the last
+# the default but for the memory of earlier outputs: edits are repeated, and would be copied from the last
 DRAFT = "input-guided+suffix-wide:memory=1+token-recycling"
 
 
@@ -49,9 +51,12 @@ def served(*options: str) -> Iterator[int]:
         yield PORT
 
 
-def story(i: int, tokens: int, **more: Any) -> dict[str, Any]:
-    body = {"prompt": STORIES[i % len(STORIES)], "max_tokens": tokens, "temperature": 0, "stream": True}
-    return body | {"ignore_eos": True} | more
+def story(i: int, tokens: int | None = None, **more: Any) -> dict[str, Any]:
+    """The i-th story; the first 364 begin differently. tokens: by default of many lengths, so that rows end apart."""
+    tokens = 64 + 37 * i % 129 if tokens is None else tokens
+    name, place = NAMES[i % len(NAMES)], PLACES[i % len(PLACES)]
+    text = f"{STORIES[i % len(STORIES)]} {name} was {place}."
+    return {"prompt": text, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True} | more
 
 
 def run(port: int, bodies: list[list[dict[str, Any]]]) -> tuple[list[list[Answer]], float]:
@@ -84,7 +89,7 @@ def latency(rounds: int) -> list[dict[str, Any]]:
     with served() as port:
         body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
         run(port, [[body | {"draft": "none"}] * WARM_UP])
-        for n in CLIENTS[:3]:
+        for n in list(CLIENTS)[:3]:
             sides: dict[str, list[tuple[float, float]]] = {"engine": [], "server": []}
             for _ in range(rounds + 1):
                 sides["engine"].append(alone(n))
@@ -107,18 +112,23 @@ def latency(rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def throughput(port: int, bodies: Callable[[str], list[list[dict[str, Any]]]], rounds: int) -> dict[str, Any]:
-    """Tokens per second with the default drafter and without drafts, in alternating rounds; texts are compared."""
+def throughput(port: int, bodies: Callable[[str, int], list[list[dict[str, Any]]]], rounds: int) -> dict[str, Any]:
+    """Tokens per second with the default drafter and without drafts, in alternating rounds; texts are compared.
+    Counted while all clients are busy: until the first has no more to ask.
+
+    bodies: (draft, round) -> the requests of each client.
+    """
     speeds: dict[str, list[float]] = {DRAFT: [], "none": []}
     texts: dict[str, list[list[str]]] = {}
     lengths = []
     for i in range(rounds + 1):
         for draft, found in speeds.items():
-            answers, seconds = run(port, bodies(draft))
+            answers, _ = run(port, bodies(draft, i))
             each = [answer for mine in answers for answer in mine]
+            start, end = min(a.sent for a in each), min(mine[-1].sent + mine[-1].seconds for mine in answers)
             texts[draft] = [[answer.text for answer in mine] for mine in answers]
             if i:
-                found.append(sum(a.last["truedraft"]["tokens"] for a in each) / seconds)
+                found.append(sum(_emitted(a, end - a.sent) for a in each) / (end - start))
                 lengths += [a.last["truedraft"]["mean_acceptance_length"] for a in each if draft == DRAFT]
         assert texts[DRAFT] == texts["none"], "drafting changed a text"
     ratios = [a / b for a, b in zip(speeds[DRAFT], speeds["none"], strict=True)]
@@ -130,17 +140,24 @@ def throughput(port: int, bodies: Callable[[str], list[list[dict[str, Any]]]], r
     }
 
 
+def _emitted(answer: Answer, seconds: float) -> float:
+    """Tokens that an answer had after so many seconds."""
+    tokens: int = answer.last["truedraft"]["tokens"]
+    return tokens * sum(arrival <= seconds for arrival in answer.arrivals) / len(answer.arrivals)
+
+
 def by_clients(rounds: int) -> list[dict[str, Any]]:
-    """Stories, and conversations that change an earlier text, at 1 to 64 clients."""
+    """Stories, each of them new, and conversations that change an earlier text, at 1 to 64 clients."""
     found = []
     with served("--max-rows", "64", "--draft", DRAFT, "--prefix-bytes", "0") as port:
         for kind in ("story", "edit"):
-            for n in CLIENTS:
+            for n, turns in CLIENTS.items():
 
-                def bodies(draft: str, n: int = n, kind: str = kind) -> list[list[dict[str, Any]]]:
+                def bodies(draft: str, i: int, n: int = n, turns: int = turns, kind: str = kind) -> list[list[Any]]:
+                    asked = [[(i * turns + turn) * n + client for turn in range(turns)] for client in range(n)]
                     if kind == "story":
-                        return [[story(i, 128, draft=draft)] for i in range(n)]
-                    return [[edit(i, draft, predicted=False)] for i in range(n)]
+                        return [[story(k, draft=draft) for k in mine] for mine in asked]
+                    return [[edit(k, draft, predicted=False) for k in mine] for mine in asked]
 
                 found.append({"text": kind, "clients": n} | throughput(port, bodies, rounds))
     return found
@@ -161,7 +178,7 @@ def predictions(rounds: int) -> list[dict[str, Any]]:
         options = [] if size == "nano" else ["--stretched", size]
         with served(*options, "--prefix-bytes", "0", "--draft", DRAFT) as port:
             for n in (1, 8):
-                figures = throughput(port, lambda draft, n=n: [[edit(i, draft)] for i in range(n)], rounds)
+                figures = throughput(port, lambda draft, _, n=n: [[edit(i, draft)] for i in range(n)], rounds)
                 found.append({"model": size, "clients": n} | figures)
     return found
 

@@ -173,7 +173,7 @@ def test_confidence_is_halved_where_nodes_are_right_half_as_often() -> None:
     for i in range(400):
         calibration.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8]))
         row.tokens.append(5 if i % 5 < 2 else 6)
-        calibration.update(row)
+        calibration.update([row])
     (_, prior_confidence) = calibration.proposed(row, DraftTree.chain(row.tokens[-1], [5], [0.8])).confidence or ()
     assert 0.25 < prior_confidence < 0.55
 

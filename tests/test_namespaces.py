@@ -129,7 +129,7 @@ def test_confidences_are_calibrated_by_the_rows_of_their_namespace() -> None:
         row = Row(0, [1], 1, 9, namespace="a")
         calibration.proposed(row, DraftTree.chain(1, [5], [0.8]))
         row.tokens.append(6)
-        calibration.update(row)
+        calibration.update([row])
         calibration.end(row)
         assert settled("b") == fresh
     assert settled("a") < 0.3 < fresh

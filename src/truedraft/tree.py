@@ -125,6 +125,8 @@ class DraftTree:
 
         confidence: one per drafted token.
         """
+        if draft == () and confidence is None:
+            return _root(root)
         tokens = (root, *draft)
         return cls(tokens, _chain_parents(len(tokens)), confidence=None if confidence is None else (1.0, *confidence))
 
@@ -210,6 +212,12 @@ class DraftTree:
         copy.__dict__.update(self.__dict__, **changes)
         copy.__post_init__()
         return copy
+
+
+@lru_cache(maxsize=4096)
+def _root(token: int) -> DraftTree:
+    """The tree of a root alone; kept, since every row has one in every pass without drafts."""
+    return DraftTree((token,), (-1,))
 
 
 @lru_cache(maxsize=1024)

@@ -68,7 +68,7 @@ class DrafterState:
         self.lost = 0.0  # seconds of the latest pass beyond those that its drafts saved
 
     def admitted(self) -> None:
-        """Rows were admitted: the next draft reads their prompts, which is not counted against drafts."""
+        """Rows were admitted: the next draft reads their prompts, so it is counted as one that takes the usual time."""
         self._admitted = True
 
     def settle(self, drafting: float, aside: float, passed: float, plain: float) -> None:
@@ -80,8 +80,11 @@ class DrafterState:
         """
         drafted, self._drafting = drafting - self._drafting, drafting
         lost, self.lost = self.lost, 0.0
-        if self.requested and not self._admitted:
-            lost += self.costs.add(drafted, max(drafted + aside, 0.0), not self._resumed)
+        if self.requested:
+            if self._admitted:
+                lost += self.costs.seconds
+            else:
+                lost += self.costs.add(drafted, max(drafted + aside, 0.0), not self._resumed)
         self.trials.settle(lost, passed, plain)
         self._admitted = self._admitted and not self.requested
 
@@ -209,20 +212,27 @@ class Drafts:
         nodes = sizes(len(self.gains) - 1)
         return zip(repeat(self), repeat(place), nodes, nodes[1:], strict=False)
 
-    def cut(self, size: int, tokens: float, goodput: float, spent: float, plain: float) -> None:
+    def cut(self, size: int, tokens: float, nodes: int, passes: PassCosts, plain: float) -> None:
         """Cut the drafts to the chosen size, and update the expected saving of this drafter.
 
-        tokens, goodput: expected tokens of the pass without these drafts, and tokens per second.
-        spent: seconds of the pass with them. plain: seconds of a pass without any drafts.
+        tokens, nodes: expected tokens of the pass without these drafts, and its nodes. plain: seconds without any.
         """
         drafting, trials = self.state.drafting_seconds, self.state.trials
-        trials.expect((tokens + self.gains[size]) / goodput - (spent + drafting), drafting, plain)
-        self.exploring = size == 0 and self.gains[-1] > len(self.rows) and trials.left
-        if self.exploring:
-            size = len(self.gains) - 1
+        trials.expect(-self._loss(size, tokens, nodes, passes) - drafting, drafting, plain)
+        self.exploring = False
+        if size == 0 and self.gains[-1] > len(self.rows):
+            size = max(
+                k for k in sizes(len(self.gains) - 1) if not k or trials.affords(self._loss(k, tokens, nodes, passes))
+            )
+            self.exploring = size > 0
         self.state.reach = size + size // 2 + ROOM
         self._promised = self._expected[size]
         self.trees = [tree.cut(1 + size) for tree in self.trees]
+
+    def _loss(self, size: int, tokens: float, nodes: int, passes: PassCosts) -> float:
+        """Seconds that verifying `size` nodes of each draft is expected to lose; see `cut`."""
+        without = passes(nodes)
+        return passes(nodes + len(self.rows) * size) - without * (tokens + self.gains[size]) / tokens
 
     def probe(self, passes: PassCosts, others: int, passed: float) -> None:
         """Restore the probes where they pay.

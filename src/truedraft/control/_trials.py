@@ -29,6 +29,7 @@ class TrialBudget:
     saving: float = 0.0
     _favour: float = FAVOUR  # the same in plain passes, at most that assumed for a new drafter
     _left: float = 0.0  # seconds that trials may still lose
+    _full: bool = False  # whether these are the most that they may be
     _earned: float = 0.0  # seconds that drafts have saved, less those that they lost
     _solvent: bool = True  # whether the latest drafts were charged to that account
 
@@ -36,10 +37,10 @@ class TrialBudget:
         """A new call. plain: seconds of a pass without drafts."""
         self.saving, self._solvent = self._favour * plain, True
 
-    @property
-    def left(self) -> bool:
-        """Whether a draft that is not expected to pay may be verified."""
-        return self._left > 0
+    def affords(self, lost: float) -> bool:
+        """Whether to verify drafts that are expected to lose some seconds: those left for it cover them, or are as many
+        as they become, since the expectation may be wrong."""
+        return lost < self._left or self._full
 
     def settle(self, lost: float, passed: float, plain: float) -> None:
         """Account for the latest pass.
@@ -51,6 +52,7 @@ class TrialBudget:
         allowed = self.slack * max(passed, 0.0)
         left = self._left + allowed - (0.0 if self._solvent else lost)
         self._left = min(max(left, -RESERVE * plain), RESERVE * plain)
+        self._full = left >= RESERVE * plain
         # bounded above so that bad drafts stop soon, and below so that better ones soon resume
         self._earned = min(max(self._earned - lost, -2 * CREDIT * plain), EARNED * plain)
 

@@ -166,14 +166,12 @@ class Cost(Control):
 
     def _cut(self, sizable: Sequence[Drafts], sizes: Sequence[int], nodes: int, tokens: float, rows: int) -> None:
         """Cut drafts to their sizes; each drafter's saving is relative to the pass without its drafts."""
-        costs = self._costs
         gains = [drafts.gains[size] for drafts, size in zip(sizable, sizes, strict=True)]
         nodes += sum([len(drafts.rows) * size for drafts, size in zip(sizable, sizes, strict=True)])
-        spent, plain = costs(nodes), costs(rows)
+        plain = self._costs(rows)
         for i, drafts in enumerate(sizable):
             without = tokens + sum(gains[:i]) + sum(gains[i + 1 :])
-            goodput = without / costs(nodes - len(drafts.rows) * sizes[i])
-            drafts.cut(sizes[i], without, goodput, spent, plain)
+            drafts.cut(sizes[i], without, nodes - len(drafts.rows) * sizes[i], self._costs, plain)
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         if (spent := self.times.target - self._before) > 0:

@@ -50,8 +50,8 @@ class Followed:
 class _RowHistory:
     """Of one row.
 
-    observed: tokens compared with drafts so far. shared: the counts of its namespace. counts: its own.
-    drafts: those that are still compared with its output.
+    observed: its tokens when its drafts were last compared with them. drafts: those that are still compared.
+    shared: the counts of its namespace. counts: its own.
     """
 
     observed: int
@@ -66,6 +66,7 @@ class Calibration:
     def __init__(self) -> None:
         self._by_namespace: Tenants[BinCounts] = Tenants(NAMESPACES, BinCounts)
         self._rows: dict[int, _RowHistory] = {}
+        self._followed: dict[int, _RowHistory] = {}  # of rows with drafts that are still compared
 
     def proposed(self, row: Row, tree: DraftTree, after: Sequence[int] = ()) -> DraftTree:
         """A draft with calibrated confidences; it is then compared with the row's output.
@@ -75,6 +76,9 @@ class Calibration:
         if tree.confidence is None or len(tree) == 1:
             return tree
         history = self._history(row)
+        if not history.drafts:
+            history.observed = len(row.tokens)
+            self._followed[id(row)] = history
         if len(history.drafts) < FOLLOWED:
             history.drafts.append(Followed(tree, after))
         return tree.replaced(confidence=self.settled(row, tree.confidence))
@@ -86,13 +90,15 @@ class Calibration:
         settle = settled if native is None else native.settled
         return settle(confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
 
-    def update(self, row: Row) -> None:
-        """Compare the row's drafts with the tokens emitted since the last call."""
-        history = self._history(row)
-        if history.drafts:
-            emitted = row.tokens[history.observed :]
-            history.drafts = [draft for draft in history.drafts if _advance(history, draft, emitted)]
-        history.observed = len(row.tokens)
+    def update(self, rows: Sequence[Row]) -> None:
+        """Compare the drafts of rows with the tokens emitted since the last call."""
+        for row in rows if self._followed else ():
+            if (history := self._followed.get(id(row))) is not None:
+                emitted = row.tokens[history.observed :]
+                history.drafts = [draft for draft in history.drafts if _advance(history, draft, emitted)]
+                history.observed = len(row.tokens)
+                if not history.drafts:
+                    del self._followed[id(row)]
 
     def _history(self, row: Row) -> _RowHistory:
         history = self._rows.get(id(row))
@@ -103,6 +109,7 @@ class Calibration:
 
     def end(self, row: Row) -> None:
         self._rows.pop(id(row), None)
+        self._followed.pop(id(row), None)
 
 
 def _advance(history: _RowHistory, draft: Followed, emitted: Sequence[int]) -> bool:

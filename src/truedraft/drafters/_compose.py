@@ -123,9 +123,8 @@ class Many(Joint):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        for row in rows:
-            for calibration in self._calibrations.values():
-                calibration.update(row)
+        for calibration in self._calibrations.values():
+            calibration.update(rows)
         for k, part in enumerate(self.parts):
             began = time.perf_counter()
             part.observe(rows, trees, scores, accepted)

@@ -107,8 +107,7 @@ class LearnedDrafter(Drafter):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         self.reader.observe(rows, scores, accepted)
-        for row in rows:
-            self._calibration.update(row)
+        self._calibration.update(rows)
 
     def end(self, row: Row) -> None:
         self._calibration.end(row)

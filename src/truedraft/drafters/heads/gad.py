@@ -319,8 +319,7 @@ class Gad(Drafter):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        for row in rows:
-            self._calibration.update(row)
+        self._calibration.update(rows)
 
     def end(self, row: Row) -> None:
         self._calibration.end(row)

@@ -365,8 +365,8 @@ class Medusa(Drafter):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
+        self._calibration.update(rows)
         for place, (row, one) in enumerate(zip(rows, accepted, strict=True)):
-            self._calibration.update(row)
             if not one.ended:
                 last = scores.features(place, one.path[-1:], (-1,))[-1]
                 self._states[id(row)] = last.to(self.heads.accuracy.dtype, copy=True)

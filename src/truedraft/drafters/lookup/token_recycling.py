@@ -21,7 +21,7 @@ from truedraft.drafters._base import PerRow
 from truedraft.drafters._trees import root_of
 from truedraft.stores.memory import Tenants
 from truedraft.stores.successors import Successors, Template
-from truedraft.tree import Accepted, DraftTree, Row
+from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 # probability that the first, second, ... successor is right: a prior, which also shapes the tree
 RANKS = (0.45, 0.14, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)
@@ -58,6 +58,15 @@ class TokenRecycling(PerRow[Successors]):
 
     def learn(self, row: Row, state: Successors, tree: DraftTree, logits: Tensor, accepted: Accepted) -> None:
         state.learn(tree.tokens, logits)
+
+    def learn_all(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        state = self._states[id(rows[0])]
+        if max(map(len, trees)) == 1 and all(self._states[id(row)] is state for row in rows):  # of one namespace
+            state.learn([tree.tokens[0] for tree in trees], scores.logits[:, 0])
+        else:
+            super().learn_all(rows, trees, scores, accepted)
 
 
 @lru_cache(maxsize=64)
