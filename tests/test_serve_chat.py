@@ -20,7 +20,8 @@ from served import Running, running  # noqa: E402
 from truedraft.accelerated import Accelerated  # noqa: E402
 from truedraft.assets import edit_prompt, prompt  # noqa: E402
 from truedraft.loading import load  # noqa: E402
-from truedraft.serve.prediction import accepted_tokens  # noqa: E402
+from truedraft.serve.answer import BLOCK  # noqa: E402
+from truedraft.serve.prediction import Prediction  # noqa: E402
 from truedraft.serve.protocol import NO_EFFECT, REFUSED, ChatBody, CompletionBody  # noqa: E402
 
 TEMPLATE = (
@@ -46,6 +47,8 @@ TOOLS: list[dict[str, Any]] = [
     for name in ("add", "drop")
 ]
 
+MESSAGES = [{"role": "user", "content": "one day, a cat"}]
+
 
 @pytest.fixture(scope="module")
 def fast() -> Accelerated:
@@ -62,13 +65,13 @@ def server(fast: Accelerated, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def api(server: Running) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def api(server: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def chat(api: Any, **settings: Any) -> Any:
-    messages = [{"role": "user", "content": "one day, a cat"}]
-    return api.chat.completions.create(**{"model": "nano", "messages": messages, "max_tokens": 60, **settings})
+    return api.chat.completions.create(**{"model": "nano", "messages": MESSAGES, "max_tokens": 60, **settings})
 
 
 def test_every_parameter_of_openais_schema_is_honoured_refused_or_without_effect() -> None:
@@ -203,13 +206,25 @@ def test_a_prediction_and_a_reference_save_passes_and_change_no_text(api: Any, s
             assert (accepted, rejected) == (0, 0)
 
 
-def test_accepted_tokens_of_a_prediction() -> None:
-    assert accepted_tokens([1, 2, 3, 4], [1, 2, 3, 4]) == 4
-    assert accepted_tokens([1, 2, 3, 4], [5, 6, 7]) == accepted_tokens([], [1]) == accepted_tokens([1], []) == 0
-    assert accepted_tokens([1, 2, 3, 4, 5, 6, 7], [1, 9, 3, 4, 5, 6, 7]) == 6  # one replaced
-    assert accepted_tokens([1, 2, 3, 4, 5, 6, 7], [1, 4, 5, 6, 7]) == 5  # two dropped
-    assert accepted_tokens([1, 2, 3, 4, 5], [1, 2, 9, 9, 3, 4, 5]) == 5  # two added
-    assert accepted_tokens([1, 2, 3], [1, 2, 3, 1, 2, 3]) == 3  # each counts once
+@pytest.mark.parametrize(
+    ("predicted", "emitted", "accepted"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 4),
+        ([1, 2, 3, 4], [5, 6, 7], 0),
+        ([], [1], 0),
+        ([1], [], 0),
+        ([1, 2, 3, 4, 5, 6, 7], [1, 9, 3, 4, 5, 6, 7], 6),  # one replaced
+        ([1, 2, 3, 4, 5, 6, 7], [1, 4, 5, 6, 7], 5),  # two dropped
+        ([1, 2, 3, 4, 5], [1, 2, 9, 9, 3, 4, 5], 5),  # two added
+        ([1, 2, 3], [1, 2, 3, 1, 2, 3], 3),  # each counts once
+    ],
+)
+def test_accepted_tokens_of_a_prediction(predicted: list[int], emitted: list[int], accepted: int) -> None:
+    for parts in ([emitted], [[token] for token in emitted]):
+        prediction = Prediction(predicted)
+        for part in parts:
+            prediction.feed(part)
+        assert (prediction.accepted, prediction.rejected) == (accepted, len(predicted) - accepted)
 
 
 def test_logprobs_are_those_of_a_plain_forward(api: Any, fast: Accelerated) -> None:
@@ -250,6 +265,21 @@ def test_streams_have_usage_where_it_is_asked_for(api: Any) -> None:
     whole = chat(api, seed=1)
     assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == whole.choices[0].message.content
     assert usages[0].completion_tokens == whole.usage.completion_tokens
+
+
+def test_obfuscated_events_differ_in_length_by_whole_blocks(api: Any) -> None:
+    options = {"include_obfuscation": True, "continuous_usage_stats": True}
+    settings = {"model": "nano", "messages": MESSAGES, "max_tokens": 24, "seed": 1}
+    create = api.chat.completions.with_streaming_response.create
+    with create(**settings, stream=True, stream_options=options) as response:
+        events = [line for line in response.iter_lines() if line.startswith("data: {")]
+    assert len(events) > 2
+    assert len({len(event.encode()) % BLOCK for event in events}) == 1
+    chunks = [json.loads(event[6:]) for event in events]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    assert text == api.chat.completions.create(**settings).choices[0].message.content
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk.get("usage")]
+    assert counts == sorted(counts) and 0 < counts[-1] <= 24
 
 
 def test_prompts_of_ids_lists_and_echo(api: Any, fast: Accelerated) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from secrets import token_hex
 from typing import Any
 
 from pydantic_core import to_json
@@ -21,6 +22,7 @@ from truedraft.serve.settings import Plan
 
 JSON = {"content-type": "application/json"}
 DONE = b"data: [DONE]\n\n"
+BLOCK = 64  # with stream_options.include_obfuscation, lengths of events differ by multiples of these bytes
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -71,12 +73,18 @@ class Rows:
             choices += self.form.choices(index, row, row.advance(count))
             more = {"usage": usage_of(self.plan, self.outputs)} if self.options.continuous_usage_stats else {}
             for choice in choices:
-                yield b"data: " + to_json(self.form.chunk([choice], **more)) + b"\n\n"
+                yield self._event(self.form.chunk([choice], **more))
             if row.stopped and not row.job.finished:
                 self.loop.stop_rows([row.job])
         usage = {"usage": usage_of(self.plan, self.outputs)} if self.options.include_usage else {}
-        yield b"data: " + to_json(self.form.chunk([], **usage, truedraft=self._figures())) + b"\n\n"
+        yield self._event(self.form.chunk([], **usage, truedraft=self._figures()))
         yield DONE
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        content = to_json(chunk)
+        if self.options.include_obfuscation:
+            content = to_json(chunk | {"obfuscation": token_hex(BLOCK)[: -len(content) % BLOCK]})
+        return b"data: " + content + b"\n\n"
 
     def _figures(self) -> dict[str, Any]:
         return figures_of(self.model, self.plan)

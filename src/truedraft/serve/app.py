@@ -42,7 +42,7 @@ from truedraft.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
-from truedraft.serve.security import Headers, check_origin
+from truedraft.serve.security import HEADERS, Headers, check_origin
 from truedraft.serve.settings import Plan
 
 B = TypeVar("B", bound=BaseModel)
@@ -339,4 +339,6 @@ def _add_handlers(app: FastAPI, server: Server) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return answered(ApiError(500, "the server failed on this request; its log has the reason"))
+        response = answered(ApiError(500, "the server failed on this request; its log has the reason"))
+        response.headers.update(HEADERS | {"x-request-id": request.state.request_id})  # sent outside of the middleware
+        return response

@@ -8,7 +8,7 @@ from typing import Any
 
 from truedraft.serve.job import Job
 from truedraft.serve.model import ServedModel
-from truedraft.serve.prediction import accepted_tokens
+from truedraft.serve.prediction import Prediction
 from truedraft.serve.settings import Plan
 from truedraft.text.pieces import Pieces, StopText
 from truedraft.text.tool_calls import ToolParser, markers
@@ -44,6 +44,7 @@ class RowOutput:
         self._pieces = Pieces(model.tokenizer, list(job.ids[-CONTEXT:]), plan.skip_special_tokens, kept)
         self._stop = StopText(plan.stop, plan.keep_stop)
         self._read = 0
+        self.prediction = None if plan.predicted is None else Prediction(plan.predicted)
         self.text_length = 0
         self.has_calls = False
         self.finish_reason: str | None = None
@@ -64,6 +65,8 @@ class RowOutput:
     def advance(self, count: int) -> Delta:
         """What the first `count` tokens add to the text; call it with all tokens once the job has finished."""
         start, self._read = self._read, count
+        if self.prediction is not None:
+            self.prediction.feed(self.job.tokens[start:count])
         text = self._stop.feed(self._pieces.feed(self._visible(start, count)))
         if self.job.finish_reason is not None and count == len(self.job.tokens):
             text += self._stop.feed(self._pieces.end())
@@ -147,13 +150,11 @@ def usage_of(plan: Plan, rows: Sequence[RowOutput]) -> dict[str, Any]:
         "total_tokens": prompt + emitted,
         "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens for job in first), "audio_tokens": 0},
     }
-    accepted = rejected = 0
-    if plan.predicted is not None:
-        counts = [accepted_tokens(plan.predicted, row.job.tokens[: row._read]) for row in rows]
-        accepted, rejected = sum(counts), len(plan.predicted) * len(rows) - sum(counts)
+    followed = [row.prediction for row in rows if row.prediction is not None]
     usage["completion_tokens_details"] = {
-        "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected, "reasoning_tokens": 0,
-        "audio_tokens": 0,
+        "accepted_prediction_tokens": sum(prediction.accepted for prediction in followed),
+        "rejected_prediction_tokens": sum(prediction.rejected for prediction in followed),
+        "reasoning_tokens": 0, "audio_tokens": 0,
     }  # fmt: skip
     return usage
 
