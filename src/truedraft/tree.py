@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
-from truedraft.tree_shape import TreeShape, shape_of
+from truedraft.tree_shape import TreeShape, chain_parents, shape_of
 
 if TYPE_CHECKING:
     from truedraft.request import Request
@@ -128,7 +128,7 @@ class DraftTree:
         if draft == () and confidence is None:
             return _root(root)
         tokens = (root, *draft)
-        return cls(tokens, _chain_parents(len(tokens)), confidence=None if confidence is None else (1.0, *confidence))
+        return cls(tokens, chain_parents(len(tokens)), confidence=None if confidence is None else (1.0, *confidence))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -160,9 +160,7 @@ class DraftTree:
 
     def cut(self, nodes: int) -> DraftTree:
         """The tree of the first `nodes` nodes."""
-        if nodes >= len(self):
-            return self
-        return self._kept(range(nodes))
+        return self if nodes >= len(self) else self._kept(range(nodes))
 
     def bare(self) -> DraftTree:
         """The tree without its probes."""
@@ -218,11 +216,6 @@ class DraftTree:
 def _root(token: int) -> DraftTree:
     """The tree of a root alone; kept, since every row has one in every pass without drafts."""
     return DraftTree((token,), (-1,))
-
-
-@lru_cache(maxsize=1024)
-def _chain_parents(n: int) -> tuple[int, ...]:
-    return tuple(range(-1, n - 1))
 
 
 @dataclass(frozen=True)

@@ -53,3 +53,9 @@ def shape_of(parent: tuple[int, ...]) -> TreeShape:
         else:
             run[i], extras[i] = run[p], (*extras[p], i)
     return TreeShape(parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run), tuple(extras))
+
+
+@lru_cache(maxsize=1024)
+def chain_parents(n: int) -> tuple[int, ...]:
+    """The parents of a chain of `n` nodes."""
+    return tuple(range(-1, n - 1))
