@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,19 @@ def test_engines_can_share_a_head(name: str) -> None:
     assert torch.equal(fast.generate(**given, streamer=Calling(second, {**ragged(model, 3), **GREEDY})), expected)
     assert mixed.trees == alone.trees[: len(mixed.trees)] and len(mixed.trees) * 2 == len(alone.trees)
     hammered([fast, second], calls_of(model, 3), 4, 2)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_drafts_that_end_at_different_levels_leave_the_others_as_they_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a draft is continued varies from level to level, as it does with the measured seconds of levels."""
+    model = tiny("llama", torch.float32)
+    fast = truedraft.accelerate(model, draft=drafter(name, model), control="fixed")
+    chance = random.Random(5)
+    monkeypatch.setattr(type(fast.drafter), "continues", lambda *given: chance.random() < 0.6, raising=False)
+    given = ragged(model, 4) | GREEDY | {"max_new_tokens": 40}
+    assert torch.equal(fast.generate(**given), model.generate(**given))
 
 
 @pytest.mark.parametrize("change", SHARED)

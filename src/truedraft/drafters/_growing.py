@@ -156,13 +156,13 @@ class GrowingDrafter(Drafter):
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
         self.reader.catch_up(rows)
-        growing = [self._growing(row, most) for row, most in zip(rows, budget, strict=True)]
-        while active := [tree for tree in growing if tree.frontier and self.continues(tree, len(rows))]:
+        active = growing = [self._growing(row, most) for row, most in zip(rows, budget, strict=True)]
+        while active := [tree for tree in active if tree.frontier and self.continues(tree, len(rows))]:
             self._level(active)
         return [self.finished(tree) for tree in growing]
 
     def continues(self, growing: GrowingTree, rows: int) -> bool:
-        """Whether a draft, one of `rows` that grow together, gets another level."""
+        """Whether a draft, one of `rows` that grow together, gets another level; asked no more once it gets none."""
         return True
 
     def room(self, budget: int) -> int:
