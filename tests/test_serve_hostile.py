@@ -27,7 +27,7 @@ from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
 from truedraft.serve.keys import Keys, read_keys
-from truedraft.serve.loop import EngineLoop
+from truedraft.serve.loop import ADMITTING, EngineLoop
 from truedraft.serve.model import RESPONSE_TOKENS, ServedModel
 from truedraft.serve.protocol import ChatBody, CompletionBody
 from truedraft.serve.security import check_origin
@@ -203,6 +203,31 @@ def test_an_engine_that_cannot_be_made_again_ends_all_rows(fast: Accelerated) ->
     assert not loop.is_alive() and [job.error.status for job in jobs if job.error] == [500, 503, 503]
     with pytest.raises(ApiError, match="ending"):
         loop.submit(jobs)
+
+
+def test_rows_that_run_do_not_wait_until_many_others_are_added(fast: Accelerated, monkeypatch: Any) -> None:
+    """To add a row takes a millisecond and more: streams stalled while a burst of requests was taken in."""
+    loop = EngineLoop(lambda: fast.engine(16, 256), Nothing(), max_waiting=32)
+    add = loop.engine.add_request
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(ADMITTING / 2)
+        return add(*args, **kwargs)
+
+    monkeypatch.setattr(loop.engine, "add_request", slow)
+    jobs = [Job(fast.tokenizer(P).input_ids, {"draft": None}, 30) for _ in range(13)]  # type: ignore[misc]
+    loop.submit(jobs[:1])
+    while not jobs[0].tokens:
+        loop._turn()
+    loop.submit(jobs[1:])
+    emitted = len(jobs[0].tokens)
+    loop._turn()
+    loop._turn()
+    assert len(loop.queue) >= 8 and len(jobs[0].tokens) > emitted
+    while not all(job.finished for job in jobs):
+        loop._turn()
+    assert len({tuple(job.tokens) for job in jobs}) == 1
+    loop.engine.close()
 
 
 def test_a_memory_that_cannot_be_written_is_refused_at_the_start(fast: Accelerated, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from truedraft.serve.queue import FairQueue
 
 T = TypeVar("T")
 EVENTS = 800  # most events of all streams per second: each takes the interpreter from the engine for some 0.1 ms
+ADMITTING = 0.01  # seconds between two passes in which further rows are added to those that run
 IDLE = 1.0  # seconds between two looks at deadlines while nothing runs
 log = logging.getLogger("truedraft.serve")
 
@@ -172,8 +174,10 @@ class EngineLoop(threading.Thread):
             self.queue.add(job)
 
     def _admit(self) -> None:
-        """Add waiting rows to the engine, and those that arrive meanwhile: their prompts are read together."""
-        while self.engine.room() > 0:
+        """Add waiting rows to the engine, and those that arrive meanwhile: their prompts are read together. Where rows
+        run, no longer than these may wait."""
+        until = time.perf_counter() + ADMITTING if self.running else math.inf
+        while self.engine.room() > 0 and time.perf_counter() < until:
             self._enqueue()
             if (job := self.queue.take()) is None:
                 break

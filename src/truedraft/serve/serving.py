@@ -134,7 +134,7 @@ def run(app: ASGIApp, server: Serving, bound: socket.socket, lifespan: Literal["
     process = Process(
         uvicorn.Config(
             app, http=protocol, ws="none", lifespan=lifespan, log_config=None, access_log=False,
-            server_header=False, backlog=BACKLOG, timeout_keep_alive=int(config.idle_seconds) or 1,
+            server_header=False, proxy_headers=False, backlog=BACKLOG, timeout_keep_alive=int(config.idle_seconds) or 1,
             timeout_graceful_shutdown=END,
         ),
         server,
