@@ -69,7 +69,8 @@ def run(port: int, bodies: list[list[dict[str, Any]]]) -> tuple[list[list[Answer
 
 
 def latency(rounds: int) -> list[dict[str, Any]]:
-    """Time to the first token, and per pass, of the server beside the engine alone; no drafts."""
+    """Time to the first token, and per pass, of the server beside the engine alone, both of the same settings; no drafts
+    and no kept prefixes."""
     model, tokenizer = load("nano")
     fast = truedraft.accelerate(model, tokenizer)
     ids = torch.tensor([tokenizer(PROMPT).input_ids])
@@ -77,16 +78,17 @@ def latency(rounds: int) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "draft": None}
 
     def alone(n: int) -> tuple[float, float]:
-        with fast.engine(16, 2048) as engine:
-            start, steps, first = time.perf_counter(), 0, 0.0
-            for _ in range(n):
-                engine.add_request(ids, max_new_tokens=tokens, **settings)
-            while engine.has_unfinished_requests():
-                engine.step()
-                steps, first = steps + 1, first or time.perf_counter() - start
-            return first, (time.perf_counter() - start - first) / (tokens - 1)
+        start, steps, first = time.perf_counter(), 0, 0.0
+        for _ in range(n):
+            engine.add_request(ids, max_new_tokens=tokens, **settings)
+        while engine.has_unfinished_requests():
+            engine.step()
+            steps, first = steps + 1, first or time.perf_counter() - start
+        return first, (time.perf_counter() - start - first) / (tokens - 1)
 
-    with served() as port:
+    with fast.engine(16, 2048) as engine, served("--prefix-bytes", "0") as port:
+        for _ in range(WARM_UP):
+            alone(1)
         body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
         run(port, [[body | {"draft": "none"}] * WARM_UP])
         for n in list(CLIENTS)[:3]:
