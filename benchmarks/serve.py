@@ -69,8 +69,8 @@ def run(port: int, bodies: list[list[dict[str, Any]]]) -> tuple[list[list[Answer
 
 
 def latency(rounds: int) -> list[dict[str, Any]]:
-    """Time to the first token, and per pass, of the server beside the engine alone with the same settings; no drafts, no
-    kept prefixes."""
+    """Time to the first token, and per pass, of the server beside the engine alone with the same settings; no drafts,
+    no kept prefixes."""
     model, tokenizer = load("nano")
     fast = truedraft.accelerate(model, tokenizer)
     ids = torch.tensor([tokenizer(PROMPT).input_ids])
