@@ -19,19 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import psutil
 import pytest
 
 pytest.importorskip("ray")
-httpx = pytest.importorskip("httpx")
 
-import truedraft  # noqa: E402
-from api_requests import expected, random_body  # noqa: E402
-from served import running  # noqa: E402
-from truedraft.accelerated import Accelerated  # noqa: E402
-from truedraft.errors import Refused  # noqa: E402
-from truedraft.loading import load  # noqa: E402
-from truedraft.serve.ray import threads_each  # noqa: E402
+import truedraft
+from api_requests import expected, random_body
+from served import running
+from truedraft.accelerated import Accelerated
+from truedraft.errors import Refused
+from truedraft.loading import load
+from truedraft.serve.ray import threads_each
 
 pytestmark = pytest.mark.slow
 

@@ -11,18 +11,16 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("fastapi")
-
-import truedraft  # noqa: E402
-from served import Running, paused, running, until  # noqa: E402
-from truedraft.accelerated import Accelerated  # noqa: E402
-from truedraft.loading import load  # noqa: E402
-from truedraft.serve import live  # noqa: E402
-from truedraft.serve.config import ServeConfig  # noqa: E402
-from truedraft.serve.keys import Keys  # noqa: E402
+import truedraft
+from served import Running, paused, running, until
+from truedraft.accelerated import Accelerated
+from truedraft.loading import load
+from truedraft.serve import live
+from truedraft.serve.config import ServeConfig
+from truedraft.serve.keys import Keys
 
 KEYS = {"a-key-of-sixteen": "first", "b-key-of-sixteen": "second"}
 LONG = {"prompt": "import os\n\n\ndef", "max_tokens": 1900, "temperature": 1, "ignore_eos": True, "seed": 3}
