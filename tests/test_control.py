@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from truedraft.control._acceptance import AcceptanceRates, OpenDraft
 from truedraft.control._drafter import DrafterState
+from truedraft.control._pass_costs import CHECKED, Steps
 from truedraft.control._probing import Probing
 from truedraft.control.cost import Cost
 from truedraft.drafters.lookup.prompt_lookup import PromptLookup
@@ -38,13 +40,16 @@ STEEP = Curve((1, 2, 16), (1.0, 2.0, 2.2))  # any width beyond one costs double
 FLAT = Curve((1, 16), (1.0, 1.0))
 
 
-def opened(drafter: Any, kept: Any = STEEP, lockstep: bool = False, control: Cost | None = None) -> Cost:
-    """A control with a simulated clock, for a target with a curve or a profile."""
+def opened(
+    drafter: Any, kept: Any = STEEP, lockstep: bool = False, control: Cost | None = None, padded: bool = False
+) -> Cost:
+    """A control with a simulated clock, for a target with a curve or a profile, and known costs without drafts."""
     control = control or Cost()
     control.times, control.drafting = PassTimes(), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "of", lambda target: StoredProfile(kept) if isinstance(kept, Curve) else kept)
-        control.open(SimpleNamespace(cold=False), drafter, lockstep, 999)  # type: ignore[arg-type]
+        control.open(SimpleNamespace(cold=False, padded=padded), drafter, lockstep, 999)  # type: ignore[arg-type]
+    control._costs._steps.update(dict.fromkeys(range(9), Steps(CHECKED)))
     return control
 
 
@@ -398,11 +403,11 @@ def test_drafting_begins_after_the_first_passes_were_timed() -> None:
     assert control._costs.curve(1) == pytest.approx(1.0)
 
 
-def mixed(drafters: dict[Any, int], kept: Curve) -> tuple[Cost, dict[Any, list[Row]]]:
+def mixed(drafters: dict[Any, int], kept: Curve, padded: bool = False) -> tuple[Cost, dict[Any, list[Row]]]:
     """A control under which rows of several drafters run, and these rows."""
     control = Cost()
     for drafter in drafters:
-        opened(drafter, kept, control=control)
+        opened(drafter, kept, control=control, padded=padded)
     rows = {drafter: [row_of(drafter) for _ in range(count)] for drafter, count in drafters.items()}
     control.start([row for own in rows.values() for row in own])
     return control, rows
@@ -422,10 +427,10 @@ class CheapDrafter:
 def test_sizes_of_all_drafters_are_those_of_the_best_pass(
     groups: list[tuple[int, float, int]], seconds: list[float]
 ) -> None:
-    """Against exhaustive search over all combinations of sizes."""
+    """In passes that are padded to the widest tree, against exhaustive search over all combinations of sizes."""
     curve = Curve((1, 4, 16, 64), tuple(seconds))
     drafters = {CheapDrafter(): group for group in groups}
-    control, rows = mixed({drafter: count for drafter, (count, _, _) in drafters.items()}, curve)
+    control, rows = mixed({drafter: count for drafter, (count, _, _) in drafters.items()}, curve, padded=True)
     batch = [row for own in rows.values() for row in own]
     assert control.budget(batch) == [CheapDrafter.width] * len(batch)
     trees = [
@@ -451,6 +456,47 @@ def test_sizes_of_all_drafters_are_those_of_the_best_pass(
         if (saved := goodput(chosen) * curve(nodes) / without - curve(nodes)) > 1e-9:
             before = 0.9 * 0.5 * curve(1) + 0.1 * saved
             assert control._drafters[id(drafter)].trials.saving == pytest.approx(max(before, saved / 2))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.lists(st.floats(0.05, 0.95), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.lists(st.floats(0.5, 4.0), min_size=4, max_size=4).map(sorted),
+)
+def test_every_row_has_as_many_nodes_as_the_best_pass(
+    confidence: list[list[float]], alone: int, seconds: list[float]
+) -> None:
+    """Where no padding is computed, rows of one drafter have sizes of their own: against exhaustive search."""
+    curve, first = Curve((1, 4, 16, 64), tuple(seconds)), min(alone, len(confidence) - 1)
+    control, rows = mixed({CheapDrafter(): len(confidence) - first, **({CheapDrafter(): first} if first else {})}, curve)
+    batch = [row for own in rows.values() for row in own]
+    control.budget(batch)
+    kept = control.prune(batch, [DraftTree.chain(1, [2] * len(own), own) for own in confidence])
+    paths = [list(itertools.accumulate(own, operator.mul)) for own in confidence]
+
+    def goodput(chosen: Sequence[int]) -> float:
+        gain = sum(sum(own[:size]) for own, size in zip(paths, chosen, strict=True))
+        return (len(batch) + gain) / curve(len(batch) + sum(chosen))
+
+    best = max(map(goodput, itertools.product(*(range(len(own) + 1) for own in paths))))
+    assert goodput([len(tree) - 1 for tree in kept]) >= 0.97 * best
+
+
+def test_a_pass_without_drafts_is_made_to_learn_what_it_costs(control: Cost) -> None:
+    """By a stored curve it costs three times as much as it does, so that drafts would pay; later it does."""
+    control._costs.curve = Curve((1, 16), (3.0, 3.3))
+    control._costs._steps.clear()
+    row, sizes = row_of(), []
+    control.start([row])
+    for turn in range(400):
+        (most,) = control.budget([row])
+        tree = DraftTree.chain(row.tokens[-1], [2, *[9] * 9][:most])
+        sizes.append(len(control.prune([row], [tree])[0]) - 1)
+        spend(control, target=(1.0 if turn < 200 else 2.5) if sizes[-1] == 0 else 3.0)
+        row.tokens += [2] * min(1 + sizes[-1], 2)
+        control.observe([row], [], [])
+    assert sum(size > 0 for size in sizes[:200]) < 20 and sum(size > 0 for size in sizes[-100:]) > 80
 
 
 def test_one_drafter_stops_while_another_goes_on() -> None:

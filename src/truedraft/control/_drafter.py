@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,19 +21,20 @@ from truedraft.tree import DraftTree
 
 CHEAP = 0.05  # of a plain pass: a level of a draft that costs less is not weighed beforehand
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
-SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 48, 64, 96, 128)
+SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 
 
 @lru_cache(maxsize=512)
 def sizes(longest: int) -> tuple[int, ...]:
-    """Candidate sizes of a draft of `longest` nodes to verify."""
-    return tuple(dict.fromkeys(min(size, longest) for size in SIZES))
+    """Candidate sizes, up to `longest`."""
+    return (*SIZES[: bisect_left(SIZES, longest)], longest)
 
 
 class DrafterState:
     """One drafter's state, kept across calls as long as the drafter exists.
 
     requested: whether it drafts for the current pass.
+    padded: whether a pass is padded to its widest tree.
     """
 
     def __init__(self, drafter: Drafter, memory: float, survival: float, slack: float):
@@ -49,11 +52,14 @@ class DrafterState:
         """The drafter; None once it was deleted elsewhere."""
         return self._drafter()
 
-    def begin(self, drafter: Drafter, lockstep: bool, passes: PassCosts, drafting: float, passed: float) -> None:
+    def begin(
+        self, drafter: Drafter, lockstep: bool, padded: bool, passes: PassCosts, drafting: float, passed: float
+    ) -> None:
         """A call begins, or its first rows in an engine; see `Control.open`.
 
         drafting, passed: seconds so far of its drafting, and of passes.
         """
+        self.padded = padded
         self.width, self.autoregressive, self.lockstep = drafter.width, drafter.autoregressive, lockstep
         self.adaptive = drafter.adaptive
         self.probing.begin()
@@ -68,7 +74,7 @@ class DrafterState:
         self.lost = 0.0  # seconds of the latest pass beyond those that its drafts saved
 
     def admitted(self) -> None:
-        """Rows were admitted: the next draft reads their prompts, so it is counted as one that takes the usual time."""
+        """Rows were admitted: the next draft reads their prompts, and takes longer than those after it."""
         self._admitted = True
 
     def settle(self, drafting: float, aside: float, passed: float, plain: float) -> None:
@@ -81,19 +87,19 @@ class DrafterState:
         drafted, self._drafting = drafting - self._drafting, drafting
         lost, self.lost = self.lost, 0.0
         if self.requested:
-            if self._admitted:
-                lost += self.costs.seconds
-            else:
-                lost += self.costs.add(drafted, max(drafted + aside, 0.0), not self._resumed)
+            lost += self.costs.add(drafted, max(drafted + aside, 0.0), not (self._resumed or self._admitted))
         self.trials.settle(lost, passed, plain)
         self._admitted = self._admitted and not self.requested
 
-    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> int:
-        """Nodes to draft below each root of its rows; 0 for no draft. total: rows in the pass."""
+    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int, unchecked: bool) -> int:
+        """Nodes to draft below each root of its rows; 0 for no draft.
+
+        total: rows in the pass. unchecked: whether what a pass without drafts costs has to be known first.
+        """
         size, pays = self._plan(rows, passes, total)
         self._resumed = not self.requested
         permitted = self.trials.permits(pays, passes(total))
-        self.requested = passes.measured and permitted
+        self.requested = passes.measured and permitted and not unchecked
         return size if self.requested else 0
 
     def _plan(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> tuple[int, bool]:
@@ -159,9 +165,12 @@ class DrafterState:
 class Drafts:
     """The drafts of one drafter's rows in the current pass.
 
+    Drafts are cut to a size: the number of nodes of all rows, those of the most probable paths; or, where a pass is padded
+    to its widest tree or rows advance in lockstep, the number of nodes of each row.
+
     rows, places: its rows, and their indices in the batch.
     trees: first as drafted, without probes; after `cut` and `probe` as they are verified.
-    gains: expected accepted nodes of the first 0, 1, ... of each draft; of the root alone where drafts must not be cut.
+    gains: expected accepted nodes by size, from 0 on; of size 0 alone where drafts must not be cut.
     exploring: whether they are verified though that is not expected to pay.
     """
 
@@ -173,12 +182,21 @@ class Drafts:
     exploring: bool = False
     _expected: Sequence[float] = (0.0,)  # gains before correction
     _promised: float = 0.0  # those of the nodes that are verified
+    _ranked: Sequence[int] | None = None  # the row of each node, by probability; None where rows have the same size
     _whole: Sequence[DraftTree] = ()  # as drafted, with their probes
 
     @property
     def tokens(self) -> int:
-        """Tokens of its rows in the pass, padded to the widest."""
-        return len(self.rows) * max(map(len, self.trees)) if self.state.requested else len(self.rows)
+        """Tokens of its rows in the pass, padding included."""
+        if not self.state.requested:
+            return len(self.rows)
+        lengths = [len(tree) for tree in self.trees]
+        return len(lengths) * max(lengths) if self.state.padded else sum(lengths)
+
+    @property
+    def unit(self) -> int:
+        """Nodes in the pass that a size has more than the one before it."""
+        return len(self.rows) if self._ranked is None else 1
 
     @property
     def emitted(self) -> int:
@@ -203,9 +221,25 @@ class Drafts:
             self.trees = trees = [tree.bare() for tree in trees]
         longest = max(tree.drafted for tree in trees)
         if longest and not self.state.drawn:
-            self._expected = self.state.expected(self.rows, trees, longest)
+            if self.state.padded or self.state.lockstep:
+                self._expected = self.state.expected(self.rows, trees, longest)
+            else:
+                self._expected, self._ranked = self._by_probability(trees)
             correction = self.state.acceptance.correction
             self.gains = [correction * gain for gain in self._expected]
+
+    def _by_probability(self, trees: Sequence[DraftTree]) -> tuple[list[float], list[int]]:
+        """Expected accepted nodes of the 0, 1, ... most probable of all drafts, and the row of each of these nodes.
+
+        A node is as probable as those before it in its tree at most, so that each row has the first of its nodes.
+        """
+        ranked = [
+            (path, i)
+            for i, (row, tree) in enumerate(zip(self.rows, trees, strict=True))
+            for path in islice(accumulate(row.rates.of_paths(tree), min), 1, None)
+        ]
+        ranked.sort(reverse=True)
+        return list(accumulate([path for path, _ in ranked], initial=0.0)), [i for _, i in ranked]
 
     def steps(self, place: int) -> Iterator[tuple[Drafts, int, int, int]]:
         """Pairs of consecutive candidate sizes, each as (self, place, size, next size)."""
@@ -225,14 +259,22 @@ class Drafts:
                 k for k in sizes(len(self.gains) - 1) if not k or trials.affords(self._loss(k, tokens, nodes, passes))
             )
             self.exploring = size > 0
-        self.state.reach = size + size // 2 + ROOM
+        each = self._of_rows(size)
+        self.state.reach = max(each) + max(each) // 2 + ROOM
         self._promised = self._expected[size]
-        self.trees = [tree.cut(1 + size) for tree in self.trees]
+        self.trees = [tree.cut(1 + own) for tree, own in zip(self.trees, each, strict=True)]
+
+    def _of_rows(self, size: int) -> list[int]:
+        """The nodes of each row in drafts of a size."""
+        if self._ranked is None:
+            return [size] * len(self.rows)
+        own = Counter(self._ranked[:size])
+        return [own[i] for i in range(len(self.rows))]
 
     def _loss(self, size: int, tokens: float, nodes: int, passes: PassCosts) -> float:
         """Seconds that verifying `size` nodes of each draft is expected to lose; see `cut`."""
         without = passes(nodes)
-        return passes(nodes + len(self.rows) * size) - without * (tokens + self.gains[size]) / tokens
+        return passes(nodes + self.unit * size) - without * (tokens + self.gains[size]) / tokens
 
     def probe(self, passes: PassCosts, others: int, passed: float) -> None:
         """Restore the probes where they pay.
@@ -265,4 +307,4 @@ class Drafts:
 def gain_per_node(step: tuple[Drafts, int, int, int]) -> float:
     """Expected tokens per added node between two candidate sizes."""
     drafts, _, before, size = step
-    return (drafts.gains[size] - drafts.gains[before]) / (len(drafts.rows) * (size - before))
+    return (drafts.gains[size] - drafts.gains[before]) / (drafts.unit * (size - before))

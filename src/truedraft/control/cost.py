@@ -64,7 +64,7 @@ class Cost(Control):
         state = self._drafters.get(id(drafter))
         if state is None:
             state = self._drafters[id(drafter)] = DrafterState(drafter, self.memory, self.survival, self.slack)
-        state.begin(drafter, lockstep, self._costs, self.drafting.get(id(drafter), 0.0), self.times.target)
+        state.begin(drafter, lockstep, target.padded, self._costs, self.drafting.get(id(drafter), 0.0), self.times.target)
 
     def start(self, rows: Sequence[Row]) -> None:
         self._same = False
@@ -89,13 +89,14 @@ class Cost(Control):
         self._batch = list(batch.values())
         self._costs.begin(len(rows), stored)
         plain, budget = self._costs(len(rows)), [0] * len(rows)
+        unchecked = self._costs.unchecked(sum([max(drafts.state.trials.saving, 0.0) for drafts in self._batch]))
         for drafts in self._batch:
             if (state := drafts.state).width:
                 drafter, own = rows[drafts.places[0]].request.drafter, len(drafts.places)
                 drafter.pass_cost = self._costs.per_node(len(rows), own)
                 share = own / len(rows)
                 state.settle(self.drafting.get(id(drafter), 0.0), aside * share, passed * share, plain)
-                size = state.budget(drafts.rows, self._costs, len(rows))
+                size = state.budget(drafts.rows, self._costs, len(rows), unchecked)
                 for place in drafts.places:
                     budget[place] = size
         return budget
@@ -158,7 +159,7 @@ class Cost(Control):
         steps = [drafts.steps(i) for i, drafts in enumerate(sizable)]
         for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True) if len(steps) > 1 else steps[0]:
             sizes[i], gains[i] = size, drafts.gains[size]
-            nodes += len(drafts.rows) * (size - before)
+            nodes += drafts.unit * (size - before)
             goodput = (tokens + sum(gains)) / costs(nodes)
             if goodput > best:
                 best, chosen = goodput, list(sizes)
@@ -167,15 +168,16 @@ class Cost(Control):
     def _cut(self, sizable: Sequence[Drafts], sizes: Sequence[int], nodes: int, tokens: float, rows: int) -> None:
         """Cut drafts to their sizes; each drafter's saving is relative to the pass without its drafts."""
         gains = [drafts.gains[size] for drafts, size in zip(sizable, sizes, strict=True)]
-        nodes += sum([len(drafts.rows) * size for drafts, size in zip(sizable, sizes, strict=True)])
+        nodes += sum([drafts.unit * size for drafts, size in zip(sizable, sizes, strict=True)])
         plain = self._costs(rows)
         for i, drafts in enumerate(sizable):
             without = tokens + sum(gains[:i]) + sum(gains[i + 1 :])
-            drafts.cut(sizes[i], without, nodes - len(drafts.rows) * sizes[i], self._costs, plain)
+            drafts.cut(sizes[i], without, nodes - drafts.unit * sizes[i], self._costs, plain)
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         if (spent := self.times.target - self._before) > 0:
             self._learn(spent, len(rows))
+        self._costs.made(bool(self._requested))
         for drafts in self._batch:
             for row in drafts.rows:
                 row.observe()

@@ -94,6 +94,10 @@ class Target(Protocol):
         """Whether the logits of a node have the same bits whatever else is in its pass."""
 
     @property
+    def padded(self) -> bool:
+        """Whether every row of a pass costs as many nodes as its widest tree has."""
+
+    @property
     def noise(self) -> float:
         """Largest difference measured between its logits and those of the model's own decoding; 0 before that."""
 

@@ -136,6 +136,14 @@ class DecoderTarget:
         return self.runner.batch_invariant
 
     @property
+    def padded(self) -> bool:
+        return self.runner.padded
+
+    @property
+    def padded(self) -> bool:
+        return self.runner.padded
+
+    @property
     def cold(self) -> bool:
         return self.runner.cold
 
