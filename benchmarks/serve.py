@@ -68,13 +68,13 @@ def run(port: int, bodies: list[list[dict[str, Any]]]) -> tuple[list[list[Answer
     return answers, seconds
 
 
-def latency(rounds: int) -> list[dict[str, Any]]:
+def latency(rounds: int) -> Iterator[dict[str, Any]]:
     """Time to the first token, and per pass, of the server beside the engine alone with the same settings; no drafts,
     no kept prefixes."""
     model, tokenizer = load("nano")
     fast = truedraft.accelerate(model, tokenizer)
     ids = torch.tensor([tokenizer(PROMPT).input_ids])
-    tokens, found = 200, []
+    tokens = 200
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "draft": None}
 
     def alone(n: int) -> tuple[float, float]:
@@ -110,8 +110,7 @@ def latency(rounds: int) -> list[dict[str, Any]]:
                 )
                 for i, name in enumerate(("first", "pass"))
             }
-            found.append({"streams": n} | figures | added)
-    return found
+            yield {"streams": n} | figures | added
 
 
 def throughput(port: int, bodies: Callable[[str, int], list[list[dict[str, Any]]]], rounds: int) -> dict[str, Any]:
@@ -148,9 +147,8 @@ def _emitted(answer: Answer, seconds: float) -> float:
     return tokens * sum(arrival <= seconds for arrival in answer.arrivals) / len(answer.arrivals)
 
 
-def by_clients(rounds: int) -> list[dict[str, Any]]:
+def by_clients(rounds: int) -> Iterator[dict[str, Any]]:
     """Stories, each of them new, and conversations that change an earlier text, at 1 to 64 clients."""
-    found = []
     with served("--max-rows", "64", "--draft", DRAFT, "--prefix-bytes", "0") as port:
         for kind in ("story", "edit"):
             for n, turns in CLIENTS.items():
@@ -161,8 +159,7 @@ def by_clients(rounds: int) -> list[dict[str, Any]]:
                         return [[story(k, draft=draft) for k in mine] for mine in asked]
                     return [[edit(k, draft, predicted=False) for k in mine] for mine in asked]
 
-                found.append({"text": kind, "clients": n} | throughput(port, bodies, rounds))
-    return found
+                yield {"text": kind, "clients": n} | throughput(port, bodies, rounds)
 
 
 def edit(i: int, draft: str, predicted: bool = True) -> dict[str, Any]:
@@ -173,21 +170,18 @@ def edit(i: int, draft: str, predicted: bool = True) -> dict[str, Any]:
     return body
 
 
-def predictions(rounds: int) -> list[dict[str, Any]]:
+def predictions(rounds: int) -> Iterator[dict[str, Any]]:
     """Edits whose prediction is the text before the edit."""
-    found = []
     for size in ("nano", "0.1B"):
         options = [] if size == "nano" else ["--stretched", size]
         with served(*options, "--prefix-bytes", "0", "--draft", DRAFT) as port:
             for n in (1, 8):
                 figures = throughput(port, lambda draft, _, n=n: [[edit(i, draft)] for i in range(n)], rounds)
-                found.append({"model": size, "clients": n} | figures)
-    return found
+                yield {"model": size, "clients": n} | figures
 
 
-def gap(rounds: int) -> list[dict[str, Any]]:
+def gap(rounds: int) -> Iterator[dict[str, Any]]:
     """The longest gap between two events of running streams while a prompt of the longest context arrives."""
-    found = []
     for size in ("nano", "0.1B"):
         options = [] if size == "nano" else ["--stretched", size]
         with served(*options, "--prefix-bytes", "0", "--stream-interval", "0") as port:
@@ -202,16 +196,15 @@ def gap(rounds: int) -> list[dict[str, Any]]:
                 return max(gaps), median(gaps), late.first
 
             runs = [asyncio.run(scenario()) for _ in range(rounds)]
-            found.append({
+            yield {
                 "model": size, "streams": 4, "prompt_tokens": 1990,
                 "longest_gap_ms": round(1e3 * median(r[0] for r in runs), 1),
                 "usual_gap_ms": round(1e3 * median(r[1] for r in runs), 2),
                 "first_token_of_the_prompt_ms": round(1e3 * median(r[2] for r in runs), 1),
-            })  # fmt: skip
-    return found
+            }  # fmt: skip
 
 
-def peer(rounds: int) -> list[dict[str, Any]]:
+def peer(rounds: int) -> Iterator[dict[str, Any]]:
     """`transformers serve`, with and without its continuous batching, on the same requests."""
     sides: dict[str, tuple[list[str], str]] = {
         "truedraft": (
@@ -225,7 +218,7 @@ def peer(rounds: int) -> list[dict[str, Any]]:
         [executable, "serve", folder, "--dtype", "float32", "--continuous-batching"],
         folder,
     )
-    found, texts = [], {}
+    texts: dict[tuple[str, int], list[list[str]]] = {}
     for name, (command, model) in sides.items():
         with process([*command, "--port", str(PORT)], PORT):
             for n in (1, 4, 16):
@@ -244,11 +237,10 @@ def peer(rounds: int) -> list[dict[str, Any]]:
                     texts[name, n] = [[a.text.strip() for a in mine] for mine in answers]
                 same = texts[name, n] == texts["truedraft", n]
                 speed = round(median(speeds[1:]), 1)
-                found.append({"server": name, "clients": n, "tokens_per_second": speed, "same_texts": same})
-    return found
+                yield {"server": name, "clients": n, "tokens_per_second": speed, "same_texts": same}
 
 
-PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
     "latency": latency, "clients": by_clients, "prediction": predictions, "gap": gap, "peer": peer,
 }  # fmt: skip
 
@@ -262,9 +254,10 @@ def main() -> None:
     kept = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
     kept |= {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads", "rounds": args.rounds}
     for part in args.parts or PARTS:
-        kept[part] = PARTS[part](args.rounds)
-        for line in kept[part]:
+        kept[part] = []
+        for line in PARTS[part](args.rounds):
             print(part, line, flush=True)
+            kept[part].append(line)
         if args.json is not None:
             write_whole(args.json, json.dumps(kept, indent=2) + "\n")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from truedraft.control._acceptance import AcceptanceRates, OpenDraft
 from truedraft.control._drafter import DrafterState
-from truedraft.control._pass_costs import CHECKED, Steps
+from truedraft.control._pass_costs import ENOUGH, PlainSteps
 from truedraft.control._probing import Probing
 from truedraft.control.cost import Cost
 from truedraft.drafters.lookup.prompt_lookup import PromptLookup
@@ -49,7 +49,9 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "of", lambda target: StoredProfile(kept) if isinstance(kept, Curve) else kept)
         control.open(SimpleNamespace(cold=False, padded=padded), drafter, lockstep, 999)  # type: ignore[arg-type]
-    control._costs._steps.update(dict.fromkeys(range(9), Steps(CHECKED)))
+    for size in range(9):
+        control._costs._batches[size] = steps = PlainSteps()
+        steps.made = ENOUGH
     return control
 
 
@@ -449,7 +451,7 @@ def test_sizes_of_all_drafters_are_those_of_the_best_pass(
 
     best = max(map(goodput, itertools.product(*(range(nodes + 1) for _, _, nodes in groups))))
     chosen = [size.pop() for size in sizes]
-    assert goodput(chosen) >= 0.97 * best
+    assert goodput(chosen) >= 0.95 * best  # sizes are tried in steps
     nodes = len(batch) + sum(n * size for (n, _, _), size in zip(groups, chosen, strict=True))
     for i, drafter in enumerate(drafters):  # what one saves: as many tokens, by passes without its drafts
         without = goodput([0 if i == j else size for j, size in enumerate(chosen)])
@@ -469,7 +471,8 @@ def test_every_row_has_as_many_nodes_as_the_best_pass(
 ) -> None:
     """Where no padding is computed, rows of one drafter have sizes of their own: against exhaustive search."""
     curve, first = Curve((1, 4, 16, 64), tuple(seconds)), min(alone, len(confidence) - 1)
-    control, rows = mixed({CheapDrafter(): len(confidence) - first, **({CheapDrafter(): first} if first else {})}, curve)
+    counts = [len(confidence) - first, first] if first else [len(confidence)]
+    control, rows = mixed({CheapDrafter(): count for count in counts}, curve)
     batch = [row for own in rows.values() for row in own]
     control.budget(batch)
     kept = control.prune(batch, [DraftTree.chain(1, [2] * len(own), own) for own in confidence])
@@ -480,13 +483,13 @@ def test_every_row_has_as_many_nodes_as_the_best_pass(
         return (len(batch) + gain) / curve(len(batch) + sum(chosen))
 
     best = max(map(goodput, itertools.product(*(range(len(own) + 1) for own in paths))))
-    assert goodput([len(tree) - 1 for tree in kept]) >= 0.97 * best
+    assert goodput([len(tree) - 1 for tree in kept]) >= 0.95 * best  # sizes are tried in steps
 
 
 def test_a_pass_without_drafts_is_made_to_learn_what_it_costs(control: Cost) -> None:
     """By a stored curve it costs three times as much as it does, so that drafts would pay; later it does."""
     control._costs.curve = Curve((1, 16), (3.0, 3.3))
-    control._costs._steps.clear()
+    control._costs._batches.clear()
     row, sizes = row_of(), []
     control.start([row])
     for turn in range(400):

@@ -165,8 +165,8 @@ class DrafterState:
 class Drafts:
     """The drafts of one drafter's rows in the current pass.
 
-    Drafts are cut to a size: the number of nodes of all rows, those of the most probable paths; or, where a pass is padded
-    to its widest tree or rows advance in lockstep, the number of nodes of each row.
+    Drafts are cut to a size: the number of nodes of all rows, those of the most probable paths; or, where a pass is
+    padded to its widest tree or rows advance in lockstep, the number of nodes of each row.
 
     rows, places: its rows, and their indices in the batch.
     trees: first as drafted, without probes; after `cut` and `probe` as they are verified.

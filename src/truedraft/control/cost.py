@@ -64,7 +64,8 @@ class Cost(Control):
         state = self._drafters.get(id(drafter))
         if state is None:
             state = self._drafters[id(drafter)] = DrafterState(drafter, self.memory, self.survival, self.slack)
-        state.begin(drafter, lockstep, target.padded, self._costs, self.drafting.get(id(drafter), 0.0), self.times.target)
+        drafting = self.drafting.get(id(drafter), 0.0)
+        state.begin(drafter, lockstep, target.padded, self._costs, drafting, self.times.target)
 
     def start(self, rows: Sequence[Row]) -> None:
         self._same = False
@@ -115,7 +116,7 @@ class Cost(Control):
             if self._requested:
                 aside = outside - self._costs.outside
             else:
-                self._costs.learn_outside(outside, self.rate)
+                self._costs.learn_outside(outside)
         self._same = True
         return aside, passed
 
@@ -177,7 +178,7 @@ class Cost(Control):
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         if (spent := self.times.target - self._before) > 0:
             self._learn(spent, len(rows))
-        self._costs.made(bool(self._requested))
+        self._costs.step(bool(self._requested))
         for drafts in self._batch:
             for row in drafts.rows:
                 row.observe()

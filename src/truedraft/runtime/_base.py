@@ -18,13 +18,11 @@ class Runner(ABC):
     name: how it computes passes, as reports show it.
     batch_invariant: whether the logits of a node have the same bits whatever else is in the pass.
     padded: whether every row of a pass costs as many nodes as its widest tree has.
-    padded: whether the rows of a pass are padded to its widest tree, so that it costs as many nodes in each.
     cold: whether the last pass was slower than later ones of its size, because it was captured first.
     """
 
     name: str
     batch_invariant: ClassVar[bool] = False
-    padded: ClassVar[bool] = True
     padded: ClassVar[bool] = True
     cold: bool = False
 

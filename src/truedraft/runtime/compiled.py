@@ -145,7 +145,6 @@ class CompiledPass(Runner):
     name = "compiled pass"
     batch_invariant = True
     padded = False
-    padded = False
     granularity = 1
 
     def __init__(self, model: PreTrainedModel):

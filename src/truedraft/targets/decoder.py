@@ -140,10 +140,6 @@ class DecoderTarget:
         return self.runner.padded
 
     @property
-    def padded(self) -> bool:
-        return self.runner.padded
-
-    @property
     def cold(self) -> bool:
         return self.runner.cold
 
