@@ -16,7 +16,7 @@ import torch
 from truedraft.drafters.lookup.token_recycling import template
 from truedraft.runtime import native as runtime
 from truedraft.stores import _native, trigrams
-from truedraft.stores._cursor import SEPARATOR, Cursor
+from truedraft.stores._cursor import SEPARATOR, Cursor, Sizes
 from truedraft.stores._native import library
 from truedraft.stores._pure import PythonAutomaton
 from truedraft.stores.automaton import Automaton, CompiledAutomaton, automaton
@@ -120,6 +120,40 @@ def test_grow_gives_the_most_frequent_continuations_first(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_best_is_the_tree_of_the_suffix_with_the_most_expected_tokens(form: str) -> None:
+    """Against the trees of all suffixes, each grown by itself."""
+    pick, other = random.Random(5), 0
+    for text in texts():
+        made = FORMS[form](64)
+        made.extend(text)
+        for _ in range(60):
+            start = pick.randrange(len(text) - 1)
+            cursor = Cursor()
+            made.follow(cursor, text[start : start + pick.randint(1, 12)])
+            sizes = Sizes(
+                pick.choice([0, 1, 5, 40, 400]), pick.choice([0.0, 0.5, 1.0, 3.7]), pick.choice([0.0, 2.0, 8.0]),
+                pick.choice([0.0, 0.1, 0.5, 1.0]), pick.randint(1, 8), pick.choice([2, 16, 64]),
+            )  # fmt: skip
+            least = pick.choice([0.0, 0.0, 1.5])
+            trees: list[tuple[float, int, int, Any]] = []  # in order of length
+            for length, count in made.suffixes(cursor):
+                here, most = cursor.copy(), sizes.alpha * length + sizes.offset
+                made.shorten(here, length)
+                nodes, rarest = min(int(most), sizes.nodes), math.ceil(sizes.rare * count)
+                grown = made.grow(here, nodes, rarest, sizes.wide, sizes.deep - length)
+                trees.append((sum(grown.counts) / count, length, count, grown))
+            expected = max(trees, key=lambda tree: tree[0], default=(0.0, 0, 0, None))
+            best = made.best(cursor, sizes, least)
+            if expected[0] <= least:
+                assert best is None
+                continue
+            assert best is not None
+            assert (best.expected, best.length, best.count, best.grown) == expected and cursor.length == best.length
+            other += best.length < trees[0][1]
+    assert other > 20, "a shorter suffix is often the best"
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_cursor_stays_valid_while_the_text_grows(form: str) -> None:
     pick = random.Random(3)
     made, text, followed, cursor = FORMS[form](64), [], [], Cursor()
@@ -172,6 +206,8 @@ def test_invalid_arguments_are_harmless() -> None:
         for use in (
             lambda: made.grow(cursor.copy(), 10**6, deep=10**6),
             lambda: made.copy(cursor.copy(), 1, 10**9),
+            lambda: made.best(cursor.copy(), Sizes(10**6, 1e300, -1e300, 1e300, 100, 10**6)),
+            lambda: made.best(cursor.copy(), Sizes(-5, math.nan, 1.0, math.nan, -1, -1), math.nan),
             lambda: made.suffixes(cursor),
             lambda: made.first(cursor),
             lambda: made.follow(cursor.copy(), [1, 2]),

@@ -24,9 +24,34 @@ class Cursor(ctypes.Structure):
         return Cursor(self.state, self.length, self.pending, self.has_pending)
 
 
+class Sizes(NamedTuple):
+    """Bounds of the trees grown from a match, as SuffixDecoding has them (arXiv 2411.04975).
+
+    nodes: most of any tree. alpha, offset: a match of n tokens grows at most `alpha * n + offset` nodes.
+    rare: least share of the occurrences of the match that a node has.
+    wide: children of a node, at most 8. deep: tokens of match and tree together.
+    """
+
+    nodes: int
+    alpha: float
+    offset: float
+    rare: float
+    wide: int
+    deep: int
+
+
 class Grown(NamedTuple):
     """A tree of continuations, most frequent first: tokens, the parent of each (-1 the root), occurrences of each."""
 
     tokens: list[int]
     parents: list[int]
     counts: list[int]
+
+
+class Best(NamedTuple):
+    """The tree with the most expected tokens, and the match that it is grown from: its tokens and its occurrences."""
+
+    grown: Grown
+    expected: float
+    length: int
+    count: int

@@ -15,7 +15,7 @@ from typing import Any
 
 from truedraft.stores._cursor import Cursor
 
-CALLS = 2  # as in automaton.c
+CALLS = 3  # as in automaton.c
 ON_TREES = ("counted", "grown", "union", "follow", "settled")
 
 
@@ -63,6 +63,7 @@ def library() -> ctypes.PyDLL | None:
         ("copy", c_int64, [one, at, c_int32, c_int64, c_int64, c_int, ints]),
         ("first", c_int32, [one, at]),
         ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
+        ("best", c_int64, [one, at, c_int64, *[c_double] * 3, *[c_int32] * 2, POINTER(c_double), *[ints] * 4]),
         ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
         ("sound", c_int, [one]),
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from truedraft.stores._cursor import CAP, MOST, Cursor, Grown
+from truedraft.stores._cursor import CAP, MOST, Best, Cursor, Grown, Sizes
 
 
 class PythonAutomaton:
@@ -83,6 +84,22 @@ class PythonAutomaton:
             node = len(grown.tokens)
             for values, value in zip(grown, (token, parent, -count), strict=True):
                 values.append(value)
+
+    def best(self, cursor: Cursor, sizes: Sizes, score: float = 0.0) -> Best | None:
+        found: Best | None = None
+        for length, count in self.suffixes(cursor):
+            most = sizes.alpha * length + sizes.offset
+            if most <= score:
+                break
+            here = cursor.copy()
+            self.shorten(here, length)
+            nodes, rarest = min(int(most), sizes.nodes), math.ceil(sizes.rare * count)
+            grown = self.grow(here, nodes, rarest, sizes.wide, sizes.deep - length)
+            if (expected := sum(grown.counts) / count) > score:
+                found, score = Best(grown, expected, length, count), expected
+        if found is not None:
+            self.shorten(cursor, found.length)
+        return found
 
     def suffixes(self, cursor: Cursor) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []

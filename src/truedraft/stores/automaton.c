@@ -10,6 +10,7 @@ Memory belongs to this file while the text grows, and to the caller where it was
 Arguments are not assumed valid: every entry point clamps cursor and counts to their ranges first. Walks end because
 links lead to shorter strings and lists of edges to earlier edges; `truedraft_sound` checks that in a mapped file. */
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -403,6 +404,35 @@ int64_t truedraft_grow(const Automaton *a, const Cursor *c, int64_t nodes, int32
     }
 }
 
+/* Of the trees grown from a cursor's string and its suffixes, the first with the most expected tokens, if these are more
+   than `*score`: the occurrences of its nodes over those of the suffix, `*of`. A suffix of n tokens grows at most
+   alpha * n + offset nodes, none rarer than the share `rare` of its occurrences, none deeper than `deep` - n; suffixes
+   that cannot have more expected tokens are not tried. Returns how many nodes, -1 for no such tree; c is left at the
+   suffix. Expected tokens become `*score`; the rest as for `truedraft_grow`. */
+int64_t truedraft_best(const Automaton *a, Cursor *c, int64_t nodes, double alpha, double offset, double rare, int32_t wide,
+                       int32_t deep, double *score, int32_t *of, int32_t *token, int32_t *parent, int32_t *count) {
+    int32_t tokens[256], parents[256], counts[256];
+    int64_t best = -1;
+    Cursor found = *c;
+    if (nodes > 256) nodes = 256;
+    placed(a, c);
+    for (Cursor here = *c; here.state; here.state = a->state[here.state].link, here.length = a->state[here.state].len) {
+        double most = alpha * here.length + offset, times = a->state[here.state].count;
+        if (!(most > fmax(*score, 0))) break;
+        int32_t rarest = (int32_t)fmax(fmin(ceil(rare * times), INT32_MAX), 1);
+        int64_t all = 0, n = truedraft_grow(a, &here, most < (double)nodes ? (int64_t)most : nodes, rarest, wide,
+                                            deep - here.length, tokens, parents, counts);
+        for (int64_t i = 0; i < n; i++) all += counts[i];
+        if (!((double)all / times > *score)) continue;
+        *score = (double)all / times, *of = a->state[here.state].count, found = here, best = n;
+        memcpy(token, tokens, sizeof(int32_t) * (size_t)n);
+        memcpy(parent, parents, sizeof(int32_t) * (size_t)n);
+        memcpy(count, counts, sizeof(int32_t) * (size_t)n);
+    }
+    if (best >= 0) *c = found;
+    return best;
+}
+
 /* The suffixes of a cursor's string, longest first, one for each state: length and count. Returns how many. */
 int64_t truedraft_suffixes(const Automaton *a, const Cursor *c, int64_t most, int32_t *length, int32_t *count) {
     Cursor here = *c;
@@ -445,7 +475,7 @@ int truedraft_sound(const Automaton *a) {
     return filled < a->slots || !a->slots;
 }
 
-enum { CALLS = 2 }; /* version of the signatures of this library's functions */
+enum { CALLS = 3 }; /* version of the signatures of this library's functions */
 
 int64_t truedraft_store_layout(void) {
     return ((int64_t)CALLS * 4096 + (int64_t)sizeof(Automaton)) * 4096 + (int64_t)sizeof(Cursor);

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, byref, c_int32
+from ctypes import POINTER, addressof, byref, c_double, c_int32
 from typing import Any, Protocol
 
 import numpy as np
 
-from truedraft.stores._cursor import CAP, MOST, Cursor, Grown
+from truedraft.stores._cursor import CAP, MOST, Best, Cursor, Grown, Sizes
 from truedraft.stores._native import AutomatonLayout, library
 from truedraft.stores._pure import PythonAutomaton
 
@@ -59,6 +59,13 @@ class Automaton(Protocol):
         """The most frequent continuations of the cursor's string, best first.
 
         nodes: at most (and at most MOST). rarest: occurrences that a node needs. wide: children of a node, at most 8.
+        """
+
+    def best(self, cursor: Cursor, sizes: Sizes, score: float = 0.0) -> Best | None:
+        """Of the trees grown from the cursor's string and its suffixes, the first with the most expected tokens.
+
+        Expected tokens of a tree: the occurrences of its nodes over those of its suffix. The cursor is left at the
+        suffix. None where there are no more than `score`.
         """
 
     def suffixes(self, cursor: Cursor) -> list[tuple[int, int]]:
@@ -137,6 +144,19 @@ class CompiledAutomaton:
             byref(self._a), byref(cursor), nodes, max(rarest, 1), wide, deep, tokens, parents, counts
         )
         return Grown(tokens[:n], parents[:n], counts[:n])
+
+    def best(self, cursor: Cursor, sizes: Sizes, score: float = 0.0) -> Best | None:
+        most = max(min(sizes.nodes, MOST), 0)
+        room, expected, count = (c_int32 * (3 * most))(), c_double(score), c_int32()
+        first, size = addressof(room), 4 * most
+        n = self._lib.truedraft_best(
+            byref(self._a), byref(cursor), most, sizes.alpha, sizes.offset, sizes.rare, sizes.wide, sizes.deep,
+            byref(expected), addressof(count), first, first + size, first + 2 * size,
+        )  # fmt: skip
+        if n < 0:
+            return None
+        grown = Grown(room[:n], room[most : most + n], room[2 * most : 2 * most + n])
+        return Best(grown, expected.value, cursor.length, count.value)
 
     def suffixes(self, cursor: Cursor) -> list[tuple[int, int]]:
         lengths, counts = (c_int32 * CAP)(), (c_int32 * CAP)()

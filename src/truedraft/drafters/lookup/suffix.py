@@ -10,7 +10,6 @@ drafts eight more, and leaves it to their calibrated confidence how many are ver
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._trees import frequency_tree, root_of
 from truedraft.drafters.lookup._copying import WithMemory
 from truedraft.drafters.lookup._texts import RowText
-from truedraft.stores._cursor import Cursor, Grown
-from truedraft.stores.automaton import Automaton
+from truedraft.stores._cursor import Sizes
 from truedraft.stores.memory import Places
 from truedraft.tree import DraftTree, Row
 
@@ -49,21 +47,10 @@ class Suffix(WithMemory):
         text.follow(row)
         earlier = places.following(self._outputs.of(row.namespace), row.tokens, after)
         sources = [*text.places(after), *earlier]
-        best, score = DraftTree.chain(root_of(row, after)), 0.0
+        sizes = Sizes(min(budget, self.width), self.alpha, self.offset, self.rare, self.branches, self.depth)
+        longest, best = max(int(self.depth / (1 + self.alpha)), 1), None  # longer matches draft no more
         for automaton, cursor in sources:
-            automaton.shorten(cursor, max(int(self.depth / (1 + self.alpha)), 1))  # longer matches draft no more
-            for length, count in automaton.suffixes(cursor):
-                if self._size(length) <= score:
-                    break
-                automaton.shorten(cursor, length)
-                grown = self._grown(automaton, cursor, length, count, budget)
-                if (expected := sum(grown.counts) / count) > score:
-                    best, score = frequency_tree(best.tokens[0], grown, count, length), expected
-        return best
-
-    def _size(self, length: int) -> float:
-        return self.alpha * length + self.offset
-
-    def _grown(self, automaton: Automaton, cursor: Cursor, length: int, count: int, budget: int) -> Grown:
-        nodes = min(int(self._size(length)), budget, self.width)
-        return automaton.grow(cursor, nodes, math.ceil(self.rare * count), self.branches, self.depth - length)
+            automaton.shorten(cursor, longest)
+            best = automaton.best(cursor, sizes, best.expected if best is not None else 0.0) or best
+        root = root_of(row, after)
+        return DraftTree.chain(root) if best is None else frequency_tree(root, best.grown, best.count, best.length)
