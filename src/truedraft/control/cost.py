@@ -11,7 +11,8 @@ drafts may lose), `_probing.py` (whether probes are read).
 
 Added to the papers: drafts are compared with the emitted tokens whether they were verified or not, so a row whose
 drafts do not pay stops verifying them, keeps learning at no cost, and resumes as soon as its text begins to repeat;
-costs are updated by every pass; and the time that drafts may lose is bounded by accounts of seconds.
+costs are updated by every pass, those of steps without drafts by such steps, which are made now and then; and the time
+that drafts may lose is bounded by accounts of seconds.
 """
 
 from __future__ import annotations
