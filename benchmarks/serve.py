@@ -38,6 +38,7 @@ PROMPT = "one day, a little girl named lily"
 CLIENTS = {1: 4, 4: 6, 16: 4, 64: 3}  # clients at once, and requests of each, one after the other
 NAMES = ("mia", "max", "sara", "leo", "anna", "jack", "lucy", "sam", "nora", "tim", "emma", "fred", "rosa")
 PLACES = ("at the zoo", "by the sea", "in the snow", "on a hill", "at school", "in the garden", "near the river")
+TURNS = 4  # edits of each client
 WARM_UP = 10  # requests before latencies are measured
 # the default but for the memory of earlier outputs: edits are repeated, and would be copied from the last
 DRAFT = "input-guided+suffix-wide:memory=1+token-recycling"
@@ -171,13 +172,16 @@ def edit(i: int, draft: str, predicted: bool = True) -> dict[str, Any]:
 
 
 def predictions(rounds: int) -> Iterator[dict[str, Any]]:
-    """Edits whose prediction is the text before the edit."""
+    """Edits whose prediction is the text before the edit, several of each client, one after the other."""
     for size in ("nano", "0.1B"):
         options = [] if size == "nano" else ["--stretched", size]
         with served(*options, "--prefix-bytes", "0", "--draft", DRAFT) as port:
             for n in (1, 8):
-                figures = throughput(port, lambda draft, _, n=n: [[edit(i, draft)] for i in range(n)], rounds)
-                yield {"model": size, "clients": n} | figures
+
+                def bodies(draft: str, i: int, n: int = n) -> list[list[Any]]:
+                    return [[edit(turn * n + client, draft) for turn in range(TURNS)] for client in range(n)]
+
+                yield {"model": size, "clients": n} | throughput(port, bodies, rounds)
 
 
 def gap(rounds: int) -> Iterator[dict[str, Any]]:
