@@ -6,13 +6,22 @@ from collections.abc import Sequence
 
 import torch
 from transformers.generation import stopping_criteria as sc
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from truedraft.sampling import History, Laws
 from truedraft.tree import Row
 
 ROWWISE = {sc.MaxLengthCriteria, sc.MaxTimeCriteria, sc.EosTokenCriteria, sc.StopStringCriteria}
 ALIKE = {sc.MaxLengthCriteria, sc.MaxTimeCriteria, sc.EosTokenCriteria}
+
+
+class RowwiseCriterion(StoppingCriteria):
+    """A stopping criterion that decides about a row by that row's ids alone.
+
+    Derive from it to declare so. It is called for one row at a time, after each of its tokens, in their order, and may
+    be called again after the last; it may keep state between these calls. Rows with such criteria do not advance in
+    lockstep.
+    """
 
 
 class Stops:
@@ -34,7 +43,8 @@ class Stops:
             c for c in criteria if type(c) not in (sc.EosTokenCriteria, sc.MaxLengthCriteria)
         )
         kinds = {type(c) for c in criteria}
-        self.unknown_processors = sorted(k.__name__ for k in kinds - ROWWISE)
+        unknown = [kind for kind in kinds - ROWWISE if not issubclass(kind, RowwiseCriterion)]
+        self.unknown_processors = sorted(kind.__name__ for kind in unknown)
         self.pads = any(hasattr(c, "eos_token_id") for c in criteria)
         unpadded = history.ids.shape[0] > 1 and not self.pads and bool(kinds - ALIKE)
         self.lockstep = laws.lockstep or bool(self.unknown_processors) or unpadded

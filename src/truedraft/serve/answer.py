@@ -74,8 +74,6 @@ class Rows:
             more = {"usage": usage_of(self.plan, self.outputs)} if self.options.continuous_usage_stats else {}
             for choice in choices:
                 yield self._event(self.form.chunk([choice], **more))
-            if row.stopped and not row.job.finished:
-                self.loop.stop_rows([row.job])
         usage = {"usage": usage_of(self.plan, self.outputs)} if self.options.include_usage else {}
         yield self._event(self.form.chunk([], **usage, truedraft=self._figures()))
         yield DONE

@@ -46,7 +46,7 @@ from truedraft.serve.security import HEADERS, Headers, check_origin
 from truedraft.serve.settings import Plan
 
 B = TypeVar("B", bound=BaseModel)
-SLOW = ("stop", "response_format", "structured_outputs", "tools", "prediction", "references")  # to prepare, at times
+SLOW = ("response_format", "structured_outputs", "tools", "prediction", "references")  # to prepare, at times
 SMALL = 16_384  # bytes of a body that is prepared in the event loop; larger ones in a thread of their own
 log = logging.getLogger("truedraft.serve")
 

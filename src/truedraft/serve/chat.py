@@ -11,7 +11,7 @@ from truedraft.serve.model import ServedModel
 from truedraft.serve.protocol import ChatBody, TokenizeBody
 from truedraft.serve.settings import Plan, planned
 from truedraft.text.templates import render
-from truedraft.text.tool_calls import ToolParser, parser_for
+from truedraft.text.tool_calls import ToolParser, markers, parser_for
 from truedraft.text.tool_grammar import call_grammar
 
 
@@ -25,11 +25,12 @@ def prepare(model: ServedModel, body: ChatBody, namespace: str, id: str) -> tupl
     prompt = str(model.tokenizer.decode(ids))
     callable_tools = [] if body.tool_choice == "none" else body.tools or []
     forced = _forced_call(model, body, prompt)
-    plan = planned(model, body, [ids], namespace, id, forced)
 
     def parser() -> ToolParser | None:
         return parser_for(model.tokenizer, callable_tools, prompt)
 
+    kept = markers(model.tokenizer) if parser() is not None else ()
+    plan = planned(model, body, [ids], namespace, id, forced, kept)
     return plan, ChatFormat(id, int(time.time()), model.name, plan, bool(body.return_tokens), parser=parser)
 
 

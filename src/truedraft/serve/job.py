@@ -54,7 +54,6 @@ class Job:
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: Literal["stop", "length"] | None = None
         self.error: ApiError | None = None
-        self.stopped = False  # its text has ended before its row
         self.admitted = self.first = self.last = 0.0
         self.passes = self.offered = 0
         self.request: EngineRequest | None = None

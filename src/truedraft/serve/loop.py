@@ -109,12 +109,6 @@ class EngineLoop(threading.Thread):
                 self._cancelled += left
                 self._wake.notify()
 
-    def stop_rows(self, jobs: Sequence[Job]) -> None:
-        """End rows whose text has ended, by a stop string that spans more tokens than the criterion sees."""
-        for job in jobs:
-            job.stopped = True
-        self.cancel(jobs)
-
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function in the engine's thread, between two passes."""
         future: Future[T] = Future()
@@ -267,10 +261,7 @@ class EngineLoop(threading.Thread):
             self.engine.abort_request(job.request)
             del self.running[job.request]
             self.queue.ended(job)
-        if job.stopped:
-            job.finish_reason = "stop"
-        else:
-            job.error = error
+        job.error = error
         self._ended([job])
 
     def _left_queue(self, job: Job) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.stopping_criteria import StopStringCriteria
 
 from truedraft import registry
 from truedraft.accelerated import Accelerated
@@ -22,8 +21,9 @@ from truedraft.parts import drafter_of
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
+from truedraft.text.pieces import Pieces
 
-CRITERIA = 64  # sets of stop strings whose criteria are kept
+CONTEXT = 8  # last prompt tokens with which a completion is decoded
 RESPONSES = 1000  # responses of a namespace that later requests may refer to
 RESPONSE_TOKENS = 1 << 22  # and their tokens, of 4 bytes each
 PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
@@ -60,10 +60,9 @@ class ServedModel:
         self.files = {name: self.encoded(_read(path), False) for name, path in config.reference.items()}
         self._plain = {name: self._loaded(name) for name in config.drafts}
         self._composed: dict[str, Drafter] = {}
-        self._criteria: OrderedDict[tuple[str, ...], StopStringCriteria] = OrderedDict()
         self._responses: dict[str, OrderedDict[str, array[int]]] = {}
         self._remembered: Counter[str] = Counter()
-        self._lock, self._compiling = Lock(), Lock()
+        self._lock = Lock()
 
     def _loaded(self, name: str) -> Drafter:
         if name == "none":
@@ -102,20 +101,9 @@ class ServedModel:
         """The token ids of a text."""
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
 
-    def stop_criterion(self, strings: Sequence[str]) -> StopStringCriteria:
-        """The criterion of a set of stop strings. It reads the whole vocabulary: call it outside of the event loop."""
-        key = tuple(sorted(set(strings)))
-        with self._lock:
-            if key in self._criteria:
-                self._criteria.move_to_end(key)
-                return self._criteria[key]
-        with self._compiling:  # in Python, for seconds with a large vocabulary: one at a time
-            made = StopStringCriteria(self.tokenizer, list(key))
-        with self._lock:
-            self._criteria[key] = made
-            if len(self._criteria) > CRITERIA:
-                self._criteria.popitem(last=False)
-        return made
+    def pieces(self, prompt: Sequence[int], skip_special_tokens: bool, kept: Collection[str]) -> Pieces:
+        """The text of an output as its tokens arrive; see `Pieces`."""
+        return Pieces(self.tokenizer, prompt[-CONTEXT:], skip_special_tokens, kept)
 
     @cached_property
     def constraints(self) -> Constraints:

@@ -10,10 +10,8 @@ from truedraft.serve.job import Job
 from truedraft.serve.model import ServedModel
 from truedraft.serve.prediction import Prediction
 from truedraft.serve.settings import Plan
-from truedraft.text.pieces import Pieces, StopText
-from truedraft.text.tool_calls import ToolParser, markers
-
-CONTEXT = 8  # last prompt tokens with which a completion is decoded
+from truedraft.text.pieces import StopText
+from truedraft.text.tool_calls import ToolParser
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ class RowOutput:
 
     def __init__(self, model: ServedModel, plan: Plan, job: Job, parser: ToolParser | None):
         self.model, self.plan, self.job, self._parser = model, plan, job, parser
-        kept = markers(model.tokenizer) if parser is not None else ()
-        self._pieces = Pieces(model.tokenizer, list(job.ids[-CONTEXT:]), plan.skip_special_tokens, kept)
+        self._pieces = model.pieces(job.ids, plan.skip_special_tokens, plan.kept)
         self._stop = StopText(plan.stop, plan.keep_stop)
         self._read = 0
         self.prediction = None if plan.predicted is None else Prediction(plan.predicted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from truedraft.serve.protocol import (
     ResponseReference,
     TextReference,
 )
+from truedraft.serve.stops import StopStrings
 
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API reference
@@ -41,6 +42,7 @@ class Plan:
     seed: the seed of all rows; the i-th choice of a prompt has the noise of row i of `generate(seed=seed)`.
     predicted: token ids of `prediction`; None without one.
     logprobs: likeliest tokens to return for each token; None for no log-probabilities at all.
+    kept: special tokens, as text, that are shown even so.
     """
 
     jobs: Sequence[Job]
@@ -52,6 +54,7 @@ class Plan:
     predicted: Sequence[int] | None
     logprobs: int | None
     skip_special_tokens: bool
+    kept: Collection[str]
 
 
 def planned(
@@ -61,11 +64,13 @@ def planned(
     namespace: str,
     id: str,
     forced: str | None = None,
+    kept: Collection[str] = (),
 ) -> Plan:
-    """The rows of a request. It may read the vocabulary or compile a grammar: call it outside of the event loop.
+    """The rows of a request. It may compile a grammar: then call it outside of the event loop.
 
     Args:
         forced: a grammar for the text besides those that the body may give, in Lark.
+        kept: special tokens, as text, that a parser of the text has to see.
 
     Raises:
         ApiError: a parameter is out of the server's bounds, or cannot be honoured.
@@ -81,7 +86,8 @@ def planned(
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     logprobs = _logprobs(model, body)
     constraint = constraint_of(body, forced)
-    shared = _sampling(model, body) | _ends(model, body, stop) | {
+    skip = body.skip_special_tokens is not False
+    shared = _sampling(model, body) | _ends(model, body) | {
         "draft": model.drafter(body.draft, bool(references), constraint is not None),
         "references": references or None,
         "seed": seed,
@@ -93,11 +99,16 @@ def planned(
     for ids in prompts:
         most = max_tokens(model, body, len(ids))
         for choice in range(n):
-            settings = shared | {"sequence": choice, "logits_processor": _processors(model, body, len(ids), constraint)}
+            criteria = [StopStrings(model.pieces(ids, skip, kept), stop, len(ids))] if stop else []
+            settings = shared | {
+                "sequence": choice,
+                "logits_processor": _processors(model, body, len(ids), constraint),
+                "stopping_criteria": StoppingCriteriaList(criteria),
+            }
             jobs.append(Job(ids, settings, most, namespace, deadline, id, changed))
     return Plan(
         jobs, n, prompts, stop, bool(body.include_stop_str_in_output), seed, predicted, logprobs,
-        body.skip_special_tokens is not False,
+        skip, kept,
     )  # fmt: skip
 
 
@@ -190,17 +201,15 @@ def _sampling(model: ServedModel, body: GenerationBody) -> dict[str, Any]:
     return given | {"top_k": max(values["top_k"] or 0, 0)}
 
 
-def _ends(model: ServedModel, body: GenerationBody, stop: Sequence[str]) -> dict[str, Any]:
+def _ends(model: ServedModel, body: GenerationBody) -> dict[str, Any]:
     ends = [*(() if body.ignore_eos else model.end_ids), *(body.stop_token_ids or ())]
     for token in body.stop_token_ids or ():
         if token >= model.fast.target.vocabulary:
             raise ApiError(400, f"stop_token_ids has {token}: give token ids of this model", "stop_token_ids")
-    criteria = [model.stop_criterion(stop)] if stop else []
     return {
         "eos_token_id": ends or None,
         "pad_token_id": model.tokenizer.pad_token_id or 0,
         "min_new_tokens": body.min_tokens or None,
-        "stopping_criteria": StoppingCriteriaList(criteria),
     }
 
 
