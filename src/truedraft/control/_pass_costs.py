@@ -28,12 +28,14 @@ class PassCosts:
 
         seconds(tokens) = curve(tokens) + stored * (tokens stored + BASE * rows) + outside * (rows + OUTSIDE)
 
+    `stored` is the time per token whose keys and values a pass reads, and what the pass differs from a curve that was
+    measured when the machine was slower; `outside` that of a step outside its pass. Both are estimated from steps
+    without drafts of about as many rows, which are made from time to time where drafts pay in every step.
+
     curve: seconds of a pass by tokens, all rows together, of one row with a short context: the target's latency profile
         (`runtime/latency.py`), updated by passes over drafts.
-    stored, outside: seconds per token whose keys and values a pass reads, and of a step outside its pass. Both are
-        estimated from steps without drafts of about as many rows, which are made from time to time where drafts pay in
-        every step. `stored` is also the difference from a curve that was measured when the machine was slower.
     measured: whether the curve comes from actual passes; nothing is drafted before that.
+    reading, outside: what the second and the third term come to for the current rows, in seconds.
     """
 
     def __init__(self) -> None:
@@ -58,10 +60,7 @@ class PassCosts:
             self.curve, self.measured = curve, True
 
     def begin(self, rows: int, stored: int) -> None:
-        """Set the rows of the next pass, and the number of tokens that they have stored.
-
-        reading: seconds of a pass over them beyond those of the curve. outside: seconds of a step outside its pass.
-        """
+        """Set the rows of the next pass, and the number of tokens that they have stored."""
         self._rows, self._read = rows, stored + BASE * rows
         size = round(2 * math.log2(rows))  # equal for numbers of rows that differ by less than about a fifth
         batch = self._batches.get(size)
