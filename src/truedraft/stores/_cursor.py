@@ -54,4 +54,4 @@ class Best(NamedTuple):
     grown: Grown
     expected: float
     length: int
-    count: int
+    occurrences: int

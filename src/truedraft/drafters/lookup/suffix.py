@@ -53,4 +53,6 @@ class Suffix(WithMemory):
             automaton.shorten(cursor, longest)
             best = automaton.best(cursor, sizes, best.expected if best is not None else 0.0) or best
         root = root_of(row, after)
-        return DraftTree.chain(root) if best is None else frequency_tree(root, best.grown, best.count, best.length)
+        if best is None:
+            return DraftTree.chain(root)
+        return frequency_tree(root, best.grown, best.occurrences, best.length)
