@@ -33,6 +33,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi": _COMMON,
     "phi3": _COMMON,
     "gpt2": dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=None),
+    "bloom": dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None),
     "gpt_neox": _NO_GQA,
     "opt": {
         **{k: v for k, v in _NO_GQA.items() if k != "intermediate_size"},
@@ -84,8 +85,9 @@ ARCHITECTURES |= {
 _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
 
 # torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
-# left-padded window (Gemma 2) deviates from its output for the same prompt alone
-NO_FP64 = {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
+# left-padded window (Gemma 2) deviates from its output for the same prompt alone; the mask of BLOOM overflows in fp32,
+# in which the softmax is
+NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
 
 
 @cache

@@ -11,10 +11,10 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BertConfig,
-    BloomConfig,
     GenerationConfig,
     LlamaConfig,
     MambaConfig,
+    MptConfig,
     PreTrainedModel,
 )
 
@@ -43,7 +43,7 @@ REFUSED = {
         "cannot be hosted exactly",
     ),
     "ALiBi": (
-        lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=V, hidden_size=32, n_layer=1, n_head=4)).eval(),
+        lambda: AutoModelForCausalLM.from_config(MptConfig(vocab_size=V, d_model=32, n_layers=1, n_heads=4)).eval(),
         "ALiBi",
     ),
     "dynamic rotary scaling": (_dynamic_rope, "dynamic rotary scaling"),

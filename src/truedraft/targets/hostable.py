@@ -10,7 +10,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.errors import Refused
 from truedraft.targets.kinds import family_of, reads_sources
-from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS
+from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, WITHOUT_POSITIONS
 
 # Arguments that the forward must have.
 NEEDED = {
@@ -44,7 +44,7 @@ def check_hosted(model: Any) -> None:
         raise Refused(f"{name} cannot be hosted exactly: it overrides generate, which then does more than decode")
     parameters = inspect.signature(model.forward).parameters
     for needed in NEEDED[family_of(model.config)]:
-        if needed not in parameters:
+        if needed not in parameters and (needed != "position_ids" or config.model_type not in WITHOUT_POSITIONS):
             raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which trees need")
     foreign = set(get_layer_types_and_kwargs(config)[0]) - HOSTED_LAYERS
     if foreign or getattr(model, "_is_stateful", False):

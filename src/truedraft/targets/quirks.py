@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from transformers import PreTrainedConfig
 
+# Model types whose forward takes no positions: only the biases of keys depend on them; see `runtime/alibi.py`.
+WITHOUT_POSITIONS = {"bloom"}
+
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
 HOSTED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -21,8 +24,8 @@ def _rope_type(config: PreTrainedConfig) -> str | None:
 
 
 def _alibi(config: PreTrainedConfig) -> str | None:
-    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        return "adds a bias by index in the cache (ALiBi), which for nodes of a tree differs from their position"
+    if config.model_type == "mpt" or getattr(config, "alibi", False):
+        return "adds a bias by index in the cache (ALiBi) that is the same for all rows of a batch"
     return None
 
 
