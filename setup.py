@@ -12,6 +12,7 @@ stores = Extension(
     "truedraft.stores._compiled",
     sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest", "trigrams")],
     extra_compile_args=["-O3"],
+    libraries=[] if sys.platform == "win32" else ["m"],
     optional=True,
 )
 trees = Extension(

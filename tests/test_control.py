@@ -486,6 +486,18 @@ def test_every_row_has_as_many_nodes_as_the_best_pass(
     assert goodput([len(tree) - 1 for tree in kept]) >= 0.95 * best  # sizes are tried in steps
 
 
+@pytest.mark.parametrize(("padded", "tokens"), [(True, 22), (False, 12)])
+def test_a_pass_costs_the_nodes_that_it_computes(padded: bool, tokens: int) -> None:
+    """Drafts of ten nodes and of none: padding counts where it is computed."""
+    control, rows = mixed({CheapDrafter(): 2}, FLAT, padded)
+    (batch,) = rows.values()
+    control.budget(batch)
+    kept = control.prune(batch, [DraftTree.chain(1, [2] * 10), DraftTree.chain(1)])
+    assert [len(tree) for tree in kept] == [11, 1]
+    (drafts,) = control._batch
+    assert drafts.tokens == tokens
+
+
 def test_a_pass_without_drafts_is_made_to_learn_what_it_costs(control: Cost) -> None:
     """By a stored curve it costs three times as much as it does, so that drafts would pay; later it does."""
     control._costs.curve = Curve((1, 16), (3.0, 3.3))

@@ -97,6 +97,8 @@ def test_rows_of_requests_with_stop_strings_do_not_advance_in_lockstep() -> None
         request = engine.add_request(
             ids, max_new_tokens=60, do_sample=False, stopping_criteria=StoppingCriteriaList([criterion])
         )
+        stops = request._request.stops
+        assert not stops.lockstep and stops.unknown_processors == []
         while engine.has_unfinished_requests():
             engine.step()
     text = tokenizer.decode(request.tokens)

@@ -77,9 +77,8 @@ class PassCosts:
         saved: seconds per step that drafts are expected to save.
         """
         made, since = self._batch.made, self._batch.since
-        if made < ENOUGH:
-            return made < CHECKED or since >= SPACED
-        return since >= SPACED and since * CHECKING * self(self._rows) > saved
+        few = made < ENOUGH or since * CHECKING * self(self._rows) > saved
+        return made < CHECKED or (since >= SPACED and few)
 
     def step(self, drafts: bool) -> None:
         """Count the step of the current rows. drafts: whether any were requested for it."""

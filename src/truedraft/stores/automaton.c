@@ -10,7 +10,6 @@ Memory belongs to this file while the text grows, and to the caller where it was
 Arguments are not assumed valid: every entry point clamps cursor and counts to their ranges first. Walks end because
 links lead to shorter strings and lists of edges to earlier edges; `truedraft_sound` checks that in a mapped file. */
 
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -417,9 +416,10 @@ int64_t truedraft_best(const Automaton *a, Cursor *c, int64_t nodes, double alph
     if (nodes > 256) nodes = 256;
     placed(a, c);
     for (Cursor here = *c; here.state; here.state = a->state[here.state].link, here.length = a->state[here.state].len) {
-        double most = alpha * here.length + offset, times = a->state[here.state].count;
-        if (!(most > fmax(*score, 0))) break;
-        int32_t rarest = (int32_t)fmax(fmin(ceil(rare * times), INT32_MAX), 1);
+        double most = alpha * here.length + offset, times = a->state[here.state].count, share = rare * times;
+        if (!(most > 0 && most > *score)) break;
+        int32_t rarest = share < 1 ? 1 : share < INT32_MAX ? (int32_t)share : INT32_MAX;
+        if (rarest < share && rarest < INT32_MAX) rarest++; /* rounded up */
         int64_t all = 0, n = truedraft_grow(a, &here, most < (double)nodes ? (int64_t)most : nodes, rarest, wide,
                                             deep - here.length, tokens, parents, counts);
         for (int64_t i = 0; i < n; i++) all += counts[i];
