@@ -256,9 +256,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     kept = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
-    kept |= {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads", "rounds": args.rounds}
+    kept["machine"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
     for part in args.parts or PARTS:
-        kept[part] = []
+        kept[part], kept["rounds"] = [], kept.get("rounds", {}) | {part: args.rounds}
         for line in PARTS[part](args.rounds):
             print(part, line, flush=True)
             kept[part].append(line)

@@ -25,7 +25,7 @@ def _rope_type(config: PreTrainedConfig) -> str | None:
 
 def _alibi(config: PreTrainedConfig) -> str | None:
     if config.model_type == "mpt" or getattr(config, "alibi", False):
-        return "adds a bias by index in the cache (ALiBi) that is the same for all rows of a batch"
+        return "adds a bias by index in the cache (ALiBi), which for nodes of a tree differs from their position"
     return None
 
 
