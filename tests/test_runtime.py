@@ -159,24 +159,44 @@ def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None
     assert torch.equal(fast.generate(**given), plain)
 
 
-def test_weights_are_not_copied_and_changes_are_used() -> None:
-    """Changed in place or replaced, the next call uses the new ones."""
+@pytest.mark.parametrize("runtime", ["auto", "in-place"])
+def test_changed_weights_are_used(runtime: str) -> None:
+    """Changed in place, past torch's count of changes or replaced, the next call uses the new ones."""
     model = tiny.__wrapped__("llama", torch.float32)
-    fast = truedraft.accelerate(model)
-    prompt = {"input_ids": torch.tensor([[5, 6, 7]])}
-    given = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    fast = truedraft.accelerate(model, runtime=runtime)
+    given = dict(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
     held = {t.data_ptr() for t in fast.target.runner.program.kept}  # type: ignore[union-attr]
-    assert {p.data_ptr() for p in model.parameters() if p.ndim == 2} <= held
-    texts = [fast.generate(**prompt, **given)]
+    assert ({p.data_ptr() for p in model.parameters() if p.ndim == 2} <= held) == (runtime == "in-place")
+    texts = [fast.generate(**given)]
+
+    def check() -> None:
+        texts.append(fast.generate(**given))
+        assert torch.equal(texts[-1], model.generate(**given))
+
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
-        texts.append(fast.generate(**prompt, **given))
-        assert torch.equal(texts[-1], model.generate(**prompt, **given))
+        check()
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(-3)
+        check()
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
         model.model.norm.weight = torch.nn.Parameter(torch.rand_like(model.model.norm.weight))
-        texts.append(fast.generate(**prompt, **given))
-        assert torch.equal(texts[-1], model.generate(**prompt, **given))
-    assert len({tuple(t[0].tolist()) for t in texts}) == 3
+        check()
+    assert len({tuple(t[0].tolist()) for t in texts}) == 4
+
+
+def test_copies_are_shared_and_only_made_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.__wrapped__("qwen2", torch.bfloat16)
+    one, other = (DecoderTarget(model).runner.copied for _ in range(2))  # type: ignore[union-attr]
+    linear = [m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert one is other is not None and sum(linear) <= one.bytes < 1.5 * sum(linear)
+    whole = sum(p.nbytes for p in model.parameters())
+    monkeypatch.setattr("truedraft.targets.decoder.free_memory", lambda device: 2 * whole)
+    assert DecoderTarget(model).runner.copied is one  # type: ignore[union-attr]
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    assert DecoderTarget(model).runner.copied not in (one, None)  # type: ignore[union-attr]
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    monkeypatch.setattr("truedraft.targets.decoder.free_memory", lambda device: 2 * whole - 2)
+    assert DecoderTarget(model).runner.copied is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("architecture", ["starcoder2", "gemma2"])

@@ -23,7 +23,7 @@ from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.tapping import layer_number
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import View
 
@@ -138,6 +138,9 @@ class Nodes:
 class CompiledPass(Runner):
     """The compiled pass of one model.
 
+    Args:
+        copied: makes the copies that are read instead of the weights; None where these are read in place.
+
     Raises:
         NotCompilable: the compiled pass is not available, or cannot replace this model's forward; with the reason.
     """
@@ -147,12 +150,12 @@ class CompiledPass(Runner):
     padded = False
     granularity = 1
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, copied: Copies | None = None):
         library = native.library()
         if library is None:
             raise NotCompilable("the compiled pass was not built here, or the processor has no AVX2")
         self._run = library.truedraft_pass
-        self.model = model
+        self.model, self.copied = model, copied
         self._compile()
 
     def _compile(self) -> None:
@@ -163,7 +166,7 @@ class CompiledPass(Runner):
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
     def _compiled(self) -> Program:
-        return compile_program(self.model)
+        return compile_program(self.model, self.copied)
 
     def attach(self, cache: RowCache | None) -> None:
         """Point the program at the cache of the passes that follow.

@@ -23,7 +23,7 @@ from truedraft.runtime.linears import Linears
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
 
@@ -279,15 +279,19 @@ class PromptPass(ForwardPass):
 class LinearsPass(ForwardPass):
     """The model's own forward with its linear layers computed by compiled code.
 
+    copied: makes the copies that are read instead of the weights; None where these are read in place.
+
     Raises:
         NotCompilable: there is no compiled code here, or it supports none of the layers.
     """
 
     name = "transformers forward with compiled linear layers"
 
-    def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
+    def __init__(
+        self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None, copied: Copies | None = None
+    ):
         super().__init__(model, layer_types, window)
-        self._linears = Linears(model)
+        self.copied, self._linears = copied, Linears(model, copied)
         if not self._linears:
             raise NotCompilable("there are no linear layers for compiled code")
 

@@ -16,8 +16,9 @@ from truedraft.runtime.compiled import CompiledPass, Nodes
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.native import Op, OpKind
+from truedraft.runtime.panels import Int8Copies
 from truedraft.runtime.program import Program
-from truedraft.runtime.weights import Int8Copies, NotCompilable
+from truedraft.runtime.weights import NotCompilable
 
 
 class HeadPass(Protocol):
@@ -54,8 +55,7 @@ class CompiledHeadPass(CompiledPass):
     """
 
     def __init__(self, head: Any, int8: Int8Copies | None = None):
-        self._int8 = int8
-        super().__init__(head)
+        super().__init__(head, int8)
         self._linears = Linears(head, int8)
 
     def _compiled(self) -> Program:
@@ -63,10 +63,10 @@ class CompiledHeadPass(CompiledPass):
         if head.dtype not in (torch.float32, torch.bfloat16) or next(head.parameters()).device.type != "cpu":
             raise NotCompilable("it is not fp32 or bf16 on the CPU")
         self._made_of = self._fingerprint()
-        if self._int8 is not None:
-            self._int8.clear()
+        if self.copied is not None:
+            self.copied.clear()
         program = Program(head.dtype == torch.bfloat16, ["full_attention"] * len(head.blocks))
-        program.rotary, program.int8 = head.rotary, self._int8
+        program.rotary, program.copied = head.rotary, self.copied
         head.compile(program)
         return program
 
@@ -76,8 +76,7 @@ class CompiledHeadPass(CompiledPass):
 
     def attach(self, cache: RowCache | None) -> None:
         if cache is not None:
-            stale = self._int8 is not None and self._int8.stale
-            if stale or self._fingerprint() != self._made_of:
+            if self._fingerprint() != self._made_of:
                 self._compile()
             self._linears.refresh()
         super().attach(cache)

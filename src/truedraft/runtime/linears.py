@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from truedraft.runtime import native
 from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.overrides import Override, overridden
-from truedraft.runtime.weights import Int8Copies, NotCompilable, Weight, fields, linear_weight, padded
+from truedraft.runtime.weights import Copies, NotCompilable, Weight, fields, linear_weight, padded
 
 SMALLEST = 1 << 17  # weights of the smallest layer for which a call pays for its few microseconds
 
@@ -27,11 +27,11 @@ class Linears:
     Without compiled code or supported layers the block changes nothing; `len` is the number of replaced layers.
 
     Args:
-        int8: makes the copies that are read in place of plain weights; None where these are read themselves.
+        copied: makes the copies that are read instead of the weights; None where these are read in place.
     """
 
-    def __init__(self, model: nn.Module, int8: Int8Copies | None = None):
-        self.model, self._int8 = model, int8
+    def __init__(self, model: nn.Module, copied: Copies | None = None):
+        self.model, self._copies = model, copied
         self.refresh()
 
     def __len__(self) -> int:
@@ -40,8 +40,10 @@ class Linears:
     def refresh(self) -> None:
         """Rebuild the products: weights may have been replaced, and biases and scales are copies."""
         library = native.library()
+        if self._copies is not None:
+            self._copies.refresh()
         found = [
-            (m, _compiled(library, m, self._int8)) for m in self.model.modules() if library and type(m) is nn.Linear
+            (m, _compiled(library, m, self._copies)) for m in self.model.modules() if library and type(m) is nn.Linear
         ]
         self._forwards: list[Override] = [(m, "forward", product) for m, product in found if product is not None]
 
@@ -50,17 +52,17 @@ class Linears:
         return overridden(self._forwards)
 
 
-def _compiled(library: Any, module: nn.Linear, int8: Int8Copies | None) -> Any:
+def _compiled(library: Any, module: nn.Linear, copied: Copies | None) -> Any:
     """The compiled product of a layer, or None where the layer is not supported."""
     dtype = module.weight.dtype
     try:
         weight = linear_weight(module, dtype)
     except NotCompilable:
         return None
-    out, inner = weight.values.shape
+    out, inner = weight.shape
     if dtype not in (torch.float32, torch.bfloat16) or inner % 16 or out * inner < SMALLEST:
         return None
-    weight = weight if int8 is None else int8(weight)
+    weight = weight if copied is None else copied(weight)
     kept, given = fields(weight, padded)
     op = Op(kind=OpKind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
     return partial(_product, library.truedraft_linear, module, op, weight, kept)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from truedraft.runtime.native import Op, OpKind
-from truedraft.runtime.weights import Int8Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
+from truedraft.runtime.weights import Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
 SIGMOID = 4
@@ -26,7 +26,7 @@ class Program:
     parts: buffers that are the later columns of another: name -> (the other, its column).
     fed_back: the hidden state that a head continues from, numbered as in `Taps`.
     layers: for each op, the layer of the KV cache that it uses, or -1.
-    int8: makes the copies that are read in place of plain weights; None where these are read themselves.
+    copied: makes the copies that are read instead of the weights; None where these are read in place.
     outputs: the ops after which "x" is layer 0, 1, ... (`Taps`), up to the number of blocks.
     """
 
@@ -38,7 +38,7 @@ class Program:
     rows: dict[str, int] = field(default_factory=dict)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
     fed_back: int = -1
-    int8: Int8Copies | None = None
+    copied: Copies | None = None
     outputs: list[int] = field(default_factory=list)
     crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
     biased: list[tuple[Op, Any]] = field(
@@ -86,12 +86,14 @@ class Program:
     def weight(self, layer: Any, rows: tuple[int, int] | None = None) -> Weight:
         """The weight of a linear layer, or some rows of it."""
         whole = linear_weight(layer, self.dtype)
-        found = whole.part(*rows) if rows else whole
-        return found if self.int8 is None else self.int8(found)
+        return self._copy(whole.part(*rows) if rows else whole)
+
+    def _copy(self, weight: Weight) -> Weight:
+        return weight if self.copied is None else self.copied(weight)
 
     def read(self, weight: Weight) -> dict[str, Any]:
         """The fields of an operation that refer to its weight."""
-        kept, given = fields(weight, self._copied)
+        kept, given = fields(weight, self._padded)
         self.kept += kept
         return given
 
@@ -99,15 +101,17 @@ class Program:
         """A norm or bias as fp32, padded to sixteen."""
         if vector is None:
             return None
-        return self._copied(vector, offset).data_ptr()
+        return self._padded(vector, offset).data_ptr()
 
-    def _copied(self, vector: Tensor, offset: float = 0.0) -> Tensor:
+    def _padded(self, vector: Tensor, offset: float = 0.0) -> Tensor:
         copy = padded(vector, offset)
         self.copies.append((vector.detach(), copy[: len(vector)], offset))
         return copy
 
     def refresh(self) -> None:
-        """Copy norms, biases and scales again, as they may have been changed in place."""
+        """Copy weights, norms, biases and scales again where they may have been changed in place."""
+        if self.copied is not None:
+            self.copied.refresh()
         if not self.copies:
             return
         torch._foreach_copy_([copy for _, copy, _ in self.copies], [vector for vector, _, _ in self.copies])
@@ -247,7 +251,7 @@ class Program:
                 self.buffer("shared", 1)
                 dense = getattr(mlp, "shared_expert", None)
             if dense is not None:
-                self.buffer("g", len(self.weight(dense.gate_proj).values))
+                self.buffer("g", self.weight(dense.gate_proj).shape[0])
 
     def mixture(self, mlp: Any, activation: str, exact: bool = False) -> None:
         """A mixture of experts from "h"; the result is in "t", and "h" is overwritten.
@@ -258,9 +262,11 @@ class Program:
         both, last, rows = (
             plain(w, self.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight)
         )
-        gate, up, down, router = (
-            self.read(Weight(w, None, None)) for w in (both[0, :inner], both[0, inner:], last[0], rows)
-        )
+        # all experts' weights are one matrix, of which the operations are given the first expert's rows
+        copy = self._copy if inner % 16 == hidden % 16 == 0 else Weight.itself
+        gate_up, downs = (copy(Weight(w.flatten(0, 1), None, None)) for w in (both, last))
+        parts = gate_up.part(0, inner), gate_up.part(inner, 2 * inner), downs.part(0, hidden)
+        gate, up, down, router = map(self.read, (*parts, self._copy(Weight(rows, None, None))))
         shared = getattr(mlp, "shared_expert", None)
         to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
         self.op(OpKind.LINEAR, src="h", dst="router", **router, wait=shared is None)
@@ -321,7 +327,7 @@ class Program:
         for name in ("k", "v"):
             self.buffer(name, keys)
         self.buffer("g", inner)
-        self.buffer("logits", len(self.weight(model.get_output_embeddings()).values))
+        self.buffer("logits", self.weight(model.get_output_embeddings()).shape[0])
 
     def embed(self, embedding: Any, scale: float = 1.0, given_too: bool = False) -> None:
         if getattr(embedding, "max_norm", None) is not None:

@@ -19,7 +19,7 @@ from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
 from truedraft.runtime.text import text_of
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import Copies, NotCompilable
 
 Norm = Callable[[str, str, Any], None]
 OWN = ("torch.nn.modules.", "transformers.", "torchao.")  # packages of the modules that programs support
@@ -281,28 +281,31 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
 }
 
 
-def compile_program(model: Any) -> Program:
+def compile_program(model: Any, copied: Copies | None = None) -> Program:
     """The program of a decoder language model, or of the language model in a model that also reads images or sounds.
+
+    copied: see `Program`.
 
     Raises:
         NotCompilable: the compiled pass cannot replace the model's forward; says why.
     """
     text = text_of(model)
-    return _compiled(model, text, PROGRAMS, get_layer_types_and_kwargs(text.config)[0])
+    return _compiled(model, text, PROGRAMS, get_layer_types_and_kwargs(text.config)[0], copied)
 
 
-def compile_seq2seq(model: Any, encoder: bool) -> Program:
+def compile_seq2seq(model: Any, encoder: bool, copied: Copies | None = None) -> Program:
     """The program of one stack of an encoder-decoder, its encoder or its decoder. Raises as `compile_program`."""
     if encoder and model.config.model_type == "longt5":
         raise NotCompilable("its encoder attends locally only")
     programs = {name: partial(make, encoder=encoder) for name, make in SEQ2SEQ_PROGRAMS.items()}
     stack = model.get_encoder() if encoder else model.get_decoder()
-    return _compiled(model, model, programs, ["full_attention"] * layers_of(stack))
+    return _compiled(model, model, programs, ["full_attention"] * layers_of(stack), copied)
 
 
 def _compiled(
-    model: Any, text: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str]
-) -> Program:
+    model: Any, text: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str],
+    copied: Copies | None,
+) -> Program:  # fmt: skip
     kind = text.config.model_type
     make = programs.get(kind)
     if make is None:
@@ -313,7 +316,7 @@ def _compiled(
         raise NotCompilable(f"{model.dtype} is neither float32 nor bfloat16")
     if found := hooked(model):
         raise NotCompilable(f"hooks or replaced forwards would not be run ({', '.join(found)})")
-    program = Program(model.dtype == torch.bfloat16, layer_types)
+    program = Program(model.dtype == torch.bfloat16, layer_types, copied=copied)
     try:
         make(program, text)
     except (AttributeError, TypeError, IndexError) as missing:

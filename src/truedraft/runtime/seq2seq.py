@@ -17,7 +17,7 @@ from truedraft.runtime.native import PassArguments
 from truedraft.runtime.positions import Positions, by_distance
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_seq2seq
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import Prompt, Scores, Taps
 
 CPU = torch.device("cpu")
@@ -31,12 +31,12 @@ class CompiledStackPass(CompiledPass):
 
     bidirectional: bool
 
-    def __init__(self, model: PreTrainedModel, stack: Any):
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, stack: Any, copied: Copies | None):
+        super().__init__(model, copied)
         self._positions = Positions(stack, model.config.pad_token_id or 0)
 
     def _compiled(self) -> Program:
-        return compile_seq2seq(self.model, encoder=self.bidirectional)
+        return compile_seq2seq(self.model, self.bidirectional, self.copied)
 
     @torch.no_grad()
     def attach(self, cache: RowCache | None) -> None:
@@ -60,8 +60,8 @@ class CompiledEncoderPass(CompiledStackPass):
 
     bidirectional = True
 
-    def __init__(self, model: Any):
-        super().__init__(model, model.get_encoder())
+    def __init__(self, model: Any, copied: Copies | None = None):
+        super().__init__(model, model.get_encoder(), copied)
 
     @torch.no_grad()
     def states(self, ids: Tensor, source_mask: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ class CompiledSeq2SeqPass(CrossAttentionPass, CompiledStackPass):
 
     bidirectional = False
 
-    def __init__(self, model: Any):
-        super().__init__(model, model.get_decoder())
+    def __init__(self, model: Any, copied: Copies | None = None):
+        super().__init__(model, model.get_decoder(), copied)
 
     def attach(self, cache: Seq2SeqCache | None) -> None:  # type: ignore[override]
         self.seq2seq_cache = cache  # type: ignore[assignment]

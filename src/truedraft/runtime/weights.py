@@ -1,4 +1,4 @@
-"""Weights of linear layers for the compiled pass, read in place from the memory of torch or torchao.
+"""Weights of linear layers for the compiled pass, read in place from the memory of torch or torchao, or as copies.
 
 Supported are plain fp32 and bf16 matrices, and torchao's weight-only int8 (one scale per row) and grouped integers of
 up to eight bits (one scale per group of weights of a row), symmetric in both cases.
@@ -6,8 +6,9 @@ up to eight bits (one scale per group of weights of a row), symmetric in both ca
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,67 +25,115 @@ class NotCompilable(Exception):
 class Weight:
     """The weight of a linear layer.
 
-    values: (out, in), in the model's dtype or int8.
-    scales: of int8 values: (out,), or (out, in / group), contiguous; None for plain weights.
+    values: (out, in), in the model's dtype or int8; in panels, see `panels.panels`.
+    scales: of integers: (out,), or (out, in / group), in panels (panels, in / group, 16); None for plain weights.
     bias: (out,), or None.
+    shape: (out, in).
     """
 
     values: Tensor
     scales: Tensor | None
     bias: Tensor | None
+    shape: tuple[int, int] = (0, 0)
+    panels: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.panels:
+            out, width = self.values.shape
+            object.__setattr__(self, "shape", (out, width))
 
     def part(self, first: int, last: int) -> Weight:
-        """The rows [first, last) of it."""
+        """The rows [first, last) of it; of panels, where they begin with one."""
+        if self.panels:
+            if first % 16 or self.scales is not None or self.bias is not None:
+                raise NotCompilable(f"a part of its weights begins in row {first}, not a multiple of sixteen")
+            return replace(self, values=self.values[first // 16 :], shape=(last - first, self.shape[1]))
         scales, bias = (None if t is None else t[first:last] for t in (self.scales, self.bias))
         return Weight(self.values[first:last], scales, bias)
+
+    def itself(self) -> Weight:
+        return self
 
     @property
     def form(self) -> Form:
         if self.scales is None:
-            return Form.BF16 if self.values.dtype == torch.bfloat16 else Form.FLOAT
-        return Form.INT8 if self.scales.ndim == 1 else Form.GROUPED
+            form = Form.BF16 if self.values.dtype == torch.bfloat16 else Form.FLOAT
+        else:
+            form = Form.INT8 if self.scales.ndim == 1 else Form.GROUPED
+        if self.values.dtype == torch.int32:
+            return Form.PANEL_INT4
+        return Form(form + Form.PANEL_FLOAT) if self.panels else form
 
     @property
     def group(self) -> int:
         """Weights of a row that share a scale."""
-        return self.values.shape[1] // (1 if self.scales is None or self.scales.ndim == 1 else self.scales.shape[1])
+        return self.shape[1] // (1 if self.scales is None or self.scales.ndim == 1 else self.scales.shape[1])
 
 
-class Int8Copies:
-    """Copies of plain weights in int8, with a scale per row, for passes that need not be exact: those of drafters.
+class Copies(ABC):
+    """Copies of weights, made once, and again after the weights were written to.
 
-    A pass over few tokens reads all weights once, so that it takes about as long as their bytes from memory; and a head
-    of a quarter of its size may stay in the processor's cache between its passes.
+    torch counts what is written to a tensor, but not what is written past it (`weight.data`), so that a column is
+    compared as well.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, torch.Size], tuple[Tensor, int, Weight]] = {}
+        self._kept: dict[tuple[int, torch.Size], _Kept] = {}
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._kept)
+
+    @abstractmethod
+    def made(self, weight: Weight) -> Weight:
+        """A new copy."""
 
     def __call__(self, weight: Weight) -> Weight:
-        """A weight's copy, made once; weights that are integers already are returned as they are."""
-        if weight.scales is not None:
-            return weight
-        key, version = (weight.values.data_ptr(), weight.values.shape), _version(weight.values)
-        kept = self._made.get(key)
-        if kept is None or kept[1] != version:
-            kept = self._made[key] = weight.values, version, rounded(weight)
-        return Weight(kept[2].values, kept[2].scales, weight.bias)
+        """A weight's copy."""
+        key = weight.values.data_ptr(), weight.values.shape
+        if key not in self._kept:
+            self._kept[key] = _Kept(weight, self.made(weight))
+        return replace(self._kept[key].copy, bias=weight.bias)
 
     def clear(self) -> None:
         """Forget all copies."""
-        self._made.clear()
+        self._kept.clear()
+
+    def refresh(self) -> None:
+        """Make the copies of changed weights again, in place."""
+        for kept in self._kept.values():
+            if kept.changed:
+                made = self.made(kept.weight)
+                kept.copy.values.copy_(made.values)
+                if made.scales is not None and kept.copy.scales is not None:
+                    kept.copy.scales.copy_(made.scales)
+                kept.note()
 
     @property
-    def stale(self) -> bool:
-        """Whether a weight was written to since its copy was made."""
-        return any(_version(values) != version for values, version, _ in self._made.values())
+    def bytes(self) -> int:
+        """Memory of all copies."""
+        tensors = [t for kept in self._kept.values() for t in (kept.copy.values, kept.copy.scales) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _version(values: Tensor) -> int:
-    return 0 if values.is_inference() else values._version
+class _Kept:
+    """A weight, its copy, and what the weight was when that was made."""
+
+    def __init__(self, weight: Weight, copy: Weight):
+        self.weight, self.copy = weight, copy
+        self.note()
+
+    def note(self) -> None:
+        self._version, self._column = self._now()
+        self._column = self._column.clone()
+
+    @property
+    def changed(self) -> bool:
+        version, column = self._now()
+        return version != self._version or not torch.equal(column, self._column)
+
+    def _now(self) -> tuple[int, Tensor]:
+        values = self.weight.values
+        return 0 if values.is_inference() else values._version, values[:, values.shape[1] // 2]
 
 
 def rounded(weight: Weight) -> Weight:
@@ -119,7 +168,7 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
         scales = copied(scales.view(-1))
     kept = [t for t in (weight.values, bias, scales) if t is not None]
     return kept, dict(
-        weight=weight.values.data_ptr(), out=len(weight.values), inner=weight.values.shape[1], form=weight.form,
+        weight=weight.values.data_ptr(), out=weight.shape[0], inner=weight.shape[1], form=weight.form,
         bias=None if bias is None else bias.data_ptr(), scales=None if scales is None else scales.data_ptr(),
         shift=weight.group.bit_length() - 1,
     )  # fmt: skip

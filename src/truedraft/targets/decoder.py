@@ -27,15 +27,18 @@ from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long_prompt
 from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
+from truedraft.runtime.panels import Panels, panels_of
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
-from truedraft.targets.memory import check_room
+from truedraft.targets.memory import check_room, free_memory
 from truedraft.targets.quirks import learned_positions
 from truedraft.targets.reference import Reference
 from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps, joined
 from truedraft.views._base import View
+
+RUNTIMES = ("auto", "in-place", "stock")
 
 
 class DecoderTarget:
@@ -43,8 +46,8 @@ class DecoderTarget:
 
     Args:
         model: a causal language model of `transformers`, in eval mode.
-        runtime: "auto" for compiled passes or captured graphs where they can replace the model's own forward, or
-            "stock" for the model's own forward.
+        runtime: "auto" for compiled passes or captured graphs where they can replace the model's own forward;
+            "in-place" for the same without a second copy of the weights; "stock" for the model's own forward.
         strict: results do not depend on the number of tokens in a pass, prompts included.
 
     Attributes:
@@ -66,8 +69,11 @@ class DecoderTarget:
     _linears_class: ClassVar[type[LinearsPass]] = LinearsPass
 
     def __init__(self, model: PreTrainedModel, runtime: str = "auto", strict: bool = False):
-        if runtime not in ("auto", "stock"):
-            raise Refused(f"runtime={runtime!r}: give 'auto' (compiled passes where they are available) or 'stock'")
+        if runtime not in RUNTIMES:
+            raise Refused(
+                f"runtime={runtime!r}: give 'auto' (compiled passes where they are available), 'in-place' (the same "
+                "without a copy of the weights) or 'stock'"
+            )
         self._made_of = fingerprint(model)
         check_hosted(model)
         self.model = model
@@ -78,6 +84,7 @@ class DecoderTarget:
         self.layer_types = self._layer_types()
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
         self.vocabulary: int = self.config.vocab_size
+        self._copied: Panels | None = None
         self.runner, self.fallback_reason = self._runner(runtime)
         self.long = None if strict else self._long()
         self._reader = PromptPass(self.model, self.layer_types, self.window)
@@ -94,6 +101,8 @@ class DecoderTarget:
     def _runner(self, runtime: str) -> tuple[Runner, str | None]:
         if runtime == "stock":
             return self._stock(), None
+        if runtime == "auto" and self.device.type == "cpu":
+            self._copied = panels_of(self.model, free_memory(self.device))
         try:
             return self._fast(), None
         except NotCompilable as why:
@@ -102,7 +111,7 @@ class DecoderTarget:
     def _fast(self) -> Runner:
         if self.device.type == "cuda":
             return GraphPass(self._stock(), CudaGraphs(self.device))
-        return CompiledPass(self.model)
+        return CompiledPass(self.model, self._copied)
 
     def _stock(self) -> ForwardPass:
         return self._forward_class(self.model, self.layer_types, self.window)
@@ -110,7 +119,7 @@ class DecoderTarget:
     def _own_forward(self) -> ForwardPass:
         """The model's own forward, with compiled linear layers where they are available."""
         try:
-            return self._linears_class(self.model, self.layer_types, self.window)
+            return self._linears_class(self.model, self.layer_types, self.window, self._copied)
         except NotCompilable:
             return self._stock()
 

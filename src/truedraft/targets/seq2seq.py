@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
+from truedraft.runtime.panels import panels_of
 from truedraft.runtime.positions import table_size
 from truedraft.runtime.seq2seq import CompiledEncoderPass, CompiledSeq2SeqPass, padded_sources
 from truedraft.runtime.seq2seq_forward import Seq2SeqLinearsPass, Seq2SeqPass
@@ -26,7 +27,7 @@ from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.inputs import check_sources, source_prompts, states_of
 from truedraft.targets.kinds import Family
-from truedraft.targets.memory import check_room
+from truedraft.targets.memory import check_room, free_memory
 from truedraft.tree import DraftTree, Prompt, Row, Scores
 from truedraft.views._base import View
 
@@ -51,12 +52,13 @@ class Seq2SeqTarget(DecoderTarget):
     def _runner(self, runtime: str) -> tuple[Runner, str | None]:
         self._encoder: CompiledEncoderPass | None = None
         if runtime != "stock" and self.device.type == "cpu":
+            copied = panels_of(self.model, free_memory(self.device)) if runtime == "auto" else None
             with suppress(NotCompilable, Refused):
-                self._encoder = self._checked(CompiledEncoderPass(self.model))
+                self._encoder = self._checked(CompiledEncoderPass(self.model, copied))
         return super()._runner(runtime)
 
     def _fast(self) -> Runner:
-        return CompiledSeq2SeqPass(self.model) if self.device.type == "cpu" else self._stock()
+        return CompiledSeq2SeqPass(self.model, self._copied) if self.device.type == "cpu" else self._stock()
 
     @torch.no_grad()
     def _checked(self, encoder: CompiledEncoderPass) -> CompiledEncoderPass | None:

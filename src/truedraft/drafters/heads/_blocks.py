@@ -16,7 +16,7 @@ from truedraft.drafters.heads._layers import Attend, Rotary
 from truedraft.drafters.heads._reader import RowReader
 from truedraft.runtime.heads import CachedAttention
 from truedraft.runtime.linears import Linears
-from truedraft.runtime.weights import Int8Copies
+from truedraft.runtime.panels import Int8Copies
 from truedraft.tree import Row
 
 

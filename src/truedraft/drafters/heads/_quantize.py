@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from truedraft.errors import Refused
-from truedraft.runtime.weights import Int8Copies
+from truedraft.runtime.panels import Int8Copies
 
 AUTO, INT8, NONE = KINDS = ("auto", "int8", "none")
 FORM = f"{AUTO}, {INT8} or {NONE}"

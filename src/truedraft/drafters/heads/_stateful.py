@@ -17,7 +17,7 @@ from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import DRAFTED, StepwiseLearner, Unrolled
 from truedraft.runtime.linears import Linears
-from truedraft.runtime.weights import Int8Copies
+from truedraft.runtime.panels import Int8Copies
 from truedraft.tree import Accepted, Row, Scores
 
 

@@ -58,6 +58,11 @@ class Form(enum.IntEnum):
     BF16 = 1
     INT8 = 2
     GROUPED = 3
+    PANEL_FLOAT = 4
+    PANEL_BF16 = 5
+    PANEL_INT8 = 6
+    PANEL_GROUPED = 7
+    PANEL_INT4 = 8
 
 
 class Op(ctypes.Structure):
@@ -107,6 +112,7 @@ class PassArguments(ctypes.Structure):
         ("buffer", POINTER(c_void_p)),
         ("stride", INTEGERS),
         ("plan", c_void_p),
+        ("reach", c_int64),
     ]
 
 
@@ -138,7 +144,7 @@ def library() -> ctypes.CDLL | None:
         layout = layout * 4096 + size
     if lib.truedraft_layout() != layout:
         return None  # built from another version of pass.c
-    return lib if lib.truedraft_choose(5) else None
+    return lib if lib.truedraft_choose(6) else None
 
 
 def _share_threads() -> None:

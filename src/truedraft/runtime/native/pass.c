@@ -21,9 +21,10 @@ typedef uint16_t bf16;
 #define UNROLL _Pragma("GCC unroll 16")
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define IN static inline __attribute__((always_inline))
 
-enum { L = 8, BLOCK = 24, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -158,37 +159,78 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
 
 /* ---------------------------------------------------------------- linear layers, per instruction set */
 
+/* What the kernels name:
+ *   SET(name)       name with the set's suffix        TARGET          the attribute that allows its instructions
+ *   VEC, FLOATS     a vector of fp32, its lanes       ZERO, STORE     of it
+ *   OPERAND, LANES  a factor, its numbers             LOAD            reads one; SPREAD, SPREAD_X repeat one of weights, of x
+ *   X               the numbers of x                  DOT(v, u, acc)  acc plus the products of the lanes
+ *   WIDEN...        weights of other formats to OPERAND
+ *   TALL            rows of w in a tile               SUMS            the sums over the lanes of a tile's accumulators
+ *   FEW             nodes up to which rows of w are streamed: as many accumulators as there are registers for
+ *   ACROSS_VALUES   vectors of values at a time
+ */
+
+/* The j-th numbers of eight pairs of bf16. */
+AVX2 IN __m256 half_of_pairs8(const bf16 *p, int j) {
+  const __m256i pairs = _mm256_loadu_si256((const __m256i *)p);
+  return _mm256_castsi256_ps(j ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)) : _mm256_slli_epi32(pairs, 16));
+}
+
+/* The j-th integers of four bits, of eight numbers that hold eight each. */
+AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
+  const __m256i moved = _mm256_sllv_epi32(_mm256_loadu_si256((const __m256i *)p), _mm256_set1_epi32(28 - 4 * j));
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(moved, 28));
+}
+
 #define SET(name) name##_avx2
 #define TARGET AVX2
-#define LANES 8
 #define VEC __m256
-#define LOAD(p) _mm256_loadu_ps(p)
+#define FLOATS 8
 #define ZERO _mm256_setzero_ps
-#define FMA _mm256_fmadd_ps
-#define MUL _mm256_mul_ps
+#define STORE _mm256_storeu_ps
+#define OPERAND __m256
+#define LANES 8
+#define LOAD(p) _mm256_loadu_ps(p)
+#define LOAD_FLOATS(p) _mm256_loadu_ps(p)
 #define SPREAD _mm256_set1_ps
+#define SPREAD_X(p) _mm256_broadcast_ss(p)
+#define X float
+#define DOT _mm256_fmadd_ps
+#define MUL _mm256_mul_ps
 #define SUMS sums8
 #define TALL 3
 #define FEW 3
 #define ACROSS 4
 #define WIDEN widen8
 #define WIDEN_INT8 widen_int8_8
+#define HALF_OF_PAIRS half_of_pairs8
+#define NIBBLES nibbles8
+#define ACROSS_VALUES 2
 #include "linear.inc"
+#include "panels.inc"
 #undef SET
 #undef TARGET
-#undef LANES
 #undef VEC
-#undef LOAD
+#undef FLOATS
 #undef ZERO
-#undef FMA
-#undef MUL
+#undef STORE
+#undef OPERAND
+#undef LANES
+#undef LOAD
+#undef LOAD_FLOATS
 #undef SPREAD
+#undef SPREAD_X
+#undef DOT
+#undef MUL
 #undef SUMS
 #undef TALL
 #undef FEW
 #undef ACROSS
 #undef WIDEN
 #undef WIDEN_INT8
+#undef HALF_OF_PAIRS
+#undef NIBBLES
+#undef ACROSS_VALUES
 
 AVX512 IN __m512 widen16(const bf16 *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
@@ -196,6 +238,17 @@ AVX512 IN __m512 widen16(const bf16 *p) {
 
 AVX512 IN __m512 widen_int8_16(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
+AVX512 IN __m512 half_of_pairs16(const bf16 *p, int j) {
+  const __m512i pairs = _mm512_loadu_si512(p);
+  return _mm512_castsi512_ps(j ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pairs, 16));
+}
+
+/* A permutation reads four bits of a lane's index: as many as an integer has. */
+AVX512 IN __m512 nibbles16(const uint32_t *p, int j) {
+  const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), (unsigned)(4 * j)), values);
 }
 
 /* The quarters of four vectors, added in the order of _mm512_reduce_add_ps: the halves, then theirs. */
@@ -228,26 +281,81 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
 
 #define SET(name) name##_avx512
 #define TARGET AVX512
-#define LANES 16
 #define VEC __m512
-#define LOAD(p) _mm512_loadu_ps(p)
+#define FLOATS 16
 #define ZERO _mm512_setzero_ps
-#define FMA _mm512_fmadd_ps
-#define MUL _mm512_mul_ps
+#define STORE _mm512_storeu_ps
+#define OPERAND __m512
+#define LANES 16
+#define LOAD(p) _mm512_loadu_ps(p)
+#define LOAD_FLOATS(p) _mm512_loadu_ps(p)
 #define SPREAD _mm512_set1_ps
+#define SPREAD_X(p) _mm512_set1_ps(*(p))
+#define DOT _mm512_fmadd_ps
+#define MUL _mm512_mul_ps
 #define SUMS sums16
 #define TALL 4
 #define FEW 6
 #define ACROSS 6
 #define WIDEN widen16
 #define WIDEN_INT8 widen_int8_16
+#define HALF_OF_PAIRS half_of_pairs16
+#define NIBBLES nibbles16
+#define ACROSS_VALUES 4
 #include "linear.inc"
+#include "panels.inc"
+#undef SET
+#undef TARGET
+#undef OPERAND
+#undef LANES
+#undef LOAD
+#undef SPREAD_X
+#undef X
+#undef DOT
+#undef WIDEN
 
-typedef void (*Linear)(const float *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const float *,
+/* Products of bf16 by the instruction for them: it adds a pair of products to a lane, odd columns after even ones, each
+ * sum rounded to nearest, with denormal numbers as zeros. */
+BF16 IN __m512bh load_bf16(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+BF16 IN __m512bh spread_pair(const bf16 *p) {
+  int pair;
+  memcpy(&pair, p, sizeof pair);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+#define SET(name) name##_units
+#define TARGET BF16
+#define OPERAND __m512bh
+#define LANES 32
+#define LOAD load_bf16
+#define SPREAD_X spread_pair
+#define X bf16
+#define DOT(v, u, acc) _mm512_dpbf16_ps(acc, v, u)
+#include "linear.inc"
+#include "panels.inc"
+
+/* A row of x in bf16, zeros up to a multiple of 32. */
+BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
+  for (int64_t k = 0; k < width; k += 16) {
+    const int64_t left = width - k;
+    const __m512 v = _mm512_maskz_loadu_ps(left < 16 ? (__mmask16)((1 << left) - 1) : (__mmask16)0xffff, x + k);
+    _mm256_storeu_si256((__m256i *)(to + k), (__m256i)_mm512_cvtneps_pbh(v));
+  }
+  if ((width + 15) / 16 % 2) _mm256_storeu_si256((__m256i *)(to + (width + 15) / 16 * 16), _mm256_setzero_si256());
+}
+
+/* Of weights: GROUPED and INT4 have a scale for every few of a row; from PANELS on they lie in panels. */
+enum Form { FLOAT, BFLOAT, INT8, GROUPED, PANELS, PANEL_FLOAT = PANELS, PANEL_BFLOAT, PANEL_INT8, PANEL_GROUPED, PANEL_INT4, FORMS };
+
+typedef void (*Linear)(const void *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const float *,
                        int64_t, int);
-enum Form { FLOAT, BF16, INT8, GROUPED }; /* of weights: GROUPED are int8 with a scale for every few of a row */
-static Linear linears[4] = {linear_float_avx2, linear_bf16_avx2, linear_int8_avx2, linear_grouped_avx2};
-static const int64_t size_of[4] = {4, 2, 1, 1};
+static Linear linears[FORMS] = {linear_float_avx2, linear_bf16_avx2,  linear_int8_avx2,    linear_grouped_avx2, panels_float_avx2,
+                                panels_bf16_avx2,  panels_int8_avx2, panels_grouped_avx2, panels_int4_avx2};
+typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
+static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
+static const int64_t bits_of[FORMS] = {32, 16, 8, 8, 32, 16, 8, 8, 4};
+static int units; /* bf16 products by the instruction for them, with x in bf16 */
 
 /* ---------------------------------------------------------------- the list of operations */
 
@@ -319,6 +427,7 @@ typedef struct {
   float **buffer;
   const int64_t *stride;                /* floats from row to row; multiples of 16 */
   Plan *plan;                           /* the pass's own */
+  int64_t reach;                        /* the places that any node sees are before it; set by run() */
 } Pass;
 
 typedef struct {
@@ -437,37 +546,64 @@ AVX2 static void layer_norm(const Op *op, const float *x, float *y) {
   }
 }
 
-/* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BLOCK) in y. */
-AVX2 IN void product(const Op *op, const void *weight, const float *scales, const float *x, int64_t ldx, int64_t nodes,
+/* What a thread has for itself: room for attention; and for nodes in bf16, which are those of `op` from `first` on. */
+typedef struct {
+  float *scores, *queries, *extras;
+  uint32_t *keys;
+  bf16 *x;
+  const Op *op;
+  int64_t first;
+} Worker;
+
+IN int64_t padded_to_32(int64_t width) { return (width + 31) / 32 * 32; }
+
+/* Whether a product takes its nodes in bf16. */
+IN int in_bf16(const Op *op) { return units && (op->form == BFLOAT || op->form == PANEL_BFLOAT); }
+
+/* Rows of the weights in a task. */
+IN int64_t block_of(const Op *op) { return op->form < PANELS ? BLOCK : BROAD; }
+
+/* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BROAD) in y. */
+AVX2 IN void product(const Op *op, const void *weight, const float *scales, const void *x, int64_t ldx, int64_t nodes,
                      int64_t first, int64_t rows, float *y) {
-  const int64_t groups = op->form == GROUPED ? op->in >> op->shift : 0;
-  linears[op->form](x, ldx, nodes, (const char *)weight + first * op->in * size_of[op->form], rows, op->in, y, BLOCK,
+  const int64_t groups = op->form == GROUPED || op->form >= PANEL_GROUPED ? op->in >> op->shift : 0;
+  const int64_t even = op->form == PANEL_BFLOAT ? (op->in + 1) / 2 * 2 : op->in;
+  linears[op->form](x, ldx, nodes, (const char *)weight + first * even * bits_of[op->form] / 8, rows, op->in, y, BROAD,
                     groups ? scales + first * groups : NULL, groups, op->shift);
-  if (op->form == INT8)
+  if (op->form == INT8 || op->form == PANEL_INT8)
     for (int64_t m = 0; m < nodes; m++)
       for (int64_t r = 0; r < rows; r += L)
-        _mm256_storeu_ps(y + m * BLOCK + r,
-                         _mm256_mul_ps(_mm256_loadu_ps(y + m * BLOCK + r), _mm256_loadu_ps(scales + first + r)));
+        _mm256_storeu_ps(y + m * BROAD + r,
+                         _mm256_mul_ps(_mm256_loadu_ps(y + m * BROAD + r), _mm256_loadu_ps(scales + first + r)));
 }
 
 /* Rows [first, first + rows) of an expert's weights over the nodes [m0, m0 + nodes), with what follows the product. */
 AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t first, int64_t rows, int64_t m0,
-                        int64_t nodes) {
-  const float *x = ROW(op->src, m0);
+                        int64_t nodes, Worker *worker) {
+  const void *x = ROW(op->src, m0);
   const int64_t at = expert * op->apart + first;
-  const int64_t ldx = pass->stride[op->src], ldy = pass->stride[op->dst];
-  float one[CHUNK * BLOCK], two[CHUNK * BLOCK], *dst = ROW(op->dst, m0) + first;
+  int64_t ldx = pass->stride[op->src];
+  const int64_t ldy = pass->stride[op->dst];
+  float one[CHUNK * BROAD], two[CHUNK * BROAD], *dst = ROW(op->dst, m0) + first;
+  if (in_bf16(op)) {
+    ldx = padded_to_32(op->in);
+    if (worker->op != op || worker->first != m0)
+      for (int64_t m = 0; m < nodes; m++) narrow_row(ROW(op->src, m0 + m), op->in, worker->x + m * ldx);
+    worker->op = op;
+    worker->first = m0;
+    x = worker->x;
+  }
   product(op, op->weight, op->scales, x, ldx, nodes, at, rows, one);
   if (op->kind == GATED) product(op, op->second, op->second_scales, x, ldx, nodes, at, rows, two);
   for (int64_t m = 0; m < nodes; m++) {
     float *y = dst + m * ldy;
     for (int64_t r = 0; r < rows; r += L) {
       const int64_t left = rows - r;
-      __m256 v = _mm256_loadu_ps(one + m * BLOCK + r);
+      __m256 v = _mm256_loadu_ps(one + m * BROAD + r);
       if (op->bias) v = _mm256_add_ps(v, _mm256_loadu_ps(op->bias + first + r));
       v = rounded(v, op->narrow);
       if (op->kind == GATED) {
-        __m256 u = _mm256_loadu_ps(two + m * BLOCK + r);
+        __m256 u = _mm256_loadu_ps(two + m * BROAD + r);
         if (op->other_bias) u = _mm256_add_ps(u, _mm256_loadu_ps(op->other_bias + first + r));
         v = rounded(activated(v, op->mode), op->narrow);
         v = rounded(_mm256_mul_ps(v, rounded(u, op->narrow)), op->narrow);
@@ -501,10 +637,24 @@ AVX2 IN void put(void *to, int64_t at, const float *from, int64_t n, int narrow)
     memcpy((float *)to + at, from, sizeof(float) * (size_t)n);
 }
 
+/* x c + y s, each product rounded too unless `once`. */
+AVX2 IN __m256 turned(__m256 x, __m256 y, const float *c, const float *s, int narrow, int once) {
+  const __m256 p = _mm256_mul_ps(x, _mm256_loadu_ps(c)), q = _mm256_mul_ps(y, _mm256_loadu_ps(s));
+  return rounded(_mm256_add_ps(rounded(p, narrow && !once), rounded(q, narrow && !once)), narrow);
+}
+
 AVX2 static void rotate(float *x, const Op *op, int64_t position) {
   const float *c = op->cosine + position * op->rotary, *s = op->sine + position * op->rotary;
   const int64_t half = op->rotary / 2;
-  for (int64_t i = 0; i < half; i++) {
+  int64_t i = 0;
+  if (!op->interleaved)
+    for (; i + L <= half; i += L) {
+      const __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + half);
+      const __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), b);
+      _mm256_storeu_ps(x + i, turned(a, minus, c + i, s + i, op->narrow, op->mode));
+      _mm256_storeu_ps(x + i + half, turned(b, a, c + i + half, s + i + half, op->narrow, op->mode));
+    }
+  for (; i < half; i++) {
     const int64_t a = op->interleaved ? 2 * i : i, b = op->interleaved ? 2 * i + 1 : i + half;
     const float xa = x[a], xb = x[b];
     float pa = xa * c[a], qa = -xb * s[a], pb = xb * c[b], qb = xa * s[b];
@@ -539,48 +689,58 @@ AVX2 static void prepare(const Op *op, const Pass *pass, int64_t node) {
   }
 }
 
-AVX2 IN __m256 get8(const void *p, int64_t at, int narrow) {
-  return narrow ? widen8((const bf16 *)p + at) : _mm256_loadu_ps((const float *)p + at);
-}
-
-/* s[j] = q . k[j] for n keys, four at a time so that q is read once. */
-AVX2 IN void scores_of(const float *q, const void *keys, int64_t at, int64_t n, int64_t head, int narrow, float *s) {
-  int64_t j = 0;
-  for (; j + 4 <= n; j += 4) {
-    __m256 acc[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (int64_t d = 0; d < head; d += L) {
-      const __m256 u = _mm256_loadu_ps(q + d);
-      UNROLL for (int i = 0; i < 4; i++) acc[i] = _mm256_fmadd_ps(u, get8(keys, at + (j + i) * head + d, narrow), acc[i]);
-    }
-    UNROLL for (int i = 0; i < 4; i++) s[j + i] = sum8(acc[i]);
+/* Transposes eight rows, `from` apart, of eight numbers of 32 bits; the rows of the result are PANEL apart. */
+AVX2 IN void transpose8(const uint32_t *rows, int64_t from, uint32_t *to) {
+  __m256 r[8], t[8];
+  UNROLL for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float *)(rows + i * from));
+  UNROLL for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
   }
-  for (; j < n; j++) {
-    __m256 acc = _mm256_setzero_ps();
-    for (int64_t d = 0; d < head; d += L)
-      acc = _mm256_fmadd_ps(_mm256_loadu_ps(q + d), get8(keys, at + j * head + d, narrow), acc);
-    s[j] = sum8(acc);
+  UNROLL for (int i = 0; i < 8; i += 4) UNROLL for (int j = 0; j < 2; j++) {
+    r[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0x44);
+    r[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0xee);
+  }
+  UNROLL for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps((float *)(to + i * PANEL), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps((float *)(to + (i + 4) * PANEL), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 }
 
-/* y += sum of p[j] v[j] for n values, j in order, 32 numbers of the head at a time. */
-AVX2 IN void blend(const float *p, const void *values, int64_t at, int64_t n, int64_t head, int narrow, float *y) {
-  int64_t d = 0;
-  for (; d + 4 * L <= head; d += 4 * L) {
-    __m256 acc[4];
-    UNROLL for (int i = 0; i < 4; i++) acc[i] = _mm256_loadu_ps(y + d + i * L);
-    for (int64_t j = 0; j < n; j++) {
-      const __m256 u = _mm256_broadcast_ss(p + j);
-      UNROLL for (int i = 0; i < 4; i++)
-        acc[i] = _mm256_fmadd_ps(u, get8(values, at + j * head + d + i * L, narrow), acc[i]);
-    }
-    UNROLL for (int i = 0; i < 4; i++) _mm256_storeu_ps(y + d + i * L, acc[i]);
+/* n rows of `width` numbers of 32 bits to panels, as product() reads them; the last one is filled up with zeros. */
+AVX2 static void to_panels(const uint32_t *rows, int64_t n, int64_t width, uint32_t *to) {
+  for (int64_t first = 0; first < n; first += L, to += first % PANEL ? L : PANEL * width - L) {
+    const uint32_t *from = rows + first * width;
+    const int64_t left = n - first;
+    int64_t k = 0;
+    if (left >= L)
+      for (; k + L <= width; k += L) transpose8(from + k, width, to + k * PANEL);
+    for (; k < width; k++)
+      for (int64_t i = 0; i < L; i++) to[k * PANEL + i] = i < left ? from[i * width + k] : 0;
+    if (first % PANEL == 0 && left <= L)
+      for (k = 0; k < width; k++) memset(to + k * PANEL + L, 0, sizeof(uint32_t) * L);
   }
-  for (; d < head; d += L) {
-    __m256 acc = _mm256_loadu_ps(y + d);
-    for (int64_t j = 0; j < n; j++)
-      acc = _mm256_fmadd_ps(_mm256_broadcast_ss(p + j), get8(values, at + j * head + d, narrow), acc);
-    _mm256_storeu_ps(y + d, acc);
+}
+
+/* The scores of `queries`, (count, head), with n keys; (count, ld) at y, of which it writes n, rounded up to PANEL. */
+AVX2 static void score(const Op *op, const Worker *worker, int64_t count, const void *keys, int64_t n, float *y, int64_t ld) {
+  const int64_t size = op->narrow ? 2 : 4, width = op->head * size / 4;
+  const enum Form form = op->narrow ? PANEL_BFLOAT : PANEL_FLOAT;
+  const void *x = op->narrow && units ? (const void *)worker->x : (const void *)worker->queries;
+  const int64_t ldx = op->narrow && units ? padded_to_32(op->head) : op->head;
+  for (int64_t block = 0; block < n; block += KEYS) {
+    const int64_t some = n - block < KEYS ? n - block : KEYS;
+    to_panels((const uint32_t *)keys + block * width, some, width, worker->keys);
+    linears[form](x, ldx, count, worker->keys, (some + PANEL - 1) / PANEL * PANEL, op->head, y + block, ld, NULL, 0, 0);
   }
+}
+
+/* y += sum of p[j] v[j] for n values, j in order, for `count` queries; (count, ld) at p, (count, head) at y. */
+static void blend(const Op *op, const float *p, int64_t ld, int64_t count, const void *values, int64_t n, float *y) {
+  const int64_t head = op->head, whole = head / PANEL * PANEL;
+  values_of[op->narrow](p, ld, count, n, values, head, whole, y, head);
+  if (whole < head && op->narrow) values_bf16_avx2(p, ld, count, n, (const bf16 *)values + whole, head, L, y + whole, head);
+  if (whole < head && !op->narrow) values_float_avx2(p, ld, count, n, (const float *)values + whole, head, L, y + whole, head);
 }
 
 /* Softmax over n scores, in place; overwrites the padding up to a multiple of eight. */
@@ -616,72 +776,70 @@ static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int6
   for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
 }
 
-/* One head of keys and values, for the nodes of one group and the query heads that share it. */
-AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t kv, float *scratch) {
+/* One head of keys and values, for the nodes of one group and the query heads that share it. A row of scores holds those
+ * of the places from `start` on; then only those that the node sees, in the order of its path. */
+AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t kv, Worker *worker) {
   const int64_t from = pass->group_from[group], to = pass->group_from[group + 1];
-  const int64_t head = op->head, share = op->heads / op->kv_heads, narrow = op->narrow;
+  const int64_t head = op->head, share = op->heads / op->kv_heads, count = (to - from) * share;
+  const int64_t bytes = head * (op->narrow ? 2 : 4), ld = pass->reach + 2 * PANEL;
   const int cross = op->kind == CROSS;
   const int64_t *base = cross ? pass->source_lengths : pass->base;
-  const int64_t origin = (pass->slot[from] * op->kv_heads + kv) * (cross ? pass->sources : pass->capacity) * head;
-  const int64_t ld = (pass->longest + 15) / 16 * 16;
-  int64_t low[MANY], furthest = 0;
+  const int64_t origin = (pass->slot[from] * op->kv_heads + kv) * (cross ? pass->sources : pass->capacity);
+  const char *keys = (const char *)op->keys + origin * bytes, *values = (const char *)op->values + origin * bytes;
+  int64_t low[MANY], start = INT64_MAX, shared = INT64_MAX, end = 0;
+#define EXTRAS(i, e)                                                             \
+  for (int64_t e = pass->extra_from[i]; e < pass->extra_from[(i) + !cross]; e++) \
+    if (!op->window || pass->extra_position[e] > pass->position[i] - op->window)
+#define LEAST(a, b) a = (b) < a ? (b) : a
+#define MOST_OF(a, b) a = (b) > a ? (b) : a
   for (int64_t i = from; i < to; i++) {
     const int64_t first = op->window ? pass->position[i] - op->window + 1 : 0;
     low[i - from] = first < 0 ? 0 : first > base[i] ? base[i] : first;
-    if (base[i] > furthest) furthest = base[i];
-  }
-#define QUERY(i, h) (ROW(op->src, i) + (kv * share + (h)) * op->step)
-#define RESULT(i, h) (ROW(op->dst, i) + (kv * share + (h)) * head)
-#define WEIGHTS(i, h) (scratch + (((i) - from) * share + (h)) * ld)
-#define IN_BLOCK(i)                                                             \
-  const int64_t first = low[(i) - from] > block ? low[(i) - from] : block;      \
-  const int64_t last = base[i] < block + KEYS ? base[i] : block + KEYS; \
-  if (first >= last) continue;
-#define EXTRAS(i, e)                                                                                      \
-  for (int64_t e = pass->extra_from[i], seen = base[i] - low[(i) - from]; e < pass->extra_from[(i) + !cross]; e++) \
-    if (!op->window || pass->extra_position[e] > pass->position[i] - op->window)
-  for (int64_t block = 0; block < furthest; block += KEYS)
-    for (int64_t i = from; i < to; i++) {
-      IN_BLOCK(i)
-      for (int64_t h = 0; h < share; h++)
-        scores_of(QUERY(i, h), op->keys, origin + first * head, last - first, head, (int)narrow,
-                  WEIGHTS(i, h) + first - low[i - from]);
-    }
-  for (int64_t i = from; i < to; i++) {
-    int64_t count = base[i] - low[i - from];
+    LEAST(start, low[i - from]);
+    LEAST(shared, base[i]);
+    MOST_OF(end, base[i]);
     EXTRAS(i, e) {
-      for (int64_t h = 0; h < share; h++)
-        scores_of(QUERY(i, h), op->keys, origin + pass->extra[e] * head, 1, head, (int)narrow,
-                  WEIGHTS(i, h) + seen);
-      if (op->bias)
-        for (int64_t h = 0; h < share; h++)
-          lean(op, kv * share + h, pass->position[i], pass->extra_position[e], 1, WEIGHTS(i, h) + seen);
-      count = ++seen;
-    }
-    for (int64_t h = 0; h < share; h++) {
-      if (op->bias) lean(op, kv * share + h, pass->position[i], low[i - from], base[i] - low[i - from], WEIGHTS(i, h));
-      softmax(WEIGHTS(i, h), count, op->scale, op->cap);
-      memset(RESULT(i, h), 0, sizeof(float) * (size_t)head);
+      LEAST(start, pass->extra[e]);
+      MOST_OF(end, pass->extra[e] + 1);
     }
   }
-  for (int64_t block = 0; block < furthest; block += KEYS)
-    for (int64_t i = from; i < to; i++) {
-      IN_BLOCK(i)
-      for (int64_t h = 0; h < share; h++)
-        blend(WEIGHTS(i, h) + first - low[i - from], op->values, origin + first * head, last - first, head,
-              (int)narrow, RESULT(i, h));
+  for (int64_t i = from, at = 0; i < to; i++)
+    for (int64_t h = 0; h < share; h++, at++) {
+      const float *q = ROW(op->src, i) + (kv * share + h) * op->step;
+      if (op->narrow && units) narrow_row(q, head, worker->x + at * padded_to_32(head));
+      else memcpy(worker->queries + at * head, q, sizeof(float) * (size_t)head);
     }
-  for (int64_t i = from; i < to; i++) {
-    EXTRAS(i, e) {
-      for (int64_t h = 0; h < share; h++)
-        blend(WEIGHTS(i, h) + seen, op->values, origin + pass->extra[e] * head, 1, head, (int)narrow,
-              RESULT(i, h));
-      seen++;
+  worker->op = NULL; /* its nodes are overwritten */
+  score(op, worker, count, keys + start * bytes, end - start, worker->scores, ld);
+  for (int64_t i = from, at = 0; i < to; i++)
+    for (int64_t h = 0; h < share; h++, at++) {
+      float *row = worker->scores + at * ld, *s = row + low[i - from] - start;
+      const int64_t plain = base[i] - low[i - from];
+      int64_t n = 0;
+      EXTRAS(i, e) {
+        worker->extras[n] = row[pass->extra[e] - start];
+        if (op->bias) lean(op, kv * share + h, pass->position[i], pass->extra_position[e], 1, worker->extras + n);
+        n++;
+      }
+      memcpy(s + plain, worker->extras, sizeof(float) * (size_t)n);
+      if (op->bias) lean(op, kv * share + h, pass->position[i], low[i - from], plain, s);
+      softmax(s, plain + n, op->scale, op->cap);
+      memset(row, 0, sizeof(float) * (size_t)(low[i - from] - start));
     }
-    if (narrow)
-      for (int64_t d = 0; d < share * head; d += L)
-        _mm256_storeu_ps(RESULT(i, 0) + d, round8(_mm256_loadu_ps(RESULT(i, 0) + d)));
-  }
+  float *y = worker->queries;
+  memset(y, 0, sizeof(float) * (size_t)(count * head));
+  if (shared > start) blend(op, worker->scores, ld, count, values + start * bytes, shared - start, y);
+  else shared = start;
+  for (int64_t i = from, at = 0; i < to; i++)
+    for (int64_t h = 0; h < share; h++, at++) {
+      const float *row = worker->scores + at * ld, *p = row + base[i] - start;
+      const int64_t first = low[i - from] > shared ? low[i - from] : shared;
+      if (base[i] > first) blend(op, row + first - start, ld, 1, values + first * bytes, base[i] - first, y + at * head);
+      EXTRAS(i, e) blend(op, p++, ld, 1, values + pass->extra[e] * bytes, 1, y + at * head);
+      float *result = ROW(op->dst, i) + (kv * share + h) * head;
+      for (int64_t d = 0; d < head; d += L)
+        _mm256_storeu_ps(result + d, rounded(_mm256_loadu_ps(y + at * head + d), op->narrow));
+    }
 }
 
 /* ---------------------------------------------------------------- mixtures of experts */
@@ -777,7 +935,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
     case LINEAR:
     case GATED: {
       const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
-      return parts * ((op->out + BLOCK - 1) / BLOCK);
+      return parts * ((op->out + block_of(op) - 1) / block_of(op));
     }
     case PLAN: return 1;
     case ATTEND:
@@ -786,7 +944,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
   }
 }
 
-AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *scratch) {
+AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *worker) {
   switch (op->kind) {
     case EMBED: embed(op, pass, task); return;
     case RMS_NORM:
@@ -795,15 +953,16 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
     case LAYER_NORM: layer_norm(op, ROW(op->src, task), ROW(op->dst, task)); return;
     case LINEAR:
     case GATED: {
-      const int64_t blocks = (op->out + BLOCK - 1) / BLOCK, first = task % blocks * BLOCK, m0 = task / blocks * CHUNK;
+      const int64_t block = block_of(op), blocks = (op->out + block - 1) / block;
+      const int64_t first = task % blocks * block, m0 = task / blocks * CHUNK;
       const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
       const Part part = op->experts ? pass->plan->part[task / blocks] : (Part){0, m0, nodes < CHUNK ? nodes : CHUNK};
-      linear(op, pass, part.expert, first, rows < BLOCK ? rows : BLOCK, part.first, part.rows);
+      linear(op, pass, part.expert, first, rows < block ? rows : block, part.first, part.rows, worker);
       return;
     }
     case PREPARE: prepare(op, pass, task); return;
     case ATTEND:
-    case CROSS: attend(op, pass, task / op->kv_heads, task % op->kv_heads, scratch); return;
+    case CROSS: attend(op, pass, task / op->kv_heads, task % op->kv_heads, worker); return;
     case GATHER:
       memcpy(ROW(op->dst, task), ROW(op->src, pass->gather[task]), sizeof(float) * (size_t)op->in);
       return;
@@ -819,31 +978,74 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
 }
 
 static void each_thread(const Op *ops, int64_t count, const Pass *pass, Counter *counters, Barrier *barrier, int threads,
-                        float *scratch, size_t each) {
+                        Worker worker) {
   const int self = omp_get_thread_num(), all = omp_get_num_threads();
   for (int64_t i = 0; i < count; i++) {
     const int64_t total = tasks_of(ops + i, pass);
     int turn = 0;
     for (int64_t task; (task = claim(counters + i * threads, total, all, self, &turn)) >= 0;)
-      run_task(ops + i, pass, task, scratch + (size_t)self * each);
+      run_task(ops + i, pass, task, &worker);
     if (ops[i].wait) meet(barrier, all);
   }
 }
 
+/* The places that nodes see are before this one. */
+static int64_t reach_of(const Pass *pass) {
+  int64_t reach = 1;
+  for (int64_t i = 0; pass->base && i < pass->nodes; i++) {
+    if (pass->base[i] > reach) reach = pass->base[i];
+    if (pass->source_lengths && pass->source_lengths[i] > reach) reach = pass->source_lengths[i];
+  }
+  for (int64_t e = 0; e < pass->extras; e++)
+    if (pass->extra[e] >= reach) reach = pass->extra[e] + 1;
+  return (reach + PANEL - 1) / PANEL * PANEL;
+}
+
+/* The sizes of a worker's rooms, in numbers. */
+typedef struct {
+  size_t scores, queries, extras, keys, x, all;
+} Rooms;
+
+IN size_t whole_lines(int64_t numbers) { return (size_t)(numbers + 15) / 16 * 16; }
+
+static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t share) {
+  const int64_t chunk = pass->nodes < CHUNK ? pass->nodes : CHUNK, queries = share * MANY;
+  int64_t head = 0, wide = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int attends = ops[i].kind == ATTEND || ops[i].kind == CROSS;
+    if (attends && ops[i].head > head) head = ops[i].head;
+    if (attends && units && ops[i].narrow && queries * padded_to_32(ops[i].head) > wide)
+      wide = queries * padded_to_32(ops[i].head);
+    if ((ops[i].kind == LINEAR || ops[i].kind == GATED) && in_bf16(ops + i) && chunk * padded_to_32(ops[i].in) > wide)
+      wide = chunk * padded_to_32(ops[i].in);
+  }
+  Rooms r = {head ? whole_lines(queries * (pass->reach + 2 * PANEL)) : 0, whole_lines(queries * head),
+             head ? whole_lines(pass->longest) : 0, whole_lines(KEYS * head), whole_lines((wide + 1) / 2), 0};
+  r.all = r.scores + r.queries + r.extras + r.keys + r.x;
+  return r;
+}
+
 /* Returns 0, or 1 where there was no memory: nothing was done then. */
 static int run(const Op *ops, int64_t count, const Pass *given, int64_t share, int threads) {
-  const size_t each = (size_t)(share * MANY) * (size_t)((given->longest + 15) / 16 * 16);
+  Pass pass = *given;
+  pass.reach = reach_of(given);
+  const Rooms rooms = rooms_of(ops, count, &pass, share);
   Counter *counters = aligned_alloc(64, sizeof(Counter) * (size_t)(count * threads));
-  float *scratch = aligned_alloc(64, sizeof(float) * (each + 16) * (size_t)threads);
+  float *scratch = aligned_alloc(64, sizeof(float) * (rooms.all * (size_t)threads + 16));
   Barrier barrier = {0};
   Plan plan = {0};
-  Pass pass = *given;
   pass.plan = &plan;
   const int enough = room(ops, count, pass.nodes, &plan) && counters && scratch;
   if (enough) {
     memset(counters, 0, sizeof(Counter) * (size_t)(count * threads));
 #pragma omp parallel num_threads(threads)
-    each_thread(ops, count, &pass, counters, &barrier, threads, scratch, each);
+    {
+      float *own = scratch + (size_t)omp_get_thread_num() * rooms.all;
+      Worker worker = {.scores = own, .queries = own += rooms.scores, .extras = own += rooms.queries};
+      worker.keys = (uint32_t *)(own += rooms.extras);
+      worker.x = (bf16 *)(own += rooms.keys);
+      each_thread(ops, count, &pass, counters, &barrier, threads, worker);
+    }
   }
   free(counters);
   free(scratch);
@@ -867,9 +1069,10 @@ static int fits(const Pass *pass, int32_t buffer, int64_t width, int64_t rows) {
 }
 
 static int weights_fit(const Op *op) {
-  return op->weight && within(op->form, FLOAT, GROUPED) && within(op->out, 1, MOST) && within(op->in, 1, MOST) &&
-         (op->form < INT8 || op->scales) &&
-         (op->form != GROUPED || (within(op->shift, 4, 30) && op->in % ((int64_t)1 << op->shift) == 0));
+  const int grouped = op->form == GROUPED || op->form >= PANEL_GROUPED, scaled = op->form != PANEL_FLOAT && op->form != PANEL_BFLOAT;
+  return op->weight && within(op->form, FLOAT, FORMS - 1) && within(op->out, 1, MOST) && within(op->in, 1, MOST) &&
+         (op->form < INT8 || !scaled || op->scales) && (op->form < PANELS || op->apart % PANEL == 0) &&
+         (!grouped || (within(op->shift, 4, 30) && op->in % ((int64_t)1 << op->shift) == 0));
 }
 
 static int heads_fit(const Op *op, int64_t share) {
@@ -891,7 +1094,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case LAYER_NORM:
       return op->weight && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
     case GATED:
-      if (!op->second || (op->form >= INT8 && !op->second_scales)) return 0; /* fall through */
+      if (!op->second || (op->scales && !op->second_scales)) return 0; /* fall through */
     case LINEAR:
       return weights_fit(op) && fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->out, dealt) &&
              (!op->experts || (top > 0 && op->apart > 0));
@@ -1001,15 +1204,26 @@ int64_t truedraft_layout(void) {
          (int64_t)sizeof(Pass);
 }
 
-/* Which instruction set the linear layers use: 0 none, 2 AVX2, 5 AVX-512. At most `wanted`. */
+#define USE(set)                                                                                                        \
+  (linears[FLOAT] = linear_float_##set, linears[BFLOAT] = linear_bf16_##set, linears[INT8] = linear_int8_##set,          \
+   linears[GROUPED] = linear_grouped_##set, linears[PANEL_FLOAT] = panels_float_##set,                                   \
+   linears[PANEL_BFLOAT] = panels_bf16_##set, linears[PANEL_INT8] = panels_int8_##set,                                   \
+   linears[PANEL_GROUPED] = panels_grouped_##set, linears[PANEL_INT4] = panels_int4_##set)
+
+/* Which instructions the linear layers use: 0 none, 2 AVX2, 5 AVX-512, 6 AVX-512 with those for bf16. At most `wanted`. */
 int truedraft_choose(int wanted) {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || wanted < 2) return 0;
   const int wide = wanted >= 5 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  linears[FLOAT] = wide ? linear_float_avx512 : linear_float_avx2;
-  linears[BF16] = wide ? linear_bf16_avx512 : linear_bf16_avx2;
-  linears[INT8] = wide ? linear_int8_avx512 : linear_int8_avx2;
-  linears[GROUPED] = wide ? linear_grouped_avx512 : linear_grouped_avx2;
-  return wide ? 5 : 2;
+  units = wanted >= 6 && wide && __builtin_cpu_supports("avx512bf16");
+  if (wide) USE(avx512);
+  else USE(avx2);
+  values_of[0] = wide ? values_float_avx512 : values_float_avx2;
+  values_of[1] = wide ? values_bf16_avx512 : values_bf16_avx2;
+  if (units) {
+    linears[BFLOAT] = linear_bf16_units;
+    linears[PANEL_BFLOAT] = panels_bf16_units;
+  }
+  return units ? 6 : wide ? 5 : 2;
 }
