@@ -72,12 +72,12 @@ def main() -> None:
     for name, loaded in models(args.model):
         for kept in args.weights:
             model = WEIGHTS[kept](loaded)
-            gauge, targets = Gauge(), [DecoderTarget(model), DecoderTarget(model, "stock")]
+            gauge, targets = Gauge(dtype=model.dtype), [DecoderTarget(model), DecoderTarget(model, "stock")]
             compiled, stock = measure_passes(targets, args.context, args.widths, args.rounds, gauge)
             machine = gauge.machine()
             table = Table(
                 title=f"{name} {kept}, by {targets[0].runtime}; this machine reads {machine.bandwidth / 1e9:.0f} GB/s "
-                f"and does {machine.rate / 1e9:.0f} fp32 GFLOP/s"
+                f"and does {machine.rate / 1e9:.0f} GFLOP/s"
             )
             for column in ("width", "floor", "bound by", "compiled", "of width 1", "attained", "transformers", "gain"):
                 table.add_column(column, justify="right")

@@ -14,11 +14,14 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from truedraft.runtime import native
+from truedraft.runtime.native import Form
 from truedraft.runtime.weights import stored
 from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Prompt
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+STEPS = 1 << 20  # of multiply-adds in a sample
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,16 @@ class RooflinePoint:
 class Gauge:
     """Memory bandwidth and multiply rate, sampled in turns with passes, so that the same disturbances affect both.
 
-    Read bandwidth is that of a sum over 256 MB (4 GB on a GPU), the rate that of a square product in `dtype`.
+    Read bandwidth is that of a sum over 256 MB (4 GB on a GPU). The rate is that of the best multiply-add instruction for
+    weights of `dtype` with its operands in registers, and where there is no compiled code that of a square product.
     """
 
     def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32):
         numbers, side = (1 << 30, 8192) if device == "cuda" else (64 << 20, 1024)
         self._large = torch.ones(numbers, device=device)
         self._square = torch.ones(side, side, device=device, dtype=dtype)
+        self._library = native.library() if device == "cpu" else None
+        self._form = Form.BF16 if dtype == torch.bfloat16 else Form.FLOAT
         self._settle = torch.cuda.synchronize if device == "cuda" else int
         self._reading: list[float] = []
         self._multiplying: list[float] = []
@@ -62,13 +68,22 @@ class Gauge:
         self._multiplying.clear()
 
     def sample(self) -> None:
-        self._reading.append(timed(lambda: (self._large.sum(), self._settle())))
-        self._multiplying.append(timed(lambda: (self._square @ self._square, self._settle())))
+        self._reading.append(self._large.nbytes / timed(lambda: (self._large.sum(), self._settle())))
+        start = time.perf_counter()
+        operations = self._multiply()
+        self._multiplying.append(operations / (time.perf_counter() - start))
+
+    def _multiply(self) -> int:
+        """Multiply for some milliseconds; the operations done."""
+        if self._library is not None:
+            return self._library.truedraft_multiply(self._form, STEPS, torch.get_num_threads())
+        self._square @ self._square
+        self._settle()
+        return 2 * len(self._square) ** 3
 
     def machine(self) -> Machine:
         """Medians of the samples; at least one is required."""
-        bandwidth = self._large.numel() * 4 / median(self._reading)
-        return Machine(bandwidth, 2 * len(self._square) ** 3 / median(self._multiplying))
+        return Machine(median(self._reading), median(self._multiplying))
 
 
 def measure_passes(

@@ -24,7 +24,7 @@ typedef uint16_t bf16;
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define IN static inline __attribute__((always_inline))
 
-enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -1196,6 +1196,18 @@ int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int 
   const int64_t stride[2] = {op->in, op->out};
   const Pass pass = {.nodes = nodes, .buffer = buffer, .stride = stride};
   return run(op, 1, &pass, 0, threads);
+}
+
+/* Has all threads multiply numbers in registers, by the instruction for this form of weights; the operations done. */
+int64_t truedraft_multiply(int form, int64_t steps, int threads) {
+  const int paired = units && form == BFLOAT, wide = linears[FLOAT] != linear_float_avx2;
+  void (*multiply)(float *, int64_t) = paired ? multiply_units : wide ? multiply_avx512 : multiply_avx2;
+#pragma omp parallel num_threads(threads)
+  {
+    float numbers[RUNNING * 16] = {0};
+    multiply(numbers, steps);
+  }
+  return steps * threads * RUNNING * (wide ? 16 : 8) * (paired ? 4 : 2);
 }
 
 /* The layout of the structures in memory, to detect a stale build. */
