@@ -50,8 +50,8 @@ class RooflinePoint:
 class Gauge:
     """Memory bandwidth and multiply rate, sampled in turns with passes, so that the same disturbances affect both.
 
-    Read bandwidth is that of a sum over 256 MB (4 GB on a GPU). The rate is that of the best multiply-add instruction for
-    weights of `dtype` with its operands in registers, and where there is no compiled code that of a square product.
+    Read bandwidth is that of a sum over 256 MB (4 GB on a GPU). The rate is that of the best multiply-add instruction
+    for weights of `dtype` with its operands in registers, and where there is no compiled code that of a square product.
     """
 
     def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32):
