@@ -25,7 +25,7 @@ setup(
         Extension(
             "truedraft.runtime.native._pass",
             sources=[f"{native}/pass.c"],
-            depends=[f"{native}/linear.inc"],
+            depends=[f"{native}/{name}.inc" for name in ("linear", "panels", "recurrent")],
             # products and sums stay apart where the source keeps them apart: results are to be the same everywhere
             extra_compile_args=["-O3", "-ffp-contract=off", "-fopenmp"],
             extra_link_args=["-fopenmp"],

@@ -190,6 +190,7 @@ class Program:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
         shared: dict[str, Any] = dict(
             heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head, step=3 * head if fused else head,
+            kv_step=3 * head if fused else head,
             window=config.sliding_window if self.layer_types[index] == "sliding_attention" else 0,
         )  # fmt: skip
         norms: dict[str, Any] = {}

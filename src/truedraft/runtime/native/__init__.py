@@ -38,6 +38,12 @@ class OpKind(enum.IntEnum):
     DEAL = 14
     COMBINE = 15
     CROSS = 16
+    MULTIPLY = 17
+    GATE = 18
+    CONVOLVE = 19
+    RATES = 20
+    RECUR = 21
+    GATED_NORM = 22
 
 
 class Failure(enum.IntEnum):
@@ -72,7 +78,7 @@ class Op(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
         *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window", "step")),
-        *((name, c_int64) for name in ("k_at", "v_at", "experts", "top", "apart", "blank")),
+        *((name, c_int64) for name in ("kv_step", "k_at", "v_at", "experts", "top", "apart", "blank")),
         *(
             (name, c_void_p)
             for name in ("weight", "second", "scales", "second_scales", "bias", "other_bias", "q_norm", "k_norm")
@@ -107,7 +113,9 @@ class PassArguments(ctypes.Structure):
         ),
         ("groups", c_int64),
         ("group_from", INTEGERS),
-        *((name, c_int64) for name in ("longest", "slots", "extras", "buffers")),
+        *((name, c_int64) for name in ("longest", "slots", "extras", "rows")),
+        *((name, INTEGERS) for name in ("row_from", "parent", "settled", "path_from", "path")),
+        *((name, c_int64) for name in ("drafted", "buffers")),
         ("room", INTEGERS),
         ("buffer", POINTER(c_void_p)),
         ("stride", INTEGERS),

@@ -24,7 +24,7 @@ typedef uint16_t bf16;
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define IN static inline __attribute__((always_inline))
 
-enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -361,7 +361,7 @@ static int units; /* bf16 products by the instruction for them, with x in bf16 *
 
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
-  ROUTE, PLAN, DEAL, COMBINE, CROSS
+  ROUTE, PLAN, DEAL, COMBINE, CROSS, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM
 };
 
 typedef struct {
@@ -373,8 +373,11 @@ typedef struct {
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all;
                      ROUTE: 1 = the weights of a node are divided by their sum; COMBINE: 1 = products are not rounded */
   int64_t out, in;
-  int64_t heads, kv_heads, head, rotary, window;
-  int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q, k and v ... */
+  int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
+                                                    CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row */
+  int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
+                                           GATE: from head to head in the row of the gates, the first at k_at */
+  int64_t kv_step;                      /* ... and in those of k and v ... */
   int64_t k_at, v_at;                   /* ... which begin here in theirs */
   int64_t experts, top;                 /* number of experts, 0 for none, and of experts per node */
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights */
@@ -383,7 +386,8 @@ typedef struct {
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
-  void *keys, *values;                  /* (slots, kv_heads, capacity, head) */
+  void *keys, *values;                  /* (slots, kv_heads, capacity, head); CONVOLVE, RECUR: states, and what drafts
+                                           bring to them (slots, drafted, ...) */
   const float *cosine, *sine;           /* (positions, rotary) */
   float eps, scale, cap;
   int32_t norm_once;                    /* PREPARE: the norms round once */
@@ -422,6 +426,12 @@ typedef struct {
   int64_t longest;                      /* most positions that a node sees */
   int64_t slots;                        /* of the cache */
   int64_t extras;                       /* entries of `extra` */
+  int64_t rows;                         /* of layers with states: the rows of the pass, or 0 */
+  const int64_t *row_from;              /* (rows + 1,): their nodes */
+  const int64_t *parent;                /* (nodes,): the node before it, or -1 */
+  const int64_t *settled;               /* (rows,): so many first nodes, a chain, are committed by the pass */
+  const int64_t *path_from, *path;      /* what was committed of the last pass's drafts: their places in `drafted` */
+  int64_t drafted;                      /* nodes of a row that are not settled, at most */
   int64_t buffers;
   const int64_t *room;                  /* (buffers,): floats in each */
   float **buffer;
@@ -549,6 +559,8 @@ AVX2 static void layer_norm(const Op *op, const float *x, float *y) {
 /* What a thread has for itself: room for attention; and for nodes in bf16, which are those of `op` from `first` on. */
 typedef struct {
   float *scores, *queries, *extras;
+  float *vectors, *states;              /* RECUR: directions of queries and keys; states of a slice of a head */
+  int64_t *holders;
   uint32_t *keys;
   bf16 *x;
   const Op *op;
@@ -675,17 +687,17 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
 /* Head by head: norm, rotation, and the keys and values of the node into the cache. */
 AVX2 static void prepare(const Op *op, const Pass *pass, int64_t node) {
   float *q = ROW(op->src, node), *k = ROW(op->other, node) + op->k_at, *v = ROW(op->dst, node) + op->v_at;
-  const int64_t position = pass->position[node], head = op->head, step = op->step;
+  const int64_t position = pass->position[node], head = op->head, step = op->step, kv_step = op->kv_step;
   for (int64_t h = 0; h < op->heads; h++) {
     if (op->q_norm) rms_row(q + h * step, q + h * step, head, op->q_norm, op->eps, op->narrow, op->norm_once);
     if (op->rotary) rotate(q + h * step, op, position);
   }
   for (int64_t h = 0; h < op->kv_heads; h++) {
-    if (op->k_norm) rms_row(k + h * step, k + h * step, head, op->k_norm, op->eps, op->narrow, op->norm_once);
-    if (op->rotary) rotate(k + h * step, op, position);
+    if (op->k_norm) rms_row(k + h * kv_step, k + h * kv_step, head, op->k_norm, op->eps, op->narrow, op->norm_once);
+    if (op->rotary) rotate(k + h * kv_step, op, position);
     const int64_t at = ((pass->slot[node] * op->kv_heads + h) * pass->capacity + pass->place[node]) * head;
-    put(op->keys, at, k + h * step, head, op->narrow);
-    put(op->values, at, v + h * step, head, op->narrow);
+    put(op->keys, at, k + h * kv_step, head, op->narrow);
+    put(op->values, at, v + h * kv_step, head, op->narrow);
   }
 }
 
@@ -842,6 +854,10 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
     }
 }
 
+/* ---------------------------------------------------------------- layers with states */
+
+#include "recurrent.inc"
+
 /* ---------------------------------------------------------------- mixtures of experts */
 
 /* The experts of a node and their weights, the likeliest first; of equals, the first one. */
@@ -918,6 +934,7 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
     switch (op->kind) {
       case ACTIVATE: v = activated(v, op->mode); break;
       case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
+      case MULTIPLY: v = _mm256_mul_ps(v, _mm256_loadu_ps(z + k)); break;
       case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->scale)); break;
       default: { /* CAP, each step rounded as torch does */
         const __m256 cap = _mm256_set1_ps(op->cap);
@@ -926,6 +943,18 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
       }
     }
     _mm256_storeu_ps(y + k, rounded(v, op->narrow));
+  }
+}
+
+/* Each head of a row times its activated gates. */
+AVX2 static void gate(const Op *op, const Pass *pass, int64_t node) {
+  for (int64_t h = 0; h < op->heads; h++) {
+    const float *x = ROW(op->src, node) + h * op->step + op->k_at;
+    float *y = ROW(op->dst, node) + h * op->head;
+    for (int64_t k = 0; k < op->head; k += L) {
+      const __m256 g = rounded(activated(_mm256_loadu_ps(x + k), op->mode), op->narrow);
+      _mm256_storeu_ps(y + k, rounded(_mm256_mul_ps(_mm256_loadu_ps(y + k), g), op->narrow));
+    }
   }
 }
 
@@ -938,6 +967,8 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
       return parts * ((op->out + block_of(op) - 1) / block_of(op));
     }
     case PLAN: return 1;
+    case CONVOLVE: return pass->rows * ((op->in + CHANNELS - 1) / CHANNELS);
+    case RECUR: return pass->rows * op->kv_heads;
     case ATTEND:
     case CROSS: return pass->groups * op->kv_heads;
     default: return nodes;
@@ -973,6 +1004,15 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
         memcpy(ROW(op->dst, *row), ROW(op->src, task), sizeof(float) * (size_t)op->in);
       return;
     case COMBINE: combine(op, pass, task); return;
+    case GATE: gate(op, pass, task); return;
+    case CONVOLVE: {
+      const int64_t blocks = (op->in + CHANNELS - 1) / CHANNELS, c = task % blocks * CHANNELS, left = op->in - c;
+      convolve(op, pass, task / blocks, c, left < CHANNELS ? left : CHANNELS);
+      return;
+    }
+    case RATES: rates_row(op, pass, task); return;
+    case RECUR: recur(op, pass, task / op->kv_heads, task % op->kv_heads, worker); return;
+    case GATED_NORM: gated_norm(op, pass, task); return;
     default: elementwise(op, pass, task);
   }
 }
@@ -1003,7 +1043,7 @@ static int64_t reach_of(const Pass *pass) {
 
 /* The sizes of a worker's rooms, in numbers. */
 typedef struct {
-  size_t scores, queries, extras, keys, x, all;
+  size_t scores, queries, extras, keys, x, vectors, states, holders, all;
 } Rooms;
 
 IN size_t whole_lines(int64_t numbers) { return (size_t)(numbers + 15) / 16 * 16; }
@@ -1020,8 +1060,21 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
       wide = chunk * padded_to_32(ops[i].in);
   }
   Rooms r = {head ? whole_lines(queries * (pass->reach + 2 * PANEL)) : 0, whole_lines(queries * head),
-             head ? whole_lines(pass->longest) : 0, whole_lines(KEYS * head), whole_lines((wide + 1) / 2), 0};
-  r.all = r.scores + r.queries + r.extras + r.keys + r.x;
+             head ? whole_lines(pass->longest) : 0, whole_lines(KEYS * head), whole_lines((wide + 1) / 2), 0, 0, 0, 0};
+  int64_t nodes = 0, drafts = 0, size = 0;
+  for (int64_t i = 0; i < pass->rows; i++) {
+    const int64_t own = pass->row_from[i + 1] - pass->row_from[i], path = pass->path_from[i + 1] - pass->path_from[i];
+    if (own + path > nodes) nodes = own + path;
+    if (own - pass->settled[i] > drafts) drafts = own - pass->settled[i];
+  }
+  for (int64_t i = 0; i < count; i++)
+    if (ops[i].kind == RECUR && ops[i].head > size) size = ops[i].head;
+  if (size) {
+    r.vectors = whole_lines(2 * nodes * size);
+    r.states = whole_lines((drafts + 1) * size * SLICE);
+    r.holders = whole_lines(2 * (3 * drafts + 1)); /* of 64 bits */
+  }
+  r.all = r.scores + r.queries + r.extras + r.keys + r.x + r.vectors + r.states + r.holders;
   return r;
 }
 
@@ -1044,6 +1097,9 @@ static int run(const Op *ops, int64_t count, const Pass *given, int64_t share, i
       Worker worker = {.scores = own, .queries = own += rooms.scores, .extras = own += rooms.queries};
       worker.keys = (uint32_t *)(own += rooms.extras);
       worker.x = (bf16 *)(own += rooms.keys);
+      worker.vectors = own += rooms.x;
+      worker.states = own += rooms.vectors;
+      worker.holders = (int64_t *)(own += rooms.states);
       each_thread(ops, count, &pass, counters, &barrier, threads, worker);
     }
   }
@@ -1081,6 +1137,20 @@ static int heads_fit(const Op *op, int64_t share) {
          within(op->step, op->head, MOST / op->heads) && op->keys && op->values;
 }
 
+/* Whether the operation of a layer with states stays within its buffers. */
+static int states_fit(const Op *op, const Pass *pass) {
+  if (!op->keys || !op->values || pass->rows < 1) return 0;
+  if (op->kind == CONVOLVE)
+    return op->weight && within(op->head, 1, TAPS) && within(op->mode, -1, SIGMOID) && op->in % L == 0 &&
+           fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, pass->nodes) && op->src != op->dst;
+  return within(op->head, 1, MOST) && op->head % L == 0 && within(op->step, 1, MOST) && op->step % L == 0 &&
+         within(op->kv_heads, 1, MOST / op->head) && within(op->heads, 1, MOST / op->step) &&
+         op->heads % op->kv_heads == 0 && op->k_at >= op->kv_heads * op->head &&
+         op->v_at >= op->k_at + op->kv_heads * op->head && op->v_at <= MOST &&
+         fits(pass, op->src, op->v_at + op->heads * op->step, pass->nodes) &&
+         fits(pass, op->other, 2 * op->heads, pass->nodes) && fits(pass, op->dst, op->heads * op->step, pass->nodes);
+}
+
 /* Whether an operation stays within the buffers, for as many nodes as the pass has. */
 static int op_fits(const Op *op, const Pass *pass, int64_t share) {
   const int64_t nodes = op->tail ? pass->tail : pass->nodes, top = op->top;
@@ -1099,7 +1169,8 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       return weights_fit(op) && fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->out, dealt) &&
              (!op->experts || (top > 0 && op->apart > 0));
     case PREPARE: {
-      const int64_t q = (op->heads - 1) * op->step + op->head, kv = (op->kv_heads - 1) * op->step + op->head;
+      if (!within(op->kv_step, op->head, MOST / op->heads)) return 0;
+      const int64_t q = (op->heads - 1) * op->step + op->head, kv = (op->kv_heads - 1) * op->kv_step + op->head;
       return heads_fit(op, share) && op->k_at >= 0 && op->v_at >= 0 && fits(pass, op->src, q, nodes) &&
              fits(pass, op->other, kv + op->k_at, nodes) && fits(pass, op->dst, kv + op->v_at, nodes) &&
              within(op->rotary, 0, op->head) && op->rotary % 2 == 0 && (!op->rotary || (op->cosine && op->sine));
@@ -1109,6 +1180,20 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       return heads_fit(op, share) && fits(pass, op->src, (op->heads - 1) * op->step + op->head, nodes) &&
              fits(pass, op->dst, op->heads * op->head, nodes) && op->window >= 0 &&
              (op->kind == ATTEND || (pass->source_lengths && pass->sources > 0));
+    case CONVOLVE:
+    case RECUR: return states_fit(op, pass);
+    case RATES:
+      return within(op->heads, 1, MOST / 2) && op->bias && op->other_bias && fits(pass, op->src, op->heads, nodes) &&
+             fits(pass, op->other, op->heads, nodes) && fits(pass, op->dst, 2 * op->heads, nodes);
+    case GATED_NORM:
+      return op->weight && within(op->head, 1, MOST) && op->head % L == 0 && within(op->heads, 1, MOST / op->head) &&
+             fits(pass, op->src, op->heads * op->head, nodes) && fits(pass, op->other, op->heads * op->head, nodes) &&
+             fits(pass, op->dst, op->heads * op->head, nodes);
+    case GATE:
+      return within(op->head, 1, MOST) && op->head % L == 0 && within(op->step, op->head, MOST) && op->k_at >= 0 &&
+             within(op->heads, 1, MOST / op->step) && fits(pass, op->dst, op->heads * op->head, nodes) &&
+             fits(pass, op->src, (op->heads - 1) * op->step + op->k_at + op->head, nodes);
+    case MULTIPLY:
     case ADD:
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->other, op->in, nodes) &&
              fits(pass, op->dst, op->in, nodes);
@@ -1166,6 +1251,30 @@ static int nodes_fit(const Pass *pass) {
   return FITS;
 }
 
+/* Whether the rows of layers with states are made of the pass's nodes, and refer to drafts that there is room for. */
+static int rows_fit(const Pass *pass) {
+  if (pass->rows == 0) return 1;
+  if (!within(pass->rows, 1, pass->nodes) || !within(pass->drafted, 0, MOST) || pass->row_from[0] != 0 ||
+      pass->row_from[pass->rows] != pass->nodes || pass->path_from[0] != 0)
+    return 0;
+  for (int64_t r = 0; r < pass->rows; r++) {
+    const int64_t first = pass->row_from[r], last = pass->row_from[r + 1], settled = pass->settled[r];
+    if (first >= last || last > pass->nodes || !within(settled, 0, last - first) ||
+        last - first - settled > pass->drafted || !within(pass->path_from[r + 1] - pass->path_from[r], 0, pass->drafted))
+      return 0;
+    for (int64_t i = first; i < last; i++)
+      if (pass->slot[i] != pass->slot[first] || pass->parent[i] >= i ||
+          (i == first ? pass->parent[i] != -1 : pass->parent[i] < first) ||
+          (i <= first + settled && i > first && pass->parent[i] != i - 1))
+        return 0;
+    for (int64_t r2 = 0; r2 < r; r2++)
+      if (pass->slot[pass->row_from[r2]] == pass->slot[first]) return 0;
+  }
+  for (int64_t i = 0; i < pass->path_from[pass->rows]; i++)
+    if (!within(pass->path[i], 0, pass->drafted - 1)) return 0;
+  return 1;
+}
+
 /* Returns 0; or an error, and nothing was done: NO_MEMORY, a token or a place out of range, inconsistent nodes or
    operations, a number of threads out of range. */
 int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share, int threads) {
@@ -1178,6 +1287,7 @@ int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share
       return BAD_OP;
   const int wrong = nodes_fit(pass);
   if (wrong) return wrong;
+  if (!rows_fit(pass)) return BAD_NODES;
   for (int64_t i = 0; i < count; i++) {
     if (!op_fits(ops + i, pass, share)) return BAD_OP;
     if (ops[i].kind != ATTEND || !ops[i].bias) continue;
