@@ -17,7 +17,7 @@ from truedraft.targets.decoder import DecoderTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-WITHOUT_PROGRAM = ["gpt2", "phimoe", "olmo"]
+WITHOUT_PROGRAM = ["gpt2", "phimoe", "bloom"]
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import torch
 
 from models import ARCHITECTURES, NO_FP64, tiny
 from nets import EVERY, node_net
+from truedraft.runtime.programs import PROGRAMS
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -16,7 +17,7 @@ def test_every_architecture(architecture: str) -> None:
     assert node_net(tiny(architecture, dtype), "oracle", tolerance=tolerance) > 50
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral", "gemma2", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("architecture", sorted({*PROGRAMS, "gpt2"}))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_dtypes(architecture: str, dtype: torch.dtype) -> None:
     # unsharpened: in bf16 the mask and positions are tested, not the error growth of large weights

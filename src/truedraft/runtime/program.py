@@ -12,7 +12,9 @@ from torch import Tensor
 from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.weights import Int8Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
 
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
+ACTIVATIONS = {
+    "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
+}  # fmt: skip
 SIGMOID = 4
 
 
@@ -45,12 +47,15 @@ class Program:
         default_factory=list
     )  # with relative position biases; the attention that has them
     head_from: int = 0  # the ops from here on read the gathered nodes
-    rotary: Any = None  # the module that computes cosines and sines, if any
+    rotary: Any = None  # what computes cosines and sines, if anything does
+    unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
+    factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions
     vocab_size: int = 0  # rows of the embedding
     activations: set[str] = field(default_factory=set)  # of its feed-forwards, by their names in configurations
     positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # source, copy, offset added
+    sums: torch.dtype = torch.float32  # in which offsets are added
 
     def op(self, kind: OpKind, layer: int = -1, wait: bool = True, **fields: Any) -> Op:
         for name in ("src", "other", "dst"):
@@ -102,7 +107,7 @@ class Program:
         return self._copied(vector, offset).data_ptr()
 
     def _copied(self, vector: Tensor, offset: float = 0.0) -> Tensor:
-        copy = padded(vector, offset)
+        copy = padded(vector, offset, self.sums)
         self.copies.append((vector.detach(), copy[: len(vector)], offset))
         return copy
 
@@ -111,9 +116,9 @@ class Program:
         if not self.copies:
             return
         torch._foreach_copy_([copy for _, copy, _ in self.copies], [vector for vector, _, _ in self.copies])
-        for _, copy, offset in self.copies:
+        for vector, copy, offset in self.copies:
             if offset:
-                copy.add_(offset)
+                copy.copy_(vector.to(self.sums) + offset)
 
     def _activation(self, name: str) -> int:
         if name not in ACTIVATIONS:
@@ -145,11 +150,11 @@ class Program:
             eps=_eps(norm), mode=once or offset != 0.0,
         )  # fmt: skip
 
-    def layer_norm(self, src: str, dst: str, norm: Any) -> None:
+    def layer_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0) -> None:
         if norm.weight is None:
             raise NotCompilable("its layer norms have no weights")
         self.op(
-            OpKind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight),
+            OpKind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight, offset),
             bias=self.small(getattr(norm, "bias", None)), eps=_eps(norm),
         )  # fmt: skip
 
@@ -159,7 +164,18 @@ class Program:
     def copy(self, src: str, dst: str, scale: float = 1.0) -> None:
         self.op(OpKind.SCALE, src=src, dst=dst, inner=self.widths[dst], scale=scale)
 
-    def qkv(self, src: str, attention: Any, config: Any) -> None:
+    def clamp(self, name: str, most: float) -> None:
+        self.op(OpKind.CLAMP, src=name, dst=name, inner=self.widths[name], cap=most)
+
+    def qkv(
+        self, src: str, attention: Any, config: Any, norm: Callable[[str, str, Any], None] | None = None,
+        clip: float | None = None,
+    ) -> None:  # fmt: skip
+        """Queries, keys and values, in "q", "k" and "v".
+
+        norm: of all queries of a node together, and of all its keys.
+        clip: the largest magnitude of their numbers.
+        """
         q, kv = config.num_attention_heads * attention.head_dim, kv_heads(config) * attention.head_dim
         if fused := getattr(attention, "qkv_proj", None):
             self.linear(src, "q", fused, (0, q), wait=False)
@@ -169,10 +185,17 @@ class Program:
             self.linear(src, "q", attention.q_proj, wait=False)
             self.linear(src, "k", attention.k_proj, wait=False)
             self.linear(src, "v", attention.v_proj)
+        if norm is not None:
+            norm("q", "q", attention.q_norm)
+            norm("k", "k", attention.k_norm)
+        if clip is not None:
+            for name in ("q", "k", "v"):
+                self.clamp(name, clip)
 
     def attend(
         self, index: int, attention: Any, config: Any, cap: float = 0.0, per_head: float | None = None,
         once: bool = False, interleaved: bool = False, scale: float | None = None, fused: str | None = None,
+        norms_last: bool = False,
     ) -> None:  # fmt: skip
         """Rotary embedding, cache update and attention over q, k and v; the result is in "a".
 
@@ -180,6 +203,7 @@ class Program:
         once: results of the rotation are rounded once.
         interleaved: adjacent numbers are rotated together, not the two halves of a head.
         fused: a buffer with q, k and v of each head side by side, instead of three buffers.
+        norms_last: the norms over each head follow the rotation.
         """
         head = head_of(attention)
         if head % 8:
@@ -190,8 +214,11 @@ class Program:
         )  # fmt: skip
         norms: dict[str, Any] = {}
         if per_head is not None:
-            q_norm, k_norm = (self.small(norm.weight, per_head) for norm in (attention.q_norm, attention.k_norm))
-            norms = dict(q_norm=q_norm, k_norm=k_norm, eps=_eps(attention.q_norm), norm_once=per_head != 0.0)
+            both = head_norms(attention)
+            q_norm, k_norm = (self.small(norm.weight, per_head) for norm in both)
+            norms = dict(
+                q_norm=q_norm, k_norm=k_norm, eps=_eps(both[0]), norm_once=per_head != 0.0, norm_last=norms_last
+            )
         self.op(
             OpKind.PREPARE, index, src=fused or "q", other=fused or "k", dst=fused or "v", mode=once,
             k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **shared, **norms,
@@ -225,15 +252,6 @@ class Program:
             other_bias=second["bias"], mode=self._activation(activation),
         )  # fmt: skip
 
-    def gate(self, activation: str) -> Callable[[Any], Any]:
-        """A gated feed-forward from "h", as an argument of `pre_norm`."""
-
-        def feed(mlp: Any) -> Any:
-            self.gated("h", mlp, activation)
-            return mlp.down_proj
-
-        return feed
-
     def mixtures(self, mlps: Iterable[Any]) -> None:
         """Buffers for feed-forwards, some of them mixtures of experts."""
         for mlp in mlps:
@@ -249,8 +267,8 @@ class Program:
             if dense is not None:
                 self.buffer("g", len(self.weight(dense.gate_proj).values))
 
-    def mixture(self, mlp: Any, activation: str, exact: bool = False) -> None:
-        """A mixture of experts from "h"; the result is in "t", and "h" is overwritten.
+    def mixture(self, src: str, mlp: Any, activation: str, exact: bool = False) -> None:
+        """A mixture of experts; the result is in "t", and "h" is overwritten.
 
         exact: in a bf16 model, routing weights and their products are not rounded before the sum.
         """
@@ -263,17 +281,17 @@ class Program:
         )
         shared = getattr(mlp, "shared_expert", None)
         to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
-        self.op(OpKind.LINEAR, src="h", dst="router", **router, wait=shared is None)
+        self.op(OpKind.LINEAR, src=src, dst="router", **router, wait=shared is None)
         if shared is not None:
-            self.linear("h", "shared", mlp.shared_expert_gate, wait=False)
-            self.gated("h", shared, activation)
+            self.linear(src, "shared", mlp.shared_expert_gate, wait=False)
+            self.gated(src, shared, activation)
             self.op(OpKind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
         self.op(
             OpKind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
             narrow=self.narrow and not exact, **to,
         )  # fmt: skip
         self.op(OpKind.PLAN, **to)
-        self.op(OpKind.DEAL, src="h", dst="dealt", inner=hidden, **to)
+        self.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
         self.op(
             OpKind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=self._activation(activation),
             apart=2 * inner, **to,
@@ -362,6 +380,13 @@ def head_of(attention: Any) -> int:
     """Head size of an attention module."""
     sizes = (getattr(attention, name, None) for name in ("head_dim", "head_size", "key_value_proj_dim"))
     return next(size for size in sizes if size)
+
+
+def head_norms(attention: Any) -> tuple[Any, Any]:
+    """The norms over each head of the queries and of the keys."""
+    if hasattr(attention, "query_layernorm"):
+        return attention.query_layernorm, attention.key_layernorm
+    return attention.q_norm, attention.k_norm
 
 
 def kv_heads(config: Any) -> int:

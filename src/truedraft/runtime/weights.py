@@ -125,10 +125,13 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
     )  # fmt: skip
 
 
-def padded(vector: Tensor, offset: float = 0.0) -> Tensor:
-    """A norm, bias or scales as fp32, plus `offset`, zero-padded to a multiple of sixteen."""
+def padded(vector: Tensor, offset: float = 0.0, sums: torch.dtype = torch.float32) -> Tensor:
+    """A norm, bias or scales as fp32, plus `offset`, zero-padded to a multiple of sixteen.
+
+    sums: the type in which the offset is added.
+    """
     result = torch.zeros((len(vector) + 15) // 16 * 16, dtype=torch.float32)
-    result[: len(vector)] = vector.detach().float() + offset
+    result[: len(vector)] = vector.detach().to(sums) + offset if offset else vector.detach()
     return result
 
 

@@ -38,6 +38,7 @@ class OpKind(enum.IntEnum):
     DEAL = 14
     COMBINE = 15
     CROSS = 16
+    CLAMP = 17
 
 
 class Failure(enum.IntEnum):
@@ -72,9 +73,9 @@ class Op(ctypes.Structure):
             (name, c_void_p)
             for name in ("weight", "second", "scales", "second_scales", "bias", "other_bias", "q_norm", "k_norm")
         ),
-        *((name, c_void_p) for name in ("keys", "values", "cosine", "sine")),
+        *((name, c_void_p) for name in ("keys", "values", "cosine", "sine", "factor")),
         *((name, c_float) for name in ("eps", "scale", "cap")),
-        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved")),
+        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved", "norm_last")),
     ]
 
 

@@ -135,7 +135,7 @@ AVX2 IN __m256 erf8(__m256 x) {
   return _mm256_div_ps(_mm256_mul_ps(x, p), q);
 }
 
-enum { SILU, GELU_TANH, GELU, RELU, SIGMOID };
+enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED };
 
 AVX2 IN __m256 activated(__m256 x, int kind) {
   __m256 one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
@@ -143,6 +143,10 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
     case SILU: return _mm256_div_ps(x, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
     case SIGMOID: return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
     case RELU: return _mm256_max_ps(x, _mm256_setzero_ps());
+    case RELU_SQUARED: {
+      __m256 r = _mm256_max_ps(_mm256_setzero_ps(), x); /* NaN stays NaN */
+      return _mm256_mul_ps(r, r);
+    }
     case GELU_TANH: {
       __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
       __m256 t = _mm256_mul_ps(_mm256_set1_ps(0.7978845608f), _mm256_fmadd_ps(_mm256_set1_ps(0.044715f), cube, x));
@@ -253,7 +257,7 @@ static const int64_t size_of[4] = {4, 2, 1, 1};
 
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
-  ROUTE, PLAN, DEAL, COMBINE, CROSS
+  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP
 };
 
 typedef struct {
@@ -277,12 +281,14 @@ typedef struct {
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head) */
   const float *cosine, *sine;           /* (positions, rotary) */
+  const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
   float eps, scale, cap;
   int32_t norm_once;                    /* PREPARE: the norms round once */
   int32_t form;                         /* LINEAR, GATED: of the weights */
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
                                            ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
+  int32_t norm_last;                    /* PREPARE: the norms follow the rotation */
 } Op;
 
 /* The routing of nodes to experts. Rows are permuted so that those of one expert are contiguous. */
@@ -522,17 +528,28 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
   }
 }
 
+/* Norm and rotation of one head, in their order. */
+AVX2 IN void prepare_head(const Op *op, float *x, const float *norm, int64_t position) {
+  if (norm && !op->norm_last) rms_row(x, x, op->head, norm, op->eps, op->narrow, op->norm_once);
+  if (op->rotary) rotate(x, op, position);
+  if (norm && op->norm_last) rms_row(x, x, op->head, norm, op->eps, op->narrow, op->norm_once);
+}
+
+AVX2 IN void scaled_row(float *x, int64_t width, float factor, int narrow) {
+  for (int64_t k = 0; k < width; k += L)
+    _mm256_storeu_ps(x + k, rounded(_mm256_mul_ps(_mm256_loadu_ps(x + k), _mm256_set1_ps(factor)), narrow));
+}
+
 /* Head by head: norm, rotation, and the keys and values of the node into the cache. */
 AVX2 static void prepare(const Op *op, const Pass *pass, int64_t node) {
   float *q = ROW(op->src, node), *k = ROW(op->other, node) + op->k_at, *v = ROW(op->dst, node) + op->v_at;
   const int64_t position = pass->position[node], head = op->head, step = op->step;
   for (int64_t h = 0; h < op->heads; h++) {
-    if (op->q_norm) rms_row(q + h * step, q + h * step, head, op->q_norm, op->eps, op->narrow, op->norm_once);
-    if (op->rotary) rotate(q + h * step, op, position);
+    prepare_head(op, q + h * step, op->q_norm, position);
+    if (op->factor) scaled_row(q + h * step, head, op->factor[position], op->narrow);
   }
   for (int64_t h = 0; h < op->kv_heads; h++) {
-    if (op->k_norm) rms_row(k + h * step, k + h * step, head, op->k_norm, op->eps, op->narrow, op->norm_once);
-    if (op->rotary) rotate(k + h * step, op, position);
+    prepare_head(op, k + h * step, op->k_norm, position);
     const int64_t at = ((pass->slot[node] * op->kv_heads + h) * pass->capacity + pass->place[node]) * head;
     put(op->keys, at, k + h * step, head, op->narrow);
     put(op->values, at, v + h * step, head, op->narrow);
@@ -761,6 +778,9 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
       case ACTIVATE: v = activated(v, op->mode); break;
       case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
       case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->scale)); break;
+      case CLAMP: /* NaN stays NaN */
+        v = _mm256_max_ps(_mm256_set1_ps(-op->cap), _mm256_min_ps(_mm256_set1_ps(op->cap), v));
+        break;
       default: { /* CAP, each step rounded as torch does */
         const __m256 cap = _mm256_set1_ps(op->cap);
         v = rounded(tanh8(rounded(_mm256_div_ps(v, cap), op->narrow)), op->narrow);
@@ -911,6 +931,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              fits(pass, op->dst, op->in, nodes);
     case ACTIVATE:
     case SCALE:
+    case CLAMP:
     case CAP:
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes) &&
              within(op->other, 0, pass->buffers - 1);
