@@ -22,6 +22,9 @@ _COMMON: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=0,
 )
+_GPT: dict[str, Any] = dict(
+    vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=None
+)
 _KINDS = ["sliding_attention", "full_attention"]
 _NO_GQA = {k: v for k, v in _COMMON.items() if k != "num_key_value_heads"}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -56,8 +59,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_COMMON, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8},
     "phi": _COMMON,
     "phi3": _COMMON,
-    "gpt2": dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=None),
+    "gpt2": _GPT,
+    "gpt_bigcode": {**_GPT, "multi_query": True},
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "codegen": {**_GPT, "n_embd": 64, "n_head": 8, "rotary_dim": 4},
     "bloom": dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None),
+    "persimmon": _NO_GQA,
     "gpt_neox": _NO_GQA,
     "opt": {
         **{k: v for k, v in _NO_GQA.items() if k != "intermediate_size"},

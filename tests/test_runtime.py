@@ -247,7 +247,7 @@ def _other_experts() -> torch.nn.Module:
 
 
 UNSUITED = {
-    "no program": (lambda: tiny("gpt2", torch.float32), "no program for gpt2"),
+    "no program": (lambda: tiny("bloom", torch.float32), "no program for bloom"),
     "dtype": (lambda: tiny("llama", torch.float64), "neither float32 nor bfloat16"),
     "an adapter": (_adapted, "_Adapted where a linear layer stood"),
     "experts of another kind": (_other_experts, "_Other among its experts"),

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
-from truedraft.runtime.native import Op, OpKind
+from truedraft.runtime.native import Form, Op, OpKind
 from truedraft.runtime.weights import Int8Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
 
 ACTIVATIONS = {
@@ -139,8 +140,23 @@ class Program:
         scale: float = 1.0,
     ) -> None:
         """dst = layer(src), or dst += layer(src) with `add`; `rows` selects a part of a fused weight."""
+        if type(layer) is Conv1D and scale == 1.0:
+            self._columns(src, dst, layer, rows or (0, layer.nf), add, wait)
+            return
         self.op(
             OpKind.LINEAR, src=src, dst=dst, **self.read(self.weight(layer, rows)), mode=add, wait=wait, scale=scale
+        )  # fmt: skip
+
+    def _columns(self, src: str, dst: str, layer: Any, rows: tuple[int, int], add: bool, wait: bool) -> None:
+        """A linear layer whose weight is (in, out), read in place."""
+        weight, (first, last) = plain(layer.weight, self.dtype), rows
+        if (last - first) % 8:
+            raise NotCompilable(f"a linear layer of {last - first} outputs, not a multiple of eight")
+        self.kept.append(weight)
+        self.op(
+            OpKind.COLUMNS, src=src, dst=dst, weight=weight[:, first:].data_ptr(), inner=len(weight), out=last - first,
+            apart=weight.shape[1], form=Form.BF16 if self.narrow else Form.FLOAT, mode=add, wait=wait,
+            bias=self.small(layer.bias[first:last]),
         )  # fmt: skip
 
     def rms_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0, once: bool = False) -> None:
@@ -177,7 +193,8 @@ class Program:
         clip: the largest magnitude of their numbers.
         """
         q, kv = config.num_attention_heads * attention.head_dim, kv_heads(config) * attention.head_dim
-        if fused := getattr(attention, "qkv_proj", None):
+        fused = getattr(attention, "qkv_proj", None) or getattr(attention, "c_attn", None)
+        if fused is not None:
             self.linear(src, "q", fused, (0, q), wait=False)
             self.linear(src, "k", fused, (q, q + kv), wait=False)
             self.linear(src, "v", fused, (q + kv, q + 2 * kv))
@@ -307,7 +324,7 @@ class Program:
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden activations of a feed-forward without a gate, in "g"."""
         self.linear(src, "g", layer)
-        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=self._activation(activation))
+        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=_outputs(layer), mode=self._activation(activation))
 
     def begin(
         self, model: Any, inner: int, scale: float = 1.0, given_too: bool = False, attention: Any = None,
@@ -404,6 +421,10 @@ def _mixture(mlp: Any) -> tuple[int, int, int]:
     if both.ndim != 3 or both.shape != (count, 2 * down.shape[-1], hidden) or down.shape[:2] != (count, hidden):
         raise NotCompilable("its experts are not of the sizes of its router")
     return count, hidden, down.shape[-1]
+
+
+def _outputs(layer: Any) -> int:
+    return layer.nf if type(layer) is Conv1D else layer.out_features
 
 
 def _eps(norm: Any) -> float:

@@ -322,6 +322,46 @@ def phi(p: Program, model: Any) -> None:
     p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.final_layernorm))
 
 
+def gptj(p: Program, model: Any) -> None:
+    """GPT-J and CodeGen: parallel attention and feed-forward after one norm, neighbours rotated together."""
+    c, body = model.config, model.transformer
+    attention = body.h[0].attn
+    head, heads = attention.head_dim, c.num_attention_heads
+    if c.rotary_dim is None:
+        raise NotCompilable("its rotation is as wide as its hidden states")
+
+    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        known = attention.embed_positions[positions.clamp(max=attention.max_positions - 1)].to(like.dtype)
+        sine, cosine = (half.repeat_interleave(2, -1) for half in known.chunk(2, -1))
+        return cosine, sine
+
+    parts = 4  # of CodeGen's fused weights, each with queries, values and keys of some heads
+    size = heads * head // parts
+    if c.model_type == "codegen":
+        for name in "qkv":
+            p.buffer(name, heads * head)
+            for part in range(1, parts):
+                p.part(f"{name}{part}", name, part * size)
+    p.begin(model, body.h[0].mlp.fc_in.out_features, attention=attention, rotary=tables)
+    for i, layer in enumerate(body.h):
+        p.layer_norm("x", "h", layer.ln_1)
+        if c.model_type == "codegen":
+            for part in range(parts):
+                for at, name in enumerate("qvk"):
+                    first, dst = (3 * part + at) * size, f"{name}{part}" if part else name
+                    p.linear("h", dst, layer.attn.qkv_proj, (first, first + size), wait=part == parts - 1 and at == 2)
+        else:
+            p.qkv("h", layer.attn, c)
+        p.attend(i, layer.attn, c, interleaved=True, scale=head**-0.5)
+        p.linear("a", "t", layer.attn.out_proj)
+        p.activated("h", layer.mlp.fc_in, c.activation_function)
+        p.linear("g", "h", layer.mlp.fc_out)
+        p.add("t", "h", "h")
+        p.add("h", "x", "x")
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
+
+
 def cohere(p: Program, model: Any) -> None:
     """Cohere: parallel attention and gated feed-forward, neighbours rotated together, scaled logits. Cohere 2 rotates
     in layers with a sliding window only."""
@@ -339,7 +379,7 @@ def cohere(p: Program, model: Any) -> None:
         p.linear("a", "x", layer.self_attn.o_proj, add=True)
         p.linear("g", "x", layer.mlp.down_proj, add=True)
         p.outputs.append(len(p.ops) - 1)
-    final(p, model, p.layer_norm, scale=model.logit_scale)
+    final(p, model, p.layer_norm, scale=getattr(model, "logit_scale", 1.0))
 
 
 def gpt_neox(p: Program, model: Any) -> None:
@@ -362,6 +402,29 @@ def gpt_neox(p: Program, model: Any) -> None:
         p.add("h", "x", "x")
         p.outputs.append(len(p.ops) - 1)
     p.end(model, lambda src, dst: p.layer_norm(src, dst, body.final_layer_norm))
+
+
+def gpt2(p: Program, model: Any) -> None:
+    """GPT-2, whose weights are (in, out), and GPT-BigCode: learned positions, layer norms before the blocks."""
+    c, body = model.config, model.transformer
+    first = body.h[0]
+    apart = getattr(first.attn, "multi_query", True)  # queries, keys and values, not those of each head side by side
+    if not apart:
+        p.buffer("qkv", 3 * c.hidden_size)
+    p.begin(model, first.mlp.c_fc.weight.numel() // c.hidden_size, attention=first.attn, positions=body.wpe)
+    for i, layer in enumerate(body.h):
+        p.layer_norm("x", "h", layer.ln_1)
+        if apart:
+            p.qkv("h", layer.attn, c)
+        else:
+            p.linear("h", "qkv", layer.attn.c_attn)
+        p.attend(i, layer.attn, c, scale=layer.attn.scaling, fused=None if apart else "qkv")
+        p.linear("a", "x", layer.attn.c_proj, add=True)
+        p.layer_norm("x", "h", layer.ln_2)
+        p.activated("h", layer.mlp.c_fc, c.activation_function)
+        p.linear("g", "x", layer.mlp.c_proj, add=True)
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
 
 
 def opt(p: Program, model: Any) -> None:
@@ -424,6 +487,10 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "cohere": cohere,
     "cohere2": cohere,
     "gpt_neox": gpt_neox,
+    "gpt2": gpt2,
+    "gpt_bigcode": gpt2,
+    "gptj": gptj,
+    "codegen": gptj,
     "opt": opt,
     "mixtral": mixtral,
     "qwen2_moe": mixtral,

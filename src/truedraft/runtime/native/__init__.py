@@ -39,6 +39,7 @@ class OpKind(enum.IntEnum):
     COMBINE = 15
     CROSS = 16
     CLAMP = 17
+    COLUMNS = 18
 
 
 class Failure(enum.IntEnum):
@@ -75,7 +76,7 @@ class Op(ctypes.Structure):
         ),
         *((name, c_void_p) for name in ("keys", "values", "cosine", "sine", "factor")),
         *((name, c_float) for name in ("eps", "scale", "cap")),
-        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved", "norm_last")),
+        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved", "norm_last", "bias_last")),
     ]
 
 

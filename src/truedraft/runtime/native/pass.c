@@ -23,7 +23,7 @@ typedef uint16_t bf16;
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define IN static inline __attribute__((always_inline))
 
-enum { L = 8, BLOCK = 24, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000 };
+enum { L = 8, BLOCK = 24, WIDE = 32, DEEP = 128, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -257,7 +257,7 @@ static const int64_t size_of[4] = {4, 2, 1, 1};
 
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
-  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP
+  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS
 };
 
 typedef struct {
@@ -266,14 +266,15 @@ typedef struct {
   int32_t src, other, dst;
   int32_t narrow; /* the model computes in bf16: results are rounded so */
   int32_t tail;   /* runs over the gathered nodes only */
-  int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all;
+  int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR, COLUMNS: 1 = added to dst; EMBED: 1 = scales all;
                      ROUTE: 1 = the weights of a node are divided by their sum; COMBINE: 1 = products are not rounded */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window;
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q, k and v ... */
   int64_t k_at, v_at;                   /* ... which begin here in theirs */
   int64_t experts, top;                 /* number of experts, 0 for none, and of experts per node */
-  int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights */
+  int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights;
+                                           COLUMNS: from row to row of the weights, (in, apart) per expert */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
@@ -289,6 +290,7 @@ typedef struct {
                                            ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
   int32_t norm_last;                    /* PREPARE: the norms follow the rotation */
+  int32_t bias_last;                    /* COLUMNS: the bias is added to the rounded product */
 } Op;
 
 /* The routing of nodes to experts. Rows are permuted so that those of one expert are contiguous. */
@@ -490,6 +492,59 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
       }
     }
   }
+}
+
+/* y (nodes, WIDE) += x (nodes, in) times `deep` rows of weights (in, apart), `vectors` vectors of outputs. */
+AVX2 IN void columns_tile(const Op *op, const void *weight, int64_t deep, int vectors, int nodes, const float *x,
+                          int64_t ldx, float *y) {
+  __m256 acc[2][WIDE / L];
+  UNROLL for (int m = 0; m < nodes; m++)
+    UNROLL for (int v = 0; v < vectors; v++) acc[m][v] = _mm256_loadu_ps(y + m * WIDE + v * L);
+  for (int64_t k = 0; k < deep; k++) {
+    const int64_t at = k * op->apart;
+    UNROLL for (int v = 0; v < vectors; v++) {
+      const __m256 w = op->form == BF16 ? widen8((const bf16 *)weight + at + v * L)
+                                        : _mm256_loadu_ps((const float *)weight + at + v * L);
+      UNROLL for (int m = 0; m < nodes; m++) acc[m][v] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + m * ldx + k), w, acc[m][v]);
+    }
+  }
+  UNROLL for (int m = 0; m < nodes; m++)
+    UNROLL for (int v = 0; v < vectors; v++) _mm256_storeu_ps(y + m * WIDE + v * L, acc[m][v]);
+}
+
+/* Outputs [first, first + rows) of a linear layer with weights (in, out): each is a sum over its inputs in order. */
+AVX2 static void columns(const Op *op, const Pass *pass, int64_t expert, int64_t first, int64_t rows, int64_t m0,
+                         int64_t nodes) {
+  const int64_t ldx = pass->stride[op->src], ldy = pass->stride[op->dst], size = size_of[op->form];
+  const char *weight = (const char *)op->weight + (expert * op->in * op->apart + first) * size;
+  const float *x = ROW(op->src, m0), *bias = op->bias ? op->bias + expert * op->out + first : NULL;
+  float all[CHUNK * WIDE], *dst = ROW(op->dst, m0) + first;
+  memset(all, 0, sizeof(float) * (size_t)(nodes * WIDE));
+  for (int64_t k = 0; k < op->in; k += DEEP) {
+    const int64_t deep = op->in - k < DEEP ? op->in - k : DEEP;
+    const char *w = weight + k * op->apart * size;
+    for (int64_t m = 0; m < nodes; m += 2) {
+      const float *from = x + m * ldx + k;
+      float *to = all + m * WIDE;
+      if (rows == WIDE) {
+        if (m + 1 < nodes) columns_tile(op, w, deep, WIDE / L, 2, from, ldx, to);
+        else columns_tile(op, w, deep, WIDE / L, 1, from, ldx, to);
+      } else {
+        for (int64_t r = 0; r < rows; r += L) {
+          if (m + 1 < nodes) columns_tile(op, w + r * size, deep, 1, 2, from, ldx, to + r);
+          else columns_tile(op, w + r * size, deep, 1, 1, from, ldx, to + r);
+        }
+      }
+    }
+  }
+  for (int64_t m = 0; m < nodes; m++)
+    for (int64_t r = 0; r < rows; r += L) {
+      float *y = dst + m * ldy + r;
+      __m256 v = _mm256_loadu_ps(all + m * WIDE + r);
+      if (bias) v = _mm256_add_ps(rounded(v, op->narrow && op->bias_last), _mm256_loadu_ps(bias + r));
+      v = rounded(v, op->narrow);
+      _mm256_storeu_ps(y, op->mode ? rounded(_mm256_add_ps(_mm256_loadu_ps(y), v), op->narrow) : v);
+    }
 }
 
 /* ---------------------------------------------------------------- attention */
@@ -799,6 +854,10 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
       const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
       return parts * ((op->out + BLOCK - 1) / BLOCK);
     }
+    case COLUMNS: {
+      const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
+      return parts * ((op->out + WIDE - 1) / WIDE);
+    }
     case PLAN: return 1;
     case ATTEND:
     case CROSS: return pass->groups * op->kv_heads;
@@ -819,6 +878,13 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
       const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
       const Part part = op->experts ? pass->plan->part[task / blocks] : (Part){0, m0, nodes < CHUNK ? nodes : CHUNK};
       linear(op, pass, part.expert, first, rows < BLOCK ? rows : BLOCK, part.first, part.rows);
+      return;
+    }
+    case COLUMNS: {
+      const int64_t blocks = (op->out + WIDE - 1) / WIDE, first = task % blocks * WIDE, m0 = task / blocks * CHUNK;
+      const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
+      const Part part = op->experts ? pass->plan->part[task / blocks] : (Part){0, m0, nodes < CHUNK ? nodes : CHUNK};
+      columns(op, pass, part.expert, first, rows < WIDE ? rows : WIDE, part.first, part.rows);
       return;
     }
     case PREPARE: prepare(op, pass, task); return;
@@ -915,6 +981,10 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case LINEAR:
       return weights_fit(op) && fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->out, dealt) &&
              (!op->experts || (top > 0 && op->apart > 0));
+    case COLUMNS:
+      return op->weight && within(op->form, FLOAT, BF16) && within(op->in, 1, MOST) && within(op->out, 1, MOST) &&
+             op->out % L == 0 && within(op->apart, op->out, MOST) && fits(pass, op->src, op->in, dealt) &&
+             fits(pass, op->dst, op->out, dealt) && (!op->experts || top > 0);
     case PREPARE: {
       const int64_t q = (op->heads - 1) * op->step + op->head, kv = (op->kv_heads - 1) * op->step + op->head;
       return heads_fit(op, share) && op->k_at >= 0 && op->v_at >= 0 && fits(pass, op->src, q, nodes) &&
