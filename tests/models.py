@@ -110,6 +110,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 
+_GRANITE = ARCHITECTURES["granite"]
+_EXPERTS: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2)
+ARCHITECTURES |= {
+    "granitemoe": {**_GRANITE, **_EXPERTS},
+    "granitemoeshared": {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 40},
+    "hyperclovax": {**_GRANITE, "head_dim": 8, "use_post_norm": True},
+    "apertus": {**_COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "falcon": {**_NO_GQA, "ffn_hidden_size": 48},
+    "flex_olmo": {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **_COMMON,
+        **_EXPERTS,
+        "head_dim": 8,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
 # Text models that exist only inside a vision model: the type of that model.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 INSIDE = {
@@ -130,6 +149,7 @@ _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_
 # left-padded window (Gemma 2) deviates from its output for the same prompt alone; the mask of BLOOM overflows in fp32,
 # in which the softmax is
 NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
+NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 
 
 @cache

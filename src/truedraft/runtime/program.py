@@ -241,7 +241,8 @@ class Program:
             k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **shared, **norms,
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
-        self.op(OpKind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, **shared)
+        sinks = self.small(getattr(attention, "sinks", None))
+        self.op(OpKind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **shared)
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""
@@ -282,7 +283,7 @@ class Program:
                 self.buffer("shared", 1)
                 dense = getattr(mlp, "shared_expert", None)
             if dense is not None:
-                self.buffer("g", len(self.weight(dense.gate_proj).values))
+                self.buffer("g", dense.down_proj.in_features)
 
     def mixture(self, src: str, mlp: Any, activation: str, exact: bool = False) -> None:
         """A mixture of experts; the result is in "t", and "h" is overwritten.
@@ -296,12 +297,14 @@ class Program:
         gate, up, down, router = (
             self.read(Weight(w, None, None)) for w in (both[0, :inner], both[0, inner:], last[0], rows)
         )
-        shared = getattr(mlp, "shared_expert", None)
+        shared, shared_gate = getattr(mlp, "shared_expert", None), getattr(mlp, "shared_expert_gate", None)
         to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
         self.op(OpKind.LINEAR, src=src, dst="router", **router, wait=shared is None)
+        if shared_gate is not None:
+            self.linear(src, "shared", shared_gate, wait=False)
         if shared is not None:
-            self.linear(src, "shared", mlp.shared_expert_gate, wait=False)
             self.gated(src, shared, activation)
+        if shared_gate is not None:
             self.op(OpKind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
         self.op(
             OpKind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
@@ -317,14 +320,49 @@ class Program:
             self.linear("g", "h", shared.down_proj, wait=False)
         self.op(OpKind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
         self.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=exact, **to)
-        if shared is not None:
+        if shared_gate is not None:
             self.op(OpKind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
+        if shared is not None:
             self.add("t", "h", "t")
+
+    def clamped_mixture(self, src: str, mlp: Any) -> None:
+        """A mixture of experts with biases and weights (in, out), whose gates are clamped; the result is in "t"."""
+        router, experts = mlp.router, mlp.experts
+        both, last, rows = (plain(w, self.dtype) for w in (experts.gate_up_proj, experts.down_proj, router.weight))
+        count, inner, hidden = last.shape
+        if both.shape != (count, hidden, 2 * inner) or rows.shape != (count, hidden) or inner % 8 or hidden % 8:
+            raise NotCompilable("its experts are not of the sizes of its router, or of multiples of eight")
+        self.kept += [both, last]
+        to: dict[str, Any] = dict(experts=count, top=router.top_k)
+        form = Form.BF16 if self.narrow else Form.FLOAT
+        self.op(OpKind.LINEAR, src=src, dst="router", **self.read(Weight(rows, None, router.bias)))
+        self.op(OpKind.ROUTE, src="router", dst="routing", mode=True, **to)
+        self.op(OpKind.PLAN, **to)
+        self.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
+        self.op(
+            OpKind.COLUMNS, src="dealt", dst="both", weight=both.data_ptr(), inner=hidden, out=2 * inner, form=form,
+            apart=2 * inner, bias=self.small(experts.gate_up_proj_bias.flatten()), bias_last=True, **to,
+        )  # fmt: skip
+        self.op(OpKind.GLU, src="both", dst="inner", inner=inner, scale=experts.alpha, cap=experts.limit, **to)
+        self.op(
+            OpKind.COLUMNS, src="inner", dst="dealt", weight=last.data_ptr(), inner=inner, out=hidden, form=form,
+            apart=hidden, bias=self.small(experts.down_proj_bias.flatten()), bias_last=True, **to,
+        )  # fmt: skip
+        self.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, **to)
 
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden activations of a feed-forward without a gate, in "g"."""
         self.linear(src, "g", layer)
         self.op(OpKind.ACTIVATE, src="g", dst="g", inner=_outputs(layer), mode=self._activation(activation))
+
+    def xielu(self, src: str, layer: Any, activation: Any) -> None:
+        """The hidden activations of a feed-forward whose activation, xIELU, has parameters; in "g"."""
+        self.linear(src, "g", layer)
+        self.activations.add("xielu")
+        self.op(
+            OpKind.XIELU, src="g", dst="g", inner=_outputs(layer), bias=self.small(activation.alpha_p),
+            other_bias=self.small(activation.alpha_n), scale=float(activation.beta), eps=float(activation.eps),
+        )  # fmt: skip
 
     def begin(
         self, model: Any, inner: int, scale: float = 1.0, given_too: bool = False, attention: Any = None,

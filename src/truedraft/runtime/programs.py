@@ -173,6 +173,22 @@ def arcee(p: Program, model: Any) -> None:
     final(p, model, p.rms_norm)
 
 
+def apertus(p: Program, model: Any) -> None:
+    """Apertus: Llama with norms over each head, and a feed-forward without a gate."""
+    c = model.config
+
+    def feed(src: str, layer: Any) -> Any:
+        p.xielu(src, layer.mlp.up_proj, layer.mlp.act_fn)
+        return layer.mlp.down_proj
+
+    p.begin(model, c.intermediate_size)
+    blocks(
+        p, model, p.rms_norm, feed if c.hidden_act == "xielu" else ungated(p, c.hidden_act),
+        ("attention_layernorm", None, "feedforward_layernorm", None), per_head=0.0,
+    )  # fmt: skip
+    final(p, model, p.rms_norm)
+
+
 def glm(p: Program, model: Any) -> None:
     """GLM and, with norms around each block, GLM 4: neighbours rotated together, in part of each head."""
     c = model.config
@@ -249,11 +265,12 @@ def olmo(p: Program, model: Any) -> None:
 
 
 def olmo2(p: Program, model: Any) -> None:
-    """OLMo 2 and 3: norms after the blocks, and over all queries and keys together."""
+    """OLMo 2 and 3: norms after the blocks, and over all queries and keys together; with experts, FlexOLMo."""
     c = model.config
     norm = partial(p.rms_norm, once=True)
-    p.begin(model, c.intermediate_size)
-    blocks(p, model, norm, gate(p, c.hidden_act), AFTER, whole=norm, once=True)
+    p.mixtures(layer.mlp for layer in model.model.layers)
+    p.begin(model, 0)
+    blocks(p, model, norm, experts(p, c.hidden_act), AFTER, whole=norm, once=True)
     final(p, model, norm)
 
 
@@ -273,6 +290,57 @@ def granite(p: Program, model: Any) -> None:
     p.begin(model, c.intermediate_size, c.embedding_multiplier, given_too=True)
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), scale=c.residual_multiplier)
     final(p, model, p.rms_norm, scale=1 / c.logits_scaling)
+
+
+def granite_moe(p: Program, model: Any) -> None:
+    """Granite MoE: Granite with mixtures of experts, and perhaps a feed-forward beside each."""
+    c = model.config
+
+    def mixture(layer: Any) -> SimpleNamespace:
+        moe, shared = layer.block_sparse_moe, getattr(layer, "shared_mlp", None)
+        if shared is not None:
+            shared = SimpleNamespace(gate_up_proj=shared.input_linear, down_proj=shared.output_linear)
+        return SimpleNamespace(gate=moe.router, experts=moe.experts, shared_expert=shared)
+
+    def feed(src: str, layer: Any) -> None:
+        p.mixture(src, mixture(layer), c.hidden_act)
+
+    p.mixtures(mixture(layer) for layer in model.model.layers)
+    p.begin(model, 0, c.embedding_multiplier, given_too=True)
+    blocks(p, model, p.rms_norm, feed, scale=c.residual_multiplier)
+    final(p, model, p.rms_norm, scale=1 / c.logits_scaling)
+
+
+def hyperclovax(p: Program, model: Any) -> None:
+    """HyperCLOVA X: Llama with a factor on embeddings, blocks and logits, and perhaps norms after each block."""
+    c = model.config
+    norms: Norms = BEFORE
+    if c.use_post_norm:
+        norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    p.begin(model, c.intermediate_size, c.embedding_multiplier, given_too=True)
+    blocks(p, model, p.rms_norm, gate(p, c.hidden_act), norms, scale=c.residual_multiplier)
+    final(p, model, p.rms_norm, scale=c.logits_scaling)
+
+
+def gpt_oss(p: Program, model: Any) -> None:
+    """gpt-oss: attention with sinks, mixtures of experts with biases and clamped gates."""
+    c, rotary = model.config, model.model.rotary_emb
+
+    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.cat([table, table], -1) for table in rotary(like, positions))
+
+    def feed(src: str, layer: Any) -> None:
+        p.clamped_mixture(src, layer.mlp)
+
+    norm, top = partial(p.rms_norm, once=True), c.num_experts_per_tok
+    p.buffer("router", c.num_local_experts)
+    p.buffer("routing", top)
+    p.buffer("dealt", c.hidden_size, top)
+    p.buffer("both", 2 * c.intermediate_size, top)
+    p.buffer("inner", c.intermediate_size, top)
+    p.begin(model, 0, rotary=tables)
+    blocks(p, model, norm, feed)
+    final(p, model, norm)
 
 
 def starcoder2(p: Program, model: Any) -> None:
@@ -358,6 +426,28 @@ def gptj(p: Program, model: Any) -> None:
         p.linear("g", "h", layer.mlp.fc_out)
         p.add("t", "h", "h")
         p.add("h", "x", "x")
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
+
+
+def falcon(p: Program, model: Any) -> None:
+    """Falcon with one head of keys and values: parallel attention and feed-forward after one norm."""
+    c, body = model.config, model.transformer
+    if c.alibi or c.new_decoder_architecture or not c.multi_query or not c.parallel_attn:
+        raise NotCompilable("its attention has biases or several heads of keys, or its blocks are not parallel")
+    attention = body.h[0].self_attention
+    heads = SimpleNamespace(num_attention_heads=c.num_attention_heads, num_key_value_heads=1)
+    p.begin(model, c.ffn_hidden_size, attention=attention, rotary=body.rotary_emb)
+    for i, layer in enumerate(body.h):
+        attention = layer.self_attention
+        p.layer_norm("x", "h", layer.input_layernorm)
+        p.qkv("h", SimpleNamespace(head_dim=attention.head_dim, qkv_proj=attention.query_key_value), heads)
+        p.attend(i, attention, heads, scale=attention.inv_norm_factor)
+        p.linear("a", "t", attention.dense)
+        p.activated("h", layer.mlp.dense_h_to_4h, c.activation)
+        p.linear("g", "h", layer.mlp.dense_4h_to_h)
+        p.add("h", "t", "h")
+        p.add("x", "h", "x")
         p.outputs.append(len(p.ops) - 1)
     p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
 
@@ -462,6 +552,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "iquestcoder": llama,
     "hunyuan_v1_dense": hunyuan,
     "arcee": arcee,
+    "apertus": apertus,
     "ernie4_5": ernie,
     "glm": glm,
     "glm4": glm,
@@ -478,8 +569,13 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "olmo": olmo,
     "olmo2": olmo2,
     "olmo3": olmo2,
+    "flex_olmo": olmo2,
     "exaone4": exaone4,
     "granite": granite,
+    "granitemoe": granite_moe,
+    "granitemoeshared": granite_moe,
+    "hyperclovax": hyperclovax,
+    "gpt_oss": gpt_oss,
     "starcoder2": starcoder2,
     "nemotron": nemotron,
     "stablelm": stablelm,
@@ -490,6 +586,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "gpt2": gpt2,
     "gpt_bigcode": gpt2,
     "gptj": gptj,
+    "falcon": falcon,
     "codegen": gptj,
     "opt": opt,
     "mixtral": mixtral,

@@ -100,12 +100,18 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
     Raises:
         NotCompilable: the layer is of another class, or its memory layout is not supported.
     """
-    if type(layer) is not nn.Linear:
+    if type(layer) is not nn.Linear and not (_falcons(layer) and layer.bias is None):
         raise NotCompilable(f"it has a {type(layer).__name__} where a linear layer stood")
     weight = layer.weight
     if type(weight).__module__.startswith("torchao."):
         return Weight(*_integers(weight), layer.bias)
     return Weight(plain(weight, dtype), None, layer.bias)
+
+
+def _falcons(layer: Any) -> bool:
+    """Whether it is Falcon's class of linear layers, which round before they add a bias."""
+    kind = type(layer)
+    return (kind.__module__, kind.__name__) == ("transformers.models.falcon.modeling_falcon", "FalconLinear")
 
 
 def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], dict[str, Any]]:

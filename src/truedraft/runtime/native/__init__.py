@@ -40,6 +40,8 @@ class OpKind(enum.IntEnum):
     CROSS = 16
     CLAMP = 17
     COLUMNS = 18
+    GLU = 19
+    XIELU = 20
 
 
 class Failure(enum.IntEnum):
@@ -72,7 +74,17 @@ class Op(ctypes.Structure):
         *((name, c_int64) for name in ("k_at", "v_at", "experts", "top", "apart", "blank")),
         *(
             (name, c_void_p)
-            for name in ("weight", "second", "scales", "second_scales", "bias", "other_bias", "q_norm", "k_norm")
+            for name in (
+                "weight",
+                "second",
+                "scales",
+                "second_scales",
+                "bias",
+                "other_bias",
+                "q_norm",
+                "k_norm",
+                "sinks",
+            )
         ),
         *((name, c_void_p) for name in ("keys", "values", "cosine", "sine", "factor")),
         *((name, c_float) for name in ("eps", "scale", "cap")),

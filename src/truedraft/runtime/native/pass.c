@@ -257,7 +257,7 @@ static const int64_t size_of[4] = {4, 2, 1, 1};
 
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
-  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS
+  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU
 };
 
 typedef struct {
@@ -280,6 +280,7 @@ typedef struct {
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
+  const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head) */
   const float *cosine, *sine;           /* (positions, rotary) */
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
@@ -655,8 +656,8 @@ AVX2 IN void blend(const float *p, const void *values, int64_t at, int64_t n, in
   }
 }
 
-/* Softmax over n scores, in place; overwrites the padding up to a multiple of eight. */
-AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
+/* Softmax over n scores, in place, and over a sink if there is one; overwrites the padding up to a multiple of eight. */
+AVX2 static void softmax(float *s, int64_t n, float scale, float cap, const float *sink) {
   const __m256 low = _mm256_set1_ps(-INFINITY);
   __m256 top = low;
   for (int64_t j = n; j % L; j++) s[j] = -INFINITY;
@@ -669,7 +670,7 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
     _mm256_storeu_ps(s + j, v);
     top = _mm256_max_ps(v, top); /* a NaN in v is lost here, and reappears in the sum */
   }
-  float lanes[L], best = -INFINITY;
+  float lanes[L], best = sink ? *sink : -INFINITY;
   _mm256_storeu_ps(lanes, top);
   for (int i = 0; i < L; i++) best = lanes[i] > best ? lanes[i] : best;
   __m256 total = _mm256_setzero_ps();
@@ -678,7 +679,9 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
     _mm256_storeu_ps(s + j, e);
     total = _mm256_add_ps(total, e);
   }
-  const __m256 r = _mm256_set1_ps(1.0f / sum8(total));
+  float sum = sum8(total);
+  if (sink) sum += _mm256_cvtss_f32(exp8(_mm256_set1_ps(*sink - best)));
+  const __m256 r = _mm256_set1_ps(1.0f / sum);
   for (int64_t j = 0; j < n; j += L) _mm256_storeu_ps(s + j, _mm256_mul_ps(_mm256_loadu_ps(s + j), r));
 }
 
@@ -732,7 +735,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
     }
     for (int64_t h = 0; h < share; h++) {
       if (op->bias) lean(op, kv * share + h, pass->position[i], low[i - from], base[i] - low[i - from], WEIGHTS(i, h));
-      softmax(WEIGHTS(i, h), count, op->scale, op->cap);
+      softmax(WEIGHTS(i, h), count, op->scale, op->cap, op->sinks ? op->sinks + kv * share + h : NULL);
       memset(RESULT(i, h), 0, sizeof(float) * (size_t)head);
     }
   }
@@ -762,7 +765,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   float *p = ROW(op->src, node), *w = ROW(op->dst, node), total = 0.0f;
   int64_t *row = pass->plan->row + node * op->top;
-  softmax(p, op->experts, 1.0f, 0.0f);
+  softmax(p, op->experts, 1.0f, 0.0f, NULL);
   for (int64_t k = 0; k < op->top; k++) {
     int64_t best = 0;
     for (int64_t e = 1; e < op->experts; e++)
@@ -808,6 +811,24 @@ AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
   }
 }
 
+/* (u + 1) g sigmoid(scale g) of clamped neighbours (g, u) of a row. */
+AVX2 static void clamped_glu(const Op *op, const Pass *pass, int64_t row) {
+  const float *x = ROW(op->src, row);
+  const __m256 cap = _mm256_set1_ps(op->cap), low = _mm256_set1_ps(-op->cap);
+  float *y = ROW(op->dst, row);
+  for (int64_t k = 0; k < op->in; k += L) {
+    const __m256 a = _mm256_loadu_ps(x + 2 * k), b = _mm256_loadu_ps(x + 2 * k + L);
+    __m256 g = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(a, b, 0x88)), 0xd8));
+    __m256 u = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(a, b, 0xdd)), 0xd8));
+    g = rounded(_mm256_min_ps(cap, g), op->narrow);
+    u = rounded(_mm256_max_ps(low, _mm256_min_ps(cap, u)), op->narrow);
+    const __m256 s = rounded(_mm256_mul_ps(g, _mm256_set1_ps(op->scale)), op->narrow);
+    g = rounded(_mm256_mul_ps(g, rounded(activated(s, SIGMOID), op->narrow)), op->narrow);
+    u = rounded(_mm256_add_ps(u, _mm256_set1_ps(1.0f)), op->narrow);
+    _mm256_storeu_ps(y + k, rounded(_mm256_mul_ps(u, g), op->narrow));
+  }
+}
+
 /* Allocates the plan of a pass. */
 static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
   int64_t pairs = 0, experts = 0;
@@ -823,6 +844,30 @@ static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
 }
 
 /* ---------------------------------------------------------------- running it */
+
+AVX2 static float softplus(float a, int narrow) {
+  float part[L] = {a > 20.0f ? a : log1pf(expf(a))};
+  if (narrow) _mm256_storeu_ps(part, round8(_mm256_loadu_ps(part)));
+  return part[0];
+}
+
+/* xIELU, each step rounded as torch does: `bias` and `other_bias` hold its two parameters, `scale` is its beta. */
+AVX2 static void xielu(const Op *op, const float *x, float *y) {
+  float rise[L] = {op->scale + softplus(*op->other_bias, op->narrow)};
+  const __m256 beta = _mm256_set1_ps(op->scale), above = _mm256_set1_ps(softplus(*op->bias, op->narrow));
+  _mm256_storeu_ps(rise, rounded(_mm256_loadu_ps(rise), op->narrow));
+  const __m256 below = _mm256_set1_ps(rise[0]), one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
+  for (int64_t k = 0; k < op->in; k += L) {
+    const __m256 v = _mm256_loadu_ps(x + k), line = rounded(_mm256_mul_ps(beta, v), op->narrow);
+    const __m256 t = tanh8(_mm256_mul_ps(_mm256_min_ps(_mm256_set1_ps(op->eps), v), half));
+    const __m256 less = _mm256_div_ps(_mm256_add_ps(t, t), _mm256_sub_ps(one, t)); /* exp(v) - 1 */
+    __m256 left = rounded(_mm256_sub_ps(rounded(less, op->narrow), v), op->narrow);
+    left = rounded(_mm256_mul_ps(left, below), op->narrow);
+    const __m256 right = rounded(_mm256_mul_ps(rounded(_mm256_mul_ps(above, v), op->narrow), v), op->narrow);
+    const __m256 curve = _mm256_blendv_ps(left, right, _mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
+    _mm256_storeu_ps(y + k, rounded(_mm256_add_ps(curve, line), op->narrow));
+  }
+}
 
 AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
   const float *x = ROW(op->src, node), *z = ROW(op->other, node);
@@ -859,6 +904,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
       return parts * ((op->out + WIDE - 1) / WIDE);
     }
     case PLAN: return 1;
+    case GLU: return op->experts ? nodes * op->top : nodes;
     case ATTEND:
     case CROSS: return pass->groups * op->kv_heads;
     default: return nodes;
@@ -900,6 +946,8 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, float *s
         memcpy(ROW(op->dst, *row), ROW(op->src, task), sizeof(float) * (size_t)op->in);
       return;
     case COMBINE: combine(op, pass, task); return;
+    case GLU: clamped_glu(op, pass, task); return;
+    case XIELU: xielu(op, ROW(op->src, task), ROW(op->dst, task)); return;
     default: elementwise(op, pass, task);
   }
 }
@@ -1007,6 +1055,10 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              within(op->other, 0, pass->buffers - 1);
     case GATHER: return op->tail && fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, nodes);
     case ROUTE: return top > 0 && fits(pass, op->src, op->experts, nodes) && fits(pass, op->dst, top, nodes);
+    case XIELU:
+      return op->bias && op->other_bias && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
+    case GLU:
+      return within(op->in, 1, MOST / 2) && fits(pass, op->src, 2 * op->in, dealt) && fits(pass, op->dst, op->in, dealt);
     case PLAN: return top > 0 && !op->tail;
     case DEAL: return top > 0 && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, dealt);
     case COMBINE:
