@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, FalconConfig
 
 import truedraft
 from models import ARCHITECTURES, V, ragged, tiny
@@ -246,11 +247,16 @@ def _other_experts() -> torch.nn.Module:
     return model
 
 
+def _several_heads() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_config(FalconConfig(**{**ARCHITECTURES["falcon"], "multi_query": False})).eval()
+
+
 UNSUITED = {
     "no program": (lambda: tiny("bloom", torch.float32), "no program for bloom"),
     "dtype": (lambda: tiny("llama", torch.float64), "neither float32 nor bfloat16"),
     "an adapter": (_adapted, "_Adapted where a linear layer stood"),
     "experts of another kind": (_other_experts, "_Other among its experts"),
+    "several heads of keys": (_several_heads, "several heads of keys"),
     "other sizes": (_widened, "not of the sizes"),
     "a hook": (_hooked, r"hooks or replaced forwards would not be run \(model.layers.1\)"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,7 +121,7 @@ class Program:
             if offset:
                 copy.copy_(vector.to(self.sums) + offset)
 
-    def _activation(self, name: str) -> int:
+    def activation(self, name: str) -> int:
         if name not in ACTIVATIONS:
             raise NotCompilable(f"its activation is {name}")
         self.activations.add(name)
@@ -267,93 +267,13 @@ class Program:
         second = self.read(up)
         self.op(
             OpKind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
-            other_bias=second["bias"], mode=self._activation(activation),
+            other_bias=second["bias"], mode=self.activation(activation),
         )  # fmt: skip
-
-    def mixtures(self, mlps: Iterable[Any]) -> None:
-        """Buffers for feed-forwards, some of them mixtures of experts."""
-        for mlp in mlps:
-            dense = mlp
-            if hasattr(mlp, "experts"):
-                count, hidden, inner = _mixture(mlp)
-                self.buffer("router", count)
-                self.buffer("routing", mlp.gate.top_k)
-                self.buffer("dealt", hidden, mlp.gate.top_k)
-                self.buffer("inner", inner, mlp.gate.top_k)
-                self.buffer("shared", 1)
-                dense = getattr(mlp, "shared_expert", None)
-            if dense is not None:
-                self.buffer("g", dense.down_proj.in_features)
-
-    def mixture(self, src: str, mlp: Any, activation: str, exact: bool = False) -> None:
-        """A mixture of experts; the result is in "t", and "h" is overwritten.
-
-        exact: in a bf16 model, routing weights and their products are not rounded before the sum.
-        """
-        count, hidden, inner = _mixture(mlp)
-        both, last, rows = (
-            plain(w, self.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight)
-        )
-        gate, up, down, router = (
-            self.read(Weight(w, None, None)) for w in (both[0, :inner], both[0, inner:], last[0], rows)
-        )
-        shared, shared_gate = getattr(mlp, "shared_expert", None), getattr(mlp, "shared_expert_gate", None)
-        to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
-        self.op(OpKind.LINEAR, src=src, dst="router", **router, wait=shared is None)
-        if shared_gate is not None:
-            self.linear(src, "shared", shared_gate, wait=False)
-        if shared is not None:
-            self.gated(src, shared, activation)
-        if shared_gate is not None:
-            self.op(OpKind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
-        self.op(
-            OpKind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
-            narrow=self.narrow and not exact, **to,
-        )  # fmt: skip
-        self.op(OpKind.PLAN, **to)
-        self.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
-        self.op(
-            OpKind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=self._activation(activation),
-            apart=2 * inner, **to,
-        )  # fmt: skip
-        if shared is not None:
-            self.linear("g", "h", shared.down_proj, wait=False)
-        self.op(OpKind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
-        self.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=exact, **to)
-        if shared_gate is not None:
-            self.op(OpKind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
-        if shared is not None:
-            self.add("t", "h", "t")
-
-    def clamped_mixture(self, src: str, mlp: Any) -> None:
-        """A mixture of experts with biases and weights (in, out), whose gates are clamped; the result is in "t"."""
-        router, experts = mlp.router, mlp.experts
-        both, last, rows = (plain(w, self.dtype) for w in (experts.gate_up_proj, experts.down_proj, router.weight))
-        count, inner, hidden = last.shape
-        if both.shape != (count, hidden, 2 * inner) or rows.shape != (count, hidden) or inner % 8 or hidden % 8:
-            raise NotCompilable("its experts are not of the sizes of its router, or of multiples of eight")
-        self.kept += [both, last]
-        to: dict[str, Any] = dict(experts=count, top=router.top_k)
-        form = Form.BF16 if self.narrow else Form.FLOAT
-        self.op(OpKind.LINEAR, src=src, dst="router", **self.read(Weight(rows, None, router.bias)))
-        self.op(OpKind.ROUTE, src="router", dst="routing", mode=True, **to)
-        self.op(OpKind.PLAN, **to)
-        self.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
-        self.op(
-            OpKind.COLUMNS, src="dealt", dst="both", weight=both.data_ptr(), inner=hidden, out=2 * inner, form=form,
-            apart=2 * inner, bias=self.small(experts.gate_up_proj_bias.flatten()), bias_last=True, **to,
-        )  # fmt: skip
-        self.op(OpKind.GLU, src="both", dst="inner", inner=inner, scale=experts.alpha, cap=experts.limit, **to)
-        self.op(
-            OpKind.COLUMNS, src="inner", dst="dealt", weight=last.data_ptr(), inner=inner, out=hidden, form=form,
-            apart=hidden, bias=self.small(experts.down_proj_bias.flatten()), bias_last=True, **to,
-        )  # fmt: skip
-        self.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, **to)
 
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden activations of a feed-forward without a gate, in "g"."""
         self.linear(src, "g", layer)
-        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=_outputs(layer), mode=self._activation(activation))
+        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=_outputs(layer), mode=self.activation(activation))
 
     def xielu(self, src: str, layer: Any, activation: Any) -> None:
         """The hidden activations of a feed-forward whose activation, xIELU, has parameters; in "g"."""
@@ -447,18 +367,6 @@ def head_norms(attention: Any) -> tuple[Any, Any]:
 def kv_heads(config: Any) -> int:
     """Number of key-value heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
-def _mixture(mlp: Any) -> tuple[int, int, int]:
-    """Number of experts of a mixture, their input size and their hidden size."""
-    for part in (mlp.gate, mlp.experts):
-        if not type(part).__module__.startswith("transformers.models."):
-            raise NotCompilable(f"it has a {type(part).__name__} among its experts")
-    both, down, router = mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight
-    count, hidden = router.shape
-    if both.ndim != 3 or both.shape != (count, 2 * down.shape[-1], hidden) or down.shape[:2] != (count, hidden):
-        raise NotCompilable("its experts are not of the sizes of its router")
-    return count, hidden, down.shape[-1]
 
 
 def _outputs(layer: Any) -> int:
