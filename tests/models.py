@@ -22,18 +22,49 @@ _COMMON: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=0,
 )
+_GPT: dict[str, Any] = dict(
+    vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=None
+)
+_KINDS = ["sliding_attention", "full_attention"]
 _NO_GQA = {k: v for k, v in _COMMON.items() if k != "num_key_value_heads"}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
     "qwen2": _COMMON,
     "qwen3": {**_COMMON, "head_dim": 8},
     "mistral": {**_COMMON, "sliding_window": 9},
+    "ministral": {**_COMMON, "head_dim": 8, "sliding_window": 9, "layer_types": _KINDS},
+    "ministral3": {
+        **_COMMON,
+        "head_dim": 8,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 7,
+        },
+    },
+    "smollm3": {**_COMMON, "no_rope_layers": [1, 0, 1, 0]},
+    "seed_oss": {**_COMMON, "head_dim": 8, "attention_out_bias": True},
+    "hunyuan_v1_dense": {**_COMMON, "head_dim": 8},
+    "internlm3": {**_COMMON, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "iquestcoder": {**_COMMON, "head_dim": 8},
+    "arcee": _COMMON,
+    "ernie4_5": {**_COMMON, "head_dim": 8, "use_bias": True},
+    "glm": {**_COMMON, "head_dim": 8, "attention_bias": True},
+    "glm4": {**_COMMON, "head_dim": 8},
+    "helium": {**_COMMON, "head_dim": 8},
+    "gemma": {**_COMMON, "head_dim": 16},
     "gemma2": {**_COMMON, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8},
     "gemma3_text": {**_COMMON, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8},
     "phi": _COMMON,
     "phi3": _COMMON,
-    "gpt2": dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=None),
+    "gpt2": _GPT,
+    "gpt_bigcode": {**_GPT, "multi_query": True},
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "codegen": {**_GPT, "n_embd": 64, "n_head": 8, "rotary_dim": 4},
     "bloom": dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None),
+    "persimmon": _NO_GQA,
     "gpt_neox": _NO_GQA,
     "opt": {
         **{k: v for k, v in _NO_GQA.items() if k != "intermediate_size"},
@@ -52,19 +83,49 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "num_hidden_layers": 3,
     },
-    "olmoe": {**_COMMON, "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "norm_topk_prob": True},
+    "olmoe": {
+        **_COMMON,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "norm_topk_prob": True,
+        "clip_qkv": 1.5,
+    },
     "phimoe": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "olmo": _COMMON,
+    "olmo": {**_COMMON, "clip_qkv": 2.0},
     "olmo2": _COMMON,
+    "olmo3": {**_COMMON, "sliding_window": 9, "layer_types": _KINDS},
+    "exaone4": {**_COMMON, "sliding_window": 9, "layer_types": _KINDS},
     "stablelm": _COMMON,
     "starcoder2": {**_COMMON, "sliding_window": None},
+    "nemotron": {**_COMMON, "head_dim": 8},
     "cohere": _COMMON,
+    "cohere2": {**_COMMON, "sliding_window": 9, "layer_types": _KINDS},
     "granite": {  # factors default to 1, which would hide a missing one
         **_COMMON,
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.7,
         "attention_multiplier": 0.25,
         "logits_scaling": 1.5,
+    },
+}
+
+_GRANITE = ARCHITECTURES["granite"]
+_EXPERTS: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2)
+ARCHITECTURES |= {
+    "granitemoe": {**_GRANITE, **_EXPERTS},
+    "granitemoeshared": {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 40},
+    "hyperclovax": {**_GRANITE, "head_dim": 8, "use_post_norm": True},
+    "apertus": {**_COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "falcon": {**_NO_GQA, "ffn_hidden_size": 48},
+    "flex_olmo": {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **_COMMON,
+        **_EXPERTS,
+        "head_dim": 8,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
 
@@ -88,6 +149,7 @@ _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_
 # left-padded window (Gemma 2) deviates from its output for the same prompt alone; the mask of BLOOM overflows in fp32,
 # in which the softmax is
 NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
+NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 
 
 @cache
@@ -104,6 +166,8 @@ def tiny(
     text = {**ARCHITECTURES[architecture], "vocab_size": vocabulary}
     if layers is not None:
         text["n_layer" if "n_layer" in text else "num_hidden_layers"] = layers
+        if "layer_types" in text:
+            text["layer_types"] = (text["layer_types"] * layers)[:layers]
     if (whole := INSIDE.get(architecture)) is not None:
         config = CONFIG_MAPPING[whole](text_config=text, vision_config=_VISION, image_token_id=2, video_token_id=2)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()

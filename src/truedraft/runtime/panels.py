@@ -66,7 +66,7 @@ def panels(weight: Weight) -> Weight:
             values = _nibbles(values)
         scales = _side_by_side(scales.float())
     if values.dtype == torch.bfloat16:
-        pairs = pad(values, (0, 1)) if values.shape[1] % 2 else values
+        pairs = pad(values, (0, 1)) if values.shape[1] % 2 else values.contiguous()
         values = _side_by_side(pairs.view(torch.int32)).view(torch.bfloat16)  # (panels, in / 2, 16 pairs)
     else:
         values = _side_by_side(values)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
-from truedraft.runtime.native import Op, OpKind
+from truedraft.runtime.native import Form, Op, OpKind
 from truedraft.runtime.weights import Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
 
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3}
+ACTIVATIONS = {
+    "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
+}  # fmt: skip
 SIGMOID = 4
 
 
@@ -45,12 +48,15 @@ class Program:
         default_factory=list
     )  # with relative position biases; the attention that has them
     head_from: int = 0  # the ops from here on read the gathered nodes
-    rotary: Any = None  # the module that computes cosines and sines, if any
+    rotary: Any = None  # what computes cosines and sines, if anything does
+    unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
+    factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions
     vocab_size: int = 0  # rows of the embedding
     activations: set[str] = field(default_factory=set)  # of its feed-forwards, by their names in configurations
     positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # source, copy, offset added
+    sums: torch.dtype = torch.float32  # in which offsets are added
 
     def op(self, kind: OpKind, layer: int = -1, wait: bool = True, **fields: Any) -> Op:
         for name in ("src", "other", "dst"):
@@ -85,10 +91,14 @@ class Program:
 
     def weight(self, layer: Any, rows: tuple[int, int] | None = None) -> Weight:
         """The weight of a linear layer, or some rows of it."""
-        whole = linear_weight(layer, self.dtype)
-        return self._copy(whole.part(*rows) if rows else whole)
+        if type(layer) is Conv1D:  # (in, out), which only copies turn round
+            whole = Weight(plain(layer.weight, self.dtype).T, None, layer.bias)
+        else:
+            whole = linear_weight(layer, self.dtype)
+        return self.copy_of(whole.part(*rows) if rows else whole)
 
-    def _copy(self, weight: Weight) -> Weight:
+    def copy_of(self, weight: Weight) -> Weight:
+        """The weight as operations read it."""
         return weight if self.copied is None else self.copied(weight)
 
     def read(self, weight: Weight) -> dict[str, Any]:
@@ -104,7 +114,7 @@ class Program:
         return self._padded(vector, offset).data_ptr()
 
     def _padded(self, vector: Tensor, offset: float = 0.0) -> Tensor:
-        copy = padded(vector, offset)
+        copy = padded(vector, offset, self.sums)
         self.copies.append((vector.detach(), copy[: len(vector)], offset))
         return copy
 
@@ -115,11 +125,11 @@ class Program:
         if not self.copies:
             return
         torch._foreach_copy_([copy for _, copy, _ in self.copies], [vector for vector, _, _ in self.copies])
-        for _, copy, offset in self.copies:
+        for vector, copy, offset in self.copies:
             if offset:
-                copy.add_(offset)
+                copy.copy_(vector.to(self.sums) + offset)
 
-    def _activation(self, name: str) -> int:
+    def activation(self, name: str) -> int:
         if name not in ACTIVATIONS:
             raise NotCompilable(f"its activation is {name}")
         self.activations.add(name)
@@ -138,8 +148,23 @@ class Program:
         scale: float = 1.0,
     ) -> None:
         """dst = layer(src), or dst += layer(src) with `add`; `rows` selects a part of a fused weight."""
+        if type(layer) is Conv1D and self.copied is None and scale == 1.0:
+            self._columns(src, dst, layer, rows or (0, layer.nf), add, wait)
+            return
         self.op(
             OpKind.LINEAR, src=src, dst=dst, **self.read(self.weight(layer, rows)), mode=add, wait=wait, scale=scale
+        )  # fmt: skip
+
+    def _columns(self, src: str, dst: str, layer: Any, rows: tuple[int, int], add: bool, wait: bool) -> None:
+        """A linear layer whose weight is (in, out), read in place."""
+        weight, (first, last) = plain(layer.weight, self.dtype), rows
+        if (last - first) % 8:
+            raise NotCompilable(f"a linear layer of {last - first} outputs, not a multiple of eight")
+        self.kept.append(weight)
+        self.op(
+            OpKind.COLUMNS, src=src, dst=dst, weight=weight[:, first:].data_ptr(), inner=len(weight), out=last - first,
+            apart=weight.shape[1], form=Form.BF16 if self.narrow else Form.FLOAT, mode=add, wait=wait,
+            bias=self.small(layer.bias[first:last]),
         )  # fmt: skip
 
     def rms_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0, once: bool = False) -> None:
@@ -149,11 +174,11 @@ class Program:
             eps=_eps(norm), mode=once or offset != 0.0,
         )  # fmt: skip
 
-    def layer_norm(self, src: str, dst: str, norm: Any) -> None:
+    def layer_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0) -> None:
         if norm.weight is None:
             raise NotCompilable("its layer norms have no weights")
         self.op(
-            OpKind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight),
+            OpKind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight, offset),
             bias=self.small(getattr(norm, "bias", None)), eps=_eps(norm),
         )  # fmt: skip
 
@@ -163,9 +188,21 @@ class Program:
     def copy(self, src: str, dst: str, scale: float = 1.0) -> None:
         self.op(OpKind.SCALE, src=src, dst=dst, inner=self.widths[dst], scale=scale)
 
-    def qkv(self, src: str, attention: Any, config: Any) -> None:
+    def clamp(self, name: str, most: float) -> None:
+        self.op(OpKind.CLAMP, src=name, dst=name, inner=self.widths[name], cap=most)
+
+    def qkv(
+        self, src: str, attention: Any, config: Any, norm: Callable[[str, str, Any], None] | None = None,
+        clip: float | None = None,
+    ) -> None:  # fmt: skip
+        """Queries, keys and values, in "q", "k" and "v".
+
+        norm: of all queries of a node together, and of all its keys.
+        clip: the largest magnitude of their numbers.
+        """
         q, kv = config.num_attention_heads * attention.head_dim, kv_heads(config) * attention.head_dim
-        if fused := getattr(attention, "qkv_proj", None):
+        fused = getattr(attention, "qkv_proj", None) or getattr(attention, "c_attn", None)
+        if fused is not None:
             self.linear(src, "q", fused, (0, q), wait=False)
             self.linear(src, "k", fused, (q, q + kv), wait=False)
             self.linear(src, "v", fused, (q + kv, q + 2 * kv))
@@ -173,10 +210,17 @@ class Program:
             self.linear(src, "q", attention.q_proj, wait=False)
             self.linear(src, "k", attention.k_proj, wait=False)
             self.linear(src, "v", attention.v_proj)
+        if norm is not None:
+            norm("q", "q", attention.q_norm)
+            norm("k", "k", attention.k_norm)
+        if clip is not None:
+            for name in ("q", "k", "v"):
+                self.clamp(name, clip)
 
     def attend(
         self, index: int, attention: Any, config: Any, cap: float = 0.0, per_head: float | None = None,
         once: bool = False, interleaved: bool = False, scale: float | None = None, fused: str | None = None,
+        norms_last: bool = False,
     ) -> None:  # fmt: skip
         """Rotary embedding, cache update and attention over q, k and v; the result is in "a".
 
@@ -184,6 +228,7 @@ class Program:
         once: results of the rotation are rounded once.
         interleaved: adjacent numbers are rotated together, not the two halves of a head.
         fused: a buffer with q, k and v of each head side by side, instead of three buffers.
+        norms_last: the norms over each head follow the rotation.
         """
         head = head_of(attention)
         if head % 8:
@@ -195,14 +240,18 @@ class Program:
         )  # fmt: skip
         norms: dict[str, Any] = {}
         if per_head is not None:
-            q_norm, k_norm = (self.small(norm.weight, per_head) for norm in (attention.q_norm, attention.k_norm))
-            norms = dict(q_norm=q_norm, k_norm=k_norm, eps=_eps(attention.q_norm), norm_once=per_head != 0.0)
+            both = head_norms(attention)
+            q_norm, k_norm = (self.small(norm.weight, per_head) for norm in both)
+            norms = dict(
+                q_norm=q_norm, k_norm=k_norm, eps=_eps(both[0]), norm_once=per_head != 0.0, norm_last=norms_last
+            )
         self.op(
             OpKind.PREPARE, index, src=fused or "q", other=fused or "k", dst=fused or "v", mode=once,
             k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **shared, **norms,
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
-        self.op(OpKind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, **shared)
+        sinks = self.small(getattr(attention, "sinks", None))
+        self.op(OpKind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **shared)
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""
@@ -227,76 +276,22 @@ class Program:
         second = self.read(up)
         self.op(
             OpKind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
-            other_bias=second["bias"], mode=self._activation(activation),
+            other_bias=second["bias"], mode=self.activation(activation),
         )  # fmt: skip
-
-    def gate(self, activation: str) -> Callable[[Any], Any]:
-        """A gated feed-forward from "h", as an argument of `pre_norm`."""
-
-        def feed(mlp: Any) -> Any:
-            self.gated("h", mlp, activation)
-            return mlp.down_proj
-
-        return feed
-
-    def mixtures(self, mlps: Iterable[Any]) -> None:
-        """Buffers for feed-forwards, some of them mixtures of experts."""
-        for mlp in mlps:
-            dense = mlp
-            if hasattr(mlp, "experts"):
-                count, hidden, inner = _mixture(mlp)
-                self.buffer("router", count)
-                self.buffer("routing", mlp.gate.top_k)
-                self.buffer("dealt", hidden, mlp.gate.top_k)
-                self.buffer("inner", inner, mlp.gate.top_k)
-                self.buffer("shared", 1)
-                dense = getattr(mlp, "shared_expert", None)
-            if dense is not None:
-                self.buffer("g", self.weight(dense.gate_proj).shape[0])
-
-    def mixture(self, mlp: Any, activation: str, exact: bool = False) -> None:
-        """A mixture of experts from "h"; the result is in "t", and "h" is overwritten.
-
-        exact: in a bf16 model, routing weights and their products are not rounded before the sum.
-        """
-        count, hidden, inner = _mixture(mlp)
-        both, last, rows = (
-            plain(w, self.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight)
-        )
-        # all experts' weights are one matrix, of which the operations are given the first expert's rows
-        copy = self._copy if inner % 16 == hidden % 16 == 0 else Weight.itself
-        gate_up, downs = (copy(Weight(w.flatten(0, 1), None, None)) for w in (both, last))
-        parts = gate_up.part(0, inner), gate_up.part(inner, 2 * inner), downs.part(0, hidden)
-        gate, up, down, router = map(self.read, (*parts, self._copy(Weight(rows, None, None))))
-        shared = getattr(mlp, "shared_expert", None)
-        to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
-        self.op(OpKind.LINEAR, src="h", dst="router", **router, wait=shared is None)
-        if shared is not None:
-            self.linear("h", "shared", mlp.shared_expert_gate, wait=False)
-            self.gated("h", shared, activation)
-            self.op(OpKind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
-        self.op(
-            OpKind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
-            narrow=self.narrow and not exact, **to,
-        )  # fmt: skip
-        self.op(OpKind.PLAN, **to)
-        self.op(OpKind.DEAL, src="h", dst="dealt", inner=hidden, **to)
-        self.op(
-            OpKind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=self._activation(activation),
-            apart=2 * inner, **to,
-        )  # fmt: skip
-        if shared is not None:
-            self.linear("g", "h", shared.down_proj, wait=False)
-        self.op(OpKind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
-        self.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=exact, **to)
-        if shared is not None:
-            self.op(OpKind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
-            self.add("t", "h", "t")
 
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden activations of a feed-forward without a gate, in "g"."""
         self.linear(src, "g", layer)
-        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=layer.out_features, mode=self._activation(activation))
+        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=_outputs(layer), mode=self.activation(activation))
+
+    def xielu(self, src: str, layer: Any, activation: Any) -> None:
+        """The hidden activations of a feed-forward whose activation, xIELU, has parameters; in "g"."""
+        self.linear(src, "g", layer)
+        self.activations.add("xielu")
+        self.op(
+            OpKind.XIELU, src="g", dst="g", inner=_outputs(layer), bias=self.small(activation.alpha_p),
+            other_bias=self.small(activation.alpha_n), scale=float(activation.beta), eps=float(activation.eps),
+        )  # fmt: skip
 
     def begin(
         self, model: Any, inner: int, scale: float = 1.0, given_too: bool = False, attention: Any = None,
@@ -371,21 +366,20 @@ def head_of(attention: Any) -> int:
     return next(size for size in sizes if size)
 
 
+def head_norms(attention: Any) -> tuple[Any, Any]:
+    """The norms over each head of the queries and of the keys."""
+    if hasattr(attention, "query_layernorm"):
+        return attention.query_layernorm, attention.key_layernorm
+    return attention.q_norm, attention.k_norm
+
+
 def kv_heads(config: Any) -> int:
     """Number of key-value heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def _mixture(mlp: Any) -> tuple[int, int, int]:
-    """Number of experts of a mixture, their input size and their hidden size."""
-    for part in (mlp.gate, mlp.experts):
-        if not type(part).__module__.startswith("transformers.models."):
-            raise NotCompilable(f"it has a {type(part).__name__} among its experts")
-    both, down, router = mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight
-    count, hidden = router.shape
-    if both.ndim != 3 or both.shape != (count, 2 * down.shape[-1], hidden) or down.shape[:2] != (count, hidden):
-        raise NotCompilable("its experts are not of the sizes of its router")
-    return count, hidden, down.shape[-1]
+def _outputs(layer: Any) -> int:
+    return layer.nf if type(layer) is Conv1D else layer.out_features
 
 
 def _eps(norm: Any) -> float:

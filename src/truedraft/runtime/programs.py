@@ -1,175 +1,34 @@
 """Models as lists of operations for the compiled pass: one short function per architecture.
 
 A program is built from the modules of a `transformers` model and reads their weights in place; only norms, biases and
-scales are copied.
+scales are copied. Those whose blocks are attention and then a feed-forward are in `sequential_programs.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
+from truedraft.runtime.sequential_programs import SEQUENTIAL
 from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import Copies, NotCompilable
 
-Norm = Callable[[str, str, Any], None]
 OWN = ("torch.nn.modules.", "transformers.", "torchao.")  # packages of the modules that programs support
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 # ---------------------------------------------------------------- architectures
-
-
-def pre_norm(
-    p: Program, model: Any, norm: Norm, feed: Callable[[Any], Any], per_head: float | None = None, scale: float = 1.0
-) -> None:  # fmt: skip
-    """Blocks with a norm before attention and a norm before the feed-forward, each added to the residual.
-
-    feed: writes the hidden activations of a layer's feed-forward from "h" to "g", and returns the linear layer after
-        them; or writes its whole result to "t", and returns None.
-    scale: factor on the output of each block.
-    """
-    c = model.config
-    for i, layer in enumerate(model.model.layers):
-        norm("x", "h", layer.input_layernorm)
-        p.qkv("h", layer.self_attn, c)
-        p.attend(i, layer.self_attn, c, per_head=per_head)
-        p.linear("a", "x", layer.self_attn.o_proj, add=True, scale=scale)
-        norm("x", "h", layer.post_attention_layernorm)
-        down = feed(layer.mlp)
-        if down is None:
-            p.add("x", "t", "x")
-        else:
-            p.linear("g", "x", down, add=True, scale=scale)
-        p.outputs.append(len(p.ops) - 1)
-
-
-def llama(p: Program, model: Any) -> None:
-    """Llama, Mistral, Qwen 2, Phi 3; with norms over each head, Qwen 3."""
-    c = model.config
-    p.begin(model, c.intermediate_size)
-    pre_norm(p, model, p.rms_norm, p.gate(c.hidden_act), per_head=0.0 if c.model_type.startswith("qwen3") else None)
-    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
-
-
-def mixtral(p: Program, model: Any) -> None:
-    """Mixtral, Qwen 2 MoE and, with norms over each head, Qwen 3 MoE: mixtures of experts, dense layers among them."""
-    c = model.config
-    dense = p.gate(c.hidden_act)
-
-    def feed(mlp: Any) -> Any:
-        if not hasattr(mlp, "experts"):
-            return dense(mlp)
-        p.mixture(mlp, c.hidden_act, exact=c.model_type == "mixtral")
-        return None
-
-    p.mixtures(layer.mlp for layer in model.model.layers)
-    p.begin(model, 0)
-    pre_norm(p, model, p.rms_norm, feed, per_head=0.0 if c.model_type.startswith("qwen3") else None)
-    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
-
-
-def olmoe(p: Program, model: Any) -> None:
-    """OLMoE: mixtures of experts, norms over all queries and keys together."""
-    c = model.config
-    if c.clip_qkv is not None:
-        raise NotCompilable("its queries, keys and values are clipped")
-    p.mixtures(layer.mlp for layer in model.model.layers)
-    p.begin(model, 0)
-    for i, layer in enumerate(model.model.layers):
-        p.rms_norm("x", "h", layer.input_layernorm)
-        p.qkv("h", layer.self_attn, c)
-        p.rms_norm("q", "q", layer.self_attn.q_norm)
-        p.rms_norm("k", "k", layer.self_attn.k_norm)
-        p.attend(i, layer.self_attn, c)
-        p.linear("a", "x", layer.self_attn.o_proj, add=True)
-        p.rms_norm("x", "h", layer.post_attention_layernorm)
-        p.mixture(layer.mlp, c.hidden_act)
-        p.add("x", "t", "x")
-        p.outputs.append(len(p.ops) - 1)
-    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
-
-
-def gemma(p: Program, model: Any) -> None:
-    """Gemma 2 and 3: norms before and after every block, norm weights relative to one, capped scores."""
-    c = model.config
-    scale = model.get_input_embeddings().embed_scale.to(model.dtype).item()
-    p.begin(model, c.intermediate_size, scale)
-    for i, layer in enumerate(model.model.layers):
-        p.rms_norm("x", "h", layer.input_layernorm, 1.0)
-        p.qkv("h", layer.self_attn, c)
-        cap = getattr(layer.self_attn, "attn_logit_softcapping", None) or 0.0
-        p.attend(i, layer.self_attn, c, cap, per_head=1.0 if c.model_type == "gemma3_text" else None)
-        p.linear("a", "h", layer.self_attn.o_proj)
-        p.rms_norm("h", "h", layer.post_attention_layernorm, 1.0)
-        p.add("x", "h", "x")
-        p.rms_norm("x", "h", layer.pre_feedforward_layernorm, 1.0)
-        p.gated("h", layer.mlp, c.hidden_activation)
-        p.linear("g", "h", layer.mlp.down_proj)
-        p.rms_norm("h", "h", layer.post_feedforward_layernorm, 1.0)
-        p.add("x", "h", "x")
-        p.outputs.append(len(p.ops) - 1)
-    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm, 1.0), c.final_logit_softcapping or 0.0)
-
-
-def olmo2(p: Program, model: Any) -> None:
-    """OLMo 2: norms after the blocks, and over all queries and keys together."""
-    c = model.config
-    p.begin(model, c.intermediate_size)
-    for i, layer in enumerate(model.model.layers):
-        p.qkv("x", layer.self_attn, c)
-        p.rms_norm("q", "q", layer.self_attn.q_norm, once=True)
-        p.rms_norm("k", "k", layer.self_attn.k_norm, once=True)
-        p.attend(i, layer.self_attn, c, once=True)
-        p.linear("a", "h", layer.self_attn.o_proj)
-        p.rms_norm("h", "h", layer.post_attention_layernorm, once=True)
-        p.add("x", "h", "x")
-        p.gated("x", layer.mlp, c.hidden_act)
-        p.linear("g", "h", layer.mlp.down_proj)
-        p.rms_norm("h", "h", layer.post_feedforward_layernorm, once=True)
-        p.add("x", "h", "x")
-        p.outputs.append(len(p.ops) - 1)
-    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm, once=True))
-
-
-def granite(p: Program, model: Any) -> None:
-    """Granite: Llama with a factor on embeddings, blocks and logits."""
-    c = model.config
-    p.begin(model, c.intermediate_size, c.embedding_multiplier, given_too=True)
-    pre_norm(p, model, p.rms_norm, p.gate(c.hidden_act), scale=c.residual_multiplier)
-    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm), scale=1 / c.logits_scaling)
-
-
-def starcoder2(p: Program, model: Any) -> None:
-    """StarCoder 2: layer norms, biases, a feed-forward without a gate."""
-    c = model.config
-
-    def feed(mlp: Any) -> Any:
-        p.activated("h", mlp.c_fc, c.hidden_act)
-        return mlp.c_proj
-
-    p.begin(model, c.intermediate_size)
-    pre_norm(p, model, p.layer_norm, feed)
-    p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.norm))
-
-
-def stablelm(p: Program, model: Any) -> None:
-    """StableLM: Llama with layer norms and part of each head rotated."""
-    c = model.config
-    if c.qk_layernorm or c.use_parallel_residual:
-        raise NotCompilable("its queries and keys are normalised, or its blocks are parallel")
-    p.begin(model, c.intermediate_size)
-    pre_norm(p, model, p.layer_norm, p.gate(c.hidden_act))
-    p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.norm))
 
 
 def phi(p: Program, model: Any) -> None:
@@ -191,10 +50,75 @@ def phi(p: Program, model: Any) -> None:
     p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.final_layernorm))
 
 
+def gptj(p: Program, model: Any) -> None:
+    """GPT-J and CodeGen: parallel attention and feed-forward after one norm, neighbours rotated together."""
+    c, body = model.config, model.transformer
+    attention = body.h[0].attn
+    head, heads = attention.head_dim, c.num_attention_heads
+    if c.rotary_dim is None:
+        raise NotCompilable("its rotation is as wide as its hidden states")
+
+    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        known = attention.embed_positions[positions.clamp(max=attention.max_positions - 1)].to(like.dtype)
+        sine, cosine = (half.repeat_interleave(2, -1) for half in known.chunk(2, -1))
+        return cosine, sine
+
+    parts = 4  # of CodeGen's fused weights, each with queries, values and keys of some heads
+    size = heads * head // parts
+    if c.model_type == "codegen":
+        for name in "qkv":
+            p.buffer(name, heads * head)
+            for part in range(1, parts):
+                p.part(f"{name}{part}", name, part * size)
+    p.begin(model, body.h[0].mlp.fc_in.out_features, attention=attention, rotary=tables)
+    for i, layer in enumerate(body.h):
+        p.layer_norm("x", "h", layer.ln_1)
+        if c.model_type == "codegen":
+            for part in range(parts):
+                for at, name in enumerate("qvk"):
+                    first, dst = (3 * part + at) * size, f"{name}{part}" if part else name
+                    p.linear("h", dst, layer.attn.qkv_proj, (first, first + size), wait=part == parts - 1 and at == 2)
+        else:
+            p.qkv("h", layer.attn, c)
+        p.attend(i, layer.attn, c, interleaved=True, scale=head**-0.5)
+        p.linear("a", "t", layer.attn.out_proj)
+        p.activated("h", layer.mlp.fc_in, c.activation_function)
+        p.linear("g", "h", layer.mlp.fc_out)
+        p.add("t", "h", "h")
+        p.add("h", "x", "x")
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
+
+
+def falcon(p: Program, model: Any) -> None:
+    """Falcon with one head of keys and values: parallel attention and feed-forward after one norm."""
+    c, body = model.config, model.transformer
+    if c.alibi or c.new_decoder_architecture or not c.multi_query or not c.parallel_attn:
+        raise NotCompilable("its attention has biases or several heads of keys, or its blocks are not parallel")
+    attention = body.h[0].self_attention
+    heads = SimpleNamespace(num_attention_heads=c.num_attention_heads, num_key_value_heads=1)
+    p.begin(model, c.ffn_hidden_size, attention=attention, rotary=body.rotary_emb)
+    for i, layer in enumerate(body.h):
+        attention = layer.self_attention
+        p.layer_norm("x", "h", layer.input_layernorm)
+        p.qkv("h", SimpleNamespace(head_dim=attention.head_dim, qkv_proj=attention.query_key_value), heads)
+        p.attend(i, attention, heads, scale=attention.inv_norm_factor)
+        p.linear("a", "t", attention.dense)
+        p.activated("h", layer.mlp.dense_h_to_4h, c.activation)
+        p.linear("g", "h", layer.mlp.dense_4h_to_h)
+        p.add("h", "t", "h")
+        p.add("x", "h", "x")
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
+
+
 def cohere(p: Program, model: Any) -> None:
-    """Cohere: parallel attention and gated feed-forward, interleaved rotary embedding, scaled logits."""
+    """Cohere: parallel attention and gated feed-forward, neighbours rotated together, scaled logits. Cohere 2 rotates
+    in layers with a sliding window only."""
     c = model.config
-    if c.use_qk_norm:
+    if c.model_type == "cohere2":
+        p.unrotated = {i for i, layer in enumerate(model.model.layers) if layer.self_attn.sliding_window is None}
+    elif c.use_qk_norm:
         raise NotCompilable("its queries and keys are normalised")
     p.begin(model, c.intermediate_size)
     for i, layer in enumerate(model.model.layers):
@@ -205,7 +129,7 @@ def cohere(p: Program, model: Any) -> None:
         p.linear("a", "x", layer.self_attn.o_proj, add=True)
         p.linear("g", "x", layer.mlp.down_proj, add=True)
         p.outputs.append(len(p.ops) - 1)
-    p.end(model, lambda src, dst: p.layer_norm(src, dst, model.model.norm), scale=model.logit_scale)
+    final(p, model, p.layer_norm, scale=getattr(model, "logit_scale", 1.0))
 
 
 def gpt_neox(p: Program, model: Any) -> None:
@@ -228,6 +152,29 @@ def gpt_neox(p: Program, model: Any) -> None:
         p.add("h", "x", "x")
         p.outputs.append(len(p.ops) - 1)
     p.end(model, lambda src, dst: p.layer_norm(src, dst, body.final_layer_norm))
+
+
+def gpt2(p: Program, model: Any) -> None:
+    """GPT-2, whose weights are (in, out), and GPT-BigCode: learned positions, layer norms before the blocks."""
+    c, body = model.config, model.transformer
+    first = body.h[0]
+    apart = getattr(first.attn, "multi_query", True)  # queries, keys and values, not those of each head side by side
+    if not apart:
+        p.buffer("qkv", 3 * c.hidden_size)
+    p.begin(model, first.mlp.c_fc.weight.numel() // c.hidden_size, attention=first.attn, positions=body.wpe)
+    for i, layer in enumerate(body.h):
+        p.layer_norm("x", "h", layer.ln_1)
+        if apart:
+            p.qkv("h", layer.attn, c)
+        else:
+            p.linear("h", "qkv", layer.attn.c_attn)
+        p.attend(i, layer.attn, c, scale=layer.attn.scaling, fused=None if apart else "qkv")
+        p.linear("a", "x", layer.attn.c_proj, add=True)
+        p.layer_norm("x", "h", layer.ln_2)
+        p.activated("h", layer.mlp.c_fc, c.activation_function)
+        p.linear("g", "x", layer.mlp.c_proj, add=True)
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
 
 
 def opt(p: Program, model: Any) -> None:
@@ -255,29 +202,17 @@ def opt(p: Program, model: Any) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
-    "llama": llama,
-    "mistral": llama,
-    "qwen2": llama,
-    "qwen2_vl_text": llama,
-    "qwen2_5_vl_text": llama,
-    "qwen3": llama,
-    "qwen3_vl_text": llama,
-    "phi3": llama,
-    "gemma2": gemma,
-    "gemma3_text": gemma,
-    "olmo2": olmo2,
-    "granite": granite,
-    "starcoder2": starcoder2,
-    "stablelm": stablelm,
+    **SEQUENTIAL,
     "phi": phi,
     "cohere": cohere,
+    "cohere2": cohere,
     "gpt_neox": gpt_neox,
+    "gpt2": gpt2,
+    "gpt_bigcode": gpt2,
+    "gptj": gptj,
+    "falcon": falcon,
+    "codegen": gptj,
     "opt": opt,
-    "mixtral": mixtral,
-    "qwen2_moe": mixtral,
-    "qwen3_moe": mixtral,
-    "qwen3_vl_moe_text": mixtral,
-    "olmoe": olmoe,
 }
 
 

@@ -149,12 +149,18 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
     Raises:
         NotCompilable: the layer is of another class, or its memory layout is not supported.
     """
-    if type(layer) is not nn.Linear:
+    if type(layer) is not nn.Linear and not (_falcons(layer) and layer.bias is None):
         raise NotCompilable(f"it has a {type(layer).__name__} where a linear layer stood")
     weight = layer.weight
     if type(weight).__module__.startswith("torchao."):
         return Weight(*_integers(weight), layer.bias)
     return Weight(plain(weight, dtype), None, layer.bias)
+
+
+def _falcons(layer: Any) -> bool:
+    """Whether it is Falcon's class of linear layers, which round before they add a bias."""
+    kind = type(layer)
+    return (kind.__module__, kind.__name__) == ("transformers.models.falcon.modeling_falcon", "FalconLinear")
 
 
 def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -174,10 +180,13 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
     )  # fmt: skip
 
 
-def padded(vector: Tensor, offset: float = 0.0) -> Tensor:
-    """A norm, bias or scales as fp32, plus `offset`, zero-padded to a multiple of sixteen."""
+def padded(vector: Tensor, offset: float = 0.0, sums: torch.dtype = torch.float32) -> Tensor:
+    """A norm, bias or scales as fp32, plus `offset`, zero-padded to a multiple of sixteen.
+
+    sums: the type in which the offset is added.
+    """
     result = torch.zeros((len(vector) + 15) // 16 * 16, dtype=torch.float32)
-    result[: len(vector)] = vector.detach().float() + offset
+    result[: len(vector)] = vector.detach().to(sums) + offset if offset else vector.detach()
     return result
 
 

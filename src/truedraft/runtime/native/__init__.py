@@ -38,12 +38,16 @@ class OpKind(enum.IntEnum):
     DEAL = 14
     COMBINE = 15
     CROSS = 16
-    MULTIPLY = 17
-    GATE = 18
-    CONVOLVE = 19
-    RATES = 20
-    RECUR = 21
-    GATED_NORM = 22
+    CLAMP = 17
+    COLUMNS = 18
+    GLU = 19
+    XIELU = 20
+    MULTIPLY = 21
+    GATE = 22
+    CONVOLVE = 23
+    RATES = 24
+    RECUR = 25
+    GATED_NORM = 26
 
 
 class Failure(enum.IntEnum):
@@ -81,11 +85,21 @@ class Op(ctypes.Structure):
         *((name, c_int64) for name in ("kv_step", "k_at", "v_at", "experts", "top", "apart", "blank")),
         *(
             (name, c_void_p)
-            for name in ("weight", "second", "scales", "second_scales", "bias", "other_bias", "q_norm", "k_norm")
+            for name in (
+                "weight",
+                "second",
+                "scales",
+                "second_scales",
+                "bias",
+                "other_bias",
+                "q_norm",
+                "k_norm",
+                "sinks",
+            )
         ),
-        *((name, c_void_p) for name in ("keys", "values", "cosine", "sine")),
+        *((name, c_void_p) for name in ("keys", "values", "cosine", "sine", "factor")),
         *((name, c_float) for name in ("eps", "scale", "cap")),
-        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved")),
+        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved", "norm_last", "bias_last")),
     ]
 
 

@@ -24,7 +24,8 @@ typedef uint16_t bf16;
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define IN static inline __attribute__((always_inline))
 
-enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, CHUNK = 64, AHEAD = 2048, LONG = 8192, KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, CHUNK = 64, AHEAD = 2048, LONG = 8192 };
+enum { KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -136,7 +137,7 @@ AVX2 IN __m256 erf8(__m256 x) {
   return _mm256_div_ps(_mm256_mul_ps(x, p), q);
 }
 
-enum { SILU, GELU_TANH, GELU, RELU, SIGMOID };
+enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED };
 
 AVX2 IN __m256 activated(__m256 x, int kind) {
   __m256 one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
@@ -144,6 +145,10 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
     case SILU: return _mm256_div_ps(x, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
     case SIGMOID: return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
     case RELU: return _mm256_max_ps(x, _mm256_setzero_ps());
+    case RELU_SQUARED: {
+      __m256 r = _mm256_max_ps(_mm256_setzero_ps(), x); /* NaN stays NaN */
+      return _mm256_mul_ps(r, r);
+    }
     case GELU_TANH: {
       __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
       __m256 t = _mm256_mul_ps(_mm256_set1_ps(0.7978845608f), _mm256_fmadd_ps(_mm256_set1_ps(0.044715f), cube, x));
@@ -361,7 +366,7 @@ static int units; /* bf16 products by the instruction for them, with x in bf16 *
 
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
-  ROUTE, PLAN, DEAL, COMBINE, CROSS, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM
+  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM
 };
 
 typedef struct {
@@ -370,7 +375,7 @@ typedef struct {
   int32_t src, other, dst;
   int32_t narrow; /* the model computes in bf16: results are rounded so */
   int32_t tail;   /* runs over the gathered nodes only */
-  int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR: 1 = added to dst; EMBED: 1 = scales all;
+  int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR, COLUMNS: 1 = added to dst; EMBED: 1 = scales all;
                      ROUTE: 1 = the weights of a node are divided by their sum; COMBINE: 1 = products are not rounded */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
@@ -380,21 +385,26 @@ typedef struct {
   int64_t kv_step;                      /* ... and in those of k and v ... */
   int64_t k_at, v_at;                   /* ... which begin here in theirs */
   int64_t experts, top;                 /* number of experts, 0 for none, and of experts per node */
-  int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights */
+  int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights;
+                                           COLUMNS: from row to row of the weights, (in, apart) per expert */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
+  const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head); CONVOLVE, RECUR: states, and what drafts
                                            bring to them (slots, drafted, ...) */
   const float *cosine, *sine;           /* (positions, rotary) */
+  const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
   float eps, scale, cap;
   int32_t norm_once;                    /* PREPARE: the norms round once */
   int32_t form;                         /* LINEAR, GATED: of the weights */
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
                                            ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
+  int32_t norm_last;                    /* PREPARE: the norms follow the rotation */
+  int32_t bias_last;                    /* COLUMNS: the bias is added to the rounded product */
 } Op;
 
 /* The routing of nodes to experts. Rows are permuted so that those of one expert are contiguous. */
@@ -634,6 +644,59 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
   }
 }
 
+/* y (nodes, WIDE) += x (nodes, in) times `deep` rows of weights (in, apart), `vectors` vectors of outputs. */
+AVX2 IN void columns_tile(const Op *op, const void *weight, int64_t deep, int vectors, int nodes, const float *x,
+                          int64_t ldx, float *y) {
+  __m256 acc[2][WIDE / L];
+  UNROLL for (int m = 0; m < nodes; m++)
+    UNROLL for (int v = 0; v < vectors; v++) acc[m][v] = _mm256_loadu_ps(y + m * WIDE + v * L);
+  for (int64_t k = 0; k < deep; k++) {
+    const int64_t at = k * op->apart;
+    UNROLL for (int v = 0; v < vectors; v++) {
+      const __m256 w = op->form == BFLOAT ? widen8((const bf16 *)weight + at + v * L)
+                                        : _mm256_loadu_ps((const float *)weight + at + v * L);
+      UNROLL for (int m = 0; m < nodes; m++) acc[m][v] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + m * ldx + k), w, acc[m][v]);
+    }
+  }
+  UNROLL for (int m = 0; m < nodes; m++)
+    UNROLL for (int v = 0; v < vectors; v++) _mm256_storeu_ps(y + m * WIDE + v * L, acc[m][v]);
+}
+
+/* Outputs [first, first + rows) of a linear layer with weights (in, out): each is a sum over its inputs in order. */
+AVX2 static void columns(const Op *op, const Pass *pass, int64_t expert, int64_t first, int64_t rows, int64_t m0,
+                         int64_t nodes) {
+  const int64_t ldx = pass->stride[op->src], ldy = pass->stride[op->dst], size = bits_of[op->form] / 8;
+  const char *weight = (const char *)op->weight + (expert * op->in * op->apart + first) * size;
+  const float *x = ROW(op->src, m0), *bias = op->bias ? op->bias + expert * op->out + first : NULL;
+  float all[CHUNK * WIDE], *dst = ROW(op->dst, m0) + first;
+  memset(all, 0, sizeof(float) * (size_t)(nodes * WIDE));
+  for (int64_t k = 0; k < op->in; k += DEEP) {
+    const int64_t deep = op->in - k < DEEP ? op->in - k : DEEP;
+    const char *w = weight + k * op->apart * size;
+    for (int64_t m = 0; m < nodes; m += 2) {
+      const float *from = x + m * ldx + k;
+      float *to = all + m * WIDE;
+      if (rows == WIDE) {
+        if (m + 1 < nodes) columns_tile(op, w, deep, WIDE / L, 2, from, ldx, to);
+        else columns_tile(op, w, deep, WIDE / L, 1, from, ldx, to);
+      } else {
+        for (int64_t r = 0; r < rows; r += L) {
+          if (m + 1 < nodes) columns_tile(op, w + r * size, deep, 1, 2, from, ldx, to + r);
+          else columns_tile(op, w + r * size, deep, 1, 1, from, ldx, to + r);
+        }
+      }
+    }
+  }
+  for (int64_t m = 0; m < nodes; m++)
+    for (int64_t r = 0; r < rows; r += L) {
+      float *y = dst + m * ldy + r;
+      __m256 v = _mm256_loadu_ps(all + m * WIDE + r);
+      if (bias) v = _mm256_add_ps(rounded(v, op->narrow && op->bias_last), _mm256_loadu_ps(bias + r));
+      v = rounded(v, op->narrow);
+      _mm256_storeu_ps(y, op->mode ? rounded(_mm256_add_ps(_mm256_loadu_ps(y), v), op->narrow) : v);
+    }
+}
+
 /* ---------------------------------------------------------------- attention */
 
 IN bf16 narrowed(float a) {
@@ -684,17 +747,28 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
   }
 }
 
+/* Norm and rotation of one head, in their order. */
+AVX2 IN void prepare_head(const Op *op, float *x, const float *norm, int64_t position) {
+  if (norm && !op->norm_last) rms_row(x, x, op->head, norm, op->eps, op->narrow, op->norm_once);
+  if (op->rotary) rotate(x, op, position);
+  if (norm && op->norm_last) rms_row(x, x, op->head, norm, op->eps, op->narrow, op->norm_once);
+}
+
+AVX2 IN void scaled_row(float *x, int64_t width, float factor, int narrow) {
+  for (int64_t k = 0; k < width; k += L)
+    _mm256_storeu_ps(x + k, rounded(_mm256_mul_ps(_mm256_loadu_ps(x + k), _mm256_set1_ps(factor)), narrow));
+}
+
 /* Head by head: norm, rotation, and the keys and values of the node into the cache. */
 AVX2 static void prepare(const Op *op, const Pass *pass, int64_t node) {
   float *q = ROW(op->src, node), *k = ROW(op->other, node) + op->k_at, *v = ROW(op->dst, node) + op->v_at;
   const int64_t position = pass->position[node], head = op->head, step = op->step, kv_step = op->kv_step;
   for (int64_t h = 0; h < op->heads; h++) {
-    if (op->q_norm) rms_row(q + h * step, q + h * step, head, op->q_norm, op->eps, op->narrow, op->norm_once);
-    if (op->rotary) rotate(q + h * step, op, position);
+    prepare_head(op, q + h * step, op->q_norm, position);
+    if (op->factor) scaled_row(q + h * step, head, op->factor[position], op->narrow);
   }
   for (int64_t h = 0; h < op->kv_heads; h++) {
-    if (op->k_norm) rms_row(k + h * kv_step, k + h * kv_step, head, op->k_norm, op->eps, op->narrow, op->norm_once);
-    if (op->rotary) rotate(k + h * kv_step, op, position);
+    prepare_head(op, k + h * kv_step, op->k_norm, position);
     const int64_t at = ((pass->slot[node] * op->kv_heads + h) * pass->capacity + pass->place[node]) * head;
     put(op->keys, at, k + h * kv_step, head, op->narrow);
     put(op->values, at, v + h * kv_step, head, op->narrow);
@@ -755,8 +829,8 @@ static void blend(const Op *op, const float *p, int64_t ld, int64_t count, const
   if (whole < head && !op->narrow) values_float_avx2(p, ld, count, n, (const float *)values + whole, head, L, y + whole, head);
 }
 
-/* Softmax over n scores, in place; overwrites the padding up to a multiple of eight. */
-AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
+/* Softmax over n scores, in place, and over a sink if there is one; overwrites the padding up to a multiple of eight. */
+AVX2 static void softmax(float *s, int64_t n, float scale, float cap, const float *sink) {
   const __m256 low = _mm256_set1_ps(-INFINITY);
   __m256 top = low;
   for (int64_t j = n; j % L; j++) s[j] = -INFINITY;
@@ -769,7 +843,7 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
     _mm256_storeu_ps(s + j, v);
     top = _mm256_max_ps(v, top); /* a NaN in v is lost here, and reappears in the sum */
   }
-  float lanes[L], best = -INFINITY;
+  float lanes[L], best = sink ? *sink : -INFINITY;
   _mm256_storeu_ps(lanes, top);
   for (int i = 0; i < L; i++) best = lanes[i] > best ? lanes[i] : best;
   __m256 total = _mm256_setzero_ps();
@@ -778,7 +852,9 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap) {
     _mm256_storeu_ps(s + j, e);
     total = _mm256_add_ps(total, e);
   }
-  const __m256 r = _mm256_set1_ps(1.0f / sum8(total));
+  float sum = sum8(total);
+  if (sink) sum += _mm256_cvtss_f32(exp8(_mm256_set1_ps(*sink - best)));
+  const __m256 r = _mm256_set1_ps(1.0f / sum);
   for (int64_t j = 0; j < n; j += L) _mm256_storeu_ps(s + j, _mm256_mul_ps(_mm256_loadu_ps(s + j), r));
 }
 
@@ -835,7 +911,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
       }
       memcpy(s + plain, worker->extras, sizeof(float) * (size_t)n);
       if (op->bias) lean(op, kv * share + h, pass->position[i], low[i - from], plain, s);
-      softmax(s, plain + n, op->scale, op->cap);
+      softmax(s, plain + n, op->scale, op->cap, op->sinks ? op->sinks + kv * share + h : NULL);
       memset(row, 0, sizeof(float) * (size_t)(low[i - from] - start));
     }
   float *y = worker->queries;
@@ -864,7 +940,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   float *p = ROW(op->src, node), *w = ROW(op->dst, node), total = 0.0f;
   int64_t *row = pass->plan->row + node * op->top;
-  softmax(p, op->experts, 1.0f, 0.0f);
+  softmax(p, op->experts, 1.0f, 0.0f, NULL);
   for (int64_t k = 0; k < op->top; k++) {
     int64_t best = 0;
     for (int64_t e = 1; e < op->experts; e++)
@@ -910,6 +986,24 @@ AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
   }
 }
 
+/* (u + 1) g sigmoid(scale g) of clamped neighbours (g, u) of a row. */
+AVX2 static void clamped_glu(const Op *op, const Pass *pass, int64_t row) {
+  const float *x = ROW(op->src, row);
+  const __m256 cap = _mm256_set1_ps(op->cap), low = _mm256_set1_ps(-op->cap);
+  float *y = ROW(op->dst, row);
+  for (int64_t k = 0; k < op->in; k += L) {
+    const __m256 a = _mm256_loadu_ps(x + 2 * k), b = _mm256_loadu_ps(x + 2 * k + L);
+    __m256 g = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(a, b, 0x88)), 0xd8));
+    __m256 u = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(a, b, 0xdd)), 0xd8));
+    g = rounded(_mm256_min_ps(cap, g), op->narrow);
+    u = rounded(_mm256_max_ps(low, _mm256_min_ps(cap, u)), op->narrow);
+    const __m256 s = rounded(_mm256_mul_ps(g, _mm256_set1_ps(op->scale)), op->narrow);
+    g = rounded(_mm256_mul_ps(g, rounded(activated(s, SIGMOID), op->narrow)), op->narrow);
+    u = rounded(_mm256_add_ps(u, _mm256_set1_ps(1.0f)), op->narrow);
+    _mm256_storeu_ps(y + k, rounded(_mm256_mul_ps(u, g), op->narrow));
+  }
+}
+
 /* Allocates the plan of a pass. */
 static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
   int64_t pairs = 0, experts = 0;
@@ -926,6 +1020,30 @@ static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
 
 /* ---------------------------------------------------------------- running it */
 
+AVX2 static float softplus(float a, int narrow) {
+  float part[L] = {a > 20.0f ? a : log1pf(expf(a))};
+  if (narrow) _mm256_storeu_ps(part, round8(_mm256_loadu_ps(part)));
+  return part[0];
+}
+
+/* xIELU, each step rounded as torch does: `bias` and `other_bias` hold its two parameters, `scale` is its beta. */
+AVX2 static void xielu(const Op *op, const float *x, float *y) {
+  float rise[L] = {op->scale + softplus(*op->other_bias, op->narrow)};
+  const __m256 beta = _mm256_set1_ps(op->scale), above = _mm256_set1_ps(softplus(*op->bias, op->narrow));
+  _mm256_storeu_ps(rise, rounded(_mm256_loadu_ps(rise), op->narrow));
+  const __m256 below = _mm256_set1_ps(rise[0]), one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
+  for (int64_t k = 0; k < op->in; k += L) {
+    const __m256 v = _mm256_loadu_ps(x + k), line = rounded(_mm256_mul_ps(beta, v), op->narrow);
+    const __m256 t = tanh8(_mm256_mul_ps(_mm256_min_ps(_mm256_set1_ps(op->eps), v), half));
+    const __m256 less = _mm256_div_ps(_mm256_add_ps(t, t), _mm256_sub_ps(one, t)); /* exp(v) - 1 */
+    __m256 left = rounded(_mm256_sub_ps(rounded(less, op->narrow), v), op->narrow);
+    left = rounded(_mm256_mul_ps(left, below), op->narrow);
+    const __m256 right = rounded(_mm256_mul_ps(rounded(_mm256_mul_ps(above, v), op->narrow), v), op->narrow);
+    const __m256 curve = _mm256_blendv_ps(left, right, _mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
+    _mm256_storeu_ps(y + k, rounded(_mm256_add_ps(curve, line), op->narrow));
+  }
+}
+
 AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
   const float *x = ROW(op->src, node), *z = ROW(op->other, node);
   float *y = ROW(op->dst, node);
@@ -936,6 +1054,9 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
       case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
       case MULTIPLY: v = _mm256_mul_ps(v, _mm256_loadu_ps(z + k)); break;
       case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->scale)); break;
+      case CLAMP: /* NaN stays NaN */
+        v = _mm256_max_ps(_mm256_set1_ps(-op->cap), _mm256_min_ps(_mm256_set1_ps(op->cap), v));
+        break;
       default: { /* CAP, each step rounded as torch does */
         const __m256 cap = _mm256_set1_ps(op->cap);
         v = rounded(tanh8(rounded(_mm256_div_ps(v, cap), op->narrow)), op->narrow);
@@ -966,9 +1087,14 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
       const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
       return parts * ((op->out + block_of(op) - 1) / block_of(op));
     }
+    case COLUMNS: {
+      const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
+      return parts * ((op->out + WIDE - 1) / WIDE);
+    }
     case PLAN: return 1;
     case CONVOLVE: return pass->rows * ((op->in + CHANNELS - 1) / CHANNELS);
     case RECUR: return pass->rows * op->kv_heads;
+    case GLU: return op->experts ? nodes * op->top : nodes;
     case ATTEND:
     case CROSS: return pass->groups * op->kv_heads;
     default: return nodes;
@@ -989,6 +1115,13 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
       const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
       const Part part = op->experts ? pass->plan->part[task / blocks] : (Part){0, m0, nodes < CHUNK ? nodes : CHUNK};
       linear(op, pass, part.expert, first, rows < block ? rows : block, part.first, part.rows, worker);
+      return;
+    }
+    case COLUMNS: {
+      const int64_t blocks = (op->out + WIDE - 1) / WIDE, first = task % blocks * WIDE, m0 = task / blocks * CHUNK;
+      const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
+      const Part part = op->experts ? pass->plan->part[task / blocks] : (Part){0, m0, nodes < CHUNK ? nodes : CHUNK};
+      columns(op, pass, part.expert, first, rows < WIDE ? rows : WIDE, part.first, part.rows);
       return;
     }
     case PREPARE: prepare(op, pass, task); return;
@@ -1013,6 +1146,8 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
     case RATES: rates_row(op, pass, task); return;
     case RECUR: recur(op, pass, task / op->kv_heads, task % op->kv_heads, worker); return;
     case GATED_NORM: gated_norm(op, pass, task); return;
+    case GLU: clamped_glu(op, pass, task); return;
+    case XIELU: xielu(op, ROW(op->src, task), ROW(op->dst, task)); return;
     default: elementwise(op, pass, task);
   }
 }
@@ -1168,6 +1303,10 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case LINEAR:
       return weights_fit(op) && fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->out, dealt) &&
              (!op->experts || (top > 0 && op->apart > 0));
+    case COLUMNS:
+      return op->weight && within(op->form, FLOAT, BFLOAT) && within(op->in, 1, MOST) && within(op->out, 1, MOST) &&
+             op->out % L == 0 && within(op->apart, op->out, MOST) && fits(pass, op->src, op->in, dealt) &&
+             fits(pass, op->dst, op->out, dealt) && (!op->experts || top > 0);
     case PREPARE: {
       if (!within(op->kv_step, op->head, MOST / op->heads)) return 0;
       const int64_t q = (op->heads - 1) * op->step + op->head, kv = (op->kv_heads - 1) * op->kv_step + op->head;
@@ -1199,11 +1338,16 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              fits(pass, op->dst, op->in, nodes);
     case ACTIVATE:
     case SCALE:
+    case CLAMP:
     case CAP:
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes) &&
              within(op->other, 0, pass->buffers - 1);
     case GATHER: return op->tail && fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, nodes);
     case ROUTE: return top > 0 && fits(pass, op->src, op->experts, nodes) && fits(pass, op->dst, top, nodes);
+    case XIELU:
+      return op->bias && op->other_bias && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
+    case GLU:
+      return within(op->in, 1, MOST / 2) && fits(pass, op->src, 2 * op->in, dealt) && fits(pass, op->dst, op->in, dealt);
     case PLAN: return top > 0 && !op->tail;
     case DEAL: return top > 0 && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, dealt);
     case COMBINE:

@@ -1,0 +1,114 @@
+"""What the programs of architectures share: blocks of attention and a feed-forward, and kinds of feed-forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from truedraft.runtime import mixtures
+from truedraft.runtime.program import Program
+
+Norm = Callable[[str, str, Any], None]
+Feed = Callable[[str, Any], Any]
+
+# The norms of a block, by their names: before and after attention, before and after the feed-forward.
+Norms = tuple[str | None, str | None, str | None, str | None]
+BEFORE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+AFTER: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+AROUND: Norms = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
+
+
+def blocks(
+    p: Program, model: Any, norm: Norm, feed: Feed, norms: Norms = BEFORE, scale: float = 1.0,
+    whole: Norm | None = None, clip: float | None = None, **attending: Any,
+) -> None:  # fmt: skip
+    """Blocks of attention and then a feed-forward, each with norms around it and added to the residual.
+
+    feed: writes the hidden activations of a layer's feed-forward to "g", and returns the linear layer after them; or
+        writes its whole result to "t", and returns None. Its arguments are the buffer that it reads and the layer.
+    norms: the names of the norms; None where there is none.
+    scale: factor on the output of each block.
+    whole, clip: see `Program.qkv`.
+    attending: further arguments of `Program.attend`.
+    """
+    c = model.config
+    before_attention, after_attention, before_feed, after_feed = norms
+
+    def enter(layer: Any, name: str | None) -> str:
+        if name is None:
+            return "x"
+        norm("x", "h", getattr(layer, name))
+        return "h"
+
+    def leave(layer: Any, name: str | None, src: str, last: Any) -> None:
+        if name is None and last is not None:
+            p.linear(src, "x", last, add=True, scale=scale)
+            return
+        if last is not None:
+            p.linear(src, "t", last)
+        if name is not None:
+            norm("t", "t", getattr(layer, name))
+        if scale != 1.0:
+            p.copy("t", "t", scale)
+        p.add("x", "t", "x")
+
+    for i, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        p.qkv(enter(layer, before_attention), attention, c, whole, clip)
+        p.attend(i, attention, c, **attending)
+        leave(layer, after_attention, "a", attention.o_proj)
+        leave(layer, after_feed, "g", feed(enter(layer, before_feed), layer))
+        p.outputs.append(len(p.ops) - 1)
+
+
+def gate(p: Program, activation: str) -> Feed:
+    """Gated feed-forwards."""
+
+    def feed(src: str, layer: Any) -> Any:
+        p.gated(src, layer.mlp, activation)
+        return layer.mlp.down_proj
+
+    return feed
+
+
+def ungated(p: Program, activation: str, first: str = "up_proj", last: str = "down_proj") -> Feed:
+    """Feed-forwards without a gate; the names of their layers."""
+
+    def feed(src: str, layer: Any) -> Any:
+        p.activated(src, getattr(layer.mlp, first), activation)
+        return getattr(layer.mlp, last)
+
+    return feed
+
+
+def experts(p: Program, activation: str, exact: bool = False) -> Feed:
+    """Mixtures of experts, gated feed-forwards among them; see `Program.mixture`."""
+    dense = gate(p, activation)
+
+    def feed(src: str, layer: Any) -> Any:
+        if not hasattr(layer.mlp, "experts"):
+            return dense(src, layer)
+        mixtures.routed(p, src, layer.mlp, activation, exact)
+        return None
+
+    return feed
+
+
+def spread(rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    """The tables of a rotary embedding whose cosines are those of two halves, for neighbours that rotate together."""
+
+    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            table[..., : table.shape[-1] // 2].repeat_interleave(2, -1) for table in rotary(like, positions)
+        )  # fmt: skip
+
+    return tables
+
+
+def final(p: Program, model: Any, norm: Norm, cap: float = 0.0, scale: float = 1.0) -> None:
+    """The final norm and the output head."""
+    p.end(model, lambda src, dst: norm(src, dst, model.model.norm), cap, scale)
