@@ -24,7 +24,7 @@ typedef uint16_t bf16;
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define IN static inline __attribute__((always_inline))
 
-enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, CHUNK = 64, AHEAD = 2048, LONG = 8192 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192 };
 enum { KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
@@ -651,7 +651,9 @@ AVX2 IN void columns_tile(const Op *op, const void *weight, int64_t deep, int ve
   UNROLL for (int m = 0; m < nodes; m++)
     UNROLL for (int v = 0; v < vectors; v++) acc[m][v] = _mm256_loadu_ps(y + m * WIDE + v * L);
   for (int64_t k = 0; k < deep; k++) {
-    const int64_t at = k * op->apart;
+    const int64_t at = k * op->apart, size = bits_of[op->form] / 8;
+    const char *later = (const char *)weight + (at + SOON * op->apart) * size; /* rows are far apart in memory */
+    for (int64_t byte = 0; byte < vectors * L * size; byte += 64) _mm_prefetch(later + byte, _MM_HINT_T0);
     UNROLL for (int v = 0; v < vectors; v++) {
       const __m256 w = op->form == BFLOAT ? widen8((const bf16 *)weight + at + v * L)
                                         : _mm256_loadu_ps((const float *)weight + at + v * L);
