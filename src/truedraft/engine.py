@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from truedraft.accept._verification import Verification
+from truedraft.chains import chained
 from truedraft.cohort import Cohort, by_owner, for_each, select
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
@@ -199,7 +200,8 @@ class Engine:
         def drafted(drafter: Drafter, rows: Sequence[Row], nodes: Sequence[int]) -> list[DraftTree]:
             try:
                 drafts, most = self._draft(drafter, rows, nodes), 1 + drafter.width
-                return [_fitted(row, tree, most) for row, tree in zip(rows, drafts, strict=True)]
+                fitted = [_fitted(row, tree, most) for row, tree in zip(rows, drafts, strict=True)]
+                return fitted if self.target.branching else [chained(tree) for tree in fitted]
             except Exception as error:
                 self._fail(rows, error)
                 return [DraftTree.chain(row.tokens[-1]) for row in rows]

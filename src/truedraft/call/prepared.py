@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from truedraft.accept._base import ArgmaxRule, Rule
+from truedraft.accept._base import ArgmaxRule, Rule, extra_probes
 from truedraft.accept._ties import NearTies
 from truedraft.call.arguments import (
     chance_of,
@@ -23,6 +23,8 @@ from truedraft.call.arguments import (
 from truedraft.call.rechecking import reference_of
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._compose import name_of
+from truedraft.errors import Refused
 from truedraft.logprobs import Logprobs
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
@@ -86,6 +88,11 @@ def request_of(
     input_ids, config = prepared.input_ids, prepared.config
     rule.bind(target.model, tokenizer)
     target.check_taps(rule.needs)
+    if extra_probes(rule, drafter.width) and not target.branching:
+        raise Refused(
+            f"rule={name_of(rule)!r} reads probes beside the drafts, and {type(target.model).__name__} scores single "
+            "chains only, because it has states: use another rule"
+        )
     drafter.read(tokenizer)
     prompts = target.prompts_of(input_ids, prepared.inputs, call.sources)
     batch, most = len(prompts), max(map(len, prompts))
