@@ -34,7 +34,7 @@ class StateLayer(LinearAttentionLayer):
     """
 
     is_compileable = False
-    conv_kernel_size: dict[int, int]
+    conv_kernel_size: dict[int, Any]
 
     def load(self, rows: Sequence[States | None]) -> None:
         """Copy the states of the rows of a pass; None for a row that begins with it."""
@@ -139,6 +139,9 @@ class StateCache(RowCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         cursor = self.cursor
         return max(cursor.lengths[cursor.first : cursor.last], default=0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.cursor.extent, 0
 
     @property
     def filled(self) -> bool:

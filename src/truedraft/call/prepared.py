@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from truedraft.accept._base import ArgmaxRule, Rule, extra_probes
+from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.accept._ties import NearTies
 from truedraft.call.arguments import (
     chance_of,
@@ -86,13 +86,13 @@ def request_of(
         Refused: a setting that cannot be honoured exactly, or a prompt that does not fit the context or memory.
     """
     input_ids, config = prepared.input_ids, prepared.config
-    rule.bind(target.model, tokenizer)
-    target.check_taps(rule.needs)
-    if extra_probes(rule, drafter.width) and not target.branching:
+    if isinstance(rule, ProbingRule) and not target.branching:
         raise Refused(
             f"rule={name_of(rule)!r} reads probes beside the drafts, and {type(target.model).__name__} scores single "
             "chains only, because it has states: use another rule"
         )
+    rule.bind(target.model, tokenizer)
+    target.check_taps(rule.needs)
     drafter.read(tokenizer)
     prompts = target.prompts_of(input_ids, prepared.inputs, call.sources)
     batch, most = len(prompts), max(map(len, prompts))

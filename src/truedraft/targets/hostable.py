@@ -13,7 +13,7 @@ from truedraft.errors import Refused
 from truedraft.targets.kinds import family_of, reads_sources
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, WITHOUT_POSITIONS
 
-# Arguments that the forward must have; any of those joined by "or".
+# Arguments that the forward must have, or one of those joined by "or".
 NEEDED = {
     "decoder": ("position_ids", "past_key_values", "attention_mask"),
     "encoder-decoder": ("encoder_outputs", "past_key_values", "decoder_attention_mask"),
@@ -56,7 +56,7 @@ def check_hosted(model: Any) -> None:
     stateful = keeps_states(model.config)
     for needed in NEEDED_FOR_STATES if stateful else NEEDED[family_of(model.config)]:
         if parameters.keys().isdisjoint(needed.split(" or ")) and config.model_type not in WITHOUT_POSITIONS:
-            raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which drafts need")
+            raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which trees need")
     hosted = HOSTED_LAYERS | STATE_LAYERS | MIXED_LAYERS | {"dummy"} if stateful else HOSTED_LAYERS
     foreign = set(get_layer_types_and_kwargs(config)[0]) - hosted
     if foreign or (getattr(model, "_is_stateful", False) and not stateful):
