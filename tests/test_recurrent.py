@@ -167,6 +167,13 @@ def test_the_carry_is_what_was_accepted_behind_the_snapshot(architecture: str) -
     assert rows.carries == none
 
 
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_a_pass_that_is_not_committed_changes_nothing(architecture: str) -> None:
+    rows = Rows(architecture, [[5, 6, 7]])
+    for draft in ([3], [9], [4, 5], [3]):
+        rows.step([draft], [0])
+
+
 def test_a_long_carry_is_read_by_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, widths = Rows("granitemoehybrid", [[5, 6, 7], [9, 8, 7, 6], [4]]), []
     call = rows.target.runner.call
