@@ -23,6 +23,10 @@ from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import DraftTree, Prompt
 
+KINDS: dict[str, type[DecoderTarget]] = {
+    "decoder": DecoderTarget, "encoder-decoder": Seq2SeqTarget, "recurrent": RecurrentTarget,
+}  # fmt: skip
+
 
 def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
     """A target for a model, checked against the model's own decoding on this machine.
@@ -36,7 +40,7 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
     """
     with _refused(model, "its modules cannot be read"):
         check_hosted(model)
-        kind = _kind(model.config)
+        kind = KINDS["recurrent" if keeps_states(model.config) else family_of(model.config)]
         target = kind(model, runtime, strict)
     try:
         check_exact(target)
@@ -53,12 +57,6 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
         )
         raise Refused(f"strict=True needs the compiled pass, whose results do not depend on its width, and {why}")
     return target
-
-
-def _kind(config: Any) -> type[DecoderTarget]:
-    if family_of(config) == "encoder-decoder":
-        return Seq2SeqTarget
-    return RecurrentTarget if keeps_states(config) else DecoderTarget
 
 
 @contextmanager

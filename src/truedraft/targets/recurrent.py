@@ -31,7 +31,9 @@ class RecurrentTarget(DecoderTarget):
         return [ATTENDING.get(kind, kind) for kind in super()._layer_types()]
 
     def _runner(self, runtime: str) -> tuple[Runner, str | None]:
-        return self._stock() if runtime == "stock" else self._own_forward(), None
+        if runtime == "stock":
+            return self._stock(), None
+        return self._own_forward(), "its layers have states"
 
     def _allocated(self, rows: int, capacity: int) -> StateCache:
         """States do not grow with the text; the memory that they need is not checked."""
@@ -46,7 +48,8 @@ class RecurrentTarget(DecoderTarget):
 
     @property
     def carried(self) -> int:
-        assert isinstance(self.cache, StateCache)
+        if not isinstance(self.cache, StateCache):
+            return 0
         carries = [len(self.cache.carry(slot)) for slot in range(len(self.cache.lengths))]
         return len(carries) * max(carries, default=0)
 
