@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +12,11 @@ import torch
 
 import truedraft
 from drafters_for_tests import Sampler
+from matrix import SPELT
 from model_types import built
 from models import RECURRENT, ragged, tiny
 from nets import EVERY, PROCESSORS, RULES, drafter, node_net, text_net
+from served import running
 from truedraft import DraftTree, Refused
 from truedraft.caches.states import StateCache
 from truedraft.chains import chained
@@ -117,6 +121,29 @@ def test_embeddings_and_prompts_of_one_token() -> None:
     for inputs in ({"inputs_embeds": embeds}, {"input_ids": torch.tensor([[7]])}):
         plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
         assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "lfm3"])
+def test_long_prompts_and_near_ties_that_are_computed_again(architecture: str) -> None:
+    model = tiny(architecture, FP32)
+    fast = truedraft.accelerate(model, draft=drafter("noise", model), control="fixed", ties="recheck")
+    fast.target.long, fast.target.noise = 9, 10.0
+    inputs = ragged(model, 3)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+    assert fast.report().near_ties
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2"])
+def test_a_server_of_a_model_with_states(architecture: str) -> None:
+    model = tiny(architecture, FP32)
+    plain = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, do_sample=False)
+    with running(truedraft.accelerate(model, SPELT)) as server:
+        request = {"model": "nano", "prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0}
+        asked = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(request).encode())
+        asked.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            assert json.load(response)["choices"][0]["text"] == SPELT.decode(plain[0, 3:])
 
 
 class Rows:

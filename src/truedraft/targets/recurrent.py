@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from truedraft.caches.states import STATE_LAYERS, StateCache
+from truedraft.caches.states import StateCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.chains import CARRY, ChainPass, ChainPromptPass, LinearsChainPass
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.targets.memory import check_room
+from truedraft.targets.memory import cached_layers, check_room
 from truedraft.targets.reference import Reference
 
 ATTENDING = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # what layers with state attend to
@@ -38,13 +38,8 @@ class RecurrentTarget(DecoderTarget):
     def _allocated(self, rows: int, capacity: int) -> StateCache:
         """States do not grow with the text; the memory that they need is not checked."""
         kinds, options = get_layer_types_and_kwargs(self.config)
-        check_room(self.config, self._attending, rows, capacity + CARRY, self.dtype, self.device)
+        check_room(self.config, cached_layers(self.config), rows, capacity + CARRY, self.dtype, self.device)
         return StateCache(kinds, [given.get("number_of_states", 1) for given in options], rows, capacity + CARRY)
-
-    @property
-    def _attending(self) -> int:
-        """Number of layers with keys and values."""
-        return sum(kind not in STATE_LAYERS and kind != "dummy" for kind in self.layer_types)
 
     @property
     def carried(self) -> int:
@@ -57,7 +52,7 @@ class RecurrentTarget(DecoderTarget):
         """None: a prefix could only be used with the states at its end, which are not kept."""
 
     def reference(self, rows: int, capacity: int) -> Reference:
-        return Reference(self.model, self.config, self._attending, rows, capacity)
+        return Reference(self.model, self.config, cached_layers(self.config), rows, capacity)
 
     def crop(self, slot: int, length: int) -> None:
         raise Refused(f"{type(self.model).__name__} has states that cannot be taken back to an earlier token")
