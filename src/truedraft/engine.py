@@ -4,7 +4,8 @@ A step (`Engine.step`), in order:
 
     admit    new rows begin; their prompts have a pass of their own (prefill), which is verified like any other
     budget   the control sets the number of nodes to draft for each row
-    draft    each drafter proposes a tree for each of its rows; the control prunes; rules add their probes
+    draft    each drafter proposes a tree for each of its rows, reduced to a chain where the target scores no branches;
+             the control prunes; rules add their probes
     score    one pass of the target over all trees: logits at every node, and the tapped hidden states
     verify   the rule of each row accepts a path of its tree and chooses the token that follows; both are emitted
     commit   the KV of the accepted paths becomes permanent, that of the other nodes is dropped
