@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import seq2seq_models
 import truedraft
-from models import ragged, tiny
+from models import RECURRENT, ragged, tiny
 from nets import EVERY, drafter
 from truedraft import reading
 from truedraft.continuous import ContinuousEngine
@@ -27,13 +27,16 @@ TINIEST = np.finfo(np.float32).tiny
 
 
 def model(kind: str = "decoder") -> PreTrainedModel:
-    return tiny("llama", torch.float32) if kind == "decoder" else seq2seq_models.model()
+    """A decoder, an encoder-decoder, or a model with states of a given architecture."""
+    if kind == "encoder-decoder":
+        return seq2seq_models.model()
+    return tiny("llama" if kind == "decoder" else kind, torch.float32)
 
 
 @cache
 def prompts(kind: str = "decoder") -> list[tuple[int, ...]]:
     """Six prompts of different lengths; for an encoder-decoder sources, of which the third is the longest."""
-    if kind != "decoder":
+    if kind == "encoder-decoder":
         generator = torch.Generator().manual_seed(4)
         lengths = (4, 9, 31, 2, 17, 12)
         return [tuple(torch.randint(3, 300, (n,), generator=generator).tolist()) for n in lengths]
@@ -45,8 +48,8 @@ def prompts(kind: str = "decoder") -> list[tuple[int, ...]]:
 def plain_logits(prompt: tuple[int, ...], emitted: list[int], kind: str = "decoder") -> torch.Tensor:
     """(V,) logits of the next token by a plain forward over the whole prefix."""
     with torch.no_grad():
-        if kind == "decoder":
-            return model()(torch.tensor([[*prompt, *emitted]]), use_cache=False).logits[0, -1]
+        if kind != "encoder-decoder":
+            return model(kind)(torch.tensor([[*prompt, *emitted]]), use_cache=False).logits[0, -1]
         decoder_ids = [model(kind).config.decoder_start_token_id, *emitted]
         ids, text = torch.tensor([prompt]), torch.tensor([decoder_ids])
         return model(kind)(ids, decoder_input_ids=text, use_cache=False).logits[0, -1]
@@ -58,7 +61,7 @@ def decoded_alone(prompt: tuple[int, ...], steps: int, seed: int | None, kind: s
     ids = torch.tensor([prompt])
     if seed is None:
         out = model(kind).generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=END, pad_token_id=0)
-        return out[0, len(prompt) if kind == "decoder" else 1 :].tolist()  # type: ignore[no-any-return]
+        return out[0, 1 if kind == "encoder-decoder" else len(prompt) :].tolist()  # type: ignore[no-any-return]
     emitted: list[int] = []
     while len(emitted) < steps and END not in emitted:
         law = plain_logits(prompt, emitted, kind).softmax(-1)
@@ -92,7 +95,8 @@ def pieces_of(positions: int | None) -> Iterator[None]:
 
 
 def kind_of(engine: ContinuousEngine) -> str:
-    return engine._target.family
+    of = engine.model.config.model_type
+    return of if of in RECURRENT else engine._target.family
 
 
 def check(request: EngineRequest, which: int, steps: int, seed: int | None, kind: str = "decoder") -> None:
@@ -142,6 +146,7 @@ def check_nothing_left(engine: ContinuousEngine, drafts: Iterable[Any]) -> None:
     inner: Any = engine._engine
     cache: Any = engine._target.cache
     assert cache.lengths == inner.rows == [] and not cache.cursor.reading and getattr(cache, "counts", []) == []
+    assert not getattr(cache, "_rows", {})
     assert engine.room() == engine.max_rows
     for draft in drafts:
         assert not state_left(draft), "a row was left in a drafter"

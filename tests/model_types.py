@@ -39,6 +39,9 @@ SIZES = {
     r"sliding_window": 9,
 }
 _HEADS = {"head_dim": 8}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
+_GROUPS = {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2}
+_NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
 _MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
 # Further settings that some model types need.
 FURTHER: dict[str, dict[str, Any]] = {
@@ -50,7 +53,27 @@ FURTHER: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_omni": {"text_config": _NEMOTRON},
+    "zamba2": {
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 2,
+        "mamba_headdim": 16,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "hybrid_layer_ids": [1],
+    },
+    "kimi_linear": _GROUPS,
+    "bailing_hybrid": _GROUPS,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "chameleon": {"vocabulary_map": {"<image>": 4}},

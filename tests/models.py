@@ -129,6 +129,51 @@ ARCHITECTURES |= {
     },
 }
 
+# Models with recurrent or convolutional state, which score chains.
+_THREE = {**_COMMON, "num_hidden_layers": 3}
+_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+_CONV = ["conv", "full_attention", "conv"]
+_DELTA = dict(
+    layer_types=_LINEAR, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=8, head_dim=8,
+)  # fmt: skip
+_SPARSE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
+_MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8)
+_LATENT = dict(
+    num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_group=1,
+    topk_group=1, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, pad_token_id=0,
+    eos_token_id=None, layer_types=_LINEAR, mlp_layer_types=["dense", "sparse", "sparse"],
+)  # fmt: skip
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {**_THREE, **_DELTA},
+    "qwen3_5_moe_text": {**_THREE, **_DELTA, **_SPARSE},
+    "qwen3_next": {**_THREE, **_DELTA, **_SPARSE},
+    "olmo_hybrid": {**_THREE, **{k: v for k, v in _DELTA.items() if k != "head_dim"}, "linear_num_value_heads": 2},
+    "lfm2": {**_THREE, "layer_types": _CONV, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {
+        **_THREE, "layer_types": _CONV, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+    },
+    "lfm3": {**_THREE, "layer_types": ["conv", "full_attention", "sliding_attention"], "head_dim": 8,
+             "sliding_window": 9},
+    "granitemoehybrid": {**_THREE, **_MAMBA, "layer_types": _LINEAR, "shared_intermediate_size": 24,
+                         "num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
+    "falcon_h1": {**_COMMON, **_MAMBA, "mamba_d_ssm": 64},
+    "bamba": {**_THREE, **_MAMBA, "attn_layer_indices": [1]},
+    "nemotron_h": {**_COMMON, "num_hidden_layers": 4, "head_dim": 8,
+                   "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+                   "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8,
+                   "n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24},
+    "zamba2": {**_NO_GQA, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8,
+               "n_mamba_heads": 4, "mamba_ngroups": 2, "chunk_size": 8, "use_mem_rope": True},
+    "mamba2": {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
+               "state_size": 8, "n_groups": 2, "chunk_size": 8, "bos_token_id": 1, "eos_token_id": None,
+               "pad_token_id": 0},
+    "zaya": {**_COMMON},
+    "kimi_linear": {**_THREE, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
+    "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8},
+}  # fmt: skip
+
 # Text models that exist only inside a vision model: the type of that model.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 INSIDE = {
@@ -163,7 +208,7 @@ def tiny(
 ) -> PreTrainedModel:
     """A model of an architecture with random weights, the matrices multiplied by `sharpen`."""
     torch.manual_seed(7)
-    text = {**ARCHITECTURES[architecture], "vocab_size": vocabulary}
+    text = {**(ARCHITECTURES | RECURRENT)[architecture], "vocab_size": vocabulary}
     if layers is not None:
         text["n_layer" if "n_layer" in text else "num_hidden_layers"] = layers
         if "layer_types" in text:

@@ -87,6 +87,8 @@ class Likeliest(NodeRule):
 class Target:
     """A target that stores the committed tokens of each slot, and scores trees after them."""
 
+    branching = True
+
     def __init__(self, note: Callable[..., None], begins_with_drafts: bool = False):
         self.slots: list[list[int]] = []
         self.trees: list[DraftTree] = []

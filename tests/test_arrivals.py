@@ -13,6 +13,7 @@ from transformers import TextStreamer
 
 import truedraft
 from arrivals import DECODERS, END, LONGEST, ROWS, added, check, decoded_alone, model, prompts, run_events
+from models import RECURRENT
 from nets import REGISTERED, drafter
 from truedraft.errors import Refused
 from truedraft.runtime import latency
@@ -57,6 +58,15 @@ def test_drafters_in_one_batch_of_the_stock_runtime(events: list[tuple[int, int,
 @given(events=EVENTS)
 def test_drafters_in_one_batch_of_encoder_decoders(events: list[tuple[int, int, int]]) -> None:
     run_events(["auto", "plain", "draft-model", "token-recycling", "iad"], events, "encoder-decoder")
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_requests_of_models_with_states_have_their_text_alone(architecture: str) -> None:
+    rng = random.Random(architecture)
+    for runtime in RUNTIMES:
+        events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(40)]
+        drafts = ["auto", "noise", "plain", "token-recycling", "sampler"]
+        run_events(drafts, events, architecture, runtime, rng.randint(1, 16), rng.choice((0, PREFIX_BYTES)))
 
 
 @pytest.mark.slow

@@ -41,14 +41,19 @@ FLAT = Curve((1, 16), (1.0, 1.0))
 
 
 def opened(
-    drafter: Any, kept: Any = STEEP, lockstep: bool = False, control: Cost | None = None, padded: bool = False
+    drafter: Any,
+    kept: Any = STEEP,
+    lockstep: bool = False,
+    control: Cost | None = None,
+    padded: bool = False,
+    carried: int = 0,
 ) -> Cost:
     """A control with a simulated clock, for a target with a curve or a profile, and known costs without drafts."""
     control = control or Cost()
     control.times, control.drafting = PassTimes(), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "of", lambda target: StoredProfile(kept) if isinstance(kept, Curve) else kept)
-        control.open(SimpleNamespace(cold=False, padded=padded), drafter, lockstep, 999)  # type: ignore[arg-type]
+        control.open(SimpleNamespace(cold=False, padded=padded, carried=carried), drafter, lockstep, 999)  # type: ignore[arg-type]
     for size in range(9):
         control._costs._batches[size] = steps = PlainSteps()
         steps.made = ENOUGH
@@ -496,6 +501,18 @@ def test_a_pass_costs_the_nodes_that_it_computes(padded: bool, tokens: int) -> N
     assert [len(tree) for tree in kept] == [11, 1]
     (drafts,) = control._batch
     assert drafts.tokens == tokens
+
+
+def test_tokens_that_are_read_again_are_charged_to_the_drafts_that_left_them() -> None:
+    control, row = opened(DRAFTER, carried=8), row_of()
+    control.start([row])
+    (most,) = control.budget([row])
+    assert most > 0 and control._costs(1) - control._costs.without_carry(1) == STEEP(9) - STEEP(1) > 0
+    control.prune([row], [DraftTree.chain(1)])
+    spend(control, target=STEEP(9))
+    row.tokens += [2]
+    control.observe([row], [], [])
+    assert state_of(control).lost == pytest.approx(STEEP(9) - STEEP(1))
 
 
 def test_a_pass_without_drafts_is_made_to_learn_what_it_costs(control: Cost) -> None:

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
 from truedraft.accept._base import Rule, extra_probes
-from truedraft.caches.prefixes import Prefixes
 from truedraft.call.arguments import Document, check_arguments, check_settings, noise_of, sources_of, with_stop_strings
 from truedraft.call.outcome import cut
 from truedraft.call.prepared import Call, Prepared, request_of
@@ -35,7 +34,7 @@ from truedraft.targets.hosting import hosted
 
 DRAFTS = 256  # positions of the cache beyond a row's tokens, for drafts and probes
 PIECE_SECONDS = 0.05  # that a piece of prompts should take at most, while rows wait for it
-WHOLE = "the whole prompt is computed: its hidden states are required, or it is given as embeddings"
+WHOLE = "the whole prompt is computed: its hidden states are required, it is embeddings, or the model has states"
 CHECKING = 0.02  # most of the time that is spent on detecting, between steps, a model that was changed
 
 
@@ -104,12 +103,12 @@ class ContinuousEngine:
 
     def _made(self, control: Control, piece_seconds: float, prefix_bytes: int, shared: bool) -> Engine:
         """The engine; those of encoder-decoders read prompts whole, and keep no prefixes."""
-        self._prefixes: Prefixes | None = None
-        if self._target.granularity is None:
-            return Engine(self._target, control)
-        if prefix_bytes:
-            self._prefixes = self._target.prefixes(prefix_bytes, shared)
-        return PiecewiseEngine(self._target, control, piece_seconds, self._prefixes)
+        piecewise = self._target.granularity is not None
+        self._reuses = piecewise and prefix_bytes > 0  # prefixes, as far as the model allows it
+        self._prefixes = self._target.prefixes(prefix_bytes, shared) if self._reuses else None
+        if piecewise:
+            return PiecewiseEngine(self._target, control, piece_seconds, self._prefixes)
+        return Engine(self._target, control)
 
     def __enter__(self) -> ContinuousEngine:
         return self
@@ -184,7 +183,7 @@ class ContinuousEngine:
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
             report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes = request.passes
-            if self._prefixes is not None and (taps_of(request.rows).hidden or request.prompts[0].ids is None):
+            if self._reuses and (not self._prefixes or request.prompts[0].ids is None or taps_of(request.rows).hidden):
                 report.notes.append(WHOLE)
             return EngineRequest(request, seed, streamer, report)
 

@@ -4,7 +4,8 @@ A step (`Engine.step`), in order:
 
     admit    new rows begin; their prompts have a pass of their own (prefill), which is verified like any other
     budget   the control sets the number of nodes to draft for each row
-    draft    each drafter proposes a tree for each of its rows; the control prunes; rules add their probes
+    draft    each drafter proposes a tree for each of its rows, reduced to a chain where the target scores no branches;
+             the control prunes; rules add their probes
     score    one pass of the target over all trees: logits at every node, and the tapped hidden states
     verify   the rule of each row accepts a path of its tree and chooses the token that follows; both are emitted
     commit   the KV of the accepted paths becomes permanent, that of the other nodes is dropped
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from truedraft.accept._verification import Verification
+from truedraft.chains import chained
 from truedraft.cohort import Cohort, by_owner, for_each, select
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
@@ -199,7 +201,8 @@ class Engine:
         def drafted(drafter: Drafter, rows: Sequence[Row], nodes: Sequence[int]) -> list[DraftTree]:
             try:
                 drafts, most = self._draft(drafter, rows, nodes), 1 + drafter.width
-                return [_fitted(row, tree, most) for row, tree in zip(rows, drafts, strict=True)]
+                fitted = [_fitted(row, tree, most) for row, tree in zip(rows, drafts, strict=True)]
+                return fitted if self.target.branching else [chained(tree) for tree in fitted]
             except Exception as error:
                 self._fail(rows, error)
                 return [DraftTree.chain(row.tokens[-1]) for row in rows]

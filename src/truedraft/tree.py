@@ -160,11 +160,11 @@ class DraftTree:
 
     def cut(self, nodes: int) -> DraftTree:
         """The tree of the first `nodes` nodes."""
-        return self if nodes >= len(self) else self._kept(range(nodes))
+        return self if nodes >= len(self) else self.subtree(range(nodes))
 
     def bare(self) -> DraftTree:
         """The tree without its probes."""
-        return self._kept([i for i in range(len(self)) if i not in self.probes]) if self.probes else self
+        return self.subtree([i for i in range(len(self)) if i not in self.probes]) if self.probes else self
 
     def drafting(self, nodes: int) -> DraftTree:
         """The tree of the first `nodes` nodes to verify, with the probes below these and the root."""
@@ -173,13 +173,13 @@ class DraftTree:
             if self.parent[i] in chosen and (i in self.probes or nodes > 0):
                 chosen.append(i)
                 nodes -= i not in self.probes
-        return self if len(chosen) == len(self) else self._kept(chosen)
+        return self if len(chosen) == len(self) else self.subtree(chosen)
 
     def shallow(self, depth: int) -> DraftTree:
         """The tree of the nodes at depth `depth` or less; deeper probes are dropped too."""
         if len(self) <= depth or max(self.shape.depth) <= depth:
             return self
-        return self._kept([i for i, d in enumerate(self.shape.depth) if d <= depth])
+        return self.subtree([i for i, d in enumerate(self.shape.depth) if d <= depth])
 
     def with_probes(
         self, tokens: Sequence[int], parent: Sequence[int], embeds: Mapping[int, Tensor] | None = None
@@ -198,7 +198,7 @@ class DraftTree:
             embeds=self.embeds | {n + i: vector for i, vector in (embeds or {}).items()},
         )
 
-    def _kept(self, nodes: Sequence[int]) -> DraftTree:
+    def subtree(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of these nodes: a range from 0, or ascending indices that include each node's parent."""
         cls: Any = type(self)
         values = ((name, getattr(self, name), select) for name, select in _selections(cls))

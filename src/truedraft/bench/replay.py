@@ -49,6 +49,8 @@ class ReplayTarget:
     """
 
     family: Family = "decoder"
+    branching = True
+    carried = 0
 
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary

@@ -176,12 +176,17 @@ class RowCache(Cache):
     def lengths(self) -> list[int]:
         return self.cursor.lengths
 
+    @property
+    def attention(self) -> list[RowLayer]:
+        """The layers with keys and values."""
+        return self.layers
+
     def clear(self) -> None:
         """Free every slot and zero the cache: positions behind a row are masked, but a masked NaN is still a NaN."""
         self.lengths.clear()
         self.cursor.reading.clear()
         self.rewind()
-        for layer in self.layers:
+        for layer in self.attention:
             if layer.is_initialized:
                 layer.keys.zero_()
                 layer.values.zero_()
@@ -223,7 +228,7 @@ class RowCache(Cache):
         self.rewind()
         last = len(self.lengths) - 1
         if slot != last:
-            for layer in self.layers:
+            for layer in self.attention:
                 layer.move(last, slot, self.lengths[last])
             self.lengths[slot] = self.lengths[last]
         self.lengths.pop()
@@ -243,11 +248,11 @@ class RowCache(Cache):
         reading, new = self.cursor.reading, len(self.lengths)
         length = reading.pop(slot)
         if slot != new and (other := reading.pop(new, None)) is not None:
-            for layer in self.layers:
+            for layer in self.attention:
                 layer.swap(slot, new, max(length, other) + 1)
             reading[slot] = other
         elif slot != new:
-            for layer in self.layers:
+            for layer in self.attention:
                 layer.move(slot, new, length + 1)
         self.lengths.append(length)
         return new
@@ -273,4 +278,4 @@ class RowCache(Cache):
 
     @property
     def _kept(self) -> list[Tensor]:
-        return [kept for layer in self.layers if layer.is_initialized for kept in (layer.keys, layer.values)]
+        return [kept for layer in self.attention if layer.is_initialized for kept in (layer.keys, layer.values)]

@@ -24,6 +24,7 @@ Document = str | Sequence[int] | Tensor
 ARGUMENTS = {
     "assistant_tokenizer": "draft models with another tokenizer are not supported yet; drop it if they share one",
     "past_key_values": "truedraft keeps a cache of its own; give the whole prompt",
+    "cache_params": "truedraft keeps a cache of its own; give the whole prompt",
     "custom_generate": "truedraft is the decode loop",
     "position_ids": "positions follow from the attention mask",
     "synced_gpus": "one process decodes one batch",

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from truedraft.accept._base import ArgmaxRule, Rule
+from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.accept._ties import NearTies
 from truedraft.call.arguments import (
     chance_of,
@@ -23,6 +23,8 @@ from truedraft.call.arguments import (
 from truedraft.call.rechecking import reference_of
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._compose import name_of
+from truedraft.errors import Refused
 from truedraft.logprobs import Logprobs
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
@@ -84,6 +86,11 @@ def request_of(
         Refused: a setting that cannot be honoured exactly, or a prompt that does not fit the context or memory.
     """
     input_ids, config = prepared.input_ids, prepared.config
+    if isinstance(rule, ProbingRule) and not target.branching:
+        raise Refused(
+            f"rule={name_of(rule)!r} reads probes beside the drafts, and {type(target.model).__name__} scores single "
+            "chains only, because it has states: use another rule"
+        )
     rule.bind(target.model, tokenizer)
     target.check_taps(rule.needs)
     drafter.read(tokenizer)

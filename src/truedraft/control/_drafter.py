@@ -299,8 +299,8 @@ class Drafts:
             state.acceptance.verified(self._promised, emitted, rows)
         if state.probed:
             state.probing.observe(emitted / rows, cost)
-        if tokens > rows:  # time to emit as many tokens without these drafts
-            without = given / (given - emitted + rows) * passes(width - tokens + rows)
+        if tokens > rows or passes.carried:  # time to emit as many tokens without these drafts, and earlier ones
+            without = given / (given - emitted + rows) * passes.without_carry(width - tokens + rows)
             state.lost = min(spent, HICCUP * cost) - without
 
 

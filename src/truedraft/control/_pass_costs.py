@@ -35,6 +35,7 @@ class PassCosts:
     curve: seconds of a pass by tokens, all rows together, of one row with a short context: the target's latency profile
         (`runtime/latency.py`), updated by passes over drafts.
     measured: whether the curve comes from actual passes; nothing is drafted before that.
+    carried: tokens that the next pass reads besides those of its trees; see `Target.carried`.
     reading, outside: what the second and the third term come to for the current rows, in seconds.
     """
 
@@ -46,6 +47,7 @@ class PassCosts:
         self._batches: dict[int, PlainSteps] = {}  # by the size of the batch
         self._batch = PlainSteps()  # of the current rows
         self._rows, self._read = 1, BASE  # current rows, and what they have stored
+        self.carried = 0
         self.reading = self.outside = 0.0
 
     def measure(self, target: Target, steps: int) -> None:
@@ -62,6 +64,7 @@ class PassCosts:
     def begin(self, rows: int, stored: int) -> None:
         """Set the rows of the next pass, and the number of tokens that they have stored."""
         self._rows, self._read = rows, stored + BASE * rows
+        self.carried = 0 if self.target is None else self.target.carried
         size = round(2 * math.log2(rows))  # equal for numbers of rows that differ by less than about a fifth
         batch = self._batches.get(size)
         if batch is None:
@@ -87,17 +90,21 @@ class PassCosts:
 
     def __call__(self, tokens: int) -> float:
         """Seconds of a step of the current rows over `tokens` tokens, without the time of drafting."""
+        return self.curve(tokens + self.carried) + self.reading + self.outside
+
+    def without_carry(self, tokens: int) -> float:
+        """The same if no earlier drafts had left tokens to be read again."""
         return self.curve(tokens) + self.reading + self.outside
 
     def learn(self, tokens: int, seconds: float, rate: float) -> None:
         """Update by a pass of the current rows of `seconds` over `tokens` tokens."""
-        plain = self._rows
+        plain, width = self._rows, tokens + self.carried
         if not self.measured:
-            self._first.append((seconds, tokens))
+            self._first.append((seconds, width))
             least, width = min(self._first)
             self.curve, self.measured = Curve.typical(width, least), len(self._first) >= FIRST
-        elif tokens > plain:
-            self.curve = self.curve.learned(tokens, seconds - self.reading, rate, plain)
+        elif width > plain:
+            self.curve = self.curve.learned(width, seconds - self.reading, rate, plain)
         else:
             expected = self.curve(plain)
             self._batch.add_pass((min(seconds, HICCUP * (expected + self.reading)) - expected) / self._read)

@@ -90,7 +90,7 @@ class Cost(Control):
                 drafts.places.append(place)
         self._batch = list(batch.values())
         self._costs.begin(len(rows), stored)
-        plain, budget = self._costs(len(rows)), [0] * len(rows)
+        plain, budget = self._costs.without_carry(len(rows)), [0] * len(rows)
         unchecked = self._costs.unchecked(sum([max(drafts.state.trials.saving, 0.0) for drafts in self._batch]))
         for drafts in self._batch:
             if (state := drafts.state).width:
@@ -171,7 +171,7 @@ class Cost(Control):
         """Cut drafts to their sizes; each drafter's saving is relative to the pass without its drafts."""
         gains = [drafts.gains[size] for drafts, size in zip(sizable, sizes, strict=True)]
         nodes += sum([drafts.unit * size for drafts, size in zip(sizable, sizes, strict=True)])
-        plain = self._costs(rows)
+        plain = self._costs.without_carry(rows)
         for i, drafts in enumerate(sizable):
             without = tokens + sum(gains[:i]) + sum(gains[i + 1 :])
             drafts.cut(sizes[i], without, nodes - drafts.unit * sizes[i], self._costs, plain)

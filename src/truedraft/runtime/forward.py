@@ -272,7 +272,7 @@ class PromptPass(ForwardPass):
         if not self._cut_logits:
             numbers += 2 * config.vocab_size
         if config._attn_implementation == "eager":
-            numbers += 3 * config.num_attention_heads * length
+            numbers += 3 * getattr(config, "num_attention_heads", 0) * length
         return length if length * numbers * self.model.dtype.itemsize <= ROOM else PART
 
 

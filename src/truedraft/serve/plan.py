@@ -17,7 +17,7 @@ from truedraft.layout import labelled
 from truedraft.runtime._base import PROMPT
 from truedraft.serve.config import ServeConfig
 from truedraft.targets import kinds
-from truedraft.targets.memory import cache_bytes, free_memory
+from truedraft.targets.memory import cache_bytes, cached_layers, free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZED = {"int8": 1.0, "int4": 0.5625}  # bytes of a weight; int4 with a scale and zero per group of 64
@@ -45,8 +45,7 @@ def planned(config: ServeConfig) -> list[Part]:
     text = model_config.get_text_config(decoder=True)
     dtype = _dtype(config, model_config)
     length = config.max_model_len or getattr(text, "max_position_embeddings", None) or 4096
-    layers = text.num_hidden_layers
-    kv = cache_bytes(text, layers, config.max_rows, length + DRAFTS, dtype)
+    kv = cache_bytes(text, cached_layers(text), config.max_rows, length + DRAFTS, dtype)
     parts.append(Part("KV cache", kv, f"{config.max_rows} rows x {length:,} tokens and {DRAFTS} for drafts"))
     if config.prefix_bytes:
         parts.append(Part("prefixes", config.prefix_bytes, "prefix_bytes, at most"))

@@ -28,9 +28,12 @@ class Target(Protocol):
 
     Attributes:
         taps: what passes return besides logits.
+        branching: whether it scores trees. If not, only chains without probes: its layers have states, which follow one
+            text at a time.
     """
 
     taps: Taps
+    branching: bool
 
     # ---------------------------------------------------------------- the model
 
@@ -96,6 +99,11 @@ class Target(Protocol):
     @property
     def padded(self) -> bool:
         """Whether every row of a pass costs as many nodes as its widest tree has."""
+
+    @property
+    def carried(self) -> int:
+        """Nodes that the next pass reads besides its trees, padding included: tokens that are committed already, where
+        the states of a model can only be had from before them."""
 
     @property
     def noise(self) -> float:
@@ -226,8 +234,9 @@ class Target(Protocol):
     def discard(self, slot: int) -> None:
         """Free the slot of a row whose prompt is being read."""
 
-    def prefixes(self, limit: int, shared: bool) -> Prefixes:
-        """An empty store of at most `limit` bytes for prefixes of the rows of the reserved cache.
+    def prefixes(self, limit: int, shared: bool) -> Prefixes | None:
+        """An empty store of at most `limit` bytes for prefixes of the rows of the reserved cache; None where the model
+        cannot go on from a prefix of which only keys and values are kept.
 
         Raises:
             NoRoom: cache and store do not fit in free memory.
@@ -278,7 +287,11 @@ class Target(Protocol):
         """
 
     def crop(self, slot: int, length: int) -> None:
-        """Discard the committed KV of a slot beyond its first `length` tokens."""
+        """Discard the committed KV of a slot beyond its first `length` tokens.
+
+        Raises:
+            Refused: the model has states, which cannot be taken back.
+        """
 
     def release(self, slot: int) -> None:
         """Free a slot; the last slot in use moves into it."""

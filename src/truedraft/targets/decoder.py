@@ -2,7 +2,7 @@
 
 The model is called as it is, with a cache whose rows have their own lengths (`caches/rows.py`), explicit positions
 and an explicit mask. Layers with full and with sliding-window attention are supported; the cache keeps all keys, and
-the mask implements the window. Layers with recurrent state are refused.
+the mask implements the window. Models with recurrent state are hosted by `recurrent.py`.
 """
 
 from __future__ import annotations
@@ -63,10 +63,12 @@ class DecoderTarget:
     family: ClassVar[Family] = "decoder"
     reads_sources: ClassVar[bool] = False
     output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
+    branching = True
     noise = 0.0
     _cache_class: ClassVar[type[RowCache | Seq2SeqCache]] = RowCache
     _forward_class: ClassVar[type[ForwardPass]] = ForwardPass
     _linears_class: ClassVar[type[LinearsPass]] = LinearsPass
+    _prompt_class: ClassVar[type[PromptPass]] = PromptPass
 
     def __init__(self, model: PreTrainedModel, runtime: str = "auto", strict: bool = False):
         if runtime not in RUNTIMES:
@@ -87,7 +89,7 @@ class DecoderTarget:
         self._copied: Panels | None = None
         self.runner, self.fallback_reason = self._runner(runtime)
         self.long = None if strict else self._long()
-        self._reader = PromptPass(self.model, self.layer_types, self.window)
+        self._reader = self._prompt_class(self.model, self.layer_types, self.window)
 
     def _layer_types(self) -> list[str]:
         return get_layer_types_and_kwargs(self.config)[0]
@@ -147,6 +149,10 @@ class DecoderTarget:
     @property
     def padded(self) -> bool:
         return self.runner.padded
+
+    @property
+    def carried(self) -> int:
+        return 0
 
     @property
     def cold(self) -> bool:
@@ -298,7 +304,7 @@ class DecoderTarget:
     def discard(self, slot: int) -> None:
         self._rows.discard(slot)
 
-    def prefixes(self, limit: int, shared: bool) -> Prefixes:
+    def prefixes(self, limit: int, shared: bool) -> Prefixes | None:
         check_room(
             self.config, len(self.layer_types), *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
         )

@@ -8,21 +8,31 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from truedraft.caches.states import MIXED_LAYERS, STATE_LAYERS
 from truedraft.errors import Refused
 from truedraft.targets.kinds import family_of, reads_sources
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, WITHOUT_POSITIONS
 
-# Arguments that the forward must have.
+# Arguments that the forward must have, or one of those joined by "or".
 NEEDED = {
     "decoder": ("position_ids", "past_key_values", "attention_mask"),
     "encoder-decoder": ("encoder_outputs", "past_key_values", "decoder_attention_mask"),
 }
+NEEDED_FOR_STATES = ("past_key_values or cache_params", "attention_mask")
 
 
 def _drops(module: Any) -> bool:
     """Whether a module applies dropout."""
     rates = [value for name, value in vars(module).items() if name == "p" or "drop" in name]
     return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def keeps_states(config: Any) -> bool:
+    """Whether decoders with such a configuration have layers whose states follow one text (`caches/states.py`)."""
+    if reads_sources(config):
+        return False
+    kinds = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+    return not (STATE_LAYERS | MIXED_LAYERS).isdisjoint(kinds)
 
 
 def check_hosted(model: Any) -> None:
@@ -43,11 +53,13 @@ def check_hosted(model: Any) -> None:
     if reads_sources(model.config) and getattr(type(model), "generate", None) is not GenerationMixin.generate:
         raise Refused(f"{name} cannot be hosted exactly: it overrides generate, which then does more than decode")
     parameters = inspect.signature(model.forward).parameters
-    for needed in NEEDED[family_of(model.config)]:
-        if needed not in parameters and (needed != "position_ids" or config.model_type not in WITHOUT_POSITIONS):
+    stateful = keeps_states(model.config)
+    for needed in NEEDED_FOR_STATES if stateful else NEEDED[family_of(model.config)]:
+        if parameters.keys().isdisjoint(needed.split(" or ")) and config.model_type not in WITHOUT_POSITIONS:
             raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which trees need")
-    foreign = set(get_layer_types_and_kwargs(config)[0]) - HOSTED_LAYERS
-    if foreign or getattr(model, "_is_stateful", False):
+    hosted = HOSTED_LAYERS | STATE_LAYERS | MIXED_LAYERS | {"dummy"} if stateful else HOSTED_LAYERS
+    foreign = set(get_layer_types_and_kwargs(config)[0]) - hosted
+    if foreign or (getattr(model, "_is_stateful", False) and not stateful):
         kinds = ", ".join(sorted(foreign)) or "recurrent state"
         raise Refused(
             f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to a path"

@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from truedraft.caches.states import StateCache
 from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass
 from truedraft.targets._base import Target
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.targets.hostable import check_hosted
+from truedraft.targets.hostable import check_hosted, keeps_states
 from truedraft.targets.inputs import BLANK
-from truedraft.targets.kinds import Family, family_of
+from truedraft.targets.kinds import family_of
+from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import DraftTree, Prompt
 
-KINDS: dict[Family, type[DecoderTarget]] = {"decoder": DecoderTarget, "encoder-decoder": Seq2SeqTarget}
+KINDS: dict[str, type[DecoderTarget]] = {
+    "decoder": DecoderTarget, "encoder-decoder": Seq2SeqTarget, "recurrent": RecurrentTarget,
+}  # fmt: skip
 
 
 def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
@@ -36,7 +40,7 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
     """
     with _refused(model, "its modules cannot be read"):
         check_hosted(model)
-        kind = KINDS[family_of(model.config)]
+        kind = KINDS["recurrent" if keeps_states(model.config) else family_of(model.config)]
         target = kind(model, runtime, strict)
     try:
         check_exact(target)
@@ -88,11 +92,11 @@ def check_exact(target: DecoderTarget) -> None:
         expected = _plain(target, texts, [prompts[row] for row, _ in cases], len(cases[0][1]))
         _check_numbers(model, expected)
         target.ignorable = frozenset(_ignorable(target, texts, expected, tolerance))
-    with _refused(model, "a pass over a tree fails"):
+    form = "tree" if target.branching else "chain"
+    with _refused(model, f"a pass over a {form} fails"):
         target.reserve(2, 16)
         try:
-            target.prefill(prompts)
-            scores = target.score([tree, tree]).logits.float()
+            scores = (_on_tree if target.branching else _on_chains)(target, prompts, tree)
         finally:
             target.cache = None
     _check_reader(target, prompts, expected[::2, 0], tolerance)
@@ -104,11 +108,37 @@ def check_exact(target: DecoderTarget) -> None:
         0 if target.dtype in (torch.float32, torch.float64) else 1
     )  # in bf16 rounding may decide a near-tie of experts differently
     if int((errors <= tolerance).logical_not().sum()) > strays:
+        also = "" if target.branching else ", its layers do not continue from a state over several tokens at once"
         raise Refused(
-            f"{type(model).__name__} cannot be hosted exactly: a tree pass differs from plain decoding by "
+            f"{type(model).__name__} cannot be hosted exactly: a {form} pass differs from plain decoding by "
             f"{float(errors.max()):.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or "
-            "positions, or padding changes its text"
+            f"positions{also}, or padding changes its text"
         )
+
+
+def _on_tree(target: DecoderTarget, prompts: Sequence[Prompt], tree: DraftTree) -> Tensor:
+    """Logits (rows, nodes, V), fp32, of a tree behind each prompt, whose last token is its root."""
+    target.prefill(prompts)
+    return target.score([tree] * len(prompts)).logits.float()
+
+
+def _on_chains(target: DecoderTarget, prompts: Sequence[Prompt], tree: DraftTree) -> Tensor:
+    """The same by chains: one to each leaf, and then, from where the last one was accepted in part, its rest."""
+    rows = len(prompts)
+    scores = [target.prefill(prompts).logits[:, 0]] * len(tree)
+    if not (isinstance(target.cache, StateCache) and target.cache.filled):
+        raise Refused(
+            f"{type(target.model).__name__} cannot be hosted exactly: it keeps its states outside of the cache"
+        )
+    target.commit([[0]] * rows)
+    for leaf in (i for i, below in enumerate(tree.shape.children) if not below):
+        path = tree.path(leaf)[1:]
+        logits = target.score([DraftTree.chain(tree.tokens[path[0]], [tree.tokens[i] for i in path[1:]])] * rows).logits
+        for place, node in enumerate(path):
+            scores[node] = logits[:, place]
+    target.commit([[0]] * rows)
+    scores[leaf] = target.score([DraftTree.chain(tree.tokens[leaf])] * rows).logits[:, 0]
+    return torch.stack(scores, 1).float()
 
 
 def _check_numbers(model: Any, plain: Tensor) -> None:

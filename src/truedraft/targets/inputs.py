@@ -16,6 +16,7 @@ BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill w
 # Model inputs that `generate` itself passes to a decode loop.
 INPUTS = {
     "attention_mask",
+    "cache_params",
     "decoder_attention_mask",
     "encoder_outputs",
     "inputs_embeds",

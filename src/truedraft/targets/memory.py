@@ -6,7 +6,9 @@ from typing import Any
 
 import psutil
 import torch
+from transformers.cache_utils import get_layer_types_and_kwargs
 
+from truedraft.caches.states import STATE_LAYERS
 from truedraft.errors import NoRoom
 
 
@@ -20,6 +22,12 @@ def check_room(
     if need > free:
         of = f"{rows} rows x {capacity} positions" + (f" with {beside:,} bytes of prefixes" if beside else "")
         raise NoRoom(f"the KV cache of {of} needs {need:,} bytes, {free:,} are free: {remedy}")
+
+
+def cached_layers(config: Any) -> int:
+    """Number of layers with keys and values."""
+    kinds = get_layer_types_and_kwargs(config)[0]
+    return len(kinds) - sum(kind in STATE_LAYERS or kind == "dummy" for kind in kinds)
 
 
 def cache_bytes(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> int:

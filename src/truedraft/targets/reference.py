@@ -34,7 +34,9 @@ class Reference:
         self.config = config
         self.device = model.get_input_embeddings().weight.device
         check_room(config, layers, 2 * rows, capacity, model.dtype, self.device)
-        cut = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        parameters = inspect.signature(self.model.forward).parameters
+        cut = "logits_to_keep" in parameters
+        self._cache = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._last: dict[str, Any] = {"logits_to_keep": 1} if cut else {}
         self._read: dict[int, tuple[int, DynamicCache, Tensor]] = {}  # row -> tokens read, their KV, logits of the last
 
@@ -46,7 +48,7 @@ class Reference:
         length, cache, logits = self._read[row.index]
         for token in row.tokens[length:]:
             ids = torch.tensor([[token]], device=self.device)
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+            logits = self.model(input_ids=ids, **{self._cache: cache}, use_cache=True).logits[0, -1]
         self._read[row.index] = len(row.tokens), cache, logits
         return logits
 
@@ -57,5 +59,5 @@ class Reference:
             given = {"inputs_embeds": prompt.embeds[None]}
         else:
             given = {"input_ids": torch.tensor([row.tokens[: row.prompt]], device=self.device)}
-        out = self.model(**given, past_key_values=cache, use_cache=True, **self._last)
+        out = self.model(**given, **{self._cache: cache}, use_cache=True, **self._last)
         return row.prompt, cache, out.logits[0, -1]

@@ -19,7 +19,9 @@ from torch import Tensor
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._trees import root_of
+from truedraft.errors import Refused
 from truedraft.stores.union import union
+from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
 
 FIRST, LATER = 0.2, 0.6  # probability that an n-gram's first and later tokens are right: priors, calibrated online
@@ -61,6 +63,14 @@ class Lookahead(PerRow[JacobiWindow]):
     @property
     def width(self) -> int:
         return (self.n - 1) * (self.window + self.guesses)
+
+    def bind(self, target: Target) -> None:
+        if not target.branching:
+            raise Refused(
+                f"draft='lookahead' reads guesses beside its draft, and {type(target.model).__name__} scores single "
+                "chains only, because it has states: use another drafter"
+            )
+        super().bind(target)
 
     def begin(self, row: Row) -> JacobiWindow:
         pick = random.Random(len(row.tokens))

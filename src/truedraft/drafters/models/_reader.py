@@ -93,7 +93,13 @@ class Reader:
 
     def _host(self) -> None:
         if self._hosted is None or self._hosted.changed:
-            self._hosted = hosted(self.model)
+            made = hosted(self.model)
+            if not made.branching:
+                raise Refused(
+                    f"the draft model {type(self.model).__name__} has states, which cannot be taken back to where its "
+                    "draft was accepted: give one with attention alone"
+                )
+            self._hosted = made
 
     def start(self, rows: Sequence[Row], more: int) -> None:
         """Reserve cache for new rows, with `more` tokens for drafts beyond the end of a row.

@@ -1,0 +1,58 @@
+"""A decoder with recurrent or convolutional state as a target: it scores chains, from snapshots of the states."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from truedraft.caches.states import StateCache
+from truedraft.errors import Refused
+from truedraft.runtime._base import Runner
+from truedraft.runtime.chains import CARRY, ChainPass, ChainPromptPass, LinearsChainPass
+from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.memory import cached_layers, check_room
+from truedraft.targets.reference import Reference
+
+ATTENDING = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # what layers with state attend to
+
+
+class RecurrentTarget(DecoderTarget):
+    """See `DecoderTarget`. Passes are calls of the model's own forward over chains (`runtime/chains.py`)."""
+
+    runner: ChainPass
+    branching = False
+    _forward_class: ClassVar[type[ForwardPass]] = ChainPass
+    _linears_class: ClassVar[type[LinearsPass]] = LinearsChainPass
+    _prompt_class: ClassVar[type[PromptPass]] = ChainPromptPass
+
+    def _layer_types(self) -> list[str]:
+        return [ATTENDING.get(kind, kind) for kind in super()._layer_types()]
+
+    def _runner(self, runtime: str) -> tuple[Runner, str | None]:
+        if runtime == "stock":
+            return self._stock(), None
+        return self._own_forward(), "its layers have states"
+
+    def _allocated(self, rows: int, capacity: int) -> StateCache:
+        """States do not grow with the text; the memory that they need is not checked."""
+        kinds, options = get_layer_types_and_kwargs(self.config)
+        check_room(self.config, cached_layers(self.config), rows, capacity + CARRY, self.dtype, self.device)
+        return StateCache(kinds, [given.get("number_of_states", 1) for given in options], rows, capacity + CARRY)
+
+    @property
+    def carried(self) -> int:
+        if not isinstance(self.cache, StateCache):
+            return 0
+        carries = [len(self.cache.carry(slot)) for slot in range(len(self.cache.lengths))]
+        return len(carries) * max(carries, default=0)
+
+    def prefixes(self, limit: int, shared: bool) -> None:
+        """None: a prefix could only be used with the states at its end, which are not kept."""
+
+    def reference(self, rows: int, capacity: int) -> Reference:
+        return Reference(self.model, self.config, cached_layers(self.config), rows, capacity)
+
+    def crop(self, slot: int, length: int) -> None:
+        raise Refused(f"{type(self.model).__name__} has states that cannot be taken back to an earlier token")

@@ -1,0 +1,257 @@
+"""Models with recurrent or convolutional state: chains behind snapshots, against plain forwards and `generate`."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import truedraft
+from drafters_for_tests import Sampler
+from matrix import SPELT
+from model_types import built
+from models import RECURRENT, ragged, tiny
+from nets import EVERY, PROCESSORS, RULES, drafter, node_net, text_net
+from served import running
+from truedraft import DraftTree, Refused
+from truedraft.caches.states import StateCache
+from truedraft.chains import chained
+from truedraft.runtime import chains
+from truedraft.targets.hosting import hosted
+from truedraft.targets.recurrent import RecurrentTarget
+from truedraft.tree import Prompt, Taps
+
+FP32 = torch.float32  # in which transformers computes recurrent states, whatever the dtype of the model
+CONVOLUTIONAL = ["lfm2", "lfm2_moe", "lfm3"]
+REFUSED = {
+    "lookahead": "reads guesses beside its draft",
+    "sam|lookahead": "reads guesses beside its draft",
+    "probes": "the draft has probes",
+    "view": "cannot run under SkipLayers",
+}
+
+
+@pytest.fixture(params=[None, 2], ids=["bounded", "short"])
+def carry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The carry that passes over drafts may have: as published, or so short that calls of their own are frequent."""
+    if request.param is not None:
+        monkeypatch.setattr(chains, "CARRY", request.param)
+    yield
+
+
+@pytest.mark.usefixtures("carry")
+@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("name", ["oracle", "noise"])
+def test_every_node_has_the_logits_of_its_path(architecture: str, name: str) -> None:
+    assert node_net(tiny(architecture, FP32), name, tolerance=1e-4, steps=40) > 100
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_text(architecture: str, rule: str, length: int) -> None:
+    model = tiny(architecture, FP32)
+    for name, rows in (("oracle", 3), ("noise", 2), ("suffix", 1), ("plain", 3)):
+        text_net(model, name, ragged(model, rows), max_new_tokens=length, **{"do_sample": False, **RULES[rule]})
+
+
+@pytest.mark.parametrize("settings", PROCESSORS)
+@pytest.mark.parametrize("rule", RULES)
+def test_processors(settings: str, rule: str) -> None:
+    model = tiny("granitemoehybrid", FP32)
+    given = {"do_sample": False, **RULES[rule], **PROCESSORS[settings]}
+    if rule == "greedy":
+        given = {k: v for k, v in given.items() if k not in PROCESSORS["warpers"]}
+    text_net(model, "oracle", ragged(model, 3), max_new_tokens=30, **given)
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in REFUSED])
+def test_every_drafter(name: str) -> None:
+    model, small = tiny("qwen3_5_text", FP32), tiny("llama", FP32)
+    for rule in RULES.values():
+        settings = {"max_new_tokens": 24, "do_sample": False, **rule}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("nets.sibling", lambda _: small)
+            text_net(model, name, ragged(model, 3), **settings)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_drafters_that_need_more_than_a_chain_are_refused(name: str) -> None:
+    model = tiny("qwen3_5_text", FP32)
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        truedraft.accelerate(model, draft=drafter(name, model)).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5)
+
+
+def test_rules_that_read_probes_are_refused() -> None:
+    fast = truedraft.accelerate(tiny("qwen3_5_text", FP32), rule="lossy/reflective", draft="suffix")
+    with pytest.raises(Refused, match="reads probes beside the drafts"):
+        fast.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5)
+
+
+def test_a_draft_model_with_states_is_refused() -> None:
+    with pytest.raises(Refused, match="has states, which cannot be taken back"):
+        truedraft.accelerate(tiny("llama", FP32), draft=tiny("qwen3_5_text", FP32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        ("mamba", "MambaForCausalLM", "do not continue from a state over several tokens"),
+        ("falcon_mamba", "FalconMambaForCausalLM", "do not continue from a state over several tokens"),
+        ("jamba", "JambaForCausalLM", "do not continue from a state over several tokens"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM", "keeps its states outside of the cache"),
+        ("minimax", "MiniMaxForCausalLM", "uses cache of its own"),
+        ("rwkv", "RwkvForCausalLM", "has no argument position_ids"),
+        ("xlstm", "xLSTMForCausalLM", "has no argument position_ids"),
+    ],
+)
+def test_models_whose_states_cannot_be_passed_on_are_refused(kind: str, name: str, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        truedraft.accelerate(built(kind, name))
+
+
+def test_embeddings_and_prompts_of_one_token() -> None:
+    model = tiny("qwen3_5_text", FP32)
+    fast = truedraft.accelerate(model, draft=drafter("noise", model), control="fixed")
+    embeds = model.get_input_embeddings()(ragged(model, 1)["input_ids"])
+    for inputs in ({"inputs_embeds": embeds}, {"input_ids": torch.tensor([[7]])}):
+        plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "lfm3"])
+def test_long_prompts_and_near_ties_that_are_computed_again(architecture: str) -> None:
+    model = tiny(architecture, FP32)
+    fast = truedraft.accelerate(model, draft=drafter("noise", model), control="fixed", ties="recheck")
+    fast.target.long, fast.target.noise = 9, 10.0
+    inputs = ragged(model, 3)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+    assert fast.report().near_ties
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2"])
+def test_a_server_of_a_model_with_states(architecture: str) -> None:
+    model = tiny(architecture, FP32)
+    plain = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, do_sample=False)
+    with running(truedraft.accelerate(model, SPELT)) as server:
+        request = {"model": "nano", "prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0}
+        asked = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(request).encode())
+        asked.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            assert json.load(response)["choices"][0]["text"] == SPELT.decode(plain[0, 3:])
+
+
+class Rows:
+    """A target with rows whose logits are compared with those of plain forwards over their tokens."""
+
+    def __init__(self, architecture: str, prompts: list[list[int]]):
+        self.model = tiny(architecture, FP32)
+        target = hosted(self.model, "stock")
+        assert isinstance(target, RecurrentTarget)
+        self.target, self.texts = target, prompts
+        target.reserve(len(prompts), 90)
+        target.prefill([Prompt(torch.tensor(ids)) for ids in prompts])
+        target.commit([[0]] * len(prompts))
+
+    @property
+    def cache(self) -> StateCache:
+        assert isinstance(self.target.cache, StateCache)
+        return self.target.cache
+
+    @property
+    def carries(self) -> list[int]:
+        return [len(self.cache.carry(slot)) for slot in range(len(self.texts))]
+
+    def step(self, drafts: list[list[int]], kept: list[int]) -> None:
+        """A pass over a chain of each row, of which the first tokens are kept."""
+        logits = self.target.score([DraftTree.chain(draft[0], draft[1:]) for draft in drafts]).logits
+        for text, draft, own, keep in zip(self.texts, drafts, logits, kept, strict=True):
+            with torch.no_grad():
+                plain = self.model(torch.tensor([text + draft]), use_cache=False).logits[0, -len(draft) :]
+            assert (own[: len(draft)] - plain).abs().max() < 1e-4 * plain.std()
+            text += draft[:keep]
+        self.target.commit([range(keep) for keep in kept])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "lfm2"])
+def test_the_carry_is_what_was_accepted_behind_the_snapshot(architecture: str) -> None:
+    rows = Rows(architecture, [[5, 6, 7], [9, 8, 7, 6, 5]])
+    none = [0, 0]
+    assert rows.carries == none
+    rows.step([[3], [4]], [1, 1])  # plain decoding always advances
+    assert rows.carries == none and rows.target.carried == 0
+    rows.step([[3, 9, 8], [4, 5, 6]], [3, 2])
+    assert rows.carries == (none if architecture == "lfm2" else [0, 2])
+    assert rows.target.carried == 2 * max(rows.carries)
+    rows.step([[11, 12], [13]], [1, 1])  # padded: only the longest input could be kept whole
+    assert rows.carries == (none if architecture == "lfm2" else [1, 0])
+    rows.step([[1], [2]], [1, 1])  # no row drafts: carries are read first
+    assert rows.carries == none
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_a_pass_that_is_not_committed_changes_nothing(architecture: str) -> None:
+    rows = Rows(architecture, [[5, 6, 7]])
+    for draft in ([3], [9], [4, 5], [3]):
+        rows.step([draft], [0])
+
+
+def test_a_long_carry_is_read_by_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, widths = Rows("granitemoehybrid", [[5, 6, 7], [9, 8, 7, 6], [4]]), []
+    call = rows.target.runner.call
+
+    def noted(inputs: dict[str, Any], *args: Any) -> Any:
+        widths.append(tuple(inputs["input_ids"].shape))
+        return call(inputs, *args)
+
+    monkeypatch.setattr(rows.target.runner, "call", noted)
+    for _ in range(12):
+        rows.step([[3, 9, 8], [4, 5, 6], [2, 1, 3]], [2, 2, 1])
+    assert max(rows.carries) <= chains.CARRY + 2
+    own = [shape for shape in widths if shape[0] < 3]
+    assert own == [(2, 18), (1, 17)][: len(own)] and own
+
+
+def test_hidden_states_are_those_of_the_drafted_nodes() -> None:
+    rows = Rows("qwen3_5_text", [[5, 6, 7], [9, 8, 7, 6, 5]])
+    rows.step([[3, 9, 8], [4, 5, 6]], [1, 2])
+    assert rows.carries == [1, 2]
+    rows.target.taps = Taps((-1,))
+    scores = rows.target.score([DraftTree.chain(3, [4]), DraftTree.chain(5)])
+    head = rows.model.get_output_embeddings()
+    for row, count in ((0, 2), (1, 1)):
+        states = scores.hidden[-1][row]
+        assert len(states) == count and torch.allclose(head(states), scores.logits[row, :count], atol=1e-4)
+
+
+def test_prefixes_are_not_kept_and_reports_say_so() -> None:
+    fast = truedraft.accelerate(tiny("qwen3_5_text", FP32))
+    with fast.engine(max_rows=2, max_tokens=40, prefix_bytes=1 << 20) as engine:
+        request = engine.add_request(torch.tensor([5, 6, 7, 8]), max_new_tokens=5, do_sample=False)
+        while not request.finished:
+            engine.step()
+        assert any("the model has states" in note for note in request.report().notes)
+        assert engine.report().prefix_bytes == 0
+
+
+def test_certain_drafts_keep_their_best_path() -> None:
+    tree = DraftTree((1, 2, 3, 4, 5, 6), (-1, 0, 0, 2, 3, 1), confidence=(1.0, 0.6, 0.5, 0.9, 0.9, 0.1))
+    assert chained(tree).tokens == (1, 3, 4, 5) and chained(tree).confidence == (1.0, 0.5, 0.9, 0.9)
+    assert chained(tree.replaced(confidence=None)).tokens == (1, 2, 6)
+    chain = DraftTree.chain(1, [2, 3])
+    assert chained(chain) is chain
+
+
+@pytest.mark.parametrize(("drawn", "child"), [("independent", 0), ("distinct", 0), ("last", -1)])
+def test_drawn_drafts_keep_the_same_draw_whatever_its_token(drawn: Any, child: int) -> None:
+    law = Sampler(vocabulary=9).law([1])
+    tree = DraftTree((1, 7, 8, 5), (-1, 0, 0, 1), (law, law, law, law), draws=drawn)
+    chain = chained(tree)
+    assert chain.tokens[1] == (7, 8)[child] and chain.draws == "one"
+    assert chain.dist is not None and chain.dist[0] is law
+    chain.check()
