@@ -15,6 +15,7 @@ import truedraft
 from models import V, ragged, sibling, tiny
 from truedraft import Refused
 from truedraft.runtime.fingerprint import fingerprint
+from truedraft.runtime.native import OpKind
 
 GREEDY: dict[str, Any] = dict(max_new_tokens=24, do_sample=False, pad_token_id=0)
 SINGLE = torch.tensor([[3, 4, 5, 6, 3, 4, 5]])
@@ -283,13 +284,16 @@ def _wide(dtype: torch.dtype) -> PreTrainedModel:
     return model.to(dtype)
 
 
-def test_memory_that_a_pass_reads_is_kept_alive() -> None:
+@pytest.mark.parametrize("runtime", ["auto", "in-place"])
+def test_memory_that_a_pass_reads_is_kept_alive(runtime: str) -> None:
     """Another thread may reassign parameters while a pass is running."""
     model = fresh()
-    target = truedraft.accelerate(model, draft=None).target
+    target = truedraft.accelerate(model, draft=None, runtime=runtime).target
     kept = {t.data_ptr() for t in target.runner.program.kept}
-    pointers = {p.data_ptr() for p in model.parameters() if p.ndim == 2}
-    assert pointers <= kept
+    kinds = (OpKind.EMBED, OpKind.LINEAR, OpKind.GATED)
+    pointers = {pointer for op in target.runner.program.ops if op.kind in kinds for pointer in (op.weight, op.second)}
+    pointers -= {None}
+    assert len(pointers) > 7 and pointers <= kept
     for parameter in model.parameters():
         parameter.data = torch.zeros(1)
     assert pointers <= {t.data_ptr() for t in target.runner.program.kept if t.untyped_storage().nbytes()}

@@ -8,14 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FalconConfig
+from transformers import AutoModelForCausalLM, FalconConfig, PreTrainedModel
 
 import truedraft
-from models import ARCHITECTURES, V, ragged, tiny
+from models import ARCHITECTURES, RECURRENT, V, ragged, tiny
 from truedraft import DraftTree, Refused
+from truedraft.chains import chained
 from truedraft.runtime import native
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.hostable import keeps_states
+from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt, Taps
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
@@ -33,9 +36,18 @@ def threads() -> Iterator[None]:
 
 def target_of(architecture: str, dtype: torch.dtype, runtime: str = "auto") -> DecoderTarget:
     """With compiled passes for prompts of all lengths."""
-    target = DecoderTarget(tiny(architecture, dtype), runtime, strict=True)
+    target = made(tiny(architecture, dtype), runtime, strict=True)
     assert target.fallback_reason is None
     return target
+
+
+def made(model: PreTrainedModel, runtime: str, strict: bool) -> DecoderTarget:
+    return (RecurrentTarget if keeps_states(model.config) else DecoderTarget)(model, runtime, strict)
+
+
+def scorable(target: DecoderTarget, trees: list[DraftTree]) -> list[DraftTree]:
+    """Trees, or chains of them where all runtimes are to score the same and one scores chains only."""
+    return [chained(tree) for tree in trees] if isinstance(target, RecurrentTarget) else trees
 
 
 def words(rng: random.Random, n: int) -> list[int]:
@@ -132,8 +144,9 @@ def test_logits_are_those_of_the_forward_up_to_rounding(architecture: str, dtype
         target = target_of(architecture, dtype, runtime)
         target.taps = Taps((0, 1, 2))
         target.reserve(2, 64)
-        read, scored = target.prefill(prompts), target.score(trees)
-        results.append([read.logits, scored.logits[0], scored.logits[1, :6]])
+        read, drafts = target.prefill(prompts), scorable(target, trees)
+        scored = target.score(drafts)
+        results.append([read.logits, *(row[: len(tree)] for row, tree in zip(scored.logits, drafts, strict=True))])
         results[-1] += [state for s in (read, scored) for states in s.hidden.values() for state in states]
     tolerance = 2e-5 if dtype == torch.float32 else 0.1
     for compiled, stock in zip(*results, strict=True):
@@ -152,9 +165,10 @@ def test_norms_and_biases_are_those_of_the_model(architecture: str) -> None:
     rng, found = random.Random(2), []
     prompts = [Prompt(torch.tensor(words(rng, n))) for n in (19, 5)]
     for runtime in ("auto", "stock"):
-        target = DecoderTarget(model, runtime, strict=runtime == "auto")
+        target = made(model, runtime, strict=runtime == "auto")
         target.reserve(2, 64)
-        found.append([target.prefill(prompts).logits, target.score([random_tree(random.Random(3), 3, 9)] * 2).logits])
+        read = target.prefill(prompts).logits
+        found.append([read, target.score(scorable(target, [random_tree(random.Random(3), 3, 9)] * 2)).logits])
     for compiled, stock in zip(*found, strict=True):
         assert (compiled - stock).abs().max() < 2e-5 * stock.std()
 
@@ -346,4 +360,4 @@ def test_values_out_of_range_raise_before_anything_is_written() -> None:
 
 
 def test_every_architecture_with_a_program_is_tested() -> None:
-    assert set(PROGRAMS) <= set(ARCHITECTURES)
+    assert set(PROGRAMS) <= {*ARCHITECTURES, *RECURRENT}

@@ -50,6 +50,7 @@ class ReplayTarget:
 
     family: Family = "decoder"
     branching = True
+    croppable = True
     carried = 0
 
     def __init__(self, vocabulary: int):

@@ -47,6 +47,9 @@ class Program:
     biased: list[tuple[Op, Any]] = field(
         default_factory=list
     )  # with relative position biases; the attention that has them
+    states: list[tuple[Op, tuple[int, ...], int]] = field(
+        default_factory=list
+    )  # operations with states; the size of a state, and of what a token brings to it
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # what computes cosines and sines, if anything does
     unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
@@ -117,6 +120,11 @@ class Program:
         copy = padded(vector, offset, self.sums)
         self.copies.append((vector.detach(), copy[: len(vector)], offset))
         return copy
+
+    def copy_into(self, copy: Tensor, vector: Tensor) -> None:
+        """Copy a vector of weights, now and whenever it may have been changed in place."""
+        copy.copy_(vector.detach())
+        self.copies.append((vector.detach(), copy, 0.0))
 
     def refresh(self) -> None:
         """Copy weights, norms, biases and scales again where they may have been changed in place."""
@@ -220,7 +228,7 @@ class Program:
     def attend(
         self, index: int, attention: Any, config: Any, cap: float = 0.0, per_head: float | None = None,
         once: bool = False, interleaved: bool = False, scale: float | None = None, fused: str | None = None,
-        norms_last: bool = False,
+        norms_last: bool = False, gated: str | None = None,
     ) -> None:  # fmt: skip
         """Rotary embedding, cache update and attention over q, k and v; the result is in "a".
 
@@ -229,13 +237,14 @@ class Program:
         interleaved: adjacent numbers are rotated together, not the two halves of a head.
         fused: a buffer with q, k and v of each head side by side, instead of three buffers.
         norms_last: the norms over each head follow the rotation.
+        gated: a buffer with the queries of each head before the gates of its result.
         """
         head = head_of(attention)
         if head % 8:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
         shared: dict[str, Any] = dict(
-            heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head, step=3 * head if fused else head,
-            kv_step=3 * head if fused else head,
+            heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head,
+            step=3 * head if fused else 2 * head if gated else head, kv_step=3 * head if fused else head,
             window=config.sliding_window if self.layer_types[index] == "sliding_attention" else 0,
         )  # fmt: skip
         norms: dict[str, Any] = {}
@@ -246,12 +255,24 @@ class Program:
                 q_norm=q_norm, k_norm=k_norm, eps=_eps(both[0]), norm_once=per_head != 0.0, norm_last=norms_last
             )
         self.op(
-            OpKind.PREPARE, index, src=fused or "q", other=fused or "k", dst=fused or "v", mode=once,
+            OpKind.PREPARE, index, src=fused or gated or "q", other=fused or "k", dst=fused or "v", mode=once,
             k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **shared, **norms,
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
         sinks = self.small(getattr(attention, "sinks", None))
-        self.op(OpKind.ATTEND, index, src=fused or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **shared)
+        self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **shared)
+
+        if gated:
+            self.op(
+                OpKind.GATE,
+                src=gated,
+                dst="a",
+                mode=SIGMOID,
+                k_at=head,
+                heads=shared["heads"],
+                head=head,
+                step=2 * head,
+            )
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""
@@ -368,8 +389,9 @@ def head_of(attention: Any) -> int:
 
 def head_norms(attention: Any) -> tuple[Any, Any]:
     """The norms over each head of the queries and of the keys."""
-    if hasattr(attention, "query_layernorm"):
-        return attention.query_layernorm, attention.key_layernorm
+    for names in (("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")):
+        if hasattr(attention, names[0]):
+            return getattr(attention, names[0]), getattr(attention, names[1])
     return attention.q_norm, attention.k_norm
 
 

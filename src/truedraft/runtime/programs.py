@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from truedraft.caches.states import STATE_LAYERS
 from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
 from truedraft.runtime.sequential_programs import SEQUENTIAL
+from truedraft.runtime.state_programs import lfm2, qwen3_5
 from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import Copies, NotCompilable
 
@@ -213,6 +215,9 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "falcon": falcon,
     "codegen": gptj,
     "opt": opt,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
+    "lfm2": lfm2,
 }
 
 
@@ -225,7 +230,8 @@ def compile_program(model: Any, copied: Copies | None = None) -> Program:
         NotCompilable: the compiled pass cannot replace the model's forward; says why.
     """
     text = text_of(model)
-    return _compiled(model, text, PROGRAMS, get_layer_types_and_kwargs(text.config)[0], copied)
+    attending = [kind for kind in get_layer_types_and_kwargs(text.config)[0] if kind not in STATE_LAYERS]
+    return _compiled(model, text, PROGRAMS, attending, copied)
 
 
 def compile_seq2seq(model: Any, encoder: bool, copied: Copies | None = None) -> Program:

@@ -123,17 +123,25 @@ class _Kept:
         self.note()
 
     def note(self) -> None:
-        self._version, self._column = self._now()
-        self._column = self._column.clone()
+        self._noted = [(version, column.clone()) for version, column in map(_state, self._copied)]
 
     @property
     def changed(self) -> bool:
-        version, column = self._now()
-        return version != self._version or not torch.equal(column, self._column)
+        return any(
+            version != before or not torch.equal(column, held)
+            for (version, column), (before, held) in zip(map(_state, self._copied), self._noted, strict=True)
+        )
 
-    def _now(self) -> tuple[int, Tensor]:
-        values = self.weight.values
-        return 0 if values.is_inference() else values._version, values[:, values.shape[1] // 2]
+    @property
+    def _copied(self) -> list[Tensor]:
+        """What the copy holds: not scales by row, which passes read apart."""
+        values, scales = self.weight.values, self.weight.scales
+        return [values] if scales is None or scales.ndim == 1 else [values, scales]
+
+
+def _state(matrix: Tensor) -> tuple[int, Tensor]:
+    """How often it was written to, as torch counts, and one of its columns."""
+    return 0 if matrix.is_inference() else matrix._version, matrix[:, matrix.shape[1] // 2]
 
 
 def rounded(weight: Weight) -> Weight:

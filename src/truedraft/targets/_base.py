@@ -30,10 +30,12 @@ class Target(Protocol):
         taps: what passes return besides logits.
         branching: whether it scores trees. If not, only chains without probes: its layers have states, which follow one
             text at a time.
+        croppable: whether committed tokens can be discarded again (`crop`).
     """
 
     taps: Taps
     branching: bool
+    croppable: bool
 
     # ---------------------------------------------------------------- the model
 

@@ -64,6 +64,7 @@ class DecoderTarget:
     reads_sources: ClassVar[bool] = False
     output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
     branching = True
+    croppable = True
     noise = 0.0
     _cache_class: ClassVar[type[RowCache | Seq2SeqCache]] = RowCache
     _forward_class: ClassVar[type[ForwardPass]] = ForwardPass

@@ -94,7 +94,7 @@ class Reader:
     def _host(self) -> None:
         if self._hosted is None or self._hosted.changed:
             made = hosted(self.model)
-            if not made.branching:
+            if not made.croppable:
                 raise Refused(
                     f"the draft model {type(self.model).__name__} has states, which cannot be taken back to where its "
                     "draft was accepted: give one with attention alone"

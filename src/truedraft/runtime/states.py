@@ -1,0 +1,78 @@
+"""The compiled pass of models with states: those of a tree's nodes are computed from their parents' within the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from truedraft.caches.drafted import DraftedStateCache
+from truedraft.caches.rows import RowCache
+from truedraft.errors import Refused
+from truedraft.runtime.compiled import CompiledPass, Nodes, array
+from truedraft.runtime.native import PassArguments
+from truedraft.tree import DraftTree, Piece, Scores, Taps
+from truedraft.views._base import View
+
+
+class Branches(NamedTuple):
+    """The nodes of one row of a pass: the parent of each within the row, and how many of them, the first, are committed
+    by the pass."""
+
+    slot: int
+    parents: Sequence[int]
+    settled: int
+
+
+class CompiledStatePass(CompiledPass):
+    """See `CompiledPass` and `native/recurrent.inc`."""
+
+    cache: DraftedStateCache
+
+    def attach(self, cache: RowCache | None) -> None:
+        super().attach(cache)
+        self._rows: list[Branches] = []
+        if isinstance(cache, DraftedStateCache):
+            cache.allocate([(size, numbers) for _, size, numbers in self.program.states])
+            self._point()
+
+    def _point(self) -> None:
+        """Point the operations at the cache's states."""
+        for (op, _, _), states, drafted in zip(self.program.states, self.cache.states, self.cache.drafted, strict=True):
+            op.keys, op.values = states.data_ptr(), drafted.data_ptr()
+        self._variants = {}
+
+    def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
+        for piece in pieces:
+            if piece.start == 0:
+                self.cache.begin(piece.slot)
+        self._rows = [
+            Branches(piece.slot, range(-1, len(piece) - 1), len(piece) - piece.last) for piece in pieces
+        ]  # fmt: skip
+        return super().read_pieces(pieces, taps)
+
+    def skipped(self, view: View) -> frozenset[int]:
+        raise Refused(
+            f"{type(self.model).__name__} cannot run under {type(view).__name__}: it keeps states of all its layers, "
+            "which a pass without some of them would change"
+        )
+
+    def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
+        if self.cache.make_room(max(map(len, trees))):
+            self._point()
+        self._rows = [Branches(slot, tree.parent, 0) for slot, tree in enumerate(trees)]
+        return super().score(trees, taps, view)
+
+    def _complete(self, given: PassArguments, nodes: Nodes) -> None:
+        row_from, path_from = [0], [0]
+        parents: list[int] = []
+        path: list[int] = []
+        for row in self._rows:
+            first = len(parents)
+            parents += [-1 if parent < 0 else first + parent for parent in row.parents]
+            path += self.cache.committed_path(row.slot)
+            row_from.append(len(parents))
+            path_from.append(len(path))
+        given.rows, given.drafted = len(self._rows), self.cache.drafts
+        given.row_from, given.parent, given.settled, given.path_from, given.path = map(
+            array, (row_from, parents, [row.settled for row in self._rows], path_from, path or [0])
+        )
