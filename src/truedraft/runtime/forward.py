@@ -27,10 +27,10 @@ from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
 
-# Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: in
-# fp32 on Intel processors, for which torch's matrix products are tuned, and on others; in bf16 by the processor's bf16
-# instructions, or without any.
-LONG = {"intel": 256, "other": 8192, "amx_bf16": 32, "avx512_bf16": 80, "widened": 16384}
+# Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: where
+# both have the same instructions, in fp32 on Intel processors, for which torch's matrix products are tuned, in bf16
+# with instructions that compiled passes do not use, and in bf16 without any.
+LONG = {"equal": 8192, "intel": 256, "amx_bf16": 32, "widened": 16384}
 WIDE = 768
 ROOM = 4 << 30  # most bytes of activations for a prompt read in one call;
 PART = 2048  # tokens per call of longer prompts
@@ -229,12 +229,14 @@ def long_prompt(dtype: torch.dtype, width: int) -> int:
     width: hidden size.
     """
     features = processor()
-    if dtype != torch.bfloat16 and "GenuineIntel" not in features:  # attention grows faster there than elsewhere
-        return round(LONG["other"] * min(width / WIDE, 1.0))
     if dtype != torch.bfloat16:
-        kind = "intel"
+        kind = "intel" if "GenuineIntel" in features else "equal"
+    elif "amx_bf16" in features:
+        kind = "amx_bf16"
     else:
-        kind = next((units for units in ("amx_bf16", "avx512_bf16") if units in features), "widened")
+        kind = "equal" if "avx512_bf16" in features else "widened"
+    if kind == "equal":  # products are faster, attention grows faster
+        return round(LONG[kind] * min(width / WIDE, 1.0))
     return round(LONG[kind] * max(WIDE / width, 1.0))  # calls of small layers have a fixed cost
 
 
