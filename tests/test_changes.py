@@ -187,7 +187,7 @@ def test_patches_of_a_class_are_detected(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "forward is not supported" in fast.target.runtime
     monkeypatch.undo()
     assert torch.equal(fast.generate(SINGLE, **GREEDY), model.generate(SINGLE, **GREEDY))
-    assert fast.target.runtime == "compiled pass"
+    assert fast.target.runtime.startswith("compiled pass")
 
 
 def test_a_changed_model_is_compared_again_and_strictness_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_token_types_of_texts_are_ignored_where_they_mark_images() -> None:
     vision = built("gemma3", "Gemma3ForConditionalGeneration")
     same(vision, input_ids=IDS, attention_mask=LEFT, token_type_ids=torch.zeros_like(IDS))
     fast = truedraft.accelerate(vision)
-    assert fast.target.runtime == "compiled pass"
+    assert fast.target.runtime.startswith("compiled pass")
     with pytest.raises(Refused, match="token_type_ids"):
         fast.generate(input_ids=IDS, token_type_ids=ONES, **SHORT)
     with pytest.raises(Refused, match="token_type_ids"):  # here they are embedded

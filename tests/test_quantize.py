@@ -47,7 +47,7 @@ def test_quantised_weights_are_used_as_stored(architecture: str, dtype: torch.dt
     before = model(torch.arange(20)[None]).logits
     quantize(model, kind)
     target = DecoderTarget(model)
-    assert target.fallback_reason is None and target.runtime == "compiled pass"
+    assert target.fallback_reason is None and target.runtime.startswith("compiled pass")
     assert_same_bits(target, seeds=1)
     ids = torch.arange(20)[None]
     stock = model(ids).logits.float()

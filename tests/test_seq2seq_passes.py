@@ -164,7 +164,7 @@ def test_a_source_beyond_the_encoder_s_positions_fails_as_it_does_alone(kind: st
 @pytest.mark.parametrize("kind", ["pegasus", "t5"])
 def test_strict_uses_the_compiled_pass(kind: str) -> None:
     fast = truedraft.accelerate(tiny(kind), strict=True, control="fixed")
-    assert fast.target.runtime == "compiled pass"
+    assert fast.target.runtime.startswith("compiled pass")
     given = dict(**sources(), max_new_tokens=20, min_new_tokens=20)
     assert torch.equal(fast.generate(**given), tiny(kind).generate(**given))
 

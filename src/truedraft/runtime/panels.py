@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from truedraft.runtime import native
 from truedraft.runtime.fingerprint import layout
+from truedraft.runtime.native import Form
 from truedraft.runtime.weights import Copies, Weight, rounded, stored
 
 ROWS = 16  # of a panel, as PANEL in pass.c
@@ -59,29 +61,29 @@ def panels_of(model: nn.Module, free: int) -> Panels | None:
 
 
 def panels(weight: Weight) -> Weight:
-    """A copy of a weight in panels, the last one filled up with zeros."""
-    values, scales = weight.values, weight.scales
+    """A copy of a weight in panels, the last one filled up with zeros: (panels, in, 16) of fp32 or int8, (panels,
+    in / 2, 32) of pairs of bf16, (panels, in / 8, 16) int32 of eight integers of four bits."""
+    values, scales, (out, width) = weight.values.contiguous(), weight.scales, weight.shape
+    count, form = -(-out // ROWS), Form(weight.form + Form.PANEL_FLOAT)
+    if form == Form.PANEL_GROUPED and width % NIBBLES == 0 and int(values.min()) >= -8 and int(values.max()) <= 7:
+        form = Form.PANEL_INT4
     if scales is not None and scales.ndim == 2:
-        if values.shape[1] % NIBBLES == 0 and int(values.min()) >= -8 and int(values.max()) <= 7:
-            values = _nibbles(values)
-        scales = _side_by_side(scales.float())
-    if values.dtype == torch.bfloat16:
-        pairs = pad(values, (0, 1)) if values.shape[1] % 2 else values.contiguous()
-        values = _side_by_side(pairs.view(torch.int32)).view(torch.bfloat16)  # (panels, in / 2, 16 pairs)
-    else:
-        values = _side_by_side(values)
-    return replace(weight, values=values, scales=scales, panels=True)
+        scales = _by_group(scales.float(), count)
+    if form == Form.PANEL_BF16 and width % 2:
+        values = pad(values, (0, 1))
+    width = values.shape[1]
+    sizes = {Form.PANEL_BF16: (width // 2, 2 * ROWS), Form.PANEL_INT4: (width // NIBBLES, ROWS)}
+    made = torch.empty(
+        count, *sizes.get(form, (width, ROWS)), dtype=torch.int32 if form == Form.PANEL_INT4 else values.dtype
+    )  # fmt: skip
+    library = native.library()
+    assert library is not None
+    failure = library.truedraft_panels(form, values.data_ptr(), out, width, made.data_ptr(), torch.get_num_threads())
+    assert failure == 0
+    return replace(weight, values=made, scales=scales, panels=True)
 
 
-def _side_by_side(values: Tensor) -> Tensor:
-    """(out, in) to (panels, in, 16)."""
-    if len(values) % ROWS:
-        values = pad(values, (0, 0, 0, -len(values) % ROWS))
-    return torch.stack(values.unflatten(0, (-1, ROWS)).unbind(1), -1)
-
-
-def _nibbles(values: Tensor) -> Tensor:
-    """(..., in) integers from -8 to 7 to (..., in / 8) int32, the first in the lowest four bits."""
-    parts = values.to(torch.int32).bitwise_and_(15).unflatten(-1, (-1, NIBBLES))
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return (parts << shifts).sum(-1, dtype=torch.int32)
+def _by_group(scales: Tensor, count: int) -> Tensor:
+    """(out, groups) to (panels, groups, 16)."""
+    filled = pad(scales, (0, 0, 0, count * ROWS - len(scales)))
+    return filled.unflatten(0, (count, ROWS)).mT.contiguous()

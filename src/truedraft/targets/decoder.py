@@ -137,7 +137,9 @@ class DecoderTarget:
 
     @property
     def runtime(self) -> str:
-        return f"{self.runner.name} ({self.fallback_reason})" if self.fallback_reason else self.runner.name
+        copies = f"{self._copied.bytes / 1e6:,.0f} MB of weights copied into panels" if self._copied else None
+        notes = [note for note in (self.fallback_reason, copies) if note]
+        return f"{self.runner.name} ({'; '.join(notes)})" if notes else self.runner.name
 
     @property
     def shared_vocabulary(self) -> bool:

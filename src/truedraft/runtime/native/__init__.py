@@ -155,6 +155,7 @@ def library() -> ctypes.CDLL | None:
     for name, result, arguments in (
         ("pass", c_int32, [POINTER(Op), c_int64, POINTER(PassArguments), c_int64, c_int32]),
         ("linear", c_int32, [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]),
+        ("panels", c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
         ("multiply", c_int64, [c_int32, c_int64, c_int32]),
         ("choose", c_int32, [c_int32]),
         ("layout", c_int64, []),

@@ -1454,6 +1454,39 @@ int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int 
   return run(op, 1, &pass, 0, threads);
 }
 
+/* Sixteen rows of integers, of which n are there, to a panel of bytes, or of four bits where `nibbles`. */
+static void integer_panel(const int8_t *rows, int64_t n, int64_t in, int nibbles, void *to) {
+  if (!nibbles) {
+    for (int64_t k = 0; k < in; k++)
+      for (int64_t i = 0; i < PANEL; i++) ((int8_t *)to)[k * PANEL + i] = i < n ? rows[i * in + k] : 0;
+    return;
+  }
+  for (int64_t k = 0; k < in; k += 8)
+    for (int64_t i = 0; i < PANEL; i++) {
+      uint32_t packed = 0;
+      for (int64_t j = 0; j < 8 && i < n; j++) packed |= (uint32_t)(rows[i * in + k + j] & 15) << 4 * j;
+      ((uint32_t *)to)[k / 8 * PANEL + i] = packed;
+    }
+}
+
+/* Weights (out, in) in rows to panels of this form. `in` is even in bf16, and a multiple of eight for four bits. Returns
+   as truedraft_pass. */
+int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *panels, int threads) {
+  if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
+  if (!within(form, PANELS, FORMS - 1) || !within(out, 1, MOST) || !within(in, 1, MOST) || !rows || !panels) return BAD_OP;
+  if ((form == PANEL_BFLOAT && in % 2) || (form == PANEL_INT4 && in % 8)) return BAD_OP;
+  const int64_t row = form == PANEL_INT4 ? in : in * bits_of[form] / 8, panel = PANEL * in * bits_of[form] / 8;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++) {
+    const char *from = (const char *)rows + p * PANEL * row;
+    char *to = (char *)panels + p * panel;
+    const int64_t n = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
+    if (form >= PANEL_INT8) integer_panel((const int8_t *)from, n, in, form == PANEL_INT4, to);
+    else to_panels((const uint32_t *)from, n, row / 4, (uint32_t *)to);
+  }
+  return FITS;
+}
+
 /* Has all threads multiply numbers in registers, by the instruction for this form of weights; the operations done. */
 int64_t truedraft_multiply(int form, int64_t steps, int threads) {
   const int paired = units && form == BFLOAT, wide = linears[FLOAT] != linear_float_avx2;
