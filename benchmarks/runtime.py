@@ -2,7 +2,7 @@
 
     python benchmarks/runtime.py                  # random Llamas of 0.1 B and 0.5 B parameters, fp32 and bf16
     python benchmarks/runtime.py --weights int8 int4    # quantised by torchao
-    python benchmarks/runtime.py MODEL --json OUT
+    python benchmarks/runtime.py MODEL --json OUT --svg PICTURE
 
 Targets take turns within one run; figures are medians. Read the ratios, not the milliseconds.
 """
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from truedraft.bench.plots import Panel, picture
 from truedraft.bench.roofline import WIDTHS, Gauge, measure_passes, roofline
 from truedraft.runtime.quantize import quantize
 from truedraft.targets.decoder import DecoderTarget
@@ -31,6 +32,9 @@ SIZES = {
     "0.5 B": dict(hidden_size=1024, intermediate_size=3584, num_hidden_layers=30, num_attention_heads=16,
                   num_key_value_heads=8),
 }  # fmt: skip
+
+
+LINES = {"floor": "floor", "compiled": "seconds", "transformers": "transformers"}
 
 
 def quantised(model: PreTrainedModel, kind: str) -> PreTrainedModel:
@@ -67,8 +71,10 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--weights", nargs="+", choices=[*WEIGHTS], default=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--svg", type=Path, help="draw the milliseconds by width")
     args = parser.parse_args()
     console, results = Console(width=120), []
+    panels: list[Panel] = []
     for name, loaded in models(args.model):
         for kept in args.weights:
             model = WEIGHTS[kept](loaded)
@@ -90,8 +96,15 @@ def main() -> None:
                 )  # fmt: skip
                 results.append({"model": name, "weights": kept, **asdict(row), "transformers": stock[row.width]})
             console.print(table)
+            last = results[-len(args.widths) :]
+            lines = [(label, [1e3 * row[key] for row in last]) for label, key in LINES.items()]
+            panels.append(
+                Panel(f"{name}, {kept}: ms by width", lines, list(map(str, args.widths)), value="{:.0f}".format)
+            )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
+    if args.svg:
+        args.svg.write_text(picture(panels, "nodes in a pass"))
 
 
 if __name__ == "__main__":
