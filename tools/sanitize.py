@@ -21,8 +21,8 @@ from distutils.core import run_setup  # isort: skip
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
 FLAGS += ["-fno-var-tracking", "-fno-var-tracking-assignments"]  # these passes take minutes
-TESTS = ("stores", "corpus", "runtime", "pairs", "linears", "quantize", "knobs", "files", "nest", "compose")
-TESTS += ("native_checks", "changes", "threads", "prompts")
+TESTS = ("stores", "corpus", "runtime", "kernels", "recurrent", "seq2seq_passes", "linears", "quantize", "knobs")
+TESTS += ("files", "nest", "compose", "native_checks", "changes", "threads", "prompts")
 
 
 def built(folder: Path) -> Path:
