@@ -14,7 +14,8 @@ import truedraft
 from models import ARCHITECTURES, RECURRENT, V, ragged, tiny
 from truedraft import DraftTree, Refused
 from truedraft.chains import chained
-from truedraft.runtime import native
+from truedraft.errors import NoRoom
+from truedraft.runtime import native, panels
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import keeps_states
@@ -247,6 +248,25 @@ def test_norms_and_biases_changed_in_place_are_used(architecture: str) -> None:
         texts.append(fast.generate(**given))
         assert torch.equal(texts[-1], model.generate(**given))
     assert len({tuple(t[0].tolist()) for t in texts}) > 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "qwen3_5_text"])
+def test_copies_give_way_to_the_cache(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.__wrapped__(architecture, torch.float32)
+    monkeypatch.setattr("truedraft.runtime.linears.SMALLEST", 0)
+    fast = truedraft.accelerate(model)
+    assert panels._OF_MODELS[model]
+    kind = type(fast.target.runner)
+    monkeypatch.setattr(
+        "truedraft.targets.memory.free_memory", lambda device: 0 if model in panels._OF_MODELS else 2**40
+    )
+    given = dict(**ragged(model, 5), max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert torch.equal(fast.generate(**given), model.generate(**given))
+    assert type(fast.target.runner) is kind and fast.target.runner.copied is None  # type: ignore[union-attr]
+    assert "copied" not in fast.report().runtime
+    monkeypatch.setattr("truedraft.targets.memory.free_memory", lambda device: 0)
+    with pytest.raises(NoRoom):
+        fast.generate(**given)
 
 
 class _Adapted(torch.nn.Linear):

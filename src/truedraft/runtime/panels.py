@@ -60,6 +60,11 @@ def panels_of(model: nn.Module, free: int) -> Panels | None:
     return _OF_MODELS[model][1]
 
 
+def forget(model: nn.Module) -> None:
+    """Drop the copies of a model's weights; passes that read them keep them alive."""
+    _OF_MODELS.pop(model, None)
+
+
 def panels(weight: Weight) -> Weight:
     """A copy of a weight in panels, the last one filled up with zeros: (panels, in, 16) of fp32 or int8, (panels,
     in / 2, 32) of pairs of bf16, (panels, in / 8, 16) int32 of eight integers of four bits."""

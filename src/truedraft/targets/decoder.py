@@ -21,13 +21,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from truedraft.caches.prefixes import Prefixes
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
-from truedraft.errors import Refused
+from truedraft.errors import NoRoom, Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long_prompt
 from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
-from truedraft.runtime.panels import Panels, panels_of
+from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.inputs import check_text, text_prompts
@@ -237,7 +237,19 @@ class DecoderTarget:
         if isinstance(self.runner, GraphPass):
             capacity += -capacity % EXTENT  # so that calls of similar length reuse the cache and its graphs
             kept = self.runner.kept(rows, capacity)
-        self.cache = self._allocated(rows, capacity) if kept is None else kept
+        self.cache = self._with_room(rows, capacity) if kept is None else kept
+
+    def _with_room(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
+        """A cache, in the memory of the weights' copies if there is no other."""
+        try:
+            return self._allocated(rows, capacity)
+        except NoRoom:
+            if self._copied is None:
+                raise
+        forget(self.model)
+        self._copied = None
+        self.runner, self.fallback_reason = self._runner("in-place")
+        return self._allocated(rows, capacity)
 
     def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
         layers = len(self.layer_types)
