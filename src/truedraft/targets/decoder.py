@@ -169,7 +169,7 @@ class DecoderTarget:
     def cost_key(self) -> tuple[str, ...]:
         return (
             type(self.model).__name__, self.config.to_json_string(use_diff=False), str(self.dtype),
-            self.model.config._attn_implementation, self.runner.name,
+            self.model.config._attn_implementation, self.runner.name, "panels" if self._copied else "in place",
         )  # fmt: skip
 
     @property
