@@ -24,6 +24,10 @@ from truedraft.tree import Prompt, Taps
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 DTYPES = [torch.float32, torch.bfloat16]
 BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+SEEDS = {
+    "lfm2_moe": 0,
+    "qwen3_next": 0,
+}  # with these, and 11 no router is within two bf16 steps of a tie, where rounding would choose the expert
 EVERY = pytest.mark.parametrize("architecture", PROGRAMS)
 
 
@@ -136,7 +140,7 @@ def test_threads_and_splits_of_the_prompt_change_no_bit(
 @EVERY
 @BOTH
 def test_logits_are_those_of_the_forward_up_to_rounding(architecture: str, dtype: torch.dtype) -> None:
-    rng = random.Random(11)  # no router is within two bf16 steps of a tie, where rounding would choose the expert
+    rng = random.Random(SEEDS.get(architecture, 11))
     prompts = [Prompt(torch.tensor(words(rng, n))) for n in (23, 4)]
     trees = [random_tree(rng, 3, 9), random_tree(rng, 4, 6)]
     results = []

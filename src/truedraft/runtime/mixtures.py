@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from truedraft.runtime.native import Form, OpKind
 from truedraft.runtime.program import SIGMOID, Program
 from truedraft.runtime.weights import NotCompilable, Weight, plain
@@ -26,10 +29,11 @@ def reserve(p: Program, mlps: Iterable[Any]) -> None:
             p.buffer("g", dense.down_proj.in_features)
 
 
-def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False) -> None:
+def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False, **routing: Any) -> None:
     """A mixture of experts; the result is in "t", and "h" is overwritten.
 
     exact: in a bf16 model, routing weights and their products are not rounded before the sum.
+    routing: fields of the operation that chooses experts.
     """
     count, hidden, inner = _mixture(mlp)
     both, last, rows = (plain(w, p.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight))
@@ -48,8 +52,8 @@ def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False)
     if shared_gate is not None:
         p.op(OpKind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
     p.op(
-        OpKind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
-        narrow=p.narrow and not exact, **to,
+        OpKind.ROUTE, src="router", dst="routing",
+        **{"mode": getattr(mlp.gate, "norm_topk_prob", True), "narrow": p.narrow and not exact, **routing}, **to,
     )  # fmt: skip
     p.op(OpKind.PLAN, **to)
     p.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
@@ -65,6 +69,19 @@ def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False)
         p.op(OpKind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
     if shared is not None:
         p.add("t", "h", "t")
+
+
+def by_sigmoids(p: Program, router: Any, bias: Tensor | None, eps: float) -> dict[str, Any]:
+    """Fields of an operation that chooses experts by sigmoids.
+
+    bias: added to these where the experts are chosen.
+    eps: added to the sum by which the weights are divided.
+    """
+    rounded = bias is not None and bias.dtype == torch.bfloat16
+    return dict(
+        mode=2 + bool(router.norm_topk_prob), bias=p.small(bias), form=Form.BF16 if rounded else Form.FLOAT, eps=eps,
+        scale=router.routed_scaling_factor,
+    )  # fmt: skip
 
 
 def clamped(p: Program, src: str, mlp: Any) -> None:

@@ -22,7 +22,7 @@ from truedraft.runtime.fingerprint import hooked
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
 from truedraft.runtime.sequential_programs import SEQUENTIAL
-from truedraft.runtime.state_programs import lfm2, qwen3_5
+from truedraft.runtime.state_programs import lfm, olmo_hybrid, qwen3_5
 from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import Copies, NotCompilable
 
@@ -217,7 +217,11 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "opt": opt,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
-    "lfm2": lfm2,
+    "qwen3_next": qwen3_5,
+    "olmo_hybrid": olmo_hybrid,
+    "lfm2": lfm,
+    "lfm2_moe": lfm,
+    "lfm3": lfm,
 }
 
 

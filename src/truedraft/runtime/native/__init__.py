@@ -48,6 +48,7 @@ class OpKind(enum.IntEnum):
     RATES = 24
     RECUR = 25
     GATED_NORM = 26
+    PICK = 27
 
 
 class Failure(enum.IntEnum):
