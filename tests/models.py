@@ -158,7 +158,12 @@ RECURRENT: dict[str, dict[str, Any]] = {
              "sliding_window": 9},
     "granitemoehybrid": {**_THREE, **_MAMBA, "layer_types": _LINEAR, "shared_intermediate_size": 24,
                          "num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
-    "falcon_h1": {**_COMMON, **_MAMBA, "mamba_d_ssm": 64},
+    "falcon_h1": {  # factors default to 1, which would hide a missing one
+        **_COMMON, **_MAMBA, "mamba_d_ssm": 64, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.7,
+        "mlp_multipliers": [1.5, 0.8], "key_multiplier": 1.3, "attention_out_multiplier": 0.9,
+        "attention_in_multiplier": 1.2, "ssm_multipliers": [0.5, 1.5, 0.7, 1.25, 0.6], "ssm_in_multiplier": 0.8,
+        "ssm_out_multiplier": 1.1,
+    },
     "bamba": {**_THREE, **_MAMBA, "attn_layer_indices": [1]},
     "nemotron_h": {**_COMMON, "num_hidden_layers": 4, "head_dim": 8,
                    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],

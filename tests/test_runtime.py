@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 
@@ -146,7 +147,7 @@ def test_logits_are_those_of_the_forward_up_to_rounding(architecture: str, dtype
     results = []
     for runtime in ("auto", "stock"):
         target = target_of(architecture, dtype, runtime)
-        target.taps = Taps((0, 1, 2))
+        target.taps = Taps((0, 1, 2) if architecture != "mamba2" else (0, 1))  # whose forward gives no more
         target.reserve(2, 64)
         read, drafts = target.prefill(prompts), scorable(target, trees)
         scored = target.score(drafts)
@@ -188,6 +189,8 @@ def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None
     plain = model.generate(**given)
     torch.manual_seed(3)
     assert torch.equal(fast.generate(**given), plain)
+    if "inputs_embeds" not in inspect.signature(model.prepare_inputs_for_generation).parameters:
+        return  # `generate` takes none
     embedded = model.get_input_embeddings()(given["input_ids"])
     given = {k: v for k, v in given.items() if k != "input_ids"} | {"inputs_embeds": embedded}
     torch.manual_seed(4)

@@ -161,7 +161,7 @@ class CompiledPass(Runner):
     def _compile(self) -> None:
         self.program: Program = self._compiled()
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
-        self._share = next(op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND)
+        self._share = next((op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND), 1)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._factor = torch.empty(0)

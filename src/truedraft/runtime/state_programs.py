@@ -22,7 +22,7 @@ def qwen3_5(p: Program, model: Any) -> None:
     attention."""
     c = model.config
     layers = model.model.layers
-    attending = _attending(layers)
+    attending = attending_of(layers)
     mixtures.reserve(p, (layer.mlp for layer in layers))
     for layer in layers:
         if hasattr(layer, "linear_attn"):
@@ -62,7 +62,7 @@ def olmo_hybrid(p: Program, model: Any) -> None:
     for layer in layers:
         if hasattr(layer, "linear_attn"):
             reserve_delta(p, layer.linear_attn)
-    p.begin(model, c.intermediate_size, attention=_attending(layers))
+    p.begin(model, c.intermediate_size, attention=attending_of(layers))
     count = 0
     for layer in layers:
         if hasattr(layer, "self_attn"):
@@ -88,7 +88,7 @@ def olmo_hybrid(p: Program, model: Any) -> None:
     p.end(model, lambda src, dst: norm(src, dst, model.model.norm))
 
 
-def _attending(layers: Iterable[Any]) -> Any:
+def attending_of(layers: Iterable[Any]) -> Any:
     """The attention of the first layer that has any."""
     for layer in layers:
         if getattr(layer, "self_attn", None) is not None:
@@ -101,7 +101,7 @@ def lfm(p: Program, model: Any) -> None:
     and gates of the heads."""
     c = model.config
     layers = model.model.layers
-    attending = _attending(layers)
+    attending = attending_of(layers)
     for name in ("before", "after", "o"):
         p.buffer(name, c.hidden_size)
     feeds = [_Named(layer.feed_forward) for layer in layers]
@@ -232,7 +232,7 @@ def gated_delta(p: Program, src: str, layer: Any) -> None:
         OpKind.RECUR, src="convolved", other="rates", dst="o", heads=heads, kv_heads=layer.num_k_heads, head=size,
         step=width, k_at=keys, v_at=2 * keys, scale=size**-0.5, mode=True,
     )  # fmt: skip
-    p.states.append((op, (heads, size, width), _padded(keys + heads * width + 2 * heads)))
+    p.states.append((op, (heads, size, width), padded_to_16(keys + heads * width + 2 * heads)))
     norm = getattr(layer, "norm", None) or layer.o_norm
     p.op(
         OpKind.GATED_NORM, src="o", other="z", dst="o", heads=heads, head=width, weight=p.small(norm.weight),
@@ -255,7 +255,7 @@ def convolve(p: Program, src: str, dst: str, conv: Any, activation: int) -> None
     channels, _, inputs = conv.weight.shape
     if channels % 8 or inputs > MOST_INPUTS or conv.groups != channels:
         raise NotCompilable(f"a convolution of {channels} channels over {inputs} inputs in {conv.groups} groups")
-    rows = torch.zeros(inputs, _padded(channels))
+    rows = torch.zeros(inputs, padded_to_16(channels))
     p.kept.append(rows)
     for row, column in zip(rows, conv.weight[:, 0].unbind(1), strict=True):
         p.copy_into(row[:channels], column)
@@ -264,8 +264,8 @@ def convolve(p: Program, src: str, dst: str, conv: Any, activation: int) -> None
         OpKind.CONVOLVE, src=src, dst=dst, inner=channels, head=inputs, weight=rows.data_ptr(), bias=bias,
         mode=activation,
     )  # fmt: skip
-    p.states.append((op, (inputs - 1, _padded(channels)), _padded(channels)))
+    p.states.append((op, (inputs - 1, padded_to_16(channels)), padded_to_16(channels)))
 
 
-def _padded(numbers: int) -> int:
+def padded_to_16(numbers: int) -> int:
     return (numbers + 15) // 16 * 16

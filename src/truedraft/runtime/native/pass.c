@@ -162,6 +162,10 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
   }
 }
 
+AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded(_mm256_set1_ps(a), narrow)); }
+
+AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log1pf(expf(a)), narrow); }
+
 /* ---------------------------------------------------------------- linear layers, per instruction set */
 
 /* What the kernels name:
@@ -385,7 +389,7 @@ typedef struct {
                                            GATE: from head to head in the row of the gates, the first at k_at; 1 where
                                            each has one; PICK: from part to part of src, from k_at on, to v_at of dst */
   int64_t kv_step;                      /* ... and in those of k and v ... */
-  int64_t k_at, v_at;                   /* ... which begin here in theirs */
+  int64_t k_at, v_at, q_at;             /* ... which begin here in theirs; RECUR: and queries, all in one row */
   int64_t experts, top;                 /* number of experts, 0 for none, and of experts per node */
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights;
                                            COLUMNS: from row to row of the weights, (in, apart) per expert */
@@ -393,7 +397,8 @@ typedef struct {
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
-                                           ROUTE: added to the weights where experts are chosen, or NULL */
+                                           ROUTE: added to the weights where experts are chosen, or NULL;
+                                           RECUR: (heads,), of the values that are added to the result, or NULL */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head); CONVOLVE, RECUR: states, and what drafts
@@ -406,7 +411,7 @@ typedef struct {
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
                                            ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
-  int32_t norm_last;                    /* PREPARE: the norms follow the rotation */
+  int32_t norm_last;                    /* PREPARE: the norms follow the rotation; GATED_NORM: the gate */
   int32_t bias_last;                    /* COLUMNS: the bias is added to the rounded product */
 } Op;
 
@@ -949,7 +954,7 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   if (!sigmoids) softmax(p, op->experts, 1.0f, 0.0f, NULL);
   for (int64_t e = 0; sigmoids && e < op->experts; e += L)
     _mm256_storeu_ps(p + e, keep8(rounded(activated(_mm256_loadu_ps(p + e), SIGMOID), op->narrow), op->experts - e));
-#define RANK(e) (op->bias ? _mm256_cvtss_f32(rounded(_mm256_set1_ps(p[e] + op->bias[e]), op->form == BFLOAT)) : p[e])
+#define RANK(e) (op->bias ? nearest(p[e] + op->bias[e], op->form == BFLOAT) : p[e])
   for (int64_t k = 0; k < op->top; k++) {
     int64_t best = 0;
     for (int64_t e = 1; e < op->experts; e++)
@@ -1036,12 +1041,6 @@ static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
 
 /* ---------------------------------------------------------------- running it */
 
-AVX2 static float softplus(float a, int narrow) {
-  float part[L] = {a > 20.0f ? a : log1pf(expf(a))};
-  if (narrow) _mm256_storeu_ps(part, round8(_mm256_loadu_ps(part)));
-  return part[0];
-}
-
 /* xIELU, each step rounded as torch does: `bias` and `other_bias` hold its two parameters, `scale` is its beta. */
 AVX2 static void xielu(const Op *op, const float *x, float *y) {
   float rise[L] = {op->scale + softplus(*op->other_bias, op->narrow)};
@@ -1118,6 +1117,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
     case PLAN: return 1;
     case CONVOLVE: return pass->rows * ((op->in + CHANNELS - 1) / CHANNELS);
     case RECUR: return pass->rows * op->kv_heads;
+    case ACTIVATE:
     case GLU: return op->experts ? nodes * op->top : nodes;
     case ATTEND:
     case CROSS: return pass->groups * op->kv_heads;
@@ -1305,8 +1305,9 @@ static int states_fit(const Op *op, const Pass *pass) {
            fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, pass->nodes) && op->src != op->dst;
   return within(op->head, 1, MOST) && op->head % L == 0 && within(op->step, 1, MOST) && op->step % L == 0 &&
          within(op->kv_heads, 1, MOST / op->head) && within(op->heads, 1, MOST / op->step) &&
-         op->heads % op->kv_heads == 0 && op->k_at >= op->kv_heads * op->head &&
-         op->v_at >= op->k_at + op->kv_heads * op->head && op->v_at <= MOST &&
+         op->heads % op->kv_heads == 0 && within(op->q_at, 0, MOST) && within(op->k_at, 0, MOST) &&
+         within(op->v_at, 0, MOST) && fits(pass, op->src, op->q_at + op->kv_heads * op->head, pass->nodes) &&
+         fits(pass, op->src, op->k_at + op->kv_heads * op->head, pass->nodes) &&
          fits(pass, op->src, op->v_at + op->heads * op->step, pass->nodes) &&
          fits(pass, op->other, 2 * op->heads, pass->nodes) && fits(pass, op->dst, op->heads * op->step, pass->nodes);
 }
@@ -1368,6 +1369,8 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->other, op->in, nodes) &&
              fits(pass, op->dst, op->in, nodes);
     case ACTIVATE:
+      return fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->in, dealt) &&
+             within(op->other, 0, pass->buffers - 1) && (!op->experts || top > 0);
     case SCALE:
     case CLAMP:
     case CAP:
