@@ -16,7 +16,9 @@ from truedraft.runtime.program import ACTIVATIONS, Program
 from truedraft.runtime.state_programs import attending_of, convolve, padded_to_16
 from truedraft.runtime.weights import NotCompilable
 
-LEAST_STEP = 1e-3  # time steps are never shorter in models that limit them where they read several tokens at once
+# Some models lengthen time steps to a least one in passes of several tokens, and not in those of one. The compiled pass
+# follows the latter throughout; a longer least step than this is refused.
+LEAST_STEP = 1e-3
 
 
 def mamba2(p: Program, model: Any) -> None:
