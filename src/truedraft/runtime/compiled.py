@@ -183,8 +183,7 @@ class CompiledPass(Runner):
             return
         p = self.program
         p.refresh()
-        attends = [op for op in p.ops if op.kind == OpKind.ATTEND]
-        for layer, op in zip(cache.layers, attends, strict=True):
+        for layer, op in zip(cache.layers, (op for op in p.ops if op.kind == OpKind.ATTEND), strict=True):
             if not layer.is_initialized:
                 layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
         for op, at in zip(p.ops, p.layers, strict=True):

@@ -130,8 +130,7 @@ def lfm(p: Program, model: Any) -> None:
             p.qkv("h", attention, c)
             p.attend(count, attention, c, per_head=0.0, once=c.model_type == "lfm3")
             if gated:
-                heads = dict(heads=c.num_attention_heads, head=attention.head_dim, step=1)
-                p.op(OpKind.GATE, src="gates", dst="a", mode=SIGMOID, **heads)
+                p.gate("gates", attention, c, 0, 1)
             src, last = "a", getattr(attention, "out_proj", None) or attention.o_proj
             count += 1
         else:
