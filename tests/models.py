@@ -139,6 +139,7 @@ _DELTA = dict(
 )  # fmt: skip
 _SPARSE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8)
+_STEP = 1e-6  # transformers lengthens time steps to a least one in passes of several tokens only: here, none is shorter
 _LATENT = dict(
     num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_group=1,
     topk_group=1, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, pad_token_id=0,
@@ -158,14 +159,21 @@ RECURRENT: dict[str, dict[str, Any]] = {
              "sliding_window": 9},
     "granitemoehybrid": {**_THREE, **_MAMBA, "layer_types": _LINEAR, "shared_intermediate_size": 24,
                          "num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
-    "falcon_h1": {**_COMMON, **_MAMBA, "mamba_d_ssm": 64},
+    "falcon_h1": {  # factors default to 1, which would hide a missing one
+        **_COMMON, **_MAMBA, "mamba_d_ssm": 64, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.7,
+        "mlp_multipliers": [1.5, 0.8], "key_multiplier": 1.3, "attention_out_multiplier": 0.9,
+        "attention_in_multiplier": 1.2, "ssm_multipliers": [0.5, 1.5, 0.7, 1.25, 0.6], "ssm_in_multiplier": 0.8,
+        "ssm_out_multiplier": 1.1,
+    },
     "bamba": {**_THREE, **_MAMBA, "attn_layer_indices": [1]},
     "nemotron_h": {**_COMMON, "num_hidden_layers": 4, "head_dim": 8,
                    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
                    "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8,
-                   "n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24},
-    "zamba2": {**_NO_GQA, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8,
-               "n_mamba_heads": 4, "mamba_ngroups": 2, "chunk_size": 8, "use_mem_rope": True},
+                   "n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+                   "time_step_min": _STEP},
+    "zamba2": {**_NO_GQA, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+               "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 2, "chunk_size": 8, "use_mem_rope": True,
+               "use_shared_attention_adapter": True, "adapter_rank": 8, "time_step_min": _STEP},
     "mamba2": {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
                "state_size": 8, "n_groups": 2, "chunk_size": 8, "bos_token_id": 1, "eos_token_id": None,
                "pad_token_id": 0},

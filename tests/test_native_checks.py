@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from models import tiny
+from models import RECURRENT, tiny
 from test_seq2seq import tiny as seq2seq
 from truedraft import DraftTree
 from truedraft.runtime import native
 from truedraft.runtime.compiled import array
 from truedraft.runtime.native import Failure, Form, Op, OpKind, PassArguments
 from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 WRONG = (-1, -(2**40), 2**20, 2**40, 2**62)
+KINDS = ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"]
 PER_NODE = ("token", "slot", "position", "place", "base")
 READ = {  # fields that a kind of operation uses, and whose invalid values C can detect
     OpKind.EMBED: ("dst", "inner"),
@@ -43,6 +45,13 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.GLU: ("src", "dst", "inner"),
     OpKind.XIELU: ("src", "dst", "inner"),
     OpKind.CROSS: ("src", "dst", "heads", "kv_heads", "head", "step"),
+    OpKind.MULTIPLY: ("src", "other", "dst", "inner"),
+    OpKind.GATE: ("src", "dst", "heads", "head", "k_at", "step"),
+    OpKind.CONVOLVE: ("src", "dst", "inner", "head"),
+    OpKind.RATES: ("src", "other", "dst", "heads"),
+    OpKind.RECUR: ("src", "other", "dst", "heads", "kv_heads", "head", "step", "k_at", "v_at", "q_at"),
+    OpKind.GATED_NORM: ("src", "other", "dst", "heads", "head"),
+    OpKind.PICK: ("src", "dst", "heads", "head", "step", "k_at", "v_at"),
 }
 
 
@@ -53,7 +62,8 @@ class Taken(Exception):
 def arguments(kind: str) -> tuple[Any, ...]:
     """The arguments of a pass over two trees."""
     model: Any = seq2seq(kind) if kind in ("bart", "t5") else tiny(kind, torch.float32)
-    target = Seq2SeqTarget(model) if kind in ("bart", "t5") else DecoderTarget(model)
+    decoder = RecurrentTarget if kind in RECURRENT else DecoderTarget
+    target = Seq2SeqTarget(model) if kind in ("bart", "t5") else decoder(model)
     target.reserve(2, 24)
     target.prefill([target.prompt(torch.tensor([5, 6, 7])), target.prompt(torch.tensor([8, 9]))])
     runner: Any = target.runner
@@ -84,9 +94,7 @@ def with_entry(values: list[int]) -> Iterator[list[int]]:
             yield [*values[:at], wrong, *values[at + 1 :]]
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
@@ -115,9 +123,7 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     assert run(ops, count, given, 0, threads) == run(ops, 0, given, share, threads) == Failure.OP
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"]
-)
+@pytest.mark.parametrize("kind", [*KINDS, "lfm3", "qwen3_next", "granitemoehybrid"])
 def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 
@@ -25,6 +26,10 @@ from truedraft.tree import Prompt, Taps
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 DTYPES = [torch.float32, torch.bfloat16]
 BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+SEEDS = {
+    "lfm2_moe": 0,
+    "qwen3_next": 0,
+}  # with these, and 11 no router is within two bf16 steps of a tie, where rounding would choose the expert
 EVERY = pytest.mark.parametrize("architecture", PROGRAMS)
 
 
@@ -137,13 +142,13 @@ def test_threads_and_splits_of_the_prompt_change_no_bit(
 @EVERY
 @BOTH
 def test_logits_are_those_of_the_forward_up_to_rounding(architecture: str, dtype: torch.dtype) -> None:
-    rng = random.Random(11)  # no router is within two bf16 steps of a tie, where rounding would choose the expert
+    rng = random.Random(SEEDS.get(architecture, 11))
     prompts = [Prompt(torch.tensor(words(rng, n))) for n in (23, 4)]
     trees = [random_tree(rng, 3, 9), random_tree(rng, 4, 6)]
     results = []
     for runtime in ("auto", "stock"):
         target = target_of(architecture, dtype, runtime)
-        target.taps = Taps((0, 1, 2))
+        target.taps = Taps((0, 1, 2) if architecture != "mamba2" else (0, 1))  # whose forward gives no more
         target.reserve(2, 64)
         read, drafts = target.prefill(prompts), scorable(target, trees)
         scored = target.score(drafts)
@@ -185,6 +190,8 @@ def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None
     plain = model.generate(**given)
     torch.manual_seed(3)
     assert torch.equal(fast.generate(**given), plain)
+    if "inputs_embeds" not in inspect.signature(model.prepare_inputs_for_generation).parameters:
+        return  # `generate` takes none
     embedded = model.get_input_embeddings()(given["input_ids"])
     given = {k: v for k, v in given.items() if k != "input_ids"} | {"inputs_embeds": embedded}
     torch.manual_seed(4)

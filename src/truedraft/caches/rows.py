@@ -217,7 +217,7 @@ class RowCache(Cache):
     def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
         """Move the entries of `path`, offsets from `first`, to positions from `first` on, except in skipped layers."""
         stay = next((i for i, node in enumerate(path) if node != i), len(path))
-        if stay < len(path):
+        if self.layers and stay < len(path):
             places = torch.tensor([first + node for node in path[stay:]], device=self.layers[0].keys.device)
             for i, layer in enumerate(self.layers):
                 if i not in skipped:

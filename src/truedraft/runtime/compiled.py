@@ -161,7 +161,7 @@ class CompiledPass(Runner):
     def _compile(self) -> None:
         self.program: Program = self._compiled()
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
-        self._share = next(op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND)
+        self._share = next((op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND), 1)
         self._arena = 0
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._factor = torch.empty(0)
@@ -183,8 +183,7 @@ class CompiledPass(Runner):
             return
         p = self.program
         p.refresh()
-        attends = [op for op in p.ops if op.kind == OpKind.ATTEND]
-        for layer, op in zip(cache.layers, attends, strict=True):
+        for layer, op in zip(cache.layers, (op for op in p.ops if op.kind == OpKind.ATTEND), strict=True):
             if not layer.is_initialized:
                 layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
         for op, at in zip(p.ops, p.layers, strict=True):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from truedraft.runtime.native import Form, OpKind
 from truedraft.runtime.program import SIGMOID, Program
@@ -26,10 +30,11 @@ def reserve(p: Program, mlps: Iterable[Any]) -> None:
             p.buffer("g", dense.down_proj.in_features)
 
 
-def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False) -> None:
+def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False, **routing: Any) -> None:
     """A mixture of experts; the result is in "t", and "h" is overwritten.
 
     exact: in a bf16 model, routing weights and their products are not rounded before the sum.
+    routing: fields of the operation that chooses experts.
     """
     count, hidden, inner = _mixture(mlp)
     both, last, rows = (plain(w, p.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight))
@@ -48,8 +53,8 @@ def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False)
     if shared_gate is not None:
         p.op(OpKind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
     p.op(
-        OpKind.ROUTE, src="router", dst="routing", mode=getattr(mlp.gate, "norm_topk_prob", True),
-        narrow=p.narrow and not exact, **to,
+        OpKind.ROUTE, src="router", dst="routing",
+        **{"mode": getattr(mlp.gate, "norm_topk_prob", True), "narrow": p.narrow and not exact, **routing}, **to,
     )  # fmt: skip
     p.op(OpKind.PLAN, **to)
     p.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
@@ -65,6 +70,60 @@ def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False)
         p.op(OpKind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
     if shared is not None:
         p.add("t", "h", "t")
+
+
+def by_sigmoids(p: Program, router: Any, bias: Tensor | None, eps: float) -> dict[str, Any]:
+    """Fields of an operation that chooses experts by sigmoids.
+
+    bias: added to these where the experts are chosen.
+    eps: added to the sum by which the weights are divided.
+    """
+    rounded = bias is not None and bias.dtype == torch.bfloat16
+    return dict(
+        mode=2 + bool(router.norm_topk_prob), bias=p.small(bias), form=Form.BF16 if rounded else Form.FLOAT, eps=eps,
+        scale=router.routed_scaling_factor,
+    )  # fmt: skip
+
+
+def reserve_ungated(p: Program, moe: Any) -> None:
+    """Buffers for `ungated`."""
+    count, inner, hidden = moe.experts.up_proj.shape
+    for name, width, rows in (
+        ("router", count, 1), ("routing", moe.gate.top_k, 1), ("dealt", hidden, moe.gate.top_k),
+        ("inner", inner, moe.gate.top_k), ("g", moe.shared_experts.up_proj.out_features, 1),
+    ):  # fmt: skip
+        p.buffer(name, width, rows)
+
+
+def ungated(p: Program, src: str, moe: Any, activation: str) -> None:
+    """A mixture of experts without gates, chosen in fp32, beside a feed-forward; the result is in "t", and "h" is
+    overwritten."""
+    experts, router = moe.experts, moe.gate
+    first, last, rows = (plain(w, p.dtype) for w in (experts.up_proj, experts.down_proj, router.weight))
+    count, inner, hidden = first.shape
+    if last.shape != (count, hidden, inner) or rows.shape != (count, hidden) or p.widths["h"] != hidden:
+        raise NotCompilable("its experts are not of the sizes of its router")
+    if router.num_group != 1:
+        raise NotCompilable("its experts are chosen by groups")
+    if not type(experts).__module__.startswith("transformers.models."):
+        raise NotCompilable(f"it has a {type(experts).__name__} among its experts")
+    copy = p.copy_of if inner % 16 == hidden % 16 == 0 else Weight.itself
+    up, down = (
+        p.read(copy(Weight(w.flatten(0, 1), None, None)).part(0, n)) for w, n in ((first, inner), (last, hidden))
+    )
+    to: dict[str, Any] = dict(experts=count, top=router.top_k)
+    chosen = by_sigmoids(p, router, router.e_score_correction_bias, 1e-20) | {"form": Form.FLOAT}
+    p.op(OpKind.LINEAR, src=src, dst="router", **p.read(p.copy_of(Weight(rows, None, None))), narrow=False, wait=False)
+    p.activated(src, moe.shared_experts.up_proj, activation)
+    p.op(OpKind.ROUTE, src="router", dst="routing", narrow=False, **chosen, **to)
+    p.op(OpKind.PLAN, **to)
+    p.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
+    p.op(OpKind.LINEAR, src="dealt", dst="inner", **up, apart=inner, **to)
+    p.op(OpKind.ACTIVATE, src="inner", dst="inner", inner=inner, mode=p.activation(activation), **to)
+    p.linear("g", "h", moe.shared_experts.down_proj, wait=False)
+    p.op(OpKind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
+    p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=True, **to)
+    p.add("t", "h", "t")
 
 
 def clamped(p: Program, src: str, mlp: Any) -> None:
@@ -91,6 +150,15 @@ def clamped(p: Program, src: str, mlp: Any) -> None:
         apart=hidden, bias=p.small(experts.down_proj_bias.flatten()), bias_last=True, **to,
     )  # fmt: skip
     p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, **to)
+
+
+def of_granite(layer: Any) -> Any:
+    """The feed-forward of a layer of Granite by the names of others: a mixture, perhaps beside a feed-forward, or that
+    alone."""
+    moe, shared = layer.block_sparse_moe, getattr(layer, "shared_mlp", None)
+    if shared is not None:
+        shared = SimpleNamespace(gate_up_proj=shared.input_linear, down_proj=shared.output_linear)
+    return shared if moe is None else SimpleNamespace(gate=moe.router, experts=moe.experts, shared_expert=shared)
 
 
 def _mixture(mlp: Any) -> tuple[int, int, int]:

@@ -31,6 +31,9 @@ class Program:
     layers: for each op, the layer of the KV cache that it uses, or -1.
     copied: makes the copies that are read instead of the weights; None where these are read in place.
     outputs: the ops after which "x" is layer 0, 1, ... (`Taps`), up to the number of blocks.
+    crosses: cross-attention; its key and value layers.
+    biased: attention with relative position biases; the module that has them.
+    states: operations with states; the size of a state, and of what a token brings to it.
     """
 
     narrow: bool
@@ -43,13 +46,9 @@ class Program:
     fed_back: int = -1
     copied: Copies | None = None
     outputs: list[int] = field(default_factory=list)
-    crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
-    biased: list[tuple[Op, Any]] = field(
-        default_factory=list
-    )  # with relative position biases; the attention that has them
-    states: list[tuple[Op, tuple[int, ...], int]] = field(
-        default_factory=list
-    )  # operations with states; the size of a state, and of what a token brings to it
+    crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)
+    biased: list[tuple[Op, Any]] = field(default_factory=list)
+    states: list[tuple[Op, tuple[int, ...], int]] = field(default_factory=list)
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # what computes cosines and sines, if anything does
     unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
@@ -146,15 +145,9 @@ class Program:
     # ------------------------------------------------------------ the parts that models share
 
     def linear(
-        self,
-        src: str,
-        dst: str,
-        layer: Any,
-        rows: tuple[int, int] | None = None,
-        add: bool = False,
-        wait: bool = True,
-        scale: float = 1.0,
-    ) -> None:
+        self, src: str, dst: str, layer: Any, rows: tuple[int, int] | None = None, add: bool = False,
+        wait: bool = True, scale: float = 1.0,
+    ) -> None:  # fmt: skip
         """dst = layer(src), or dst += layer(src) with `add`; `rows` selects a part of a fused weight."""
         if type(layer) is Conv1D and self.copied is None and scale == 1.0:
             self._columns(src, dst, layer, rows or (0, layer.nf), add, wait)
@@ -261,18 +254,14 @@ class Program:
         scale = attention.scaling if scale is None else scale
         sinks = self.small(getattr(attention, "sinks", None))
         self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **shared)
-
         if gated:
-            self.op(
-                OpKind.GATE,
-                src=gated,
-                dst="a",
-                mode=SIGMOID,
-                k_at=head,
-                heads=shared["heads"],
-                head=head,
-                step=2 * head,
-            )
+            self.gate(gated, attention, config, head, 2 * head)
+
+    def gate(self, gates: str, attention: Any, config: Any, first: int, step: int) -> None:
+        """Multiply each head of "a" by the sigmoids of its gates, from column `first` on, `step` apart; where that is
+        one, each head has one gate."""
+        shared = dict(heads=config.num_attention_heads, head=head_of(attention))
+        self.op(OpKind.GATE, src=gates, dst="a", mode=SIGMOID, k_at=first, step=step, **shared)
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""

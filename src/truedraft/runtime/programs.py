@@ -19,10 +19,11 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from truedraft.caches.states import STATE_LAYERS
 from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
+from truedraft.runtime.mamba_programs import MAMBA
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
 from truedraft.runtime.sequential_programs import SEQUENTIAL
-from truedraft.runtime.state_programs import lfm2, qwen3_5
+from truedraft.runtime.state_programs import lfm, olmo_hybrid, qwen3_5
 from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import Copies, NotCompilable
 
@@ -217,7 +218,12 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "opt": opt,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
-    "lfm2": lfm2,
+    "qwen3_next": qwen3_5,
+    **MAMBA,
+    "olmo_hybrid": olmo_hybrid,
+    "lfm2": lfm,
+    "lfm2_moe": lfm,
+    "lfm3": lfm,
 }
 
 
@@ -230,7 +236,8 @@ def compile_program(model: Any, copied: Copies | None = None) -> Program:
         NotCompilable: the compiled pass cannot replace the model's forward; says why.
     """
     text = text_of(model)
-    attending = [kind for kind in get_layer_types_and_kwargs(text.config)[0] if kind not in STATE_LAYERS]
+    kinds = get_layer_types_and_kwargs(text.config)[0]
+    attending = [kind for kind in kinds if kind not in STATE_LAYERS and kind != "dummy"]
     return _compiled(model, text, PROGRAMS, attending, copied)
 
 
@@ -278,6 +285,8 @@ def foreign(model: nn.Module) -> list[type]:
 def check_activations(model: nn.Module, program: Program) -> None:
     """Raises NotCompilable where a model's activations are not those of its configuration, which programs follow."""
     named = {type(ACT2FN[name]) for name in program.activations}
+    if "silu" in program.activations:
+        named.add(nn.SiLU)
     for module in model.modules():
         if type(module).__module__.startswith(ACTIVATIONS) and type(module) not in named:
             raise NotCompilable(f"it has a {type(module).__name__} where its configuration has another activation")

@@ -181,16 +181,10 @@ def granite_moe(p: Program, model: Any) -> None:
     """Granite MoE: Granite with mixtures of experts, and perhaps a feed-forward beside each."""
     c = model.config
 
-    def mixture(layer: Any) -> SimpleNamespace:
-        moe, shared = layer.block_sparse_moe, getattr(layer, "shared_mlp", None)
-        if shared is not None:
-            shared = SimpleNamespace(gate_up_proj=shared.input_linear, down_proj=shared.output_linear)
-        return SimpleNamespace(gate=moe.router, experts=moe.experts, shared_expert=shared)
-
     def feed(src: str, layer: Any) -> None:
-        mixtures.routed(p, src, mixture(layer), c.hidden_act)
+        mixtures.routed(p, src, mixtures.of_granite(layer), c.hidden_act)
 
-    mixtures.reserve(p, (mixture(layer) for layer in model.model.layers))
+    mixtures.reserve(p, map(mixtures.of_granite, model.model.layers))
     p.begin(model, 0, c.embedding_multiplier, given_too=True)
     blocks(p, model, p.rms_norm, feed, scale=c.residual_multiplier)
     final(p, model, p.rms_norm, scale=1 / c.logits_scaling)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from truedraft.runtime import mixtures
 from truedraft.runtime.native import OpKind
@@ -15,12 +18,11 @@ MOST_INPUTS = 8  # of a channel of a convolution, as TAPS in native/recurrent.in
 
 
 def qwen3_5(p: Program, model: Any) -> None:
-    """Qwen 3.5, dense and with mixtures of experts: three layers of the gated delta rule to one of gated attention."""
+    """Qwen 3.5 and 3 Next, dense and with mixtures of experts: three layers of the gated delta rule to one of gated
+    attention."""
     c = model.config
     layers = model.model.layers
-    attending = next((layer.self_attn for layer in layers if hasattr(layer, "self_attn")), None)
-    if attending is None:
-        raise NotCompilable("none of its layers attends")
+    attending = attending_of(layers)
     mixtures.reserve(p, (layer.mlp for layer in layers))
     for layer in layers:
         if hasattr(layer, "linear_attn"):
@@ -52,31 +54,97 @@ def qwen3_5(p: Program, model: Any) -> None:
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm, 1.0))
 
 
-def lfm2(p: Program, model: Any) -> None:
-    """LFM 2: gated short convolutions among layers of attention."""
+def olmo_hybrid(p: Program, model: Any) -> None:
+    """OLMo Hybrid: layers of the gated delta rule, after norms, and of attention, before them."""
     c = model.config
     layers = model.model.layers
-    attending = next((layer.self_attn for layer in layers if layer.is_attention_layer), None)
-    if attending is None:
-        raise NotCompilable("none of its layers attends")
-    for name in ("before", "after", "o"):
-        p.buffer(name, c.hidden_size)
-    rotary = getattr(model.model, "rotary_emb", None) or getattr(model.model, "pos_emb", None)
-    p.begin(model, layers[0].feed_forward.w1.out_features, attention=attending, rotary=rotary)
+    norm = partial(p.rms_norm, once=True)
+    for layer in layers:
+        if hasattr(layer, "linear_attn"):
+            reserve_delta(p, layer.linear_attn)
+    p.begin(model, c.intermediate_size, attention=attending_of(layers))
     count = 0
     for layer in layers:
+        if hasattr(layer, "self_attn"):
+            attention = layer.self_attn
+            p.qkv("x", attention, c, norm)
+            p.attend(count, attention, c, once=True)
+            p.linear("a", "t", attention.o_proj)
+            norm("t", "t", layer.post_attention_layernorm)
+            p.add("x", "t", "x")
+            p.gated("x", layer.mlp, c.hidden_act)
+            p.linear("g", "t", layer.mlp.down_proj)
+            norm("t", "t", layer.post_feedforward_layernorm)
+            p.add("x", "t", "x")
+            count += 1
+        else:
+            norm("x", "h", layer.input_layernorm)
+            gated_delta(p, "h", layer.linear_attn)
+            p.linear("o", "x", layer.linear_attn.o_proj, add=True)
+            norm("x", "h", layer.post_attention_layernorm)
+            p.gated("h", layer.mlp, c.hidden_act)
+            p.linear("g", "x", layer.mlp.down_proj, add=True)
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: norm(src, dst, model.model.norm))
+
+
+def attending_of(layers: Iterable[Any]) -> Any:
+    """The attention of the first layer that has any."""
+    for layer in layers:
+        if getattr(layer, "self_attn", None) is not None:
+            return layer.self_attn
+    raise NotCompilable("none of its layers attends")
+
+
+def lfm(p: Program, model: Any) -> None:
+    """LFM 2 and 3: gated short convolutions among layers of attention; in LFM 3 with norms after both parts of a layer
+    and gates of the heads."""
+    c = model.config
+    layers = model.model.layers
+    attending = attending_of(layers)
+    for name in ("before", "after", "o"):
+        p.buffer(name, c.hidden_size)
+    feeds = [_Named(layer.feed_forward) for layer in layers]
+    mixtures.reserve(p, feeds)
+    gated = getattr(attending, "g_proj", None) is not None
+    if gated:
+        p.buffer("gates", c.num_attention_heads)
+    rotary = getattr(model.model, "rotary_emb", None) or getattr(model.model, "pos_emb", None)
+    p.begin(model, 0, attention=attending, rotary=rotary)
+
+    def leave(src: str, last: Any, norm: Any) -> None:
+        if type(norm) in (type(None), nn.Identity):
+            p.linear(src, "x", last, add=True)
+            return
+        p.linear(src, "t", last)
+        p.rms_norm("t", "t", norm)
+        p.add("x", "t", "x")
+
+    count = 0
+    for layer, feed in zip(layers, feeds, strict=True):
         p.rms_norm("x", "h", layer.operator_norm)
         if layer.is_attention_layer:
-            p.qkv("h", layer.self_attn, c)
-            p.attend(count, layer.self_attn, c, per_head=0.0)
-            p.linear("a", "x", layer.self_attn.out_proj, add=True)
+            attention = layer.self_attn
+            if gated:
+                p.linear("h", "gates", attention.g_proj, wait=False)
+            p.qkv("h", attention, c)
+            p.attend(count, attention, c, per_head=0.0, once=c.model_type == "lfm3")
+            if gated:
+                p.gate("gates", attention, c, 0, 1)
+            src, last = "a", getattr(attention, "out_proj", None) or attention.o_proj
             count += 1
         else:
             _gated_convolution(p, layer.conv)
-            p.linear("o", "x", layer.conv.out_proj, add=True)
+            src, last = "o", layer.conv.out_proj
+        leave(src, last, getattr(layer, "post_operator_norm", None))
         p.rms_norm("x", "h", layer.ffn_norm)
-        p.gated("h", _Named(layer.feed_forward), "silu")
-        p.linear("g", "x", layer.feed_forward.w2, add=True)
+        if hasattr(feed, "experts"):
+            routing = mixtures.by_sigmoids(p, feed.gate, feed.expert_bias, 1e-6)
+            mixtures.routed(p, "h", feed, "silu", **routing)
+            p.add("x", "t", "x")
+        else:
+            p.gated("h", feed, "silu")
+            leave("g", feed.down_proj, getattr(layer, "post_ffn_norm", None))
         p.outputs.append(len(p.ops) - 1)
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.embedding_norm))
 
@@ -85,16 +153,62 @@ class _Named:
     """A feed-forward of LFM by the names of others."""
 
     def __init__(self, mlp: Any):
-        self.gate_proj, self.up_proj = mlp.w1, mlp.w3
+        if hasattr(mlp, "experts"):
+            self.gate, self.experts, self.expert_bias = mlp.gate, mlp.experts, getattr(mlp, "expert_bias", None)
+        else:
+            self.gate_proj, self.up_proj, self.down_proj = mlp.w1, mlp.w3, mlp.w2
 
 
 def reserve_delta(p: Program, layer: Any) -> None:
     """Buffers for `gated_delta`."""
-    inputs, values = layer.in_proj_qkv.out_features, layer.in_proj_z.out_features
+    keys, values, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
+    inputs = 2 * keys + values
     for name, numbers in (("mixed", inputs), ("convolved", inputs), ("z", values), ("o", values)):
         p.buffer(name, numbers)
-    for name, numbers in (("steps", layer.num_v_heads), ("beta", layer.num_v_heads), ("rates", 2 * layer.num_v_heads)):
+    for name, numbers in (("steps", heads), ("beta", heads), ("rates", 2 * heads)):
         p.buffer(name, numbers)
+    if hasattr(layer, "in_proj_qkvz"):
+        p.buffer("grouped", layer.in_proj_qkvz.out_features)
+        p.buffer("grouped rates", layer.in_proj_ba.out_features)
+    elif hasattr(layer, "q_proj"):
+        p.part("mixed keys", "mixed", keys)
+        p.part("mixed values", "mixed", 2 * keys)
+
+
+def _projected(p: Program, src: str, layer: Any) -> None:
+    """Queries, keys and values of the gated delta rule in "mixed", gates in "z", and what rates are made of in "steps"
+    and "beta"."""
+    if hasattr(layer, "in_proj_qkv"):
+        p.linear(src, "mixed", layer.in_proj_qkv, wait=False)
+        p.linear(src, "z", layer.in_proj_z, wait=False)
+        p.linear(src, "steps", layer.in_proj_a, wait=False)
+        p.linear(src, "beta", layer.in_proj_b)
+    elif hasattr(layer, "in_proj_qkvz"):  # grouped by heads of keys
+        p.linear(src, "grouped", layer.in_proj_qkvz, wait=False)
+        p.linear(src, "grouped rates", layer.in_proj_ba)
+        heads = layer.num_k_heads
+        size, rates = layer.head_k_dim, layer.num_v_heads // heads
+        values = rates * layer.head_v_dim
+        for of, dst, at, numbers, to in (
+            ("grouped", "mixed", 0, size, 0),
+            ("grouped", "mixed", size, size, layer.key_dim),
+            ("grouped", "mixed", 2 * size, values, 2 * layer.key_dim),
+            ("grouped", "z", 2 * size + values, values, 0),
+            ("grouped rates", "beta", 0, rates, 0),
+            ("grouped rates", "steps", rates, rates, 0),
+        ):
+            step = 2 * (size + values) if of == "grouped" else 2 * rates
+            p.op(
+                OpKind.PICK, src=of, dst=dst, heads=heads, head=numbers, step=step, k_at=at, v_at=to,
+                wait=dst == "steps",
+            )  # fmt: skip
+    else:
+        p.linear(src, "mixed", layer.q_proj, wait=False)
+        p.linear(src, "mixed keys", layer.k_proj, wait=False)
+        p.linear(src, "mixed values", layer.v_proj, wait=False)
+        p.linear(src, "z", layer.g_proj, wait=False)
+        p.linear(src, "steps", layer.a_proj, wait=False)
+        p.linear(src, "beta", layer.b_proj)
 
 
 def gated_delta(p: Program, src: str, layer: Any) -> None:
@@ -103,11 +217,10 @@ def gated_delta(p: Program, src: str, layer: Any) -> None:
     heads, width, size = layer.num_v_heads, layer.head_v_dim, layer.head_k_dim
     if width % 8 or size % 8:
         raise NotCompilable(f"heads of {size} and {width} numbers, not multiples of eight")
-    p.linear(src, "mixed", layer.in_proj_qkv, wait=False)
-    p.linear(src, "z", layer.in_proj_z, wait=False)
-    p.linear(src, "steps", layer.in_proj_a, wait=False)
-    p.linear(src, "beta", layer.in_proj_b)
+    _projected(p, src, layer)
     p.op(OpKind.ACTIVATE, src="beta", dst="beta", inner=heads, mode=SIGMOID)
+    if getattr(layer, "allow_neg_eigval", False):
+        p.copy("beta", "beta", 2.0)
     convolve(p, "mixed", "convolved", layer.conv1d, p.activation(layer.activation))
     p.op(
         OpKind.RATES, src="steps", other="beta", dst="rates", heads=heads, mode=True, bias=p.small(layer.dt_bias),
@@ -118,8 +231,8 @@ def gated_delta(p: Program, src: str, layer: Any) -> None:
         OpKind.RECUR, src="convolved", other="rates", dst="o", heads=heads, kv_heads=layer.num_k_heads, head=size,
         step=width, k_at=keys, v_at=2 * keys, scale=size**-0.5, mode=True,
     )  # fmt: skip
-    p.states.append((op, (heads, size, width), _padded(keys + heads * width + 2 * heads)))
-    norm = layer.norm
+    p.states.append((op, (heads, size, width), padded_to_16(keys + heads * width + 2 * heads)))
+    norm = getattr(layer, "norm", None) or layer.o_norm
     p.op(
         OpKind.GATED_NORM, src="o", other="z", dst="o", heads=heads, head=width, weight=p.small(norm.weight),
         eps=norm.variance_epsilon, mode=p.activation(norm.activation),
@@ -141,7 +254,7 @@ def convolve(p: Program, src: str, dst: str, conv: Any, activation: int) -> None
     channels, _, inputs = conv.weight.shape
     if channels % 8 or inputs > MOST_INPUTS or conv.groups != channels:
         raise NotCompilable(f"a convolution of {channels} channels over {inputs} inputs in {conv.groups} groups")
-    rows = torch.zeros(inputs, _padded(channels))
+    rows = torch.zeros(inputs, padded_to_16(channels))
     p.kept.append(rows)
     for row, column in zip(rows, conv.weight[:, 0].unbind(1), strict=True):
         p.copy_into(row[:channels], column)
@@ -150,8 +263,8 @@ def convolve(p: Program, src: str, dst: str, conv: Any, activation: int) -> None
         OpKind.CONVOLVE, src=src, dst=dst, inner=channels, head=inputs, weight=rows.data_ptr(), bias=bias,
         mode=activation,
     )  # fmt: skip
-    p.states.append((op, (inputs - 1, _padded(channels)), _padded(channels)))
+    p.states.append((op, (inputs - 1, padded_to_16(channels)), padded_to_16(channels)))
 
 
-def _padded(numbers: int) -> int:
+def padded_to_16(numbers: int) -> int:
     return (numbers + 15) // 16 * 16

@@ -48,6 +48,7 @@ class OpKind(enum.IntEnum):
     RATES = 24
     RECUR = 25
     GATED_NORM = 26
+    PICK = 27
 
 
 class Failure(enum.IntEnum):
@@ -82,7 +83,7 @@ class Op(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
         *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window", "step")),
-        *((name, c_int64) for name in ("kv_step", "k_at", "v_at", "experts", "top", "apart", "blank")),
+        *((name, c_int64) for name in ("kv_step", "k_at", "v_at", "q_at", "experts", "top", "apart", "blank")),
         *(
             (name, c_void_p)
             for name in (

@@ -162,6 +162,10 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
   }
 }
 
+AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded(_mm256_set1_ps(a), narrow)); }
+
+AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log1pf(expf(a)), narrow); }
+
 /* ---------------------------------------------------------------- linear layers, per instruction set */
 
 /* What the kernels name:
@@ -366,7 +370,7 @@ static int units; /* bf16 products by the instruction for them, with x in bf16 *
 
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
-  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM
+  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM, PICK
 };
 
 typedef struct {
@@ -376,21 +380,25 @@ typedef struct {
   int32_t narrow; /* the model computes in bf16: results are rounded so */
   int32_t tail;   /* runs over the gathered nodes only */
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR, COLUMNS: 1 = added to dst; EMBED: 1 = scales all;
-                     ROUTE: 1 = the weights of a node are divided by their sum; COMBINE: 1 = products are not rounded */
+                     ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both;
+                     COMBINE: 1 = products are not rounded */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
                                                     CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
-                                           GATE: from head to head in the row of the gates, the first at k_at */
+                                           GATE: from head to head in the row of the gates, the first at k_at; 1 where
+                                           each has one; PICK: from part to part of src, from k_at on, to v_at of dst */
   int64_t kv_step;                      /* ... and in those of k and v ... */
-  int64_t k_at, v_at;                   /* ... which begin here in theirs */
+  int64_t k_at, v_at, q_at;             /* ... which begin here in theirs; RECUR: and queries, all in one row */
   int64_t experts, top;                 /* number of experts, 0 for none, and of experts per node */
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights;
                                            COLUMNS: from row to row of the weights, (in, apart) per expert */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
-  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance */
+  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
+                                           ROUTE: added to the weights where experts are chosen, or NULL;
+                                           RECUR: (heads,), of the values that are added to the result, or NULL */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head); CONVOLVE, RECUR: states, and what drafts
@@ -399,11 +407,11 @@ typedef struct {
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
   float eps, scale, cap;
   int32_t norm_once;                    /* PREPARE: the norms round once */
-  int32_t form;                         /* LINEAR, GATED: of the weights */
+  int32_t form;                         /* LINEAR, GATED: of the weights; ROUTE: of the bias */
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
                                            ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
-  int32_t norm_last;                    /* PREPARE: the norms follow the rotation */
+  int32_t norm_last;                    /* PREPARE: the norms follow the rotation; GATED_NORM: the gate */
   int32_t bias_last;                    /* COLUMNS: the bias is added to the rounded product */
 } Op;
 
@@ -940,22 +948,33 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 
 /* The experts of a node and their weights, the likeliest first; of equals, the first one. */
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
-  float *p = ROW(op->src, node), *w = ROW(op->dst, node), total = 0.0f;
+  float *p = ROW(op->src, node), *w = ROW(op->dst, node), part[L] = {0};
   int64_t *row = pass->plan->row + node * op->top;
-  softmax(p, op->experts, 1.0f, 0.0f, NULL);
+  const int sigmoids = op->mode & 2;
+  if (!sigmoids) softmax(p, op->experts, 1.0f, 0.0f, NULL);
+  for (int64_t e = 0; sigmoids && e < op->experts; e += L)
+    _mm256_storeu_ps(p + e, keep8(rounded(activated(_mm256_loadu_ps(p + e), SIGMOID), op->narrow), op->experts - e));
+#define RANK(e) (op->bias ? nearest(p[e] + op->bias[e], op->form == BFLOAT) : p[e])
   for (int64_t k = 0; k < op->top; k++) {
     int64_t best = 0;
     for (int64_t e = 1; e < op->experts; e++)
-      if (p[e] > p[best]) best = e;
+      if (RANK(e) > RANK(best)) best = e;
     row[k] = best;
     w[k] = p[best];
-    total += p[best];
-    p[best] = -1.0f;
+    part[0] += p[best];
+    p[best] = -INFINITY;
+  }
+#undef RANK
+  if (sigmoids) { /* the sum is rounded, and what it is divided by */
+    const __m256 sum = rounded(_mm256_loadu_ps(part), op->narrow);
+    _mm256_storeu_ps(part, rounded(_mm256_add_ps(sum, _mm256_set1_ps(op->eps)), op->narrow));
   }
   for (int64_t k = 0; k < op->top; k += L) {
     __m256 v = _mm256_loadu_ps(w + k);
-    if (op->mode) v = _mm256_div_ps(v, _mm256_set1_ps(total));
-    _mm256_storeu_ps(w + k, rounded(v, op->narrow));
+    if (op->mode & 1) v = _mm256_div_ps(v, _mm256_set1_ps(part[0]));
+    v = rounded(v, op->narrow);
+    if (op->scale != 1.0f) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
+    _mm256_storeu_ps(w + k, v);
   }
 }
 
@@ -1022,12 +1041,6 @@ static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
 
 /* ---------------------------------------------------------------- running it */
 
-AVX2 static float softplus(float a, int narrow) {
-  float part[L] = {a > 20.0f ? a : log1pf(expf(a))};
-  if (narrow) _mm256_storeu_ps(part, round8(_mm256_loadu_ps(part)));
-  return part[0];
-}
-
 /* xIELU, each step rounded as torch does: `bias` and `other_bias` hold its two parameters, `scale` is its beta. */
 AVX2 static void xielu(const Op *op, const float *x, float *y) {
   float rise[L] = {op->scale + softplus(*op->other_bias, op->narrow)};
@@ -1069,16 +1082,24 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
   }
 }
 
-/* Each head of a row times its activated gates. */
+/* Each head of a row times its activated gates, or its only one. */
 AVX2 static void gate(const Op *op, const Pass *pass, int64_t node) {
   for (int64_t h = 0; h < op->heads; h++) {
     const float *x = ROW(op->src, node) + h * op->step + op->k_at;
     float *y = ROW(op->dst, node) + h * op->head;
     for (int64_t k = 0; k < op->head; k += L) {
-      const __m256 g = rounded(activated(_mm256_loadu_ps(x + k), op->mode), op->narrow);
+      const __m256 own = op->step == 1 ? _mm256_set1_ps(*x) : _mm256_loadu_ps(x + k);
+      const __m256 g = rounded(activated(own, op->mode), op->narrow);
       _mm256_storeu_ps(y + k, rounded(_mm256_mul_ps(_mm256_loadu_ps(y + k), g), op->narrow));
     }
   }
+}
+
+/* A part of each head of a row, side by side. */
+static void pick(const Op *op, const Pass *pass, int64_t node) {
+  const float *x = ROW(op->src, node) + op->k_at;
+  float *y = ROW(op->dst, node) + op->v_at;
+  for (int64_t h = 0; h < op->heads; h++) memcpy(y + h * op->head, x + h * op->step, sizeof(float) * (size_t)op->head);
 }
 
 static int64_t tasks_of(const Op *op, const Pass *pass) {
@@ -1096,6 +1117,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
     case PLAN: return 1;
     case CONVOLVE: return pass->rows * ((op->in + CHANNELS - 1) / CHANNELS);
     case RECUR: return pass->rows * op->kv_heads;
+    case ACTIVATE:
     case GLU: return op->experts ? nodes * op->top : nodes;
     case ATTEND:
     case CROSS: return pass->groups * op->kv_heads;
@@ -1140,6 +1162,7 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
       return;
     case COMBINE: combine(op, pass, task); return;
     case GATE: gate(op, pass, task); return;
+    case PICK: pick(op, pass, task); return;
     case CONVOLVE: {
       const int64_t blocks = (op->in + CHANNELS - 1) / CHANNELS, c = task % blocks * CHANNELS, left = op->in - c;
       convolve(op, pass, task / blocks, c, left < CHANNELS ? left : CHANNELS);
@@ -1282,8 +1305,9 @@ static int states_fit(const Op *op, const Pass *pass) {
            fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, pass->nodes) && op->src != op->dst;
   return within(op->head, 1, MOST) && op->head % L == 0 && within(op->step, 1, MOST) && op->step % L == 0 &&
          within(op->kv_heads, 1, MOST / op->head) && within(op->heads, 1, MOST / op->step) &&
-         op->heads % op->kv_heads == 0 && op->k_at >= op->kv_heads * op->head &&
-         op->v_at >= op->k_at + op->kv_heads * op->head && op->v_at <= MOST &&
+         op->heads % op->kv_heads == 0 && within(op->q_at, 0, MOST) && within(op->k_at, 0, MOST) &&
+         within(op->v_at, 0, MOST) && fits(pass, op->src, op->q_at + op->kv_heads * op->head, pass->nodes) &&
+         fits(pass, op->src, op->k_at + op->kv_heads * op->head, pass->nodes) &&
          fits(pass, op->src, op->v_at + op->heads * op->step, pass->nodes) &&
          fits(pass, op->other, 2 * op->heads, pass->nodes) && fits(pass, op->dst, op->heads * op->step, pass->nodes);
 }
@@ -1331,14 +1355,22 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              fits(pass, op->src, op->heads * op->head, nodes) && fits(pass, op->other, op->heads * op->head, nodes) &&
              fits(pass, op->dst, op->heads * op->head, nodes);
     case GATE:
-      return within(op->head, 1, MOST) && op->head % L == 0 && within(op->step, op->head, MOST) && op->k_at >= 0 &&
-             within(op->heads, 1, MOST / op->step) && fits(pass, op->dst, op->heads * op->head, nodes) &&
-             fits(pass, op->src, (op->heads - 1) * op->step + op->k_at + op->head, nodes);
+      if (!within(op->head, 1, MOST) || op->head % L || !within(op->heads, 1, MOST / op->head)) return 0;
+      return (op->step == 1 || within(op->step, op->head, MOST / op->heads)) && within(op->k_at, 0, MOST) &&
+             fits(pass, op->dst, op->heads * op->head, nodes) &&
+             fits(pass, op->src, (op->heads - 1) * op->step + op->k_at + (op->step == 1 ? 1 : op->head), nodes);
+    case PICK:
+      return within(op->head, 1, MOST) && within(op->step, op->head, MOST) && within(op->heads, 1, MOST / op->step) &&
+             within(op->k_at, 0, MOST) && within(op->v_at, 0, MOST) && op->src != op->dst &&
+             fits(pass, op->src, (op->heads - 1) * op->step + op->k_at + op->head, nodes) &&
+             fits(pass, op->dst, op->v_at + op->heads * op->head, nodes);
     case MULTIPLY:
     case ADD:
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->other, op->in, nodes) &&
              fits(pass, op->dst, op->in, nodes);
     case ACTIVATE:
+      return fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->in, dealt) &&
+             within(op->other, 0, pass->buffers - 1) && (!op->experts || top > 0);
     case SCALE:
     case CLAMP:
     case CAP:

@@ -1,0 +1,69 @@
+"""What configurations of models with states can switch on, by the compiled pass: computed as they say, or refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+import models
+from truedraft import DraftTree
+from truedraft.runtime import native
+from truedraft.targets.recurrent import RecurrentTarget
+from truedraft.tree import Prompt
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
+COMPUTED: list[tuple[str, dict[str, Any]]] = [
+    ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5}),
+    ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "conv_bias": True}),
+    ("qwen3_next", {"mlp_only_layers": [1], "linear_num_key_heads": 4}),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": False, "rope_parameters": None}),
+    ("mamba2", {"use_bias": True, "residual_in_fp32": False, "n_groups": 1}),
+    ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": None}),
+    ("bamba", {"mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    ("nemotron_h", {"use_bias": True, "mlp_bias": True, "norm_topk_prob": False}),
+    ("zamba2", {"use_shared_attention_adapter": False, "use_mem_rope": False, "num_mem_blocks": 2}),
+]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("falcon_h1", {"mamba_rms_norm": True}, "normalised before they are gated"),
+    ("mamba2", {"time_step_limit": (0.0, 0.5)}, r"time steps are limited to 0.0 to 0.5"),
+    ("nemotron_h", {"time_step_min": 0.1}, "time steps are limited to 0.1"),
+    ("nemotron_h", {"n_group": 2}, "chosen by groups"),
+    ("nemotron_h", {"moe_latent_size": 16}, "not of the sizes of its router"),
+    ("lfm3", {"conv_L_cache": 9}, "over 9 inputs"),
+]
+
+
+def made(architecture: str, changes: dict[str, Any]) -> PreTrainedModel:
+    """A model of an architecture as the tests have it, but for some of its configuration; no weight is one or zero."""
+    torch.manual_seed(7)
+    config = CONFIG_MAPPING[architecture](**{**models.RECURRENT[architecture], **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize(("architecture", "changes"), COMPUTED, ids=[name for name, _ in COMPUTED])
+def test_logits_are_those_of_the_forward(architecture: str, changes: dict[str, Any]) -> None:
+    model, found = made(architecture, changes), []
+    for runtime in ("auto", "stock"):
+        target = RecurrentTarget(model, runtime, strict=runtime == "auto")
+        assert runtime == "stock" or target.fallback_reason is None
+        target.reserve(1, 64)
+        read = target.prefill([Prompt(torch.arange(5, 24))]).logits
+        target.commit([[0]])
+        found.append([read, target.score([DraftTree.chain(9, [3, 4, 8])]).logits])
+    for compiled, stock in zip(*found, strict=True):
+        assert (compiled - stock).abs().max() < 2e-5 * stock.std()
+
+
+@pytest.mark.parametrize(("architecture", "changes", "why"), REFUSED)
+def test_what_programs_do_not_compute_is_refused(architecture: str, changes: dict[str, Any], why: str) -> None:
+    reason = RecurrentTarget(made(architecture, changes)).fallback_reason
+    assert reason is not None and re.search(why, reason)
