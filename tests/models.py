@@ -129,6 +129,25 @@ ARCHITECTURES |= {
     },
 }
 
+_SCORED: dict[str, Any] = dict(
+    num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=4, topk_group=2, n_shared_experts=2,
+    first_k_dense_replace=1, routed_scaling_factor=1.7,
+)  # fmt: skip
+ARCHITECTURES |= {
+    "dots1": {**_COMMON, **_SCORED, "head_dim": 8, "sliding_window": 9, "layer_types": _KINDS, "norm_topk_prob": True},
+    "glm4_moe": {**_COMMON, **_SCORED, "head_dim": 16, "use_qk_norm": True},
+    "solar_open": {**_COMMON, **_SCORED, "head_dim": 8, "norm_topk_prob": False},
+    "ernie4_5_moe": {
+        **_COMMON,
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "use_bias": True,
+    },
+}
+
 # Models with recurrent or convolutional state, which score chains.
 _THREE = {**_COMMON, "num_hidden_layers": 3}
 _LINEAR = ["linear_attention", "full_attention", "linear_attention"]
@@ -195,6 +214,7 @@ _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_
 # in which the softmax is
 NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
+NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe"}
 
 
 @cache

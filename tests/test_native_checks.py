@@ -34,7 +34,7 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.SCALE: ("src", "other", "dst", "inner"),
     OpKind.CAP: ("src", "dst", "inner"),
     OpKind.GATHER: ("src", "dst", "inner"),
-    OpKind.ROUTE: ("src", "dst", "experts", "top"),
+    OpKind.ROUTE: ("src", "dst", "experts", "top", "heads", "kv_heads", "window"),
     OpKind.PLAN: ("top",),
     OpKind.DEAL: ("src", "dst", "inner", "top"),
     OpKind.COMBINE: ("src", "other", "dst", "inner", "top"),
@@ -85,7 +85,8 @@ def with_entry(values: list[int]) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"]
+    "kind",
+    ["llama", "mixtral", "dots1", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"],
 )
 def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
@@ -116,7 +117,8 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"]
+    "kind",
+    ["llama", "mixtral", "dots1", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"],
 )
 def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)

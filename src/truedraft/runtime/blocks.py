@@ -85,14 +85,14 @@ def ungated(p: Program, activation: str, first: str = "up_proj", last: str = "do
     return feed
 
 
-def experts(p: Program, activation: str, exact: bool = False) -> Feed:
-    """Mixtures of experts, gated feed-forwards among them; see `Program.mixture`."""
+def experts(p: Program, activation: str, exact: bool = False, routing: mixtures.Routing | None = None) -> Feed:
+    """Mixtures of experts, gated feed-forwards among them; see `mixtures.routed`."""
     dense = gate(p, activation)
 
     def feed(src: str, layer: Any) -> Any:
         if not hasattr(layer.mlp, "experts"):
             return dense(src, layer)
-        mixtures.routed(p, src, layer.mlp, activation, exact)
+        mixtures.routed(p, src, layer.mlp, activation, exact, routing)
         return None
 
     return feed

@@ -86,10 +86,12 @@ def glm(p: Program, model: Any) -> None:
 
 
 def ernie(p: Program, model: Any) -> None:
-    """ERNIE 4.5: Llama with neighbours rotated together, rounded once."""
+    """ERNIE 4.5: Llama with neighbours rotated together, rounded once; with experts, ERNIE 4.5 MoE."""
     c = model.config
-    p.begin(model, c.intermediate_size, rotary=spread(model.model.rotary_emb))
-    blocks(p, model, p.rms_norm, gate(p, c.hidden_act), interleaved=True, once=True)
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0, rotary=spread(model.model.rotary_emb))
+    feed = experts(p, c.hidden_act, routing=mixtures.balanced)
+    blocks(p, model, p.rms_norm, feed, interleaved=True, once=True)
     final(p, model, p.rms_norm)
 
 
@@ -109,6 +111,16 @@ def mixtral(p: Program, model: Any) -> None:
     p.begin(model, 0)
     per_head = 0.0 if c.model_type.startswith("qwen3") else None
     blocks(p, model, p.rms_norm, experts(p, c.hidden_act, c.model_type == "mixtral"), per_head=per_head)
+    final(p, model, p.rms_norm)
+
+
+def dots1(p: Program, model: Any) -> None:
+    """dots.llm1, GLM 4.5, Solar Open: mixtures of experts whose router computes in fp32, dense layers among them."""
+    c = model.config
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0)
+    per_head = 0.0 if hasattr(model.model.layers[0].self_attn, "q_norm") else None
+    blocks(p, model, p.rms_norm, experts(p, c.hidden_act, True, mixtures.corrected), per_head=per_head)
     final(p, model, p.rms_norm)
 
 
@@ -269,6 +281,10 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "arcee": arcee,
     "apertus": apertus,
     "ernie4_5": ernie,
+    "ernie4_5_moe": ernie,
+    "dots1": dots1,
+    "glm4_moe": dots1,
+    "solar_open": dots1,
     "glm": glm,
     "glm4": glm,
     "helium": helium,

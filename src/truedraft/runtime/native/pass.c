@@ -379,7 +379,9 @@ typedef struct {
                      ROUTE: 1 = the weights of a node are divided by their sum; COMBINE: 1 = products are not rounded */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
-                                                    CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row */
+                                                    CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row;
+                                                    ROUTE: groups of experts, those kept, experts that a group is
+                                                    judged by */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
                                            GATE: from head to head in the row of the gates, the first at k_at */
   int64_t kv_step;                      /* ... and in those of k and v ... */
@@ -390,16 +392,17 @@ typedef struct {
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
-  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance */
+  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
+                                           ROUTE: added to the scores that experts are chosen by */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head); CONVOLVE, RECUR: states, and what drafts
                                            bring to them (slots, drafted, ...) */
   const float *cosine, *sine;           /* (positions, rotary) */
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
-  float eps, scale, cap;
+  float eps, scale, cap;                /* ROUTE: added to the sum, factor of the weights, least sum */
   int32_t norm_once;                    /* PREPARE: the norms round once */
-  int32_t form;                         /* LINEAR, GATED: of the weights */
+  int32_t form;                         /* LINEAR, GATED: of the weights; ROUTE: 1 = scores are sigmoids, not a softmax */
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
                                            ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
@@ -938,24 +941,52 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 
 /* ---------------------------------------------------------------- mixtures of experts */
 
-/* The experts of a node and their weights, the likeliest first; of equals, the first one. */
+/* What an expert is chosen by: its score and a correction, which its weight is without. */
+IN float merit(const Op *op, const float *p, int64_t expert) { return op->bias ? p[expert] + op->bias[expert] : p[expert]; }
+
+/* Drops the experts of all groups but the best; a group is as good as its best `window` experts, one or two, together. */
+static void drop_groups(const Op *op, float *p, float *groups) {
+  const int64_t size = op->experts / op->heads;
+  for (int64_t g = 0; g < op->heads; g++) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int64_t e = g * size; e < (g + 1) * size; e++) {
+      const float m = merit(op, p, e);
+      if (m > second) second = m > first ? first : m;
+      if (m > first) first = m;
+    }
+    groups[g] = op->window > 1 ? first + second : first;
+  }
+  for (int64_t g = 0; g < op->heads; g++) {
+    int64_t better = 0;
+    for (int64_t h = 0; h < op->heads; h++) better += groups[h] > groups[g] || (groups[h] == groups[g] && h < g);
+    for (int64_t e = g * size; better >= op->kv_heads && e < (g + 1) * size; e++) p[e] = -INFINITY;
+  }
+}
+
+/* The experts of a node and their weights, the best first; of equals, the first one. */
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   float *p = ROW(op->src, node), *w = ROW(op->dst, node), total = 0.0f;
   int64_t *row = pass->plan->row + node * op->top;
-  softmax(p, op->experts, 1.0f, 0.0f, NULL);
+  if (op->form)
+    for (int64_t e = 0; e < op->experts; e += L) _mm256_storeu_ps(p + e, activated(_mm256_loadu_ps(p + e), SIGMOID));
+  else
+    softmax(p, op->experts, 1.0f, 0.0f, NULL);
+  if (op->heads) drop_groups(op, p, w);
   for (int64_t k = 0; k < op->top; k++) {
     int64_t best = 0;
     for (int64_t e = 1; e < op->experts; e++)
-      if (p[e] > p[best]) best = e;
+      if (merit(op, p, e) > merit(op, p, best)) best = e;
     row[k] = best;
     w[k] = p[best];
     total += p[best];
-    p[best] = -1.0f;
+    p[best] = -INFINITY;
   }
+  total += op->eps;
+  if (total < op->cap) total = op->cap;
   for (int64_t k = 0; k < op->top; k += L) {
     __m256 v = _mm256_loadu_ps(w + k);
     if (op->mode) v = _mm256_div_ps(v, _mm256_set1_ps(total));
-    _mm256_storeu_ps(w + k, rounded(v, op->narrow));
+    _mm256_storeu_ps(w + k, rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow));
   }
 }
 
@@ -1345,7 +1376,11 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes) &&
              within(op->other, 0, pass->buffers - 1);
     case GATHER: return op->tail && fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, nodes);
-    case ROUTE: return top > 0 && fits(pass, op->src, op->experts, nodes) && fits(pass, op->dst, top, nodes);
+    case ROUTE:
+      return top > 0 && fits(pass, op->src, op->experts, nodes) && within(op->heads, 0, op->experts) &&
+             within(op->kv_heads, op->heads ? 1 : 0, op->heads) && within(op->window, 0, 2) &&
+             (!op->heads || op->experts % op->heads == 0) &&
+             fits(pass, op->dst, op->heads > top ? op->heads : top, nodes);
     case XIELU:
       return op->bias && op->other_bias && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
     case GLU:
