@@ -111,10 +111,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 _GRANITE = ARCHITECTURES["granite"]
+_BASES: dict[str, Any] = dict(
+    num_hidden_layers=3, sliding_window=9, layer_types=[*_KINDS, _KINDS[0]], layer_rope_theta=[100.0, 0, 10000.0]
+)
 _EXPERTS: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2)
 ARCHITECTURES |= {
     "granitemoe": {**_GRANITE, **_EXPERTS},
     "granitemoeshared": {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 40},
+    "granite_swa": {**_GRANITE, **_BASES},
+    "granitemoe_swa": {
+        **_GRANITE,
+        **_BASES,
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 40,
+    },
     "hyperclovax": {**_GRANITE, "head_dim": 8, "use_post_norm": True},
     "apertus": {**_COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "falcon": {**_NO_GQA, "ffn_hidden_size": 48},
@@ -214,7 +226,8 @@ _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_
 # in which the softmax is
 NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
-NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe"}
+NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa"}
+NO_FP64 |= {"granite_swa"}  # NaN at padding by its own attention
 
 
 @cache

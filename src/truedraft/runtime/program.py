@@ -44,14 +44,12 @@ class Program:
     copied: Copies | None = None
     outputs: list[int] = field(default_factory=list)
     crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
-    biased: list[tuple[Op, Any]] = field(
-        default_factory=list
-    )  # with relative position biases; the attention that has them
-    states: list[tuple[Op, tuple[int, ...], int]] = field(
-        default_factory=list
-    )  # operations with states; the size of a state, and of what a token brings to it
+    biased: list[tuple[Op, Any]] = field(default_factory=list)  # with biases by distance; the attention that has them
+    # operations with states; the size of a state, and of what a token brings to it
+    states: list[tuple[Op, tuple[int, ...], int]] = field(default_factory=list)
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # what computes cosines and sines, if anything does
+    rotaries: dict[int, Any] = field(default_factory=dict)  # the same of single layers
     unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
     factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions
     vocab_size: int = 0  # rows of the embedding
@@ -261,18 +259,9 @@ class Program:
         scale = attention.scaling if scale is None else scale
         sinks = self.small(getattr(attention, "sinks", None))
         self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **shared)
-
         if gated:
-            self.op(
-                OpKind.GATE,
-                src=gated,
-                dst="a",
-                mode=SIGMOID,
-                k_at=head,
-                heads=shared["heads"],
-                head=head,
-                step=2 * head,
-            )
+            count = shared["heads"]
+            self.op(OpKind.GATE, src=gated, dst="a", mode=SIGMOID, k_at=head, heads=count, head=head, step=2 * head)
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""

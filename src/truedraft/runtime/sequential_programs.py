@@ -181,9 +181,20 @@ def exaone4(p: Program, model: Any) -> None:
     final(p, model, p.rms_norm)
 
 
+def rotate_by_layer(p: Program, model: Any) -> None:
+    """The rotary embedding of each layer, where each has its own base or zero, for none."""
+    if hasattr(model.model, "rotary_embs"):
+        bases, by_base = model.config.layer_rope_theta, model.model.rotary_embs
+        p.rotaries = {
+            i: r for i, base in enumerate(bases) for r in by_base if r.config.rope_parameters["rope_theta"] == base
+        }
+        p.unrotated = set(range(len(bases))) - set(p.rotaries)
+
+
 def granite(p: Program, model: Any) -> None:
-    """Granite: Llama with a factor on embeddings, blocks and logits."""
+    """Granite: Llama with a factor on embeddings, blocks and logits; with sinks and windows, Granite SWA."""
     c = model.config
+    rotate_by_layer(p, model)
     p.begin(model, c.intermediate_size, c.embedding_multiplier, given_too=True)
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), scale=c.residual_multiplier)
     final(p, model, p.rms_norm, scale=1 / c.logits_scaling)
@@ -192,6 +203,7 @@ def granite(p: Program, model: Any) -> None:
 def granite_moe(p: Program, model: Any) -> None:
     """Granite MoE: Granite with mixtures of experts, and perhaps a feed-forward beside each."""
     c = model.config
+    rotate_by_layer(p, model)
 
     def mixture(layer: Any) -> SimpleNamespace:
         moe, shared = layer.block_sparse_moe, getattr(layer, "shared_mlp", None)
@@ -303,7 +315,9 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "flex_olmo": olmo2,
     "exaone4": exaone4,
     "granite": granite,
+    "granite_swa": granite,
     "granitemoe": granite_moe,
+    "granitemoe_swa": granite_moe,
     "granitemoeshared": granite_moe,
     "hyperclovax": hyperclovax,
     "gpt_oss": gpt_oss,
