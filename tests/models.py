@@ -160,6 +160,24 @@ ARCHITECTURES |= {
     },
 }
 
+_LATENTS: dict[str, Any] = dict(
+    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=24
+)
+ARCHITECTURES |= {
+    "deepseek_v2": {
+        **_COMMON,
+        **_LATENTS,
+        **_SCORED,
+        "num_experts": 8,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3": {**_COMMON, **_LATENTS, **_SCORED},
+    "glm4_moe_lite": {**_COMMON, **_LATENTS, **_SCORED, "mlp_layer_types": ["dense", "sparse"]},
+    "youtu": {**_COMMON, **_LATENTS, "initializer_range": 0.02},
+    "minicpm3": {**_COMMON, **_LATENTS, "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 20},
+}
+
 # Models with recurrent or convolutional state, which score chains.
 _THREE = {**_COMMON, "num_hidden_layers": 3}
 _LINEAR = ["linear_attention", "full_attention", "linear_attention"]
@@ -227,6 +245,7 @@ _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_
 NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa"}
+NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 NO_FP64 |= {"granite_swa"}  # NaN at padding by its own attention
 
 

@@ -29,7 +29,9 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.GATED: ("src", "dst", "inner", "out", "form"),
     OpKind.ACTIVATE: ("src", "dst", "inner"),
     OpKind.PREPARE: ("src", "other", "dst", "heads", "kv_heads", "head", "rotary", "step", "k_at", "v_at"),
-    OpKind.ATTEND: ("src", "dst", "heads", "kv_heads", "head", "step"),
+    OpKind.ATTEND: ("src", "dst", "heads", "kv_heads", "head", "step", "inner"),
+    OpKind.HEADS: ("src", "dst", "heads", "step", "kv_step", "k_at", "v_at", "inner", "out", "form"),
+    OpKind.LATENT: ("src", "other", "dst", "heads", "head", "inner", "step", "kv_step", "k_at", "rotary"),
     OpKind.ADD: ("src", "other", "dst", "inner"),
     OpKind.SCALE: ("src", "other", "dst", "inner"),
     OpKind.CAP: ("src", "dst", "inner"),
@@ -44,6 +46,21 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.XIELU: ("src", "dst", "inner"),
     OpKind.CROSS: ("src", "dst", "heads", "kv_heads", "head", "step"),
 }
+KINDS = [
+    "llama",
+    "mixtral",
+    "dots1",
+    "deepseek_v3",
+    "gpt_neox",
+    "gemma2",
+    "cohere",
+    "olmo",
+    "gpt2",
+    "gpt_oss",
+    "apertus",
+    "bart",
+    "t5",
+]
 
 
 class Taken(Exception):
@@ -84,10 +101,7 @@ def with_entry(values: list[int]) -> Iterator[list[int]]:
             yield [*values[:at], wrong, *values[at + 1 :]]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["llama", "mixtral", "dots1", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
@@ -116,10 +130,7 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     assert run(ops, count, given, 0, threads) == run(ops, 0, given, share, threads) == Failure.OP
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["llama", "mixtral", "dots1", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]

@@ -187,12 +187,13 @@ class CompiledPass(Runner):
         attends = [op for op in p.ops if op.kind == OpKind.ATTEND]
         for layer, op in zip(cache.layers, attends, strict=True):
             if not layer.is_initialized:
-                layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
+                heads, size = (1, op.inner) if op.inner else (op.kv_heads, op.head)  # latents: those of all heads
+                layer.allocate(heads, op.head, self.model.dtype, torch.device("cpu"), size)
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
                 op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()
                 rotary = p.rotaries.get(at, p.rotary)
-                if op.kind == OpKind.PREPARE and rotary is not None and at not in p.unrotated:
+                if op.kind in (OpKind.PREPARE, OpKind.LATENT) and rotary is not None and at not in p.unrotated:
                     cos, sin = self._tables(rotary, p.layer_types[at], cache.cursor.capacity, self.model.dtype)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
                 if op.kind == OpKind.PREPARE and p.factor is not None:

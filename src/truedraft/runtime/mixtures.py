@@ -43,6 +43,14 @@ def balanced(p: Program, gate: Any) -> dict[str, Any]:
     return dict(bias=p.small(gate.moe_statics.e_score_correction_bias[0]), mode=True, cap=float(gate.norm_min))
 
 
+def limited(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of DeepSeek 2: a softmax, perhaps within the groups of the best experts."""
+    if gate.topk_method not in ("greedy", "group_limited_greedy"):
+        raise NotCompilable(f"its experts are chosen by {gate.topk_method}")
+    groups = _groups(gate, 1) if gate.topk_method == "group_limited_greedy" else {}
+    return dict(mode=False, scale=float(gate.routed_scaling_factor), **groups)
+
+
 def _groups(gate: Any, judged: int) -> dict[str, Any]:
     """Groups of experts, of which a router keeps some; judged: experts that a group is judged by."""
     count, groups, kept = len(gate.weight), gate.num_group, gate.topk_group

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.runtime import mixtures
+from truedraft.runtime import latents, mixtures
 from truedraft.runtime.blocks import AFTER, AROUND, BEFORE, Norms, blocks, experts, final, gate, spread, ungated
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import NotCompilable
@@ -112,6 +112,28 @@ def mixtral(p: Program, model: Any) -> None:
     per_head = 0.0 if c.model_type.startswith("qwen3") else None
     blocks(p, model, p.rms_norm, experts(p, c.hidden_act, c.model_type == "mixtral"), per_head=per_head)
     final(p, model, p.rms_norm)
+
+
+def deepseek(p: Program, model: Any) -> None:
+    """DeepSeek 2 and 3, GLM 4.7 Flash, Youtu, MiniCPM 3: attention to latents, mixtures of experts or one feed-forward.
+
+    MiniCPM 3 has factors on embeddings, blocks and the final hidden state.
+    """
+    c, layers = model.config, model.model.layers
+    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    mixtures.reserve(p, (layer.mlp for layer in layers))
+    mixed = latents.attention(p, model)
+    p.embed(model.get_input_embeddings(), scale)
+    routing = mixtures.limited if c.model_type == "deepseek_v2" else mixtures.corrected
+    feed = experts(p, c.hidden_act, True, routing)
+    blocks(p, model, p.rms_norm, feed, scale=getattr(layers[0], "residual_scale", 1.0), mixed=mixed)
+
+    def last(src: str, dst: str, norm: Any) -> None:
+        p.rms_norm(src, dst, norm)
+        if c.model_type == "minicpm3":
+            p.copy(dst, dst, 1 / c.logits_scaling)
+
+    final(p, model, last)
 
 
 def dots1(p: Program, model: Any) -> None:
@@ -295,6 +317,11 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "ernie4_5": ernie,
     "ernie4_5_moe": ernie,
     "dots1": dots1,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
+    "glm4_moe_lite": deepseek,
+    "youtu": deepseek,
+    "minicpm3": deepseek,
     "glm4_moe": dots1,
     "solar_open": dots1,
     "glm": glm,

@@ -48,6 +48,8 @@ class OpKind(enum.IntEnum):
     RATES = 24
     RECUR = 25
     GATED_NORM = 26
+    HEADS = 27
+    LATENT = 28
 
 
 class Failure(enum.IntEnum):
