@@ -50,6 +50,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "internlm3": {**_COMMON, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {**_COMMON, "head_dim": 8},
     "arcee": _COMMON,
+    "bitnet": {**_COMMON, "hidden_act": "relu2"},
     "ernie4_5": {**_COMMON, "head_dim": 8, "use_bias": True},
     "glm": {**_COMMON, "head_dim": 8, "attention_bias": True},
     "glm4": {**_COMMON, "head_dim": 8},

@@ -47,20 +47,9 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.CROSS: ("src", "dst", "heads", "kv_heads", "head", "step"),
 }
 KINDS = [
-    "llama",
-    "mixtral",
-    "dots1",
-    "deepseek_v3",
-    "gpt_neox",
-    "gemma2",
-    "cohere",
-    "olmo",
-    "gpt2",
-    "gpt_oss",
-    "apertus",
-    "bart",
-    "t5",
-]
+    "llama", "mixtral", "dots1", "deepseek_v3", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus",
+    "bart", "t5",
+]  # fmt: skip
 
 
 class Taken(Exception):

@@ -58,6 +58,26 @@ def arcee(p: Program, model: Any) -> None:
     final(p, model, p.rms_norm)
 
 
+def bitnet(p: Program, model: Any) -> None:
+    """BitNet, its weights unpacked: Llama with norms before the last layers of attention and feed-forward."""
+    c, dense = model.config, gate(p, model.config.hidden_act)
+
+    def mixed(src: str, index: int, attention: Any) -> str:
+        p.qkv(src, attention, c)
+        p.attend(index, attention, c)
+        p.rms_norm("a", "a", attention.attn_sub_norm)
+        return "a"
+
+    def feed(src: str, layer: Any) -> Any:
+        last = dense(src, layer)
+        p.rms_norm("g", "g", layer.mlp.ffn_sub_norm)
+        return last
+
+    p.begin(model, c.intermediate_size)
+    blocks(p, model, p.rms_norm, feed, mixed=mixed)
+    final(p, model, p.rms_norm)
+
+
 def apertus(p: Program, model: Any) -> None:
     """Apertus: Llama with norms over each head, and a feed-forward without a gate."""
     c = model.config
@@ -313,6 +333,7 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "iquestcoder": llama,
     "hunyuan_v1_dense": hunyuan,
     "arcee": arcee,
+    "bitnet": bitnet,
     "apertus": apertus,
     "ernie4_5": ernie,
     "ernie4_5_moe": ernie,
