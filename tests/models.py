@@ -149,6 +149,18 @@ _SCORED: dict[str, Any] = dict(
 ARCHITECTURES |= {
     "dots1": {**_COMMON, **_SCORED, "head_dim": 8, "sliding_window": 9, "layer_types": _KINDS, "norm_topk_prob": True},
     "glm4_moe": {**_COMMON, **_SCORED, "head_dim": 16, "use_qk_norm": True},
+    "exaone_moe": {
+        **_COMMON,
+        **_SCORED,
+        "head_dim": 8,
+        "num_experts": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_shared_experts": 2,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "solar_open": {**_COMMON, **_SCORED, "head_dim": 8, "norm_topk_prob": False},
     "ernie4_5_moe": {
         **_COMMON,
@@ -245,7 +257,7 @@ _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_
 # in which the softmax is
 NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
-NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa"}
+NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
 NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 NO_FP64 |= {"granite_swa"}  # NaN at padding by its own attention
 

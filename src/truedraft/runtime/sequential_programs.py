@@ -214,12 +214,17 @@ def olmo2(p: Program, model: Any) -> None:
 
 
 def exaone4(p: Program, model: Any) -> None:
-    """EXAONE 4: norms after the blocks and over each head; beside sliding windows, full attention does not rotate."""
-    c = model.config
+    """EXAONE 4, norms after the blocks, and EXAONE MoE, norms before them and mixtures of experts as in dots.llm1.
+
+    Both have norms over each head; beside sliding windows, full attention does not rotate.
+    """
+    c, mixed = model.config, model.config.model_type == "exaone_moe"
     attentions = [layer.self_attn for layer in model.model.layers]
     p.unrotated = {i for i, a in enumerate(attentions) if a.sliding_window is not None and not a.is_sliding}
-    p.begin(model, c.intermediate_size)
-    blocks(p, model, p.rms_norm, gate(p, c.hidden_act), AFTER, per_head=0.0)
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0)
+    feed = experts(p, c.hidden_act, True, mixtures.corrected)
+    blocks(p, model, p.rms_norm, feed, BEFORE if mixed else AFTER, per_head=0.0)
     final(p, model, p.rms_norm)
 
 
@@ -362,6 +367,7 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "olmo3": olmo2,
     "flex_olmo": olmo2,
     "exaone4": exaone4,
+    "exaone_moe": exaone4,
     "granite": granite,
     "granite_swa": granite,
     "granitemoe": granite_moe,
