@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 V = 61
+PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta"}  # lists in configurations
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,
@@ -276,8 +277,8 @@ def tiny(
     text = {**(ARCHITECTURES | RECURRENT)[architecture], "vocab_size": vocabulary}
     if layers is not None:
         text["n_layer" if "n_layer" in text else "num_hidden_layers"] = layers
-        if "layer_types" in text:
-            text["layer_types"] = (text["layer_types"] * layers)[:layers]
+        for name in PER_LAYER & text.keys():
+            text[name] = (text[name] * layers)[:layers]
     if (whole := INSIDE.get(architecture)) is not None:
         config = CONFIG_MAPPING[whole](text_config=text, vision_config=_VISION, image_token_id=2, video_token_id=2)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
