@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 V = 61
+PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta"}  # lists in configurations
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,
@@ -50,6 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "internlm3": {**_COMMON, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {**_COMMON, "head_dim": 8},
     "arcee": _COMMON,
+    "bitnet": {**_COMMON, "hidden_act": "relu2"},
     "ernie4_5": {**_COMMON, "head_dim": 8, "use_bias": True},
     "glm": {**_COMMON, "head_dim": 8, "attention_bias": True},
     "glm4": {**_COMMON, "head_dim": 8},
@@ -111,10 +113,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 _GRANITE = ARCHITECTURES["granite"]
+_BASES: dict[str, Any] = dict(
+    num_hidden_layers=3, sliding_window=9, layer_types=[*_KINDS, _KINDS[0]], layer_rope_theta=[100.0, 0, 10000.0]
+)
 _EXPERTS: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2)
 ARCHITECTURES |= {
     "granitemoe": {**_GRANITE, **_EXPERTS},
     "granitemoeshared": {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 40},
+    "granite_swa": {**_GRANITE, **_BASES},
+    "granitemoe_swa": {
+        **_GRANITE,
+        **_BASES,
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 40,
+    },
     "hyperclovax": {**_GRANITE, "head_dim": 8, "use_post_norm": True},
     "apertus": {**_COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "falcon": {**_NO_GQA, "ffn_hidden_size": 48},
@@ -127,6 +141,55 @@ ARCHITECTURES |= {
         "layer_types": _KINDS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+}
+
+_SCORED: dict[str, Any] = dict(
+    num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=4, topk_group=2, n_shared_experts=2,
+    first_k_dense_replace=1, routed_scaling_factor=1.7,
+)  # fmt: skip
+ARCHITECTURES |= {
+    "dots1": {**_COMMON, **_SCORED, "head_dim": 8, "sliding_window": 9, "layer_types": _KINDS, "norm_topk_prob": True},
+    "glm4_moe": {**_COMMON, **_SCORED, "head_dim": 16, "use_qk_norm": True},
+    "exaone_moe": {
+        **_COMMON,
+        **_SCORED,
+        "head_dim": 8,
+        "num_experts": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_shared_experts": 2,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "solar_open": {**_COMMON, **_SCORED, "head_dim": 8, "norm_topk_prob": False},
+    "ernie4_5_moe": {
+        **_COMMON,
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "use_bias": True,
+    },
+}
+
+_LATENTS: dict[str, Any] = dict(
+    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=24
+)
+ARCHITECTURES |= {
+    "deepseek_v2": {
+        **_COMMON,
+        **_LATENTS,
+        **_SCORED,
+        "num_experts": 8,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3": {**_COMMON, **_LATENTS, **_SCORED},
+    "glm4_moe_lite": {**_COMMON, **_LATENTS, **_SCORED, "mlp_layer_types": ["dense", "sparse"]},
+    "youtu": {**_COMMON, **_LATENTS, "initializer_range": 0.02},
+    "minicpm3": {**_COMMON, **_LATENTS, "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 20},
 }
 
 # Models with recurrent or convolutional state, which score chains.
@@ -203,6 +266,9 @@ _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_
 # in which the softmax is
 NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
+NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
+NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+NO_FP64 |= {"granite_swa"}  # NaN at padding by its own attention
 
 
 @cache
@@ -219,8 +285,8 @@ def tiny(
     text = {**(ARCHITECTURES | RECURRENT)[architecture], "vocab_size": vocabulary}
     if layers is not None:
         text["n_layer" if "n_layer" in text else "num_hidden_layers"] = layers
-        if "layer_types" in text:
-            text["layer_types"] = (text["layer_types"] * layers)[:layers]
+        for name in PER_LAYER & text.keys():
+            text[name] = (text[name] * layers)[:layers]
     if (whole := INSIDE.get(architecture)) is not None:
         config = CONFIG_MAPPING[whole](text_config=text, vision_config=_VISION, image_token_id=2, video_token_id=2)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()

@@ -31,12 +31,14 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.GATED: ("src", "dst", "inner", "out", "form"),
     OpKind.ACTIVATE: ("src", "dst", "inner"),
     OpKind.PREPARE: ("src", "other", "dst", "heads", "kv_heads", "head", "rotary", "step", "k_at", "v_at"),
-    OpKind.ATTEND: ("src", "dst", "heads", "kv_heads", "head", "step"),
+    OpKind.ATTEND: ("src", "dst", "heads", "kv_heads", "head", "step", "inner"),
+    OpKind.HEADS: ("src", "dst", "heads", "step", "kv_step", "k_at", "v_at", "inner", "out", "form"),
+    OpKind.LATENT: ("src", "other", "dst", "heads", "head", "inner", "step", "kv_step", "k_at", "rotary"),
     OpKind.ADD: ("src", "other", "dst", "inner"),
     OpKind.SCALE: ("src", "other", "dst", "inner"),
     OpKind.CAP: ("src", "dst", "inner"),
     OpKind.GATHER: ("src", "dst", "inner"),
-    OpKind.ROUTE: ("src", "dst", "experts", "top"),
+    OpKind.ROUTE: ("src", "dst", "experts", "top", "heads", "kv_heads", "window"),
     OpKind.PLAN: ("top",),
     OpKind.DEAL: ("src", "dst", "inner", "top"),
     OpKind.COMBINE: ("src", "other", "dst", "inner", "top"),
@@ -53,6 +55,10 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.GATED_NORM: ("src", "other", "dst", "heads", "head"),
     OpKind.PICK: ("src", "dst", "heads", "head", "step", "k_at", "v_at"),
 }
+KINDS = [
+    "llama", "mixtral", "dots1", "deepseek_v3", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus",
+    "bart", "t5",
+]  # fmt: skip
 
 
 class Taken(Exception):

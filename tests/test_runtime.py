@@ -117,7 +117,9 @@ def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: 
 
 
 @BOTH
-@pytest.mark.parametrize(("architecture", "lengths"), [("qwen3", (40, 7)), ("qwen2_moe", (120, 90))])
+@pytest.mark.parametrize(
+    ("architecture", "lengths"), [("qwen3", (40, 7)), ("qwen2_moe", (120, 90)), ("deepseek_v3", (90, 7))]
+)
 def test_threads_and_splits_of_the_prompt_change_no_bit(
     architecture: str, lengths: tuple[int, ...], dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,3 +390,17 @@ def test_values_out_of_range_raise_before_anything_is_written() -> None:
 
 def test_every_architecture_with_a_program_is_tested() -> None:
     assert set(PROGRAMS) <= {*ARCHITECTURES, *RECURRENT}
+
+
+@BOTH
+@pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3", "minicpm3"])
+def test_latents_of_a_prompt_read_by_the_forward_are_continued(architecture: str, dtype: torch.dtype) -> None:
+    """The cache holds what the model's own forward keeps there."""
+    target, rng = target_of(architecture, dtype), random.Random(2)
+    prompts, scored = [Prompt(torch.tensor(words(rng, n))) for n in (13, 13)], []
+    for read in (target.read, target.prefill):
+        target.reserve(2, 64)
+        read(prompts)
+        scored.append(target.score([random_tree(random.Random(3), 3, 9)] * 2).logits.float())
+        target.free()
+    assert (scored[0] - scored[1]).abs().max() < (2e-5 if dtype == torch.float32 else 0.1) * scored[1].std()

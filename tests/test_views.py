@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import truedraft
 from drafters_for_tests import SelfDrafter
-from models import ARCHITECTURES, NO_FP64, V, ragged, tiny
+from models import ARCHITECTURES, NO_FP64, PER_LAYER, V, ragged, tiny
 from nets import RULES, drafter, generated, text_net
 from test_runtime import BOTH, random_tree, words
 from test_seq2seq import ARCHITECTURES as PAIRS
@@ -61,8 +61,9 @@ def cut(model: PreTrainedModel, skipped: Sequence[int]) -> Any:
         for module in layers[old].modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = new
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in kept]
+    for listed in PER_LAYER:
+        if getattr(config, listed, None):
+            setattr(config, listed, [getattr(config, listed)[i] for i in kept])
     if model.config.is_encoder_decoder:
         setattr(config, "decoder_layers" if hasattr(config, "decoder_layers") else "num_decoder_layers", len(kept))
     else:

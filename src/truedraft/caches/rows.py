@@ -111,10 +111,12 @@ class RowLayer(SlotLayer):
         )
         self.is_initialized = True
 
-    def allocate(self, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate keys and values of given sizes, before anything is written."""
-        like = torch.empty(1, heads, 1, size, dtype=dtype, device=device)
-        self.lazy_initialization(like, like)
+    def allocate(
+        self, heads: int, size: int, dtype: torch.dtype, device: torch.device, values: int | None = None
+    ) -> None:
+        """Allocate keys and values of given sizes, before anything is written; values: their size, if another."""
+        sizes = (size, size if values is None else values)
+        self.lazy_initialization(*(torch.empty(1, heads, 1, s, dtype=dtype, device=device) for s in sizes))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

@@ -12,6 +12,7 @@ from truedraft.runtime.program import Program
 
 Norm = Callable[[str, str, Any], None]
 Feed = Callable[[str, Any], Any]
+Attend = Callable[[str, int, Any], str]  # of what it reads, the layer and its attention; returns the result's buffer
 
 # The norms of a block, by their names: before and after attention, before and after the feed-forward.
 Norms = tuple[str | None, str | None, str | None, str | None]
@@ -24,7 +25,7 @@ AROUND: Norms = (
 
 def blocks(
     p: Program, model: Any, norm: Norm, feed: Feed, norms: Norms = BEFORE, scale: float = 1.0,
-    whole: Norm | None = None, clip: float | None = None, **attending: Any,
+    whole: Norm | None = None, clip: float | None = None, mixed: Attend | None = None, **attending: Any,
 ) -> None:  # fmt: skip
     """Blocks of attention and then a feed-forward, each with norms around it and added to the residual.
 
@@ -33,6 +34,7 @@ def blocks(
     norms: the names of the norms; None where there is none.
     scale: factor on the output of each block.
     whole, clip: see `Program.qkv`.
+    mixed: another attention than that of `Program.qkv` and `Program.attend`.
     attending: further arguments of `Program.attend`.
     """
     c = model.config
@@ -58,9 +60,13 @@ def blocks(
 
     for i, layer in enumerate(model.model.layers):
         attention = layer.self_attn
-        p.qkv(enter(layer, before_attention), attention, c, whole, clip)
-        p.attend(i, attention, c, **attending)
-        leave(layer, after_attention, "a", attention.o_proj)
+        src, result = enter(layer, before_attention), "a"
+        if mixed is not None:
+            result = mixed(src, i, attention)
+        else:
+            p.qkv(src, attention, c, whole, clip)
+            p.attend(i, attention, c, **attending)
+        leave(layer, after_attention, result, attention.o_proj)
         leave(layer, after_feed, "g", feed(enter(layer, before_feed), layer))
         p.outputs.append(len(p.ops) - 1)
 
@@ -85,14 +91,14 @@ def ungated(p: Program, activation: str, first: str = "up_proj", last: str = "do
     return feed
 
 
-def experts(p: Program, activation: str, exact: bool = False) -> Feed:
-    """Mixtures of experts, gated feed-forwards among them; see `Program.mixture`."""
+def experts(p: Program, activation: str, exact: bool = False, routing: mixtures.Routing | None = None) -> Feed:
+    """Mixtures of experts, gated feed-forwards among them; see `mixtures.routed`."""
     dense = gate(p, activation)
 
     def feed(src: str, layer: Any) -> Any:
         if not hasattr(layer.mlp, "experts"):
             return dense(src, layer)
-        mixtures.routed(p, src, layer.mlp, activation, exact)
+        mixtures.routed(p, src, layer.mlp, activation, exact, routing)
         return None
 
     return feed

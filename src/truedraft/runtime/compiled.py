@@ -22,6 +22,7 @@ from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
+from truedraft.runtime.rotary import RotaryTables
 from truedraft.runtime.tapping import layer_number
 from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
@@ -163,7 +164,7 @@ class CompiledPass(Runner):
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
         self._share = next((op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND), 1)
         self._arena = 0
-        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._tables = RotaryTables()
         self._factor = torch.empty(0)
 
     def _compiled(self) -> Program:
@@ -185,27 +186,18 @@ class CompiledPass(Runner):
         p.refresh()
         for layer, op in zip(cache.layers, (op for op in p.ops if op.kind == OpKind.ATTEND), strict=True):
             if not layer.is_initialized:
-                layer.allocate(op.kv_heads, op.head, self.model.dtype, torch.device("cpu"))
+                heads, size = (1, op.inner) if op.inner else (op.kv_heads, op.head)  # latents: those of all heads
+                layer.allocate(heads, op.head, self.model.dtype, torch.device("cpu"), size)
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
                 op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()
-                if op.kind == OpKind.PREPARE and p.rotary is not None and at not in p.unrotated:
-                    cos, sin = self._table(p.layer_types[at], cache.cursor.capacity)
+                rotary = p.rotaries.get(at, p.rotary)
+                if op.kind in (OpKind.PREPARE, OpKind.LATENT) and rotary is not None and at not in p.unrotated:
+                    cos, sin = self._tables(rotary, p.layer_types[at], cache.cursor.capacity, self.model.dtype)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
                 if op.kind == OpKind.PREPARE and p.factor is not None:
                     op.factor = self._factors(cache.cursor.capacity).data_ptr()
         self._variants: dict[tuple[tuple[int, ...], frozenset[int]], ctypes.Array[Op]] = {}
-
-    def _table(self, kind: str, capacity: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every position, from the model's own module; fp32, (positions, rotary)."""
-        if kind not in self._tables or len(self._tables[kind][0]) < capacity:
-            rotary = self.program.rotary
-            positions = torch.arange(capacity)[None]
-            like = torch.empty(1, dtype=self.model.dtype)
-            by_kind = (kind,) if hasattr(rotary, "layer_types") else ()
-            cos, sin = rotary(like, positions, *by_kind)
-            self._tables[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()
-        return self._tables[kind]
 
     def _factors(self, capacity: int) -> Tensor:
         """The factor of the queries at every position; fp32."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,8 @@ from truedraft.runtime.native import Form, OpKind
 from truedraft.runtime.program import SIGMOID, Program
 from truedraft.runtime.weights import NotCompilable, Weight, plain
 
+Routing = Callable[[Program, Any], dict[str, Any]]  # from a router in fp32, the fields of ROUTE
+
 
 def reserve(p: Program, mlps: Iterable[Any]) -> None:
     """Buffers for feed-forwards, some of them mixtures of experts."""
@@ -21,41 +23,75 @@ def reserve(p: Program, mlps: Iterable[Any]) -> None:
         if hasattr(mlp, "experts"):
             count, hidden, inner = _mixture(mlp)
             p.buffer("router", count)
-            p.buffer("routing", mlp.gate.top_k)
+            p.buffer("routing", max(mlp.gate.top_k, getattr(mlp.gate, "num_group", None) or 0))
             p.buffer("dealt", hidden, mlp.gate.top_k)
             p.buffer("inner", inner, mlp.gate.top_k)
             p.buffer("shared", 1)
-            dense = getattr(mlp, "shared_expert", None)
+            dense = _beside(mlp)
         if dense is not None:
             p.buffer("g", dense.down_proj.in_features)
 
 
-def routed(p: Program, src: str, mlp: Any, activation: str, exact: bool = False, **routing: Any) -> None:
+def corrected(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of DeepSeek 3: sigmoids, a correction for the choice, groups of experts judged by the best two."""
+    return dict(
+        bias=p.small(gate.e_score_correction_bias), mode=2 + bool(gate.norm_topk_prob), norm_once=True, eps=1e-20,
+        scale=float(gate.routed_scaling_factor), **_groups(gate, 2),
+    )  # fmt: skip
+
+
+def balanced(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of ERNIE 4.5: a softmax, and a correction for the choice."""
+    return dict(
+        bias=p.small(gate.moe_statics.e_score_correction_bias[0]), mode=1, norm_once=True, cap=float(gate.norm_min)
+    )
+
+
+def limited(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of DeepSeek 2: a softmax, perhaps within the groups of the best experts."""
+    if gate.topk_method not in ("greedy", "group_limited_greedy"):
+        raise NotCompilable(f"its experts are chosen by {gate.topk_method}")
+    groups = _groups(gate, 1) if gate.topk_method == "group_limited_greedy" else {}
+    return dict(mode=0, norm_once=True, scale=float(gate.routed_scaling_factor), **groups)
+
+
+def _groups(gate: Any, judged: int) -> dict[str, Any]:
+    """Groups of experts, of which a router keeps some; judged: experts that a group is judged by."""
+    count, groups, kept = len(gate.weight), gate.num_group, gate.topk_group
+    if count % groups or count // groups < judged or kept * (count // groups) < gate.top_k:
+        raise NotCompilable("its groups of experts are too small")
+    return dict(heads=groups, kv_heads=kept, window=judged) if kept < groups else {}
+
+
+def routed(
+    p: Program, src: str, mlp: Any, activation: str, exact: bool = False, routing: Routing | None = None, **chosen: Any
+) -> None:
     """A mixture of experts; the result is in "t", and "h" is overwritten.
 
     exact: in a bf16 model, routing weights and their products are not rounded before the sum.
-    routing: fields of the operation that chooses experts.
+    routing: of a router that computes in fp32; None for scores in the model's dtype.
+    chosen: fields of ROUTE for these; by default those of a softmax.
     """
     count, hidden, inner = _mixture(mlp)
-    both, last, rows = (plain(w, p.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight))
+    both, last = (plain(w, p.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
+    scores = mlp.gate.weight
+    rows = plain(scores, torch.float32 if routing and scores.dtype == torch.float32 else p.dtype)
     # all experts' weights are one matrix, of which the operations are given the first expert's rows
     copy = p.copy_of if inner % 16 == hidden % 16 == 0 else Weight.itself
     gate_up, downs = (copy(Weight(w.flatten(0, 1), None, None)) for w in (both, last))
     parts = gate_up.part(0, inner), gate_up.part(inner, 2 * inner), downs.part(0, hidden)
     gate, up, down, router = map(p.read, (*parts, p.copy_of(Weight(rows, None, None))))
-    shared, shared_gate = getattr(mlp, "shared_expert", None), getattr(mlp, "shared_expert_gate", None)
+    shared, shared_gate = _beside(mlp), getattr(mlp, "shared_expert_gate", None)
     to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
-    p.op(OpKind.LINEAR, src=src, dst="router", **router, wait=shared is None)
+    p.op(OpKind.LINEAR, src=src, dst="router", **router, wait=shared is None, narrow=p.narrow and routing is None)
     if shared_gate is not None:
         p.linear(src, "shared", shared_gate, wait=False)
     if shared is not None:
         p.gated(src, shared, activation)
     if shared_gate is not None:
         p.op(OpKind.ACTIVATE, src="shared", dst="shared", inner=1, mode=SIGMOID, wait=False)
-    p.op(
-        OpKind.ROUTE, src="router", dst="routing",
-        **{"mode": getattr(mlp.gate, "norm_topk_prob", True), "narrow": p.narrow and not exact, **routing}, **to,
-    )  # fmt: skip
+    given = routing(p, mlp.gate) if routing else {"mode": getattr(mlp.gate, "norm_topk_prob", True), **chosen}
+    p.op(OpKind.ROUTE, src="router", dst="routing", narrow=p.narrow and not exact, **given, **to)
     p.op(OpKind.PLAN, **to)
     p.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
     p.op(
@@ -159,6 +195,11 @@ def of_granite(layer: Any) -> Any:
     if shared is not None:
         shared = SimpleNamespace(gate_up_proj=shared.input_linear, down_proj=shared.output_linear)
     return shared if moe is None else SimpleNamespace(gate=moe.router, experts=moe.experts, shared_expert=shared)
+
+
+def _beside(mlp: Any) -> Any:
+    """The feed-forward beside a mixture's experts, or None."""
+    return getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
 
 
 def _mixture(mlp: Any) -> tuple[int, int, int]:

@@ -46,11 +46,13 @@ class Program:
     fed_back: int = -1
     copied: Copies | None = None
     outputs: list[int] = field(default_factory=list)
-    crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)
-    biased: list[tuple[Op, Any]] = field(default_factory=list)
+    crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
+    biased: list[tuple[Op, Any]] = field(default_factory=list)  # with biases by distance; the attention that has them
+    # operations with states; the size of a state, and of what a token brings to it
     states: list[tuple[Op, tuple[int, ...], int]] = field(default_factory=list)
     head_from: int = 0  # the ops from here on read the gathered nodes
     rotary: Any = None  # what computes cosines and sines, if anything does
+    rotaries: dict[int, Any] = field(default_factory=dict)  # the same of single layers
     unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
     factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions
     vocab_size: int = 0  # rows of the embedding

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.runtime import mixtures
+from truedraft.runtime import latents, mixtures
 from truedraft.runtime.blocks import AFTER, AROUND, BEFORE, Norms, blocks, experts, final, gate, spread, ungated
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import NotCompilable
@@ -58,6 +58,26 @@ def arcee(p: Program, model: Any) -> None:
     final(p, model, p.rms_norm)
 
 
+def bitnet(p: Program, model: Any) -> None:
+    """BitNet, its weights unpacked: Llama with norms before the last layers of attention and feed-forward."""
+    c, dense = model.config, gate(p, model.config.hidden_act)
+
+    def mixed(src: str, index: int, attention: Any) -> str:
+        p.qkv(src, attention, c)
+        p.attend(index, attention, c)
+        p.rms_norm("a", "a", attention.attn_sub_norm)
+        return "a"
+
+    def feed(src: str, layer: Any) -> Any:
+        last = dense(src, layer)
+        p.rms_norm("g", "g", layer.mlp.ffn_sub_norm)
+        return last
+
+    p.begin(model, c.intermediate_size)
+    blocks(p, model, p.rms_norm, feed, mixed=mixed)
+    final(p, model, p.rms_norm)
+
+
 def apertus(p: Program, model: Any) -> None:
     """Apertus: Llama with norms over each head, and a feed-forward without a gate."""
     c = model.config
@@ -86,10 +106,12 @@ def glm(p: Program, model: Any) -> None:
 
 
 def ernie(p: Program, model: Any) -> None:
-    """ERNIE 4.5: Llama with neighbours rotated together, rounded once."""
+    """ERNIE 4.5: Llama with neighbours rotated together, rounded once; with experts, ERNIE 4.5 MoE."""
     c = model.config
-    p.begin(model, c.intermediate_size, rotary=spread(model.model.rotary_emb))
-    blocks(p, model, p.rms_norm, gate(p, c.hidden_act), interleaved=True, once=True)
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0, rotary=spread(model.model.rotary_emb))
+    feed = experts(p, c.hidden_act, routing=mixtures.balanced)
+    blocks(p, model, p.rms_norm, feed, interleaved=True, once=True)
     final(p, model, p.rms_norm)
 
 
@@ -109,6 +131,38 @@ def mixtral(p: Program, model: Any) -> None:
     p.begin(model, 0)
     per_head = 0.0 if c.model_type.startswith("qwen3") else None
     blocks(p, model, p.rms_norm, experts(p, c.hidden_act, c.model_type == "mixtral"), per_head=per_head)
+    final(p, model, p.rms_norm)
+
+
+def deepseek(p: Program, model: Any) -> None:
+    """DeepSeek 2 and 3, GLM 4.7 Flash, Youtu, MiniCPM 3: attention to latents, mixtures of experts or one feed-forward.
+
+    MiniCPM 3 has factors on embeddings, blocks and the final hidden state.
+    """
+    c, layers = model.config, model.model.layers
+    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    mixtures.reserve(p, (layer.mlp for layer in layers))
+    mixed = latents.attention(p, model)
+    p.embed(model.get_input_embeddings(), scale)
+    routing = mixtures.limited if c.model_type == "deepseek_v2" else mixtures.corrected
+    feed = experts(p, c.hidden_act, True, routing)
+    blocks(p, model, p.rms_norm, feed, scale=getattr(layers[0], "residual_scale", 1.0), mixed=mixed)
+
+    def last(src: str, dst: str, norm: Any) -> None:
+        p.rms_norm(src, dst, norm)
+        if c.model_type == "minicpm3":
+            p.copy(dst, dst, 1 / c.logits_scaling)
+
+    final(p, model, last)
+
+
+def dots1(p: Program, model: Any) -> None:
+    """dots.llm1, GLM 4.5, Solar Open: mixtures of experts whose router computes in fp32, dense layers among them."""
+    c = model.config
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0)
+    per_head = 0.0 if hasattr(model.model.layers[0].self_attn, "q_norm") else None
+    blocks(p, model, p.rms_norm, experts(p, c.hidden_act, True, mixtures.corrected), per_head=per_head)
     final(p, model, p.rms_norm)
 
 
@@ -160,18 +214,34 @@ def olmo2(p: Program, model: Any) -> None:
 
 
 def exaone4(p: Program, model: Any) -> None:
-    """EXAONE 4: norms after the blocks and over each head; beside sliding windows, full attention does not rotate."""
-    c = model.config
+    """EXAONE 4, norms after the blocks, and EXAONE MoE, norms before them and mixtures of experts as in dots.llm1.
+
+    Both have norms over each head; beside sliding windows, full attention does not rotate.
+    """
+    c, mixed = model.config, model.config.model_type == "exaone_moe"
     attentions = [layer.self_attn for layer in model.model.layers]
     p.unrotated = {i for i, a in enumerate(attentions) if a.sliding_window is not None and not a.is_sliding}
-    p.begin(model, c.intermediate_size)
-    blocks(p, model, p.rms_norm, gate(p, c.hidden_act), AFTER, per_head=0.0)
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0)
+    feed = experts(p, c.hidden_act, True, mixtures.corrected)
+    blocks(p, model, p.rms_norm, feed, BEFORE if mixed else AFTER, per_head=0.0)
     final(p, model, p.rms_norm)
 
 
+def rotate_by_layer(p: Program, model: Any) -> None:
+    """The rotary embedding of each layer, where each has its own base or zero, for none."""
+    if hasattr(model.model, "rotary_embs"):
+        bases, by_base = model.config.layer_rope_theta, model.model.rotary_embs
+        p.rotaries = {
+            i: r for i, base in enumerate(bases) for r in by_base if r.config.rope_parameters["rope_theta"] == base
+        }
+        p.unrotated = set(range(len(bases))) - set(p.rotaries)
+
+
 def granite(p: Program, model: Any) -> None:
-    """Granite: Llama with a factor on embeddings, blocks and logits."""
+    """Granite: Llama with a factor on embeddings, blocks and logits; with sinks and windows, Granite SWA."""
     c = model.config
+    rotate_by_layer(p, model)
     p.begin(model, c.intermediate_size, c.embedding_multiplier, given_too=True)
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), scale=c.residual_multiplier)
     final(p, model, p.rms_norm, scale=1 / c.logits_scaling)
@@ -180,6 +250,7 @@ def granite(p: Program, model: Any) -> None:
 def granite_moe(p: Program, model: Any) -> None:
     """Granite MoE: Granite with mixtures of experts, and perhaps a feed-forward beside each."""
     c = model.config
+    rotate_by_layer(p, model)
 
     def feed(src: str, layer: Any) -> None:
         mixtures.routed(p, src, mixtures.of_granite(layer), c.hidden_act)
@@ -261,8 +332,18 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "iquestcoder": llama,
     "hunyuan_v1_dense": hunyuan,
     "arcee": arcee,
+    "bitnet": bitnet,
     "apertus": apertus,
     "ernie4_5": ernie,
+    "ernie4_5_moe": ernie,
+    "dots1": dots1,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
+    "glm4_moe_lite": deepseek,
+    "youtu": deepseek,
+    "minicpm3": deepseek,
+    "glm4_moe": dots1,
+    "solar_open": dots1,
     "glm": glm,
     "glm4": glm,
     "helium": helium,
@@ -280,8 +361,11 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "olmo3": olmo2,
     "flex_olmo": olmo2,
     "exaone4": exaone4,
+    "exaone_moe": exaone4,
     "granite": granite,
+    "granite_swa": granite,
     "granitemoe": granite_moe,
+    "granitemoe_swa": granite_moe,
     "granitemoeshared": granite_moe,
     "hyperclovax": hyperclovax,
     "gpt_oss": gpt_oss,

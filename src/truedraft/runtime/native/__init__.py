@@ -49,6 +49,8 @@ class OpKind(enum.IntEnum):
     RECUR = 25
     GATED_NORM = 26
     PICK = 27
+    HEADS = 28
+    LATENT = 29
 
 
 class Failure(enum.IntEnum):

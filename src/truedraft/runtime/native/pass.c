@@ -370,7 +370,8 @@ static int units; /* bf16 products by the instruction for them, with x in bf16 *
 
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
-  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM, PICK
+  ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM,
+  PICK, HEADS, LATENT
 };
 
 typedef struct {
@@ -380,16 +381,23 @@ typedef struct {
   int32_t narrow; /* the model computes in bf16: results are rounded so */
   int32_t tail;   /* runs over the gathered nodes only */
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR, COLUMNS: 1 = added to dst; EMBED: 1 = scales all;
+                     HEADS: 1 = factors are (in, out); LATENT: 1 = one rounding;
                      ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both;
                      COMBINE: 1 = products are not rounded */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
-                                                    CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row */
+                                                    CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row;
+                                                    LATENT, ATTEND: head latents and, where `in` is not 0, `in`
+                                                    rotated numbers of a key, one for all heads; HEADS: of the row;
+                                                    ROUTE: groups of experts, those kept, experts that a group is
+                                                    judged by */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
                                            GATE: from head to head in the row of the gates, the first at k_at; 1 where
                                            each has one; PICK: from part to part of src, from k_at on, to v_at of dst */
-  int64_t kv_step;                      /* ... and in those of k and v ... */
-  int64_t k_at, v_at, q_at;             /* ... which begin here in theirs; RECUR: and queries, all in one row */
+  int64_t kv_step;                      /* ... and in those of k and v; LATENT, HEADS: in those of the result ... */
+  int64_t k_at, v_at, q_at;             /* ... which begin here in theirs; RECUR: and queries, all in one row; LATENT, HEADS:
+                                           k_at is of the numbers that they read of a head, v_at of the rows of its
+                                           factor, `apart` from head to head */
   int64_t experts, top;                 /* number of experts, 0 for none, and of experts per node */
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights;
                                            COLUMNS: from row to row of the weights, (in, apart) per expert */
@@ -401,16 +409,17 @@ typedef struct {
                                            RECUR: (heads,), of the values that are added to the result, or NULL */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
-  void *keys, *values;                  /* (slots, kv_heads, capacity, head); CONVOLVE, RECUR: states, and what drafts
+  void *keys, *values;                  /* (slots, kv_heads, capacity, head); latents and the rotated parts of keys; CONVOLVE, RECUR: states, and what drafts
                                            bring to them (slots, drafted, ...) */
   const float *cosine, *sine;           /* (positions, rotary) */
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
-  float eps, scale, cap;
-  int32_t norm_once;                    /* PREPARE: the norms round once */
+  float eps, scale, cap;                /* ROUTE: added to the sum, factor of the weights, least sum */
+  int32_t norm_once;                    /* PREPARE: the norms round once; ROUTE: the router computes in fp32 */
   int32_t form;                         /* LINEAR, GATED: of the weights; ROUTE: of the bias */
   int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
                                            ATTEND: index of distance 0 in the biases */
-  int32_t interleaved;                  /* PREPARE: neighbours are rotated together, not halves */
+  int32_t interleaved;                  /* PREPARE, LATENT: 1 = neighbours are rotated together, not halves;
+                                           LATENT: 2 = likewise, and the result is laid out in halves */
   int32_t norm_last;                    /* PREPARE: the norms follow the rotation; GATED_NORM: the gate */
   int32_t bias_last;                    /* COLUMNS: the bias is added to the rounded product */
 } Op;
@@ -732,7 +741,8 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
   const float *c = op->cosine + position * op->rotary, *s = op->sine + position * op->rotary;
   const int64_t half = op->rotary / 2;
   int64_t i = 0;
-  if (!op->interleaved)
+  const int neighbours = op->interleaved == 1;
+  if (!neighbours)
     for (; i + L <= half; i += L) {
       const __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + half);
       const __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), b);
@@ -740,7 +750,7 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
       _mm256_storeu_ps(x + i + half, turned(b, a, c + i + half, s + i + half, op->narrow, op->mode));
     }
   for (; i < half; i++) {
-    const int64_t a = op->interleaved ? 2 * i : i, b = op->interleaved ? 2 * i + 1 : i + half;
+    const int64_t a = neighbours ? 2 * i : i, b = neighbours ? 2 * i + 1 : i + half;
     const float xa = x[a], xb = x[b];
     float pa = xa * c[a], qa = -xb * s[a], pb = xb * c[b], qb = xa * s[b];
     if (op->narrow) {
@@ -785,6 +795,48 @@ AVX2 static void prepare(const Op *op, const Pass *pass, int64_t node) {
   }
 }
 
+/* The rotated part of a head, from x to y. */
+AVX2 static void turn(const Op *op, const float *x, float *y, int64_t position) {
+  const int64_t half = op->in / 2;
+  for (int64_t i = 0; i < op->in; i++) y[i] = x[op->interleaved == 2 ? i % half * 2 + i / half : i];
+  if (op->rotary) rotate(y, op, position);
+}
+
+/* Latent attention: the rotated part of each head's query to its place in dst, and the node's latents and the rotated
+ * part of its key, which all heads share, to the cache. */
+AVX2 static void latent(const Op *op, const Pass *pass, int64_t node) {
+  float *q = ROW(op->src, node) + op->k_at, *k = ROW(op->other, node), *to = ROW(op->dst, node) + op->head;
+  const int64_t position = pass->position[node], at = pass->slot[node] * pass->capacity + pass->place[node];
+  float *turned = k + op->head + op->in;
+  for (int64_t h = 0; h < op->heads; h++) turn(op, q + h * op->step, to + h * op->kv_step, position);
+  turn(op, k + op->head, turned, position);
+  put(op->keys, at * op->head, k, op->head, op->narrow);
+  put(op->values, at * op->in, turned, op->in, op->narrow);
+}
+
+/* Each head of a chunk of nodes by its own part of a matrix. */
+AVX2 static void by_head(const Op *op, const Pass *pass, int64_t head, int64_t m0, Worker *worker) {
+  const int64_t left = pass->nodes - m0, nodes = left < CHUNK ? left : CHUNK, width = op->mode ? op->out : op->in;
+  float *rows[2] = {ROW(op->src, m0) + head * op->step + op->k_at, ROW(op->dst, m0) + head * op->kv_step};
+  const int64_t strides[2] = {pass->stride[op->src], pass->stride[op->dst]}, block = op->mode ? WIDE : block_of(op);
+  Pass part = *pass;
+  Op one = *op;
+  part.buffer = rows;
+  part.stride = strides;
+  one.kind = op->mode ? COLUMNS : LINEAR;
+  one.weight = (const char *)op->weight + (head * op->apart + op->v_at) * width * bits_of[op->form] / 8;
+  one.src = one.mode = 0;
+  one.dst = 1;
+  one.apart = width;
+  worker->op = NULL; /* another head's */
+  for (int64_t first = 0; first < op->out; first += block) {
+    const int64_t some = op->out - first < block ? op->out - first : block;
+    if (op->mode) columns(&one, &part, 0, first, some, 0, nodes);
+    else linear(&one, &part, 0, first, some, 0, nodes, worker);
+  }
+  worker->op = NULL;
+}
+
 /* Transposes eight rows, `from` apart, of eight numbers of 32 bits; the rows of the result are PANEL apart. */
 AVX2 IN void transpose8(const uint32_t *rows, int64_t from, uint32_t *to) {
   __m256 r[8], t[8];
@@ -803,9 +855,10 @@ AVX2 IN void transpose8(const uint32_t *rows, int64_t from, uint32_t *to) {
   }
 }
 
-/* n rows of `width` numbers of 32 bits to panels, as product() reads them; the last one is filled up with zeros. */
-AVX2 static void to_panels(const uint32_t *rows, int64_t n, int64_t width, uint32_t *to) {
-  for (int64_t first = 0; first < n; first += L, to += first % PANEL ? L : PANEL * width - L) {
+/* n rows of `width` numbers of 32 bits to panels of `whole` columns, as product() reads them; the last one is filled up
+ * with zeros. */
+AVX2 static void to_panels(const uint32_t *rows, int64_t n, int64_t width, int64_t whole, uint32_t *to) {
+  for (int64_t first = 0; first < n; first += L, to += first % PANEL ? L : PANEL * whole - L) {
     const uint32_t *from = rows + first * width;
     const int64_t left = n - first;
     int64_t k = 0;
@@ -818,16 +871,22 @@ AVX2 static void to_panels(const uint32_t *rows, int64_t n, int64_t width, uint3
   }
 }
 
-/* The scores of `queries`, (count, head), with n keys; (count, ld) at y, of which it writes n, rounded up to PANEL. */
-AVX2 static void score(const Op *op, const Worker *worker, int64_t count, const void *keys, int64_t n, float *y, int64_t ld) {
-  const int64_t size = op->narrow ? 2 : 4, width = op->head * size / 4;
+/* Numbers of a key: of latent attention, those of the latents and the rotated ones, which lie with the values. */
+IN int64_t key_size(const Op *op) { return op->head + (op->kind == ATTEND ? op->in : 0); }
+
+/* The scores of `queries`, (count, key size), with n keys, of which `rotated` are a part in latent attention; (count, ld)
+ * at y, of which it writes n, rounded up to PANEL. */
+AVX2 static void score(const Op *op, const Worker *worker, int64_t count, const void *keys, const void *rotated, int64_t n,
+                       float *y, int64_t ld) {
+  const int64_t size = op->narrow ? 2 : 4, width = op->head * size / 4, all = key_size(op), more = all * size / 4 - width;
   const enum Form form = op->narrow ? PANEL_BFLOAT : PANEL_FLOAT;
   const void *x = op->narrow && units ? (const void *)worker->x : (const void *)worker->queries;
-  const int64_t ldx = op->narrow && units ? padded_to_32(op->head) : op->head;
+  const int64_t ldx = op->narrow && units ? padded_to_32(all) : all;
   for (int64_t block = 0; block < n; block += KEYS) {
     const int64_t some = n - block < KEYS ? n - block : KEYS;
-    to_panels((const uint32_t *)keys + block * width, some, width, worker->keys);
-    linears[form](x, ldx, count, worker->keys, (some + PANEL - 1) / PANEL * PANEL, op->head, y + block, ld, NULL, 0, 0);
+    to_panels((const uint32_t *)keys + block * width, some, width, width + more, worker->keys);
+    if (more) to_panels((const uint32_t *)rotated + block * more, some, more, width + more, worker->keys + width * PANEL);
+    linears[form](x, ldx, count, worker->keys, (some + PANEL - 1) / PANEL * PANEL, all, y + block, ld, NULL, 0, 0);
   }
 }
 
@@ -879,11 +938,14 @@ static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int6
 AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t kv, Worker *worker) {
   const int64_t from = pass->group_from[group], to = pass->group_from[group + 1];
   const int64_t head = op->head, share = op->heads / op->kv_heads, count = (to - from) * share;
-  const int64_t bytes = head * (op->narrow ? 2 : 4), ld = pass->reach + 2 * PANEL;
-  const int cross = op->kind == CROSS;
+  const int64_t size = op->narrow ? 2 : 4, bytes = head * size, wide = key_size(op), ld = pass->reach + 2 * PANEL;
+  const int cross = op->kind == CROSS, latents = wide > head;
   const int64_t *base = cross ? pass->source_lengths : pass->base;
-  const int64_t origin = (pass->slot[from] * op->kv_heads + kv) * (cross ? pass->sources : pass->capacity);
-  const char *keys = (const char *)op->keys + origin * bytes, *values = (const char *)op->values + origin * bytes;
+  const int64_t origin = (latents ? pass->slot[from] : pass->slot[from] * op->kv_heads + kv) *
+                         (cross ? pass->sources : pass->capacity);
+  const char *keys = (const char *)op->keys + origin * bytes;
+  const char *rotated = latents ? (const char *)op->values + origin * (wide - head) * size : NULL;
+  const char *values = latents ? keys : (const char *)op->values + origin * bytes;
   int64_t low[MANY], start = INT64_MAX, shared = INT64_MAX, end = 0;
 #define EXTRAS(i, e)                                                             \
   for (int64_t e = pass->extra_from[i]; e < pass->extra_from[(i) + !cross]; e++) \
@@ -904,11 +966,12 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   for (int64_t i = from, at = 0; i < to; i++)
     for (int64_t h = 0; h < share; h++, at++) {
       const float *q = ROW(op->src, i) + (kv * share + h) * op->step;
-      if (op->narrow && units) narrow_row(q, head, worker->x + at * padded_to_32(head));
-      else memcpy(worker->queries + at * head, q, sizeof(float) * (size_t)head);
+      if (op->narrow && units) narrow_row(q, wide, worker->x + at * padded_to_32(wide));
+      else memcpy(worker->queries + at * wide, q, sizeof(float) * (size_t)wide);
     }
   worker->op = NULL; /* its nodes are overwritten */
-  score(op, worker, count, keys + start * bytes, end - start, worker->scores, ld);
+  score(op, worker, count, keys + start * bytes, latents ? rotated + start * (wide - head) * size : NULL, end - start,
+        worker->scores, ld);
   for (int64_t i = from, at = 0; i < to; i++)
     for (int64_t h = 0; h < share; h++, at++) {
       float *row = worker->scores + at * ld, *s = row + low[i - from] - start;
@@ -946,33 +1009,57 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 
 /* ---------------------------------------------------------------- mixtures of experts */
 
-/* The experts of a node and their weights, the likeliest first; of equals, the first one. */
+/* What an expert is chosen by: its score and a correction, which its weight is without. */
+AVX2 IN float merit(const Op *op, const float *p, int64_t expert) {
+  return op->bias ? nearest(p[expert] + op->bias[expert], op->form == BFLOAT) : p[expert];
+}
+
+/* Drops the experts of all groups but the best; a group is as good as its best `window` experts, one or two, together. */
+AVX2 static void drop_groups(const Op *op, float *p, float *groups) {
+  const int64_t size = op->experts / op->heads;
+  for (int64_t g = 0; g < op->heads; g++) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int64_t e = g * size; e < (g + 1) * size; e++) {
+      const float m = merit(op, p, e);
+      if (m > second) second = m > first ? first : m;
+      if (m > first) first = m;
+    }
+    groups[g] = op->window > 1 ? first + second : first;
+  }
+  for (int64_t g = 0; g < op->heads; g++) {
+    int64_t better = 0;
+    for (int64_t h = 0; h < op->heads; h++) better += groups[h] > groups[g] || (groups[h] == groups[g] && h < g);
+    for (int64_t e = g * size; better >= op->kv_heads && e < (g + 1) * size; e++) p[e] = -INFINITY;
+  }
+}
+
+/* The experts of a node and their weights, the best first; of equals, the first one. */
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   float *p = ROW(op->src, node), *w = ROW(op->dst, node), part[L] = {0};
   int64_t *row = pass->plan->row + node * op->top;
-  const int sigmoids = op->mode & 2;
+  const int sigmoids = op->mode & 2, stepwise = op->narrow && !op->norm_once;
   if (!sigmoids) softmax(p, op->experts, 1.0f, 0.0f, NULL);
   for (int64_t e = 0; sigmoids && e < op->experts; e += L)
-    _mm256_storeu_ps(p + e, keep8(rounded(activated(_mm256_loadu_ps(p + e), SIGMOID), op->narrow), op->experts - e));
-#define RANK(e) (op->bias ? nearest(p[e] + op->bias[e], op->form == BFLOAT) : p[e])
+    _mm256_storeu_ps(p + e, keep8(rounded(activated(_mm256_loadu_ps(p + e), SIGMOID), stepwise), op->experts - e));
+  if (op->heads) drop_groups(op, p, w);
   for (int64_t k = 0; k < op->top; k++) {
     int64_t best = 0;
     for (int64_t e = 1; e < op->experts; e++)
-      if (RANK(e) > RANK(best)) best = e;
+      if (merit(op, p, e) > merit(op, p, best)) best = e;
     row[k] = best;
     w[k] = p[best];
     part[0] += p[best];
     p[best] = -INFINITY;
   }
-#undef RANK
   if (sigmoids) { /* the sum is rounded, and what it is divided by */
-    const __m256 sum = rounded(_mm256_loadu_ps(part), op->narrow);
-    _mm256_storeu_ps(part, rounded(_mm256_add_ps(sum, _mm256_set1_ps(op->eps)), op->narrow));
+    const __m256 sum = rounded(_mm256_loadu_ps(part), stepwise);
+    _mm256_storeu_ps(part, rounded(_mm256_add_ps(sum, _mm256_set1_ps(op->eps)), stepwise));
   }
+  if (part[0] < op->cap) part[0] = op->cap;
   for (int64_t k = 0; k < op->top; k += L) {
     __m256 v = _mm256_loadu_ps(w + k);
     if (op->mode & 1) v = _mm256_div_ps(v, _mm256_set1_ps(part[0]));
-    v = rounded(v, op->narrow);
+    v = rounded(v, op->scale == 1.0f ? op->narrow : stepwise);
     if (op->scale != 1.0f) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
     _mm256_storeu_ps(w + k, v);
   }
@@ -1114,6 +1201,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
       const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
       return parts * ((op->out + WIDE - 1) / WIDE);
     }
+    case HEADS: return (nodes + CHUNK - 1) / CHUNK * op->heads;
     case PLAN: return 1;
     case CONVOLVE: return pass->rows * ((op->in + CHANNELS - 1) / CHANNELS);
     case RECUR: return pass->rows * op->kv_heads;
@@ -1149,6 +1237,8 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
       return;
     }
     case PREPARE: prepare(op, pass, task); return;
+    case LATENT: latent(op, pass, task); return;
+    case HEADS: by_head(op, pass, task % op->heads, task / op->heads * CHUNK, worker); return;
     case ATTEND:
     case CROSS: attend(op, pass, task / op->kv_heads, task % op->kv_heads, worker); return;
     case GATHER:
@@ -1213,10 +1303,10 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
   int64_t head = 0, wide = 0;
   for (int64_t i = 0; i < count; i++) {
     const int attends = ops[i].kind == ATTEND || ops[i].kind == CROSS;
-    if (attends && ops[i].head > head) head = ops[i].head;
-    if (attends && units && ops[i].narrow && queries * padded_to_32(ops[i].head) > wide)
-      wide = queries * padded_to_32(ops[i].head);
-    if ((ops[i].kind == LINEAR || ops[i].kind == GATED) && in_bf16(ops + i) && chunk * padded_to_32(ops[i].in) > wide)
+    if (attends && key_size(ops + i) > head) head = key_size(ops + i);
+    if (attends && units && ops[i].narrow && queries * padded_to_32(key_size(ops + i)) > wide)
+      wide = queries * padded_to_32(key_size(ops + i));
+    if ((ops[i].kind == LINEAR || ops[i].kind == GATED || ops[i].kind == HEADS) && in_bf16(ops + i) && chunk * padded_to_32(ops[i].in) > wide)
       wide = chunk * padded_to_32(ops[i].in);
   }
   Rooms r = {head ? whole_lines(queries * (pass->reach + 2 * PANEL)) : 0, whole_lines(queries * head),
@@ -1340,9 +1430,25 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              fits(pass, op->other, kv + op->k_at, nodes) && fits(pass, op->dst, kv + op->v_at, nodes) &&
              within(op->rotary, 0, op->head) && op->rotary % 2 == 0 && (!op->rotary || (op->cosine && op->sine));
     }
+    case LATENT:
+      return within(op->heads, 1, MOST / 2) && within(op->head, 1, MOST) && op->head % L == 0 && op->keys && op->values &&
+             within(op->in, 2, MOST) && op->in % 2 == 0 && within(op->step, 1, MOST / op->heads) && op->k_at >= 0 &&
+             within(op->kv_step, op->head + op->in, MOST / op->heads) && (!op->rotary || (op->cosine && op->sine)) &&
+             (op->rotary == 0 || op->rotary == op->in) && within(op->interleaved, 0, 2) &&
+             fits(pass, op->src, (op->heads - 1) * op->step + op->k_at + op->in, nodes) &&
+             fits(pass, op->other, op->head + 2 * op->in, nodes) && fits(pass, op->dst, op->heads * op->kv_step, nodes);
+    case HEADS:
+      return !op->tail && within(op->form, FLOAT, BFLOAT) && weights_fit(op) && within(op->heads, 1, MOST / 2) &&
+             within(op->step, 1, MOST / op->heads) && within(op->kv_step, op->out, MOST / op->heads) && op->k_at >= 0 &&
+             within(op->v_at, 0, MOST) && within(op->apart, op->v_at + (op->mode ? op->in : op->out), MOST) &&
+             (op->mode ? op->out % L == 0 : op->in % PANEL == 0) && op->src != op->dst &&
+             fits(pass, op->src, (op->heads - 1) * op->step + op->k_at + op->in, nodes) &&
+             fits(pass, op->dst, op->heads * op->kv_step, nodes);
     case CROSS:
     case ATTEND:
-      return heads_fit(op, share) && fits(pass, op->src, (op->heads - 1) * op->step + op->head, nodes) &&
+      if (op->kind == ATTEND && (!within(op->in, 0, MOST) || op->in % 2)) return 0;
+      return heads_fit(op, share) && within(key_size(op), 1, MOST) &&
+             fits(pass, op->src, (op->heads - 1) * op->step + key_size(op), nodes) &&
              fits(pass, op->dst, op->heads * op->head, nodes) && op->window >= 0 &&
              (op->kind == ATTEND || (pass->source_lengths && pass->sources > 0));
     case CONVOLVE:
@@ -1377,7 +1483,11 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes) &&
              within(op->other, 0, pass->buffers - 1);
     case GATHER: return op->tail && fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, nodes);
-    case ROUTE: return top > 0 && fits(pass, op->src, op->experts, nodes) && fits(pass, op->dst, top, nodes);
+    case ROUTE:
+      return top > 0 && fits(pass, op->src, op->experts, nodes) && within(op->heads, 0, op->experts) &&
+             within(op->kv_heads, op->heads ? 1 : 0, op->heads) && within(op->window, 0, 2) &&
+             (!op->heads || op->experts % op->heads == 0) &&
+             fits(pass, op->dst, op->heads > top ? op->heads : top, nodes);
     case XIELU:
       return op->bias && op->other_bias && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
     case GLU:
@@ -1514,7 +1624,7 @@ int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *
     char *to = (char *)panels + p * panel;
     const int64_t n = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
     if (form >= PANEL_INT8) integer_panel((const int8_t *)from, n, in, form == PANEL_INT4, to);
-    else to_panels((const uint32_t *)from, n, row / 4, (uint32_t *)to);
+    else to_panels((const uint32_t *)from, n, row / 4, row / 4, (uint32_t *)to);
   }
   return FITS;
 }
