@@ -14,7 +14,6 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     MambaConfig,
-    MptConfig,
     PreTrainedModel,
 )
 
@@ -41,10 +40,6 @@ REFUSED = {
     "recurrent state": (
         lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=1)).eval(),
         "cannot be hosted exactly",
-    ),
-    "ALiBi": (
-        lambda: AutoModelForCausalLM.from_config(MptConfig(vocab_size=V, d_model=32, n_layers=1, n_heads=4)).eval(),
-        "ALiBi",
     ),
     "dynamic rotary scaling": (_dynamic_rope, "dynamic rotary scaling"),
     "training mode": (

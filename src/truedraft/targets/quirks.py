@@ -7,7 +7,7 @@ from collections.abc import Callable
 from transformers import PreTrainedConfig
 
 # Model types whose forward takes no positions: only the biases of keys depend on them; see `runtime/alibi.py`.
-WITHOUT_POSITIONS = {"bloom"}
+WITHOUT_POSITIONS = {"bloom", "mpt"}
 
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
 HOSTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -21,18 +21,6 @@ def _rope_type(config: PreTrainedConfig) -> str | None:
         else [r.get("rope_type") for r in rope.values() if isinstance(r, dict)]
     )
     return next((t for t in types if t in ("dynamic", "longrope")), None)
-
-
-def _alibi(config: PreTrainedConfig) -> str | None:
-    if config.model_type == "mpt" or getattr(config, "alibi", False):
-        return "adds a bias by index in the cache (ALiBi), which for nodes of a tree differs from their position"
-    return None
-
-
-def _local_layers(config: PreTrainedConfig) -> str | None:
-    if config.model_type == "gpt_neo" and "local" in config.attention_layers:
-        return "has local-attention layers that count by index in the cache, not by position"
-    return None
 
 
 def _counted_keys(config: PreTrainedConfig) -> str | None:
@@ -58,8 +46,6 @@ def _length_dependent_rope(config: PreTrainedConfig) -> str | None:
 
 # Each: config -> why the model cannot be hosted exactly, or None.
 REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
-    _alibi,
-    _local_layers,
     _counted_keys,
     _routed_encoder,
     _length_dependent_rope,
@@ -67,6 +53,8 @@ REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
 
 
 def learned_positions(config: PreTrainedConfig) -> int | None:
-    """The size of a table of learned positions, past which the model itself fails; None for rotary positions."""
+    """The size of a table of positions or biases, past which the model itself fails; None for rotary positions."""
+    if config.model_type == "mpt":  # biases for its longest text
+        return config.max_seq_len
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
     return None if rotary else getattr(config, "max_position_embeddings", None)
