@@ -213,7 +213,25 @@ ARCHITECTURES |= {
 }
 _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
 
-TYPES = {"falcon_alibi": "falcon"}  # architectures that are a kind of a model type
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 3.0, 5.0, 7.0],
+    "original_max_position_embeddings": 40,
+}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+ARCHITECTURES |= {
+    "phi3_longrope": {**_COMMON, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 40},
+    "llama_longrope": {**_COMMON, "rope_parameters": _LONGROPE},
+    "llama_dynamic": {**_COMMON, "rope_parameters": _DYNAMIC},
+}
+TYPES = {  # architectures that are a kind of a model type
+    "falcon_alibi": "falcon",
+    "phi3_longrope": "phi3",
+    "llama_longrope": "llama",
+    "llama_dynamic": "llama",
+}
 
 # torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
 # left-padded window (Gemma 2) deviates from its output for the same prompt alone; the mask of BLOOM overflows in fp32,
