@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import seq2seq_models
 import truedraft
-from models import RECURRENT, ragged, tiny
+from models import RECURRENT, TYPES, ragged, tiny
 from nets import EVERY, drafter
 from truedraft import reading
 from truedraft.continuous import ContinuousEngine
@@ -23,11 +23,12 @@ from truedraft.runtime.forward import SPANS
 
 ROWS, LONGEST, END = 3, 48, 5
 DECODERS = [name for name in EVERY if name not in ("oracle", "probes", "taps")] + ["auto"]
+COUNTED = ["bloom", "falcon_alibi", "mpt", "gpt_neo"]  # their own forward counts keys by index, not by position
 TINIEST = np.finfo(np.float32).tiny
 
 
 def model(kind: str = "decoder") -> PreTrainedModel:
-    """A decoder, an encoder-decoder, or a model with states of a given architecture."""
+    """A decoder, an encoder-decoder, or a model of a given architecture."""
     if kind == "encoder-decoder":
         return seq2seq_models.model()
     return tiny("llama" if kind == "decoder" else kind, torch.float32)
@@ -96,7 +97,8 @@ def pieces_of(positions: int | None) -> Iterator[None]:
 
 def kind_of(engine: ContinuousEngine) -> str:
     of = engine.model.config.model_type
-    return of if of in RECURRENT else engine._target.family
+    kinds = (kind for kind in (*RECURRENT, *COUNTED) if TYPES.get(kind, kind) == of and model(kind) is engine.model)
+    return next(kinds, engine._target.family)
 
 
 def check(request: EngineRequest, which: int, steps: int, seed: int | None, kind: str = "decoder") -> None:

@@ -132,6 +132,29 @@ ARCHITECTURES |= {
     "hyperclovax": {**_GRANITE, "head_dim": 8, "use_post_norm": True},
     "apertus": {**_COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "falcon": {**_NO_GQA, "ffn_hidden_size": 48},
+    "falcon_alibi": {**_NO_GQA, "ffn_hidden_size": 48, "alibi": True},
+    "mpt": dict(
+        vocab_size=V,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=128,
+        use_cache=True,
+        bos_token_id=1,
+        eos_token_id=None,
+    ),
+    "gpt_neo": dict(
+        vocab_size=V,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        window_size=9,
+        attention_types=[[["local", "global"], 1]],
+        bos_token_id=1,
+        eos_token_id=None,
+    ),
     "flex_olmo": {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {
         **_COMMON,
@@ -261,10 +284,31 @@ ARCHITECTURES |= {
 }
 _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 3.0, 5.0, 7.0],
+    "original_max_position_embeddings": 40,
+}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+ARCHITECTURES |= {
+    "phi3_longrope": {**_COMMON, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 40},
+    "llama_longrope": {**_COMMON, "rope_parameters": _LONGROPE},
+    "llama_dynamic": {**_COMMON, "rope_parameters": _DYNAMIC},
+}
+TYPES = {  # architectures that are a kind of a model type
+    "falcon_alibi": "falcon",
+    "phi3_longrope": "phi3",
+    "llama_longrope": "llama",
+    "llama_dynamic": "llama",
+}
+
 # torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
 # left-padded window (Gemma 2) deviates from its output for the same prompt alone; the mask of BLOOM overflows in fp32,
 # in which the softmax is
 NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "phimoe", "gemma2"}
+NO_FP64 |= {"mpt", "gpt_neo"}  # attention in fp32
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
 NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
@@ -284,14 +328,16 @@ def tiny(
     torch.manual_seed(7)
     text = {**(ARCHITECTURES | RECURRENT)[architecture], "vocab_size": vocabulary}
     if layers is not None:
-        text["n_layer" if "n_layer" in text else "num_hidden_layers"] = layers
+        text[next(name for name in ("n_layer", "n_layers", "num_layers", "num_hidden_layers") if name in text)] = layers
+        if "attention_types" in text:
+            text["attention_types"] = [[[("local", "global")[i % 2]], 1] for i in range(layers)]
         for name in PER_LAYER & text.keys():
             text[name] = (text[name] * layers)[:layers]
     if (whole := INSIDE.get(architecture)) is not None:
         config = CONFIG_MAPPING[whole](text_config=text, vision_config=_VISION, image_token_id=2, video_token_id=2)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
     else:
-        config = CONFIG_MAPPING[architecture](**text)
+        config = CONFIG_MAPPING[TYPES.get(architecture, architecture)](**text)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():

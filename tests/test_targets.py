@@ -14,8 +14,6 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     MambaConfig,
-    MptConfig,
-    PreTrainedModel,
 )
 
 import truedraft
@@ -28,11 +26,6 @@ from truedraft.targets.hosting import check_exact
 _SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
 
 
-def _dynamic_rope() -> PreTrainedModel:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    return AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, intermediate_size=32, rope_parameters=rope)).eval()
-
-
 REFUSED = {
     "not generative": (
         lambda: AutoModel.from_config(BertConfig(**_SMALL, intermediate_size=32)).eval(),
@@ -42,11 +35,6 @@ REFUSED = {
         lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=1)).eval(),
         "cannot be hosted exactly",
     ),
-    "ALiBi": (
-        lambda: AutoModelForCausalLM.from_config(MptConfig(vocab_size=V, d_model=32, n_layers=1, n_heads=4)).eval(),
-        "ALiBi",
-    ),
-    "dynamic rotary scaling": (_dynamic_rope, "dynamic rotary scaling"),
     "training mode": (
         lambda: AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, intermediate_size=32)).train(),
         r"model\.eval\(\)",

@@ -53,14 +53,15 @@ def cut(model: PreTrainedModel, skipped: Sequence[int]) -> Any:
     """A copy of the model without some of its decoder layers, with a matching configuration."""
     made: Any = copy.deepcopy(model)
     body, config = made.get_decoder(), made.config.get_text_config(decoder=True)
-    name = next(name for name in ("layers", "h", "block") if hasattr(body, name))
+    name = next(name for name in ("layers", "h", "block", "blocks") if hasattr(body, name))
     layers = list(getattr(body, name))
     kept = [i for i in range(len(layers)) if i not in skipped]
     setattr(body, name, nn.ModuleList(layers[i] for i in kept))
     for new, old in enumerate(kept):
         for module in layers[old].modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = new
+            for index in ("layer_idx", "layer_id"):
+                if hasattr(module, index):
+                    setattr(module, index, new)
     for listed in PER_LAYER:
         if getattr(config, listed, None):
             setattr(config, listed, [getattr(config, listed)[i] for i in kept])

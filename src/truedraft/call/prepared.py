@@ -98,6 +98,7 @@ def request_of(
     batch, most = len(prompts), max(map(len, prompts))
     steps = longest(prepared.criteria) - input_ids.shape[1]
     check_lengths(target, most, steps)
+    target.check_lengths(prompts, steps)
     references = references_of(call.references, batch, tokenizer, target.vocabulary)
     if drafter.takes_references and target.shared_vocabulary:
         references = with_sources(prompts, references)

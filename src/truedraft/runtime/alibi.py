@@ -8,36 +8,62 @@ its index.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.runtime.overrides import overridden
+from truedraft.runtime.overrides import Override, Owner, Rule, own
 from truedraft.runtime.padded import Padded
 
-BUILDER = "build_alibi_tensor"  # (2D mask, heads, dtype) -> (rows * heads, 1, keys), as in BLOOM
+BUILDER = "build_alibi_tensor"  # (2D mask, heads, dtype) -> (rows * heads, 1, keys): BLOOM's method, Falcon's function
+WITHOUT_ROWS = "build_mpt_alibi_tensor"  # (heads, keys, ...) -> (heads, 1, keys), which MPT's attention slices
 
 
-def biased(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of a model that build ALiBi's biases."""
-    return [module for module in model.modules() if hasattr(type(module), BUILDER)]
+def biased(model: PreTrainedModel) -> list[Rule]:
+    """Overrides of what builds ALiBi's biases in a model."""
+    rules: list[Rule] = []
+    for module in model.modules():
+        source = sys.modules[type(module).__module__]
+        if hasattr(type(module), BUILDER):
+            rules.append(partial(_by_position, module))
+        elif getattr(module, "use_alibi", False) and hasattr(source, BUILDER):
+            rules.append(partial(_by_position, source))
+        elif hasattr(type(module), WITHOUT_ROWS):
+            rules.append(partial(_with_rows, module))
+    return rules
 
 
-def by_position(modules: list[nn.Module], nodes: Padded, extent: int) -> AbstractContextManager[None]:
-    """Within the block, this thread's calls of the modules build biases for nodes over the first `extent` positions."""
-    return overridden((module, BUILDER, _builder(module, nodes, extent)) for module in modules)
-
-
-def _builder(module: Any, nodes: Padded, extent: int) -> Callable[..., Tensor]:
+def _by_position(owner: Owner, nodes: Padded, extent: int) -> Override:
     def build(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         positions = nodes.placed(extent)
         indices = torch.ones(1, extent, dtype=torch.long, device=positions.device)
-        by_index = type(module).build_alibi_tensor(module, indices, heads, dtype)  # (heads, 1, extent)
-        own: Tensor = by_index[:, 0, positions]  # (heads, rows, extent)
-        return own.transpose(0, 1).reshape(-1, 1, extent)
+        biases = own(owner, BUILDER)(indices, heads, dtype)  # (heads, 1, extent)
+        by_row: Tensor = biases[:, 0, positions]  # (heads, rows, extent)
+        return by_row.transpose(0, 1).reshape(-1, 1, extent)
 
-    return build
+    return owner, BUILDER, build
+
+
+def _with_rows(module: Owner, nodes: Padded, extent: int) -> Override:
+    def build(heads: int, length: int, *given: Any, **options: Any) -> RowBiases:
+        biases = own(module, WITHOUT_ROWS)(heads, extent, *given, **options)  # (heads, 1, extent)
+        return RowBiases(biases[:, :, nodes.placed(extent)].permute(2, 0, 1, 3))
+
+    return module, WITHOUT_ROWS, build
+
+
+class RowBiases:
+    """Biases (rows, heads, 1, keys) in the place of a tensor (heads, 1, keys): its slices have rows as well."""
+
+    def __init__(self, biases: Tensor):
+        self._biases, self.shape = biases, biases.shape[1:]
+
+    def size(self, axis: int) -> int:
+        return self.shape[axis]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self._biases[(slice(None), *index)]

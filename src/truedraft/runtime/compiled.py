@@ -22,7 +22,7 @@ from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
-from truedraft.runtime.rotary import RotaryTables
+from truedraft.runtime.rotary_tables import RotaryTables
 from truedraft.runtime.tapping import layer_number
 from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined

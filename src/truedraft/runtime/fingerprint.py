@@ -14,6 +14,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers import GenerationConfig, PreTrainedConfig
 
 from truedraft.runtime.overrides import Dispatcher
+from truedraft.runtime.rotary import changes
 
 SMALL = 4096  # largest buffer compared by value: programs read scales and frequencies once
 # torch's own attributes of every module, and what transformers notes with the hooks by which it records outputs
@@ -38,7 +39,8 @@ def fingerprint(model: nn.Module) -> list[object]:
 
     Of every module its class, the forward of that class, whether hooks or replaced methods do more, its children's
     names, and its plain attributes (an eps, a scaling, an activation); of every weight and buffer its layout (address,
-    shape, strides, dtype); the values of small buffers; and the configurations.
+    shape, strides, dtype); the values of small buffers; and the configurations. Of rotary embeddings whose frequencies
+    change with the length of a text nothing but the class.
     """
     found: list[object] = [*_global_forward_pre_hooks, *_global_forward_hooks]
     configs: dict[int, PreTrainedConfig] = {}
@@ -49,6 +51,9 @@ def fingerprint(model: nn.Module) -> list[object]:
         attributes = vars(module).copy()  # atomically: other threads may be in a pass
         found += (kind, kind.forward, does_more(module), *module._modules)
         plain: dict[str, object] = {}
+        buffers = module._buffers
+        if changes(module):  # in its own calls, and no pass is built from it
+            attributes, buffers = {}, {}
         for name in attributes.keys() - _OWN:
             value = attributes[name]
             if type(value) in _VALUES:
@@ -59,7 +64,7 @@ def fingerprint(model: nn.Module) -> list[object]:
                 plain[name] = _attribute(value)
         found.append(plain)
         found += map(layout, module._parameters.values())
-        for buffer in module._buffers.values():
+        for buffer in buffers.values():
             found += (layout(buffer), _values(buffer))
         waiting += [part for part in module._modules.values() if part is not None]
     return [*found, *(repr(vars(config)) for config in configs.values())]

@@ -17,10 +17,13 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.runtime._base import Runner
-from truedraft.runtime.alibi import biased, by_position
+from truedraft.runtime.alibi import biased
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.linears import Linears
+from truedraft.runtime.local import local
+from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
+from truedraft.runtime.rotary import by_row, changes
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
 from truedraft.runtime.weights import Copies, NotCompilable
@@ -50,7 +53,8 @@ class ForwardPass(Runner):
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._biased = biased(model)
+        self._by_position = [*biased(model), *local(model)]
+        self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
         self._taps: LayerTaps | None = None
 
@@ -105,7 +109,8 @@ class ForwardPass(Runner):
             cursor.lengths[first:] = [start] * len(batch)
             cursor.begin(first, first + len(batch), end - start, self.device)
             positions = torch.arange(start, end, device=self.device)[None].expand(len(batch), -1)
-            logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
+            with by_row(self._changing, len(batch[0])):
+                logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
             for layer, read in parts.items():
                 read.append(states[layer])
         hidden = {layer: list(torch.cat(read, 1) if read[1:] else read[0]) for layer, read in parts.items()}
@@ -158,7 +163,7 @@ class ForwardPass(Runner):
         embeds: (rows, width, H) instead of the nodes' tokens.
         """
         inputs = {"input_ids": nodes.ids} if embeds is None else {"inputs_embeds": embeds}
-        with by_position(self._biased, nodes, extent) if self._biased else nullcontext():
+        with overridden(rule(nodes, extent) for rule in self._by_position), by_row(self._changing):
             return self.forward(inputs, self.mask(nodes, extent), nodes.positions, taps)
 
     def skipped(self, view: View) -> frozenset[int]:

@@ -164,6 +164,10 @@ class Target(Protocol):
     def prompt(self, ids: Tensor) -> Prompt:
         """A prompt of (length,) token ids for timing passes; with a random source where the model reads one."""
 
+    def check_lengths(self, prompts: Sequence[Prompt], steps: int) -> None:
+        """Raises Refused where rows of these prompts and so many new tokens have lengths at which the model changes how
+        it reads them, which the passes of this target cannot follow."""
+
     def reference(self, rows: int, capacity: int) -> Callable[[Row], Tensor]:
         """The plain decoding that a guarantee names: (V,) logits of a row's next token as `model.generate` has them.
 

@@ -33,7 +33,7 @@ from truedraft.targets.hostable import check_hosted
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
 from truedraft.targets.memory import check_room, free_memory
-from truedraft.targets.quirks import learned_positions
+from truedraft.targets.quirks import check_sides, learned_positions, switches
 from truedraft.targets.reference import Reference
 from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps, joined
 from truedraft.views._base import View
@@ -84,6 +84,7 @@ class DecoderTarget:
         self.taps = Taps()
         self.ignorable: frozenset[str] = frozenset()
         self._cache: RowCache | Seq2SeqCache | None = None
+        self._switches = switches(self.config)
         self.layer_types = self._layer_types()
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
         self.vocabulary: int = self.config.vocab_size
@@ -114,6 +115,8 @@ class DecoderTarget:
     def _fast(self) -> Runner:
         if self.device.type == "cuda":
             return GraphPass(self._stock(), CudaGraphs(self.device))
+        if self._switches:
+            raise NotCompilable("its rotary frequencies change with the length of a text")
         return CompiledPass(self.model, self._copied)
 
     def _stock(self) -> ForwardPass:
@@ -206,6 +209,9 @@ class DecoderTarget:
     @property
     def hard_limit(self) -> int | None:
         return learned_positions(self.config)
+
+    def check_lengths(self, prompts: Sequence[Prompt], steps: int) -> None:
+        check_sides(self._switches, list(map(len, prompts)), steps)
 
     @property
     def longest_source(self) -> int | None:
@@ -320,6 +326,8 @@ class DecoderTarget:
         self._rows.discard(slot)
 
     def prefixes(self, limit: int, shared: bool) -> Prefixes | None:
+        if self._switches:  # the keys of a prefix depend on the length of its prompt
+            return None
         check_room(
             self.config, len(self.layer_types), *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
         )

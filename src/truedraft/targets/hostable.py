@@ -11,7 +11,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from truedraft.caches.states import MIXED_LAYERS, STATE_LAYERS
 from truedraft.errors import Refused
 from truedraft.targets.kinds import family_of, reads_sources
-from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, WITHOUT_POSITIONS
+from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, WITHOUT_POSITIONS, switches
 
 # Arguments that the forward must have, or one of those joined by "or".
 NEEDED = {
@@ -63,6 +63,11 @@ def check_hosted(model: Any) -> None:
         kinds = ", ".join(sorted(foreign)) or "recurrent state"
         raise Refused(
             f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to a path"
+        )
+    if (stateful or reads_sources(model.config)) and (found := switches(config)):
+        raise Refused(
+            f"{name} cannot be hosted exactly: it uses {found[0][0]} rotary scaling, whose frequencies change with the "
+            "length of a text, which is followed in decoders without states alone"
         )
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):

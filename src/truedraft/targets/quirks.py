@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedConfig
 
+from truedraft.errors import Refused
+
 # Model types whose forward takes no positions: only the biases of keys depend on them; see `runtime/alibi.py`.
-WITHOUT_POSITIONS = {"bloom"}
+WITHOUT_POSITIONS = {"bloom", "mpt"}
 
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
 HOSTED_LAYERS = {"full_attention", "sliding_attention"}
-
-
-def _rope_type(config: PreTrainedConfig) -> str | None:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    types = (
-        [rope.get("rope_type")]
-        if "rope_type" in rope
-        else [r.get("rope_type") for r in rope.values() if isinstance(r, dict)]
-    )
-    return next((t for t in types if t in ("dynamic", "longrope")), None)
-
-
-def _alibi(config: PreTrainedConfig) -> str | None:
-    if config.model_type == "mpt" or getattr(config, "alibi", False):
-        return "adds a bias by index in the cache (ALiBi), which for nodes of a tree differs from their position"
-    return None
-
-
-def _local_layers(config: PreTrainedConfig) -> str | None:
-    if config.model_type == "gpt_neo" and "local" in config.attention_layers:
-        return "has local-attention layers that count by index in the cache, not by position"
-    return None
 
 
 def _counted_keys(config: PreTrainedConfig) -> str | None:
@@ -47,26 +27,56 @@ def _routed_encoder(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _length_dependent_rope(config: PreTrainedConfig) -> str | None:
-    if kind := _rope_type(config):
-        return (
-            f"uses {kind} rotary scaling, whose frequencies change with the longest position of a pass, "
-            "so a drafted node could change the scores of the nodes before it"
-        )
-    return None
-
-
 # Each: config -> why the model cannot be hosted exactly, or None.
 REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
-    _alibi,
-    _local_layers,
     _counted_keys,
     _routed_encoder,
-    _length_dependent_rope,
 ]
 
 
 def learned_positions(config: PreTrainedConfig) -> int | None:
-    """The size of a table of learned positions, past which the model itself fails; None for rotary positions."""
+    """The size of a table of positions or biases, past which the model itself fails; None for rotary positions."""
+    if config.model_type == "mpt":  # biases for its longest text
+        return config.max_seq_len
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
     return None if rotary else getattr(config, "max_position_embeddings", None)
+
+
+# Kinds of rotary scaling whose frequencies change with the length of a text, and what it takes to follow the change.
+SWITCHING = {
+    "dynamic": "every further token has frequencies of its own, which also depend on the texts read before",
+    "longrope": "the whole text would have to be read again with other frequencies",
+}
+
+
+def switches(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Such kinds of a model, and the last length before the change."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    each = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    found = set()
+    for given in each:
+        if given.get("rope_type") == "longrope":
+            found.add(("longrope", given["original_max_position_embeddings"]))
+        elif given.get("rope_type") == "dynamic":  # those of a longer text are kept until a text is shorter than this
+            found.add(("dynamic", config.max_position_embeddings - 1))
+    return sorted(found)
+
+
+def check_sides(switches: Sequence[tuple[str, int]], lengths: Sequence[int], steps: int) -> None:
+    """Raises Refused unless all of a call is on one side of each switch.
+
+    Args:
+        lengths: of the prompts of its rows.
+        steps: new tokens at most, of which the last one is never read.
+    """
+    shortest, longest = min(lengths), max(lengths)
+    for kind, last in switches:
+        if longest + steps - 1 <= last or (kind == "longrope" and shortest > last):
+            continue
+        advice = [f"set max_new_tokens to at most {last - longest + 1}"] * (longest <= last)
+        advice += [f"give prompts of more than {last} tokens"] * (kind == "longrope")
+        raise Refused(
+            f"a prompt of {shortest if longest > last else longest} tokens and {steps} new ones reach past {last}, "
+            f"where this model's rotary scaling ({kind}) changes, and {SWITCHING[kind]}: "
+            + (" or ".join(advice) or "shorten the prompt")
+        )
