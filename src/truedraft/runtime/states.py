@@ -32,7 +32,8 @@ class CompiledStatePass(CompiledPass):
         super().attach(cache)
         self._rows: list[Branches] = []
         if isinstance(cache, DraftedStateCache):
-            cache.allocate([(size, numbers) for _, size, numbers in self.program.states])
+            if not cache.states:  # a cache that was detached for a while keeps its rows
+                cache.allocate([(size, numbers) for _, size, numbers in self.program.states])
             self._point()
 
     def _point(self) -> None:
