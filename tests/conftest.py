@@ -9,13 +9,37 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from truedraft.runtime.programs import PROGRAMS
+
 transformers.logging.set_verbosity_error()
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+# Files in which of architectures with one program the first represents the others, which `make real` tests as well;
+# tests/test_runtime.py holds all of them.
+REPRESENTED = {"test_views", "test_prompts", "test_embeds", "test_taps", "test_text"}
+
+
+def _represented() -> set[str]:
+    seen: dict[Any, str] = {}
+    for name, program in PROGRAMS.items():
+        seen.setdefault(getattr(program, "func", program), name)
+    return set(PROGRAMS) - set(seen.values())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    others = _represented()
+    for item in items:
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        if given.get("architecture") in others and item.path.stem in REPRESENTED:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,7 @@ import seq2seq_models
 import truedraft
 from models import ARCHITECTURES, V, ragged, tiny
 from test_graphs import ON_BOTH, capture, model_on, traced, uncaptured  # noqa: F401
+from test_runtime import made
 from truedraft import DraftTree, Refused
 from truedraft.runtime import native
 from truedraft.runtime.programs import PROGRAMS
@@ -40,6 +41,8 @@ def as_vectors(model: Any, tree: DraftTree) -> DraftTree:
     """The same tree with its probes as embeddings of their tokens; the token ids there are then irrelevant."""
     with torch.no_grad():
         rows = model.get_input_embeddings()(torch.tensor(tree.tokens, device=model.device))
+        if model.config.model_type == "falcon_h1":
+            rows = rows * model.config.embedding_multiplier
     tokens = tuple(0 if i in tree.probes else token for i, token in enumerate(tree.tokens))
     return replace(tree, tokens=tokens, embeds={i: rows[i] for i in tree.probes})
 
@@ -66,7 +69,7 @@ def passes(architecture: str, target: DecoderTarget) -> list[tuple[list[Tensor],
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", PROGRAMS)
 def test_the_compiled_pass_reads_vectors_bit_for_bit(architecture: str, dtype: torch.dtype) -> None:
-    target = DecoderTarget(tiny(architecture, dtype), strict=True)
+    target = made(tiny(architecture, dtype), "auto", strict=True)
     for tokens, vectors in passes(architecture, target):
         assert all(torch.equal(a, b) for a, b in zip(tokens, vectors, strict=True))
 

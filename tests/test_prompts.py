@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import truedraft
 from drafters_for_tests import HiddenReader
-from models import ARCHITECTURES, V, ragged, tiny
+from models import ARCHITECTURES, RECURRENT, V, ragged, tiny
 from nets import text_net
 from truedraft import DraftTree
 from truedraft.runtime import forward, native
@@ -23,7 +23,8 @@ from truedraft.tree import Prompt, Scores, Taps
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-EVERY = pytest.mark.parametrize("architecture", PROGRAMS)
+# all that the own forward reads long prompts for
+EVERY = pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - RECURRENT))
 SEED = 1  # of the prompts
 LONG = 24  # of the prompts here, those that are long
 WIDTH = tiny().config.hidden_size
@@ -184,8 +185,10 @@ def test_length_limit_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) 
         found.append(forward.long_prompt(torch.bfloat16, 4096))
         fp32 = [forward.long_prompt(torch.float32, width) for width in (4096, 768, 256)]
         assert fp32 == ([256, 256, 768] if "GenuineIntel" in known else [8192, 8192, 2731])
-        assert forward.long_prompt(torch.bfloat16, 256) == 3 * forward.long_prompt(torch.bfloat16, 768)
-    assert found == sorted(found) == [32, 80, 16384, 16384]
+        small, middle = (forward.long_prompt(torch.bfloat16, width) for width in (256, 768))
+        equal = "avx512_bf16" in known and "amx_bf16" not in known
+        assert small == (round(middle / 3) if equal else 3 * middle)
+    assert found == sorted(found) == [32, 8192, 16384, 16384]
     monkeypatch.undo()
     assert forward.processor() == frozenset() or len(forward.processor()) > 5
 

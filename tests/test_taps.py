@@ -53,7 +53,7 @@ def target_of(architecture: str, kind: str) -> DecoderTarget:
 
 def last_block(stack: Any) -> nn.Module:
     """The last block of a decoder, found by the names of its class."""
-    return next(getattr(stack, name)[-1] for name in ("layers", "h", "block") if hasattr(stack, name))
+    return next(getattr(stack, name)[-1] for name in ("layers", "h", "block", "blocks") if hasattr(stack, name))
 
 
 @torch.no_grad()

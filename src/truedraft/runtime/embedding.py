@@ -10,6 +10,8 @@ from torch import Tensor
 
 from truedraft.tree import DraftTree
 
+FACTORED = {"falcon_h1"}  # model types that multiply embeddings of tokens, but not embeddings that are given
+
 
 def embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.device) -> Tensor | None:
     """(rows, width, H) input embeddings of trees: those of tokens, and the vectors of probes that have them; rows are
@@ -24,9 +26,17 @@ def embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.d
         return _embedded(model, trees, width, device)
 
 
+def token_embeddings(model: Any, ids: Tensor) -> Tensor:
+    """The embeddings of tokens as a model's layers read them, given in the place of ids; (..., H)."""
+    config = model.config.get_text_config(decoder=True)
+    factor = config.embedding_multiplier if config.model_type in FACTORED else 1.0
+    found: Tensor = model.get_input_embeddings()(ids)
+    return found if factor == 1.0 else found * factor
+
+
 def _embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.device) -> Tensor:
     ids = [[*tree.tokens, *tree.tokens[-1:] * (width - len(tree))] for tree in trees]
-    inputs: Tensor = model.get_input_embeddings()(torch.tensor(ids, device=device)).clone()
+    inputs = token_embeddings(model, torch.tensor(ids, device=device)).clone()
     for row, tree in zip(inputs, trees, strict=True):
         for node, vector in tree.embeds.items():
             if vector.shape != row.shape[1:]:
