@@ -15,7 +15,7 @@ COMMON = {
     ("mistral3", "Mistral3ForConditionalGeneration"): "compiled",
     ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): "compiled",
     ("voxtral", "VoxtralForConditionalGeneration"): "compiled",
-    ("aya_vision", "AyaVisionForConditionalGeneration"): "own forward",
+    ("aya_vision", "AyaVisionForConditionalGeneration"): "compiled",
     ("codegen", "CodeGenForCausalLM"): "own forward",
     ("git", "GitForCausalLM"): "refused",  # padding changes its output
     ("idefics", "IdeficsForVisionText2Text"): "refused",  # needs an image

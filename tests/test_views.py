@@ -397,7 +397,7 @@ def test_a_text_drafted_by_a_view_is_that_of_model_generate(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "bloom"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "persimmon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_drafts_of_a_view_that_skips_nothing_are_all_accepted(dtype: torch.dtype, architecture: str, rule: str) -> None:
     """Scratch contains what passes of the whole model would have committed."""

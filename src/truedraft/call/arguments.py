@@ -41,7 +41,7 @@ SETTINGS = {
     "output_hidden_states": (False, "hidden states are not collected"),
     "token_healing": (False, "token healing is not supported"),
     "assistant_early_exit": (None, "early-exit drafting has no drafter here"),
-    "use_cache": (True, "truedraft needs the KV cache; drop it, the result is the same"),
+    "use_cache": (True, "truedraft needs the KV cache; give use_cache=True, the result is the same"),
     "cache_implementation": ("dynamic", "truedraft keeps a cache of its own; drop it"),
     "cache_config": (None, "truedraft keeps a cache of its own; drop it"),
     "compile_config": (None, "truedraft has compiled passes of its own; drop it"),

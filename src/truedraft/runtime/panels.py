@@ -28,6 +28,9 @@ SHARE = 0.5  # of the free memory that copies may take
 class Panels(Copies):
     """Copies of weights as they are, in panels."""
 
+    def __str__(self) -> str:
+        return f"{self.bytes / 1e6:,.0f} MB of weights copied into panels"
+
     def made(self, weight: Weight) -> Weight:
         return panels(weight)
 

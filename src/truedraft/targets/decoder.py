@@ -8,7 +8,7 @@ the mask implements the window. Models with recurrent state are hosted by `recur
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long
 from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.weights import NotCompilable
-from truedraft.targets.hostable import check_hosted
+from truedraft.targets.hostable import check_hosted, check_runtime
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
 from truedraft.targets.memory import check_room, free_memory
@@ -37,8 +37,6 @@ from truedraft.targets.quirks import check_sides, learned_positions, switches
 from truedraft.targets.reference import Reference
 from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps, joined
 from truedraft.views._base import View
-
-RUNTIMES = ("auto", "in-place", "stock")
 
 
 class DecoderTarget:
@@ -63,8 +61,7 @@ class DecoderTarget:
     family: ClassVar[Family] = "decoder"
     reads_sources: ClassVar[bool] = False
     output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
-    branching = True
-    croppable = True
+    branching = croppable = True
     noise = 0.0
     _cache_class: ClassVar[type[RowCache | Seq2SeqCache]] = RowCache
     _forward_class: ClassVar[type[ForwardPass]] = ForwardPass
@@ -72,11 +69,7 @@ class DecoderTarget:
     _prompt_class: ClassVar[type[PromptPass]] = PromptPass
 
     def __init__(self, model: PreTrainedModel, runtime: str = "auto", strict: bool = False):
-        if runtime not in RUNTIMES:
-            raise Refused(
-                f"runtime={runtime!r}: give 'auto' (compiled passes where they are available), 'in-place' (the same "
-                "without a copy of the weights) or 'stock'"
-            )
+        check_runtime(runtime)
         self._made_of = fingerprint(model)
         check_hosted(model)
         self.model = model
@@ -88,7 +81,6 @@ class DecoderTarget:
         self.layer_types = self._layer_types()
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
         self.vocabulary: int = self.config.vocab_size
-        self._copied: Panels | None = None
         self.runner, self.fallback_reason = self._runner(runtime)
         self.long = None if strict else self._long()
         self._reader = self._prompt_class(self.model, self.layer_types, self.window)
@@ -103,6 +95,7 @@ class DecoderTarget:
         return long_prompt(self.dtype, self.config.hidden_size)
 
     def _runner(self, runtime: str) -> tuple[Runner, str | None]:
+        self._copied: Panels | None = None
         if runtime == "stock":
             return self._stock(), None
         if runtime == "auto" and self.device.type == "cpu":
@@ -140,9 +133,8 @@ class DecoderTarget:
 
     @property
     def runtime(self) -> str:
-        copies = f"{self._copied.bytes / 1e6:,.0f} MB of weights copied into panels" if self._copied else None
-        notes = [note for note in (self.fallback_reason, copies) if note]
-        return f"{self.runner.name} ({'; '.join(notes)})" if notes else self.runner.name
+        notes = [self.fallback_reason or "", str(self._copied) if self._copied else ""]
+        return f"{self.runner.name} ({'; '.join(filter(None, notes))})" if any(notes) else self.runner.name
 
     @property
     def shared_vocabulary(self) -> bool:
@@ -247,14 +239,11 @@ class DecoderTarget:
 
     def _with_room(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
         """A cache, in the memory of the weights' copies if there is no other."""
-        try:
-            return self._allocated(rows, capacity)
-        except NoRoom:
-            if self._copied is None:
-                raise
-        forget(self.model)
-        self._copied = None
-        self.runner, self.fallback_reason = self._runner("in-place")
+        if self._copied is not None:
+            with suppress(NoRoom):
+                return self._allocated(rows, capacity)
+            forget(self.model)
+            self.runner, self.fallback_reason = self._runner("in-place")
         return self._allocated(rows, capacity)
 
     def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:

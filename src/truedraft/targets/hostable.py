@@ -27,6 +27,15 @@ def _drops(module: Any) -> bool:
     return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
+def check_runtime(runtime: str) -> None:
+    """Raises Refused for a way of making passes that there is not."""
+    if runtime not in ("auto", "in-place", "stock"):
+        raise Refused(
+            f"runtime={runtime!r}: give 'auto' (compiled passes where they are available), 'in-place' (the same "
+            "without a copy of the weights) or 'stock'"
+        )
+
+
 def keeps_states(config: Any) -> bool:
     """Whether decoders with such a configuration have layers whose states follow one text (`caches/states.py`)."""
     if reads_sources(config):
@@ -48,7 +57,7 @@ def check_hosted(model: Any) -> None:
         raise Refused(f"{name} is in training mode, where dropout makes the text random: call model.eval() first")
     config = model.config.get_text_config(decoder=True)
     for refusal in REFUSALS:
-        if why := refusal(config):
+        if why := refusal(config) or refusal(model.config):
             raise Refused(f"{name} cannot be hosted exactly: it {why}")
     if reads_sources(model.config) and getattr(type(model), "generate", None) is not GenerationMixin.generate:
         raise Refused(f"{name} cannot be hosted exactly: it overrides generate, which then does more than decode")

@@ -15,6 +15,12 @@ WITHOUT_POSITIONS = {"bloom", "mpt"}
 HOSTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
+def _prefix(config: PreTrainedConfig) -> str | None:
+    if config.model_type == "paligemma":
+        return "attends to later tokens of its prompt where no row of the batch is padded, and not where one is"
+    return None
+
+
 def _counted_keys(config: PreTrainedConfig) -> str | None:
     if config.model_type == "doge":
         return "keeps the top keys of those in the cache, so a row depends on the lengths of other rows"
@@ -29,6 +35,7 @@ def _routed_encoder(config: PreTrainedConfig) -> str | None:
 
 # Each: config -> why the model cannot be hosted exactly, or None.
 REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
+    _prefix,
     _counted_keys,
     _routed_encoder,
 ]
