@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from truedraft.runtime import native
 from truedraft.runtime.fingerprint import layout
+from truedraft.runtime.forward import processor
 from truedraft.runtime.native import Form
 from truedraft.runtime.weights import Copies, Weight, rounded, stored
 
@@ -51,7 +52,9 @@ _OF_MODELS: WeakKeyDictionary[nn.Module, tuple[list[object], Panels]] = WeakKeyD
 
 def panels_of(model: nn.Module, free: int) -> Panels | None:
     """The panels of a model's weights, one copy for all its passes; None where they would take more than SHARE of the
-    free bytes of memory."""
+    free bytes of memory, and on processors without AVX-512, where passes of sixteen nodes are slower from panels."""
+    if "avx512f" not in processor():
+        return None
     weights = list(map(layout, model.parameters()))
     kept = _OF_MODELS.get(model)
     if kept is not None and kept[0] == weights:
