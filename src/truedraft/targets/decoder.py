@@ -63,6 +63,7 @@ class DecoderTarget:
     output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
     branching = croppable = True
     noise = 0.0
+    _copied: Panels | None = None
     _cache_class: ClassVar[type[RowCache | Seq2SeqCache]] = RowCache
     _forward_class: ClassVar[type[ForwardPass]] = ForwardPass
     _linears_class: ClassVar[type[LinearsPass]] = LinearsPass
@@ -90,12 +91,11 @@ class DecoderTarget:
 
     def _long(self) -> int | None:
         quantised = any(type(p).__module__.startswith("torchao.") for p in self.model.parameters())
-        if quantised or not isinstance(self.runner, CompiledPass | LinearsPass):
-            return None
-        return long_prompt(self.dtype, self.config.hidden_size)
+        compiled = not quantised and isinstance(self.runner, CompiledPass | LinearsPass)
+        return long_prompt(self.dtype, self.config.hidden_size) if compiled else None
 
     def _runner(self, runtime: str) -> tuple[Runner, str | None]:
-        self._copied: Panels | None = None
+        self._copied = None
         if runtime == "stock":
             return self._stock(), None
         if runtime == "auto" and self.device.type == "cpu":
