@@ -24,7 +24,7 @@ from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rotary_tables import RotaryTables
 from truedraft.runtime.tapping import layer_number
-from truedraft.runtime.weights import Copies, NotCompilable
+from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import View
 
@@ -327,7 +327,7 @@ class CompiledPass(Runner):
         """Set further arguments, in subclasses."""
 
     def _stride(self, name: str) -> int:
-        return (self.program.widths[name] + 15) // 16 * 16
+        return padded_to_16(self.program.widths[name])
 
     def _reserve(self, nodes: int) -> None:
         """Allocate buffers for that many nodes; zeros, because padding of a row must stay zero."""

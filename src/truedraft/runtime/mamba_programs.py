@@ -13,8 +13,8 @@ from torch import nn
 from truedraft.runtime import mixtures
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import ACTIVATIONS, Program
-from truedraft.runtime.state_programs import attending_of, convolve, padded_to_16
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.state_programs import attending_of, convolve
+from truedraft.runtime.weights import NotCompilable, padded_to_16
 
 # Some models lengthen time steps to a least one in passes of several tokens, and not in those of one. The compiled pass
 # follows the latter throughout; a longer least step than this is refused.

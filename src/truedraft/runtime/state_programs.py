@@ -12,7 +12,7 @@ from torch import nn
 from truedraft.runtime import mixtures
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import SIGMOID, Program
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import NotCompilable, padded_to_16
 
 MOST_INPUTS = 8  # of a channel of a convolution, as TAPS in native/recurrent.inc
 
@@ -24,9 +24,7 @@ def qwen3_5(p: Program, model: Any) -> None:
     layers = model.model.layers
     attending = attending_of(layers)
     mixtures.reserve(p, (layer.mlp for layer in layers))
-    for layer in layers:
-        if hasattr(layer, "linear_attn"):
-            reserve_delta(p, layer.linear_attn)
+    reserve_delta(p, (layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")))
     p.buffer("queries", 2 * c.num_attention_heads * attending.head_dim)
     p.begin(model, getattr(c, "intermediate_size", 0), attention=attending)
     count = 0
@@ -59,9 +57,7 @@ def olmo_hybrid(p: Program, model: Any) -> None:
     c = model.config
     layers = model.model.layers
     norm = partial(p.rms_norm, once=True)
-    for layer in layers:
-        if hasattr(layer, "linear_attn"):
-            reserve_delta(p, layer.linear_attn)
+    reserve_delta(p, (layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")))
     p.begin(model, c.intermediate_size, attention=attending_of(layers))
     count = 0
     for layer in layers:
@@ -159,20 +155,21 @@ class _Named:
             self.gate_proj, self.up_proj, self.down_proj = mlp.w1, mlp.w3, mlp.w2
 
 
-def reserve_delta(p: Program, layer: Any) -> None:
+def reserve_delta(p: Program, layers: Iterable[Any]) -> None:
     """Buffers for `gated_delta`."""
-    keys, values, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
-    inputs = 2 * keys + values
-    for name, numbers in (("mixed", inputs), ("convolved", inputs), ("z", values), ("o", values)):
-        p.buffer(name, numbers)
-    for name, numbers in (("steps", heads), ("beta", heads), ("rates", 2 * heads)):
-        p.buffer(name, numbers)
-    if hasattr(layer, "in_proj_qkvz"):
-        p.buffer("grouped", layer.in_proj_qkvz.out_features)
-        p.buffer("grouped rates", layer.in_proj_ba.out_features)
-    elif hasattr(layer, "q_proj"):
-        p.part("mixed keys", "mixed", keys)
-        p.part("mixed values", "mixed", 2 * keys)
+    for layer in layers:
+        keys, values, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
+        inputs = 2 * keys + values
+        for name, numbers in (("mixed", inputs), ("convolved", inputs), ("z", values), ("o", values)):
+            p.buffer(name, numbers)
+        for name, numbers in (("steps", heads), ("beta", heads), ("rates", 2 * heads)):
+            p.buffer(name, numbers)
+        if hasattr(layer, "in_proj_qkvz"):
+            p.buffer("grouped", layer.in_proj_qkvz.out_features)
+            p.buffer("grouped rates", layer.in_proj_ba.out_features)
+        elif hasattr(layer, "q_proj"):
+            p.part("mixed keys", "mixed", keys)
+            p.part("mixed values", "mixed", 2 * keys)
 
 
 def _projected(p: Program, src: str, layer: Any) -> None:
@@ -264,7 +261,3 @@ def convolve(p: Program, src: str, dst: str, conv: Any, activation: int) -> None
         mode=activation,
     )  # fmt: skip
     p.states.append((op, (inputs - 1, padded_to_16(channels)), padded_to_16(channels)))
-
-
-def padded_to_16(numbers: int) -> int:
-    return (numbers + 15) // 16 * 16

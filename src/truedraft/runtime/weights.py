@@ -188,12 +188,17 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
     )  # fmt: skip
 
 
+def padded_to_16(numbers: int) -> int:
+    """Numbers of a row that ends with whole vectors of the kernels."""
+    return (numbers + 15) // 16 * 16
+
+
 def padded(vector: Tensor, offset: float = 0.0, sums: torch.dtype = torch.float32) -> Tensor:
     """A norm, bias or scales as fp32, plus `offset`, zero-padded to a multiple of sixteen.
 
     sums: the type in which the offset is added.
     """
-    result = torch.zeros((len(vector) + 15) // 16 * 16, dtype=torch.float32)
+    result = torch.zeros(padded_to_16(len(vector)), dtype=torch.float32)
     result[: len(vector)] = vector.detach().to(sums) + offset if offset else vector.detach()
     return result
 
