@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from models import tiny
 from test_runtime import assert_same_bits
 from truedraft.runtime import native
 from truedraft.runtime.native import Form, Op, OpKind
-from truedraft.runtime.panels import panels
+from truedraft.runtime.panels import by_panel, panels
 from truedraft.runtime.weights import Weight, fields, padded
 from truedraft.targets.decoder import DecoderTarget
 
@@ -46,43 +47,74 @@ IN_PLACE = {
     Form.GROUPED: lambda out, width: integers(out, width, 8, 16),
 }
 IN_PANELS = {
-    **{Form(form + Form.PANEL_FLOAT): make for form, make in IN_PLACE.items()},
+    Form.PANEL_FLOAT: IN_PLACE[Form.FLOAT],
+    Form.PANEL_BF16: IN_PLACE[Form.BF16],
+    Form.PANEL_INT8: IN_PLACE[Form.INT8],
     Form.PANEL_INT4: lambda out, width: integers(out, width, 4, 16),
+}
+WEIGHTS = {
+    **{form.name.lower(): make for form, make in IN_PLACE.items()},
+    **{form.name.lower(): lambda out, width, make=make: panels(make(out, width)) for form, make in IN_PANELS.items()},
+    "panel_int8 in groups": lambda out, width: panels(integers(out, width, 8, 16)),
+    "panel_int8 with offsets": lambda out, width: with_offsets(integers(out, width, 8, 16)),
+    "panel_int4 with offsets": lambda out, width: with_offsets(integers(out, width, 4, 16)),
+    "panel_int4 with one group": lambda out, width: panels(integers(out, width, 4, width)),
 }
 
 
-def product(weight: Weight, x: Tensor, threads: int = 2) -> Tensor:
+def with_offsets(weight: Weight) -> Weight:
+    assert weight.scales is not None
+    return replace(panels(weight), offsets=by_panel(torch.randn_like(weight.scales)))
+
+
+def product(weight: Weight, x: Tensor, narrow: bool = False, threads: int = 2) -> Tensor:
     kept, given = fields(weight, padded)
     library: Any = native.library()
-    op, y = Op(kind=OpKind.LINEAR, dst=1, scale=1.0, **given), torch.full((len(x), weight.shape[0]), torch.nan)
+    op = Op(kind=OpKind.LINEAR, dst=1, scale=1.0, narrow=narrow, **given)
+    y = torch.full((len(x), weight.shape[0]), torch.nan)
     assert kept and library.truedraft_linear(op, x.data_ptr(), len(x), y.data_ptr(), threads) == 0
     return y
 
 
 def plain(weight: Weight) -> Tensor:
-    """The matrix that a weight not in panels stands for."""
+    """The matrix that a weight stands for."""
+    out, width = weight.shape
+    values = weight.values
+    if weight.panels and values.dtype == torch.bfloat16:
+        values = values.unflatten(2, (16, 2)).permute(0, 2, 1, 3)
+    elif weight.panels:
+        if values.dtype == torch.int32:
+            places = [4 * pair + 16 * odd for pair in range(4) for odd in range(2)]
+            values = torch.stack([values << (28 - place) >> 28 for place in places], 2)
+        values = values.reshape(len(values), -1, 16).mT
+    matrix = values.reshape(-1, width)[:out].double()
     if weight.scales is None:
-        return weight.values.double()
-    scales = weight.scales.reshape(len(weight.values), -1)
-    return weight.values * scales.double().repeat_interleave(weight.values.shape[1] // scales.shape[1], 1)
+        return matrix
+
+    def by_column(factors: Tensor) -> Tensor:
+        rows = factors.mT.flatten(0, 1)[:out] if weight.panels else factors.view(out, -1)
+        return rows.double().repeat_interleave(width // rows.shape[1], 1)
+
+    return matrix * by_column(weight.scales) + (0 if weight.offsets is None else by_column(weight.offsets))
 
 
-@pytest.mark.parametrize("form", [*IN_PLACE, *IN_PANELS], ids=lambda form: form.name.lower())
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(("out", "width"), [(1, 16), (16, 48), (53, 80), (200, 304)])
 def test_a_product_is_that_of_torch_with_the_same_bits_at_any_width(
-    instructions: None, form: Form, out: int, width: int
+    instructions: None, kind: str, out: int, width: int, narrow: bool
 ) -> None:
     torch.manual_seed(0)
-    original = {**IN_PLACE, **IN_PANELS}[form](out, width)
-    weight = panels(original) if form in IN_PANELS else original
-    assert weight.form == form and weight.shape == (out, width)
+    weight = WEIGHTS[kind](out, width)
+    assert weight.form.name.lower() == kind.split()[0] and weight.shape == (out, width)
     x = torch.randn(max(WIDTHS), width).bfloat16().float()
-    whole = product(weight, x)
-    expected = x.double() @ plain(original).T
-    assert (whole - expected).abs().max() < 1e-5 * expected.std() * width**0.5
+    whole = product(weight, x, narrow)
+    expected = x.double() @ plain(weight).T
+    error, rounding = (whole - expected).abs(), 2**-8 * expected.abs() if narrow else 0
+    assert (error - rounding).max() < 1e-5 * expected.std() * width**0.5
     for count in WIDTHS:
-        assert torch.equal(product(weight, x[:count].clone(), 1 + count % 3), whole[:count])
-        assert torch.equal(product(weight, x[-count:].clone()), whole[-count:])
+        assert torch.equal(product(weight, x[:count].clone(), narrow, 1 + count % 3), whole[:count])
+        assert torch.equal(product(weight, x[-count:].clone(), narrow), whole[-count:])
 
 
 @pytest.mark.parametrize("runtime", ["auto", "in-place"])

@@ -19,10 +19,17 @@ from truedraft.runtime import native
 from truedraft.runtime.fingerprint import layout
 from truedraft.runtime.forward import processor
 from truedraft.runtime.native import Form
-from truedraft.runtime.weights import Copies, Weight, rounded, stored
+from truedraft.runtime.weights import PANEL_FORMS, Copies, Weight, rounded, stored
 
 ROWS = 16  # of a panel, as PANEL in pass.c
 NIBBLES = 8  # integers of four bits in a number of 32
+SHIFTS = [4 * (j // 2) + 16 * (j % 2) for j in range(NIBBLES)]  # of these integers
+_SHAPES = {  # columns that lie together, numbers for them, and their type
+    Form.PANEL_FLOAT: (1, ROWS, torch.float32),
+    Form.PANEL_BF16: (2, 2 * ROWS, torch.bfloat16),
+    Form.PANEL_INT8: (4, 4 * ROWS, torch.int8),
+    Form.PANEL_INT4: (NIBBLES, ROWS, torch.int32),
+}
 SHARE = 0.5  # of the free memory that copies may take
 
 
@@ -72,29 +79,29 @@ def forget(model: nn.Module) -> None:
 
 
 def panels(weight: Weight) -> Weight:
-    """A copy of a weight in panels, the last one filled up with zeros: (panels, in, 16) of fp32 or int8, (panels,
-    in / 2, 32) of pairs of bf16, (panels, in / 8, 16) int32 of eight integers of four bits."""
+    """A copy of a weight in panels, the last one filled up with zeros: (panels, in, 16) of fp32, (panels, in / 2,
+    32) of pairs of bf16, (panels, in / 4, 64) of four columns of int8, (panels, in / 8, 16) int32 of eight integers of
+    four bits."""
     values, scales, (out, width) = weight.values.contiguous(), weight.scales, weight.shape
-    count, form = -(-out // ROWS), Form(weight.form + Form.PANEL_FLOAT)
-    if form == Form.PANEL_GROUPED and width % NIBBLES == 0 and int(values.min()) >= -8 and int(values.max()) <= 7:
+    form = PANEL_FORMS[values.dtype]
+    if form == Form.PANEL_INT8 and weight.groups and width % NIBBLES == 0 and fits_four_bits(values):
         form = Form.PANEL_INT4
-    if scales is not None and scales.ndim == 2:
-        scales = _by_group(scales.float(), count)
-    if form == Form.PANEL_BF16 and width % 2:
-        values = pad(values, (0, 1))
-    width = values.shape[1]
-    sizes = {Form.PANEL_BF16: (width // 2, 2 * ROWS), Form.PANEL_INT4: (width // NIBBLES, ROWS)}
-    made = torch.empty(
-        count, *sizes.get(form, (width, ROWS)), dtype=torch.int32 if form == Form.PANEL_INT4 else values.dtype
-    )  # fmt: skip
+    each, numbers, dtype = _SHAPES[form]
+    values = pad(values, (0, -width % each))
+    made = torch.empty(-(-out // ROWS), values.shape[1] // each, numbers, dtype=dtype)
     library = native.library()
     assert library is not None
-    failure = library.truedraft_panels(form, values.data_ptr(), out, width, made.data_ptr(), torch.get_num_threads())
+    threads = torch.get_num_threads()
+    failure = library.truedraft_panels(form, values.data_ptr(), out, values.shape[1], made.data_ptr(), threads)
     assert failure == 0
-    return replace(weight, values=made, scales=scales, panels=True)
+    return replace(weight, values=made, scales=None if scales is None else by_panel(scales), panels=True)
 
 
-def _by_group(scales: Tensor, count: int) -> Tensor:
-    """(out, groups) to (panels, groups, 16)."""
-    filled = pad(scales, (0, 0, 0, count * ROWS - len(scales)))
-    return filled.unflatten(0, (count, ROWS)).mT.contiguous()
+def fits_four_bits(values: Tensor) -> bool:
+    return int(values.min()) >= -8 and int(values.max()) <= 7
+
+
+def by_panel(scales: Tensor) -> Tensor:
+    """(out,) or (out, groups) to (panels, groups, 16) of fp32."""
+    scales = scales.float().view(len(scales), -1)
+    return pad(scales, (0, 0, 0, -len(scales) % ROWS)).unflatten(0, (-1, ROWS)).mT.contiguous()

@@ -1,7 +1,7 @@
 """Weights of linear layers for the compiled pass, read in place from the memory of torch or torchao, or as copies.
 
-Supported are plain fp32 and bf16 matrices, and torchao's weight-only int8 (one scale per row) and grouped integers of
-up to eight bits (one scale per group of weights of a row), symmetric in both cases.
+Supported are plain fp32 and bf16 matrices, torchao's weight-only int8 (one scale per row) and grouped integers of up to
+eight bits (one scale per group of weights of a row), symmetric in both cases, and truedraft's `PackedTensor`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from truedraft.runtime.native import Form
+
+QUANTIZED = "qdata", "scale", "offset"  # the tensors of a quantised one
+PANEL_FORMS = {
+    torch.float32: Form.PANEL_FLOAT,
+    torch.bfloat16: Form.PANEL_BF16,
+    torch.int8: Form.PANEL_INT8,
+    torch.int32: Form.PANEL_INT4,
+}
 
 
 class NotCompilable(Exception):
@@ -26,9 +34,10 @@ class Weight:
     """The weight of a linear layer.
 
     values: (out, in), in the model's dtype or int8; in panels, see `panels.panels`.
-    scales: of integers: (out,), or (out, in / group), in panels (panels, in / group, 16); None for plain weights.
+    scales: of integers: (out,), or (out, groups), in panels (panels, groups, 16); None for plain weights.
     bias: (out,), or None.
     shape: (out, in).
+    offsets: what is added to the scaled integers of a group, as scales in panels; or None.
     """
 
     values: Tensor
@@ -36,6 +45,7 @@ class Weight:
     bias: Tensor | None
     shape: tuple[int, int] = (0, 0)
     panels: bool = False
+    offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.panels:
@@ -44,30 +54,30 @@ class Weight:
 
     def part(self, first: int, last: int) -> Weight:
         """The rows [first, last) of it; of panels, where they begin with one."""
-        if self.panels:
-            if first % 16 or self.scales is not None or self.bias is not None:
-                raise NotCompilable(f"a part of its weights begins in row {first}, not a multiple of sixteen")
-            return replace(self, values=self.values[first // 16 :], shape=(last - first, self.shape[1]))
-        scales, bias = (None if t is None else t[first:last] for t in (self.scales, self.bias))
-        return Weight(self.values[first:last], scales, bias)
+        bias = None if self.bias is None else self.bias[first:last]
+        if not self.panels:
+            return Weight(self.values[first:last], None if self.scales is None else self.scales[first:last], bias)
+        if first % 16:
+            raise NotCompilable(f"a part of its weights begins in row {first}, not a multiple of sixteen")
+        scales, offsets = (None if t is None else t[first // 16 :] for t in (self.scales, self.offsets))
+        rows, shape = self.values[first // 16 :], (last - first, self.shape[1])
+        return replace(self, values=rows, scales=scales, offsets=offsets, bias=bias, shape=shape)
 
     def itself(self) -> Weight:
         return self
 
     @property
     def form(self) -> Form:
+        if self.panels:
+            return PANEL_FORMS[self.values.dtype]
         if self.scales is None:
-            form = Form.BF16 if self.values.dtype == torch.bfloat16 else Form.FLOAT
-        else:
-            form = Form.INT8 if self.scales.ndim == 1 else Form.GROUPED
-        if self.values.dtype == torch.int32:
-            return Form.PANEL_INT4
-        return Form(form + Form.PANEL_FLOAT) if self.panels else form
+            return Form.BF16 if self.values.dtype == torch.bfloat16 else Form.FLOAT
+        return Form.INT8 if self.scales.ndim == 1 else Form.GROUPED
 
     @property
-    def group(self) -> int:
-        """Weights of a row that share a scale."""
-        return self.shape[1] // (1 if self.scales is None or self.scales.ndim == 1 else self.scales.shape[1])
+    def groups(self) -> int:
+        """Of columns that share a scale; 0 where each row of integers has one, and for plain weights."""
+        return 0 if self.scales is None or self.scales.ndim == 1 else self.scales.shape[1]
 
 
 class Copies(ABC):
@@ -89,6 +99,8 @@ class Copies(ABC):
 
     def __call__(self, weight: Weight) -> Weight:
         """A weight's copy."""
+        if weight.panels:
+            return weight
         key = weight.values.data_ptr(), weight.values.shape
         if key not in self._kept:
             self._kept[key] = _Kept(weight, self.made(weight))
@@ -134,14 +146,12 @@ class _Kept:
 
     @property
     def _copied(self) -> list[Tensor]:
-        """What the copy holds: not scales by row, which passes read apart."""
-        values, scales = self.weight.values, self.weight.scales
-        return [values] if scales is None or scales.ndim == 1 else [values, scales]
+        return [t for t in (self.weight.values, self.weight.scales) if t is not None]
 
 
 def _state(matrix: Tensor) -> tuple[int, Tensor]:
     """How often it was written to, as torch counts, and one of its columns."""
-    return 0 if matrix.is_inference() else matrix._version, matrix[:, matrix.shape[1] // 2]
+    return 0 if matrix.is_inference() else matrix._version, matrix[..., matrix.shape[-1] // 2]
 
 
 def rounded(weight: Weight) -> Weight:
@@ -160,8 +170,10 @@ def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
     if type(layer) is not nn.Linear and not (_falcons(layer) and layer.bias is None):
         raise NotCompilable(f"it has a {type(layer).__name__} where a linear layer stood")
     weight = layer.weight
+    if hasattr(weight, "as_weight"):  # a PackedTensor, whose module needs torchao
+        return cast(Weight, weight.as_weight(layer.bias))
     if type(weight).__module__.startswith("torchao."):
-        return Weight(*_integers(weight), layer.bias)
+        return Weight(*integers(weight), layer.bias)
     return Weight(plain(weight, dtype), None, layer.bias)
 
 
@@ -178,13 +190,16 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
     """
     bias = None if weight.bias is None else copied(weight.bias)
     scales = weight.scales
-    if scales is not None and (scales.ndim == 1 or scales.dtype != torch.float32):
+    if scales is not None and not weight.panels and (scales.ndim == 1 or scales.dtype != torch.float32):
         scales = copied(scales.view(-1))
-    kept = [t for t in (weight.values, bias, scales) if t is not None]
+    kept = [t for t in (weight.values, bias, scales, weight.offsets) if t is not None]
+    pointers = {
+        name: None if tensor is None else tensor.data_ptr()
+        for name, tensor in {"bias": bias, "scales": scales, "offsets": weight.offsets}.items()
+    }
     return kept, dict(
         weight=weight.values.data_ptr(), out=weight.shape[0], inner=weight.shape[1], form=weight.form,
-        bias=None if bias is None else bias.data_ptr(), scales=None if scales is None else scales.data_ptr(),
-        shift=weight.group.bit_length() - 1,
+        groups=weight.groups, shift=(weight.shape[1] // max(weight.groups, 1)).bit_length() - 1, **pointers,
     )  # fmt: skip
 
 
@@ -213,7 +228,8 @@ def plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.detach()
 
 
-def _integers(weight: Any) -> tuple[Tensor, Tensor]:
+def integers(weight: Any) -> tuple[Tensor, Tensor]:
+    """The integers (out, in) of a tensor of torchao, and their scales: (out,) or (out, groups)."""
     kind = type(weight).__name__
     values, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     block = tuple(getattr(weight, "block_size", ()))
@@ -237,5 +253,5 @@ def _integers(weight: Any) -> tuple[Tensor, Tensor]:
 
 def stored(weight: Any) -> int:
     """Bytes of a parameter that a pass reads, scales included."""
-    parts = [weight.qdata, weight.scale] if hasattr(weight, "qdata") else [weight]
-    return sum(part.numel() * part.element_size() for part in parts)
+    parts = [getattr(weight, name, None) for name in QUANTIZED] if hasattr(weight, "qdata") else [weight]
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)

@@ -74,8 +74,7 @@ class Form(enum.IntEnum):
     PANEL_FLOAT = 4
     PANEL_BF16 = 5
     PANEL_INT8 = 6
-    PANEL_GROUPED = 7
-    PANEL_INT4 = 8
+    PANEL_INT4 = 7
 
 
 class Op(ctypes.Structure):
@@ -86,6 +85,7 @@ class Op(ctypes.Structure):
         *((name, c_int32) for name in ("kind", "wait", "src", "other", "dst", "narrow", "tail", "mode")),
         *((name, c_int64) for name in ("out", "inner", "heads", "kv_heads", "head", "rotary", "window", "step")),
         *((name, c_int64) for name in ("kv_step", "k_at", "v_at", "q_at", "experts", "top", "apart", "blank")),
+        ("groups", c_int64),
         *(
             (name, c_void_p)
             for name in (
@@ -93,6 +93,8 @@ class Op(ctypes.Structure):
                 "second",
                 "scales",
                 "second_scales",
+                "offsets",
+                "second_offsets",
                 "bias",
                 "other_bias",
                 "q_norm",

@@ -168,11 +168,27 @@ AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log
 
 /* ---------------------------------------------------------------- linear layers, per instruction set */
 
+/* What integers of weights are multiplied by and what is added, in groups of columns. In rows: scales (out, groups) of 2^shift
+ * columns. In panels: scales and offsets (panels, groups, 16), and the sums of x (nodes, groups). */
+typedef struct {
+  const float *scale, *offset, *sums;
+  int64_t groups; /* 0 for weights without scales */
+  int shift;
+} Factors;
+
+/* Those of panels from row r on, and of nodes from m on. */
+IN Factors part_of(const Factors *f, int64_t r, int64_t m) {
+  Factors part = *f;
+  if (f->scale) part.scale += r * f->groups;
+  if (f->offset) part.offset += r * f->groups, part.sums += m * f->groups;
+  return part;
+}
+
 /* What the kernels name:
  *   SET(name)       name with the set's suffix        TARGET          the attribute that allows its instructions
  *   VEC, FLOATS     a vector of fp32, its lanes       ZERO, STORE     of it
  *   OPERAND, LANES  a factor, its numbers             LOAD            reads one; SPREAD, SPREAD_X repeat one of weights, of x
- *   X               the numbers of x                  DOT(v, u, acc)  acc plus the products of the lanes
+ *   X               the numbers of x                  DOT(v, u, acc)  acc plus the products of the lanes; FMA of fp32
  *   WIDEN...        weights of other formats to OPERAND
  *   TALL            rows of w in a tile               SUMS            the sums over the lanes of a tile's accumulators
  *   FEW             nodes up to which rows of w are streamed: as many accumulators as there are registers for
@@ -185,9 +201,10 @@ AVX2 IN __m256 half_of_pairs8(const bf16 *p, int j) {
   return _mm256_castsi256_ps(j ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)) : _mm256_slli_epi32(pairs, 16));
 }
 
-/* The j-th integers of four bits, of eight numbers that hold eight each. */
+/* The j-th integers of four bits, of eight numbers that hold eight each: the even ones in the lower half. */
 AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
-  const __m256i moved = _mm256_sllv_epi32(_mm256_loadu_si256((const __m256i *)p), _mm256_set1_epi32(28 - 4 * j));
+  const __m256i bits = _mm256_set1_epi32(28 - 16 * (j % 2) - 4 * (j / 2));
+  const __m256i moved = _mm256_sllv_epi32(_mm256_loadu_si256((const __m256i *)p), bits);
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(moved, 28));
 }
 
@@ -205,6 +222,7 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #define SPREAD_X(p) _mm256_broadcast_ss(p)
 #define X float
 #define DOT _mm256_fmadd_ps
+#define FMA _mm256_fmadd_ps
 #define MUL _mm256_mul_ps
 #define SUMS sums8
 #define TALL 3
@@ -230,6 +248,7 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #undef SPREAD
 #undef SPREAD_X
 #undef DOT
+#undef FMA
 #undef MUL
 #undef SUMS
 #undef TALL
@@ -257,7 +276,7 @@ AVX512 IN __m512 half_of_pairs16(const bf16 *p, int j) {
 /* A permutation reads four bits of a lane's index: as many as an integer has. */
 AVX512 IN __m512 nibbles16(const uint32_t *p, int j) {
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-  return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), (unsigned)(4 * j)), values);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), (unsigned)(16 * (j % 2) + 4 * (j / 2))), values);
 }
 
 /* The quarters of four vectors, added in the order of _mm512_reduce_add_ps: the halves, then theirs. */
@@ -301,6 +320,7 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
 #define SPREAD _mm512_set1_ps
 #define SPREAD_X(p) _mm512_set1_ps(*(p))
 #define DOT _mm512_fmadd_ps
+#define FMA _mm512_fmadd_ps
 #define MUL _mm512_mul_ps
 #define SUMS sums16
 #define TALL 4
@@ -322,6 +342,8 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
 #undef X
 #undef DOT
 #undef WIDEN
+#undef WIDEN_INT8
+#undef NIBBLES
 
 /* Products of bf16 by the instruction for them: it adds a pair of products to a lane, odd columns after even ones, each
  * sum rounded to nearest, with denormal numbers as zeros. */
@@ -333,6 +355,20 @@ BF16 IN __m512bh spread_pair(const bf16 *p) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
+/* Two columns of sixteen integers as pairs: a float that holds one has zeros where a bf16 has none. */
+BF16 IN __m512bh widen_int8_pairs(const int8_t *p) {
+  const __m512i odd = _mm512_castps_si512(widen_int8_16(p + 16)), even = _mm512_castps_si512(widen_int8_16(p));
+  return (__m512bh)_mm512_or_si512(odd, _mm512_srli_epi32(even, 16));
+}
+
+/* The j-th pairs of integers of four bits. A permutation of 32 numbers reads five bits of an index, one more than there
+ * are, so that each number is there twice. */
+BF16 IN __m512bh nibble_pairs(const uint32_t *p, int j) {
+  const __m256i values = (__m256i)_mm512_cvtneps_pbh(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+  const __m512i moved = _mm512_srli_epi32(_mm512_loadu_si512(p), (unsigned)(4 * j));
+  return (__m512bh)_mm512_permutexvar_epi16(moved, _mm512_broadcast_i64x4(values));
+}
+
 #define SET(name) name##_units
 #define TARGET BF16
 #define OPERAND __m512bh
@@ -341,6 +377,8 @@ BF16 IN __m512bh spread_pair(const bf16 *p) {
 #define SPREAD_X spread_pair
 #define X bf16
 #define DOT(v, u, acc) _mm512_dpbf16_ps(acc, v, u)
+#define WIDEN_INT8 widen_int8_pairs
+#define NIBBLES nibble_pairs
 #include "linear.inc"
 #include "panels.inc"
 
@@ -354,17 +392,19 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
   if ((width + 15) / 16 % 2) _mm256_storeu_si256((__m256i *)(to + (width + 15) / 16 * 16), _mm256_setzero_si256());
 }
 
-/* Of weights: GROUPED and INT4 have a scale for every few of a row; from PANELS on they lie in panels. */
-enum Form { FLOAT, BFLOAT, INT8, GROUPED, PANELS, PANEL_FLOAT = PANELS, PANEL_BFLOAT, PANEL_INT8, PANEL_GROUPED, PANEL_INT4, FORMS };
+/* Of weights: GROUPED has a scale for every few of a row; from PANELS on they lie in panels. */
+enum Form { FLOAT, BFLOAT, INT8, GROUPED, PANELS, PANEL_FLOAT = PANELS, PANEL_BFLOAT, PANEL_INT8, PANEL_INT4, FORMS };
 
-typedef void (*Linear)(const void *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const float *,
-                       int64_t, int);
-static Linear linears[FORMS] = {linear_float_avx2, linear_bf16_avx2,  linear_int8_avx2,    linear_grouped_avx2, panels_float_avx2,
-                                panels_bf16_avx2,  panels_int8_avx2, panels_grouped_avx2, panels_int4_avx2};
+typedef void (*Linear)(const void *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const Factors *);
+static Linear linears[FORMS] = {linear_float_avx2, linear_bf16_avx2, linear_int8_avx2, linear_grouped_avx2,
+                                panels_float_avx2, panels_bf16_avx2, panels_int8_avx2, panels_int4_avx2};
+static const Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = panels_bf16_units,
+                                       [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
 typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
 static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
-static const int64_t bits_of[FORMS] = {32, 16, 8, 8, 32, 16, 8, 8, 4};
-static int units; /* bf16 products by the instruction for them, with x in bf16 */
+static const int64_t bits_of[FORMS] = {32, 16, 8, 8, 32, 16, 8, 4};
+static const int64_t columns_of[FORMS] = {1, 1, 1, 1, 1, 2, 4, 8}; /* a row has a multiple of so many */
+static int units; /* where the model computes in bf16, products by the instruction for it, with x in bf16 */
 
 /* ---------------------------------------------------------------- the list of operations */
 
@@ -402,8 +442,10 @@ typedef struct {
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights;
                                            COLUMNS: from row to row of the weights, (in, apart) per expert */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
+  int64_t groups;                       /* LINEAR, GATED: of columns that share a scale */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
-  const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
+  const float *scales, *second_scales;  /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
+  const float *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
                                            ROUTE: added to the weights where experts are chosen, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL */
@@ -416,7 +458,7 @@ typedef struct {
   float eps, scale, cap;                /* ROUTE: added to the sum, factor of the weights, least sum */
   int32_t norm_once;                    /* PREPARE: the norms round once; ROUTE: the router computes in fp32 */
   int32_t form;                         /* LINEAR, GATED: of the weights; ROUTE: of the bias */
-  int32_t shift;                        /* GROUPED: a group is 2^shift weights of a row; EMBED: of the positions;
+  int32_t shift;                        /* GROUPED: a group is 2^shift columns; EMBED: of the positions;
                                            ATTEND: index of distance 0 in the biases */
   int32_t interleaved;                  /* PREPARE, LATENT: 1 = neighbours are rotated together, not halves;
                                            LATENT: 2 = likewise, and the result is laid out in halves */
@@ -583,13 +625,15 @@ AVX2 static void layer_norm(const Op *op, const float *x, float *y) {
   }
 }
 
-/* What a thread has for itself: room for attention; and for nodes in bf16, which are those of `op` from `first` on. */
+/* What a thread has for itself: room for attention; and for nodes in bf16, and the sums of their groups, which are those of
+ * `op` from `first` on. */
 typedef struct {
   float *scores, *queries, *extras;
   float *vectors, *states;              /* RECUR: directions of queries and keys; states of a slice of a head */
   int64_t *holders;
   uint32_t *keys;
   bf16 *x;
+  float *sums;
   const Op *op;
   int64_t first;
 } Worker;
@@ -597,23 +641,47 @@ typedef struct {
 IN int64_t padded_to_32(int64_t width) { return (width + 31) / 32 * 32; }
 
 /* Whether a product takes its nodes in bf16. */
-IN int in_bf16(const Op *op) { return units && (op->form == BFLOAT || op->form == PANEL_BFLOAT); }
+IN int in_bf16(const Op *op) {
+  return units && by_units[op->form] && (op->narrow || op->form == BFLOAT || op->form == PANEL_BFLOAT);
+}
 
 /* Rows of the weights in a task. */
 IN int64_t block_of(const Op *op) { return op->form < PANELS ? BLOCK : BROAD; }
 
 /* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BROAD) in y. */
-AVX2 IN void product(const Op *op, const void *weight, const float *scales, const void *x, int64_t ldx, int64_t nodes,
-                     int64_t first, int64_t rows, float *y) {
-  const int64_t groups = op->form == GROUPED || op->form >= PANEL_GROUPED ? op->in >> op->shift : 0;
-  const int64_t even = op->form == PANEL_BFLOAT ? (op->in + 1) / 2 * 2 : op->in;
-  linears[op->form](x, ldx, nodes, (const char *)weight + first * even * bits_of[op->form] / 8, rows, op->in, y, BROAD,
-                    groups ? scales + first * groups : NULL, groups, op->shift);
-  if (op->form == INT8 || op->form == PANEL_INT8)
+AVX2 IN void product(const Op *op, const void *weight, const float *scales, const float *offsets, const Worker *worker,
+                     const void *x, int64_t ldx, int64_t nodes, int64_t first, int64_t rows, float *y) {
+  const int64_t columns = columns_of[op->form], row = (op->in + columns - 1) / columns * columns * bits_of[op->form] / 8;
+  const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift}, part = part_of(&whole, first, 0);
+  const Linear multiply = in_bf16(op) ? by_units[op->form] : linears[op->form];
+  multiply(x, ldx, nodes, (const char *)weight + first * row, rows, op->in, y, BROAD, &part);
+  if (op->form == INT8)
     for (int64_t m = 0; m < nodes; m++)
       for (int64_t r = 0; r < rows; r += L)
         _mm256_storeu_ps(y + m * BROAD + r,
                          _mm256_mul_ps(_mm256_loadu_ps(y + m * BROAD + r), _mm256_loadu_ps(scales + first + r)));
+}
+
+/* The sums of the groups of a row of x. */
+AVX2 static void group_sums(const float *x, int64_t width, int64_t groups, float *to) {
+  const int64_t size = width / groups;
+  for (int64_t g = 0; g < groups; g++, x += size) {
+    __m256 sum = _mm256_setzero_ps();
+    for (int64_t k = 0; k < size; k += L) sum = _mm256_add_ps(sum, _mm256_loadu_ps(x + k));
+    to[g] = sum8(sum);
+  }
+}
+
+/* Brings the nodes of an operation from m0 on to where its products read them: in bf16, with the sums of groups. */
+static void prepare_nodes(const Op *op, const Pass *pass, int64_t m0, int64_t nodes, Worker *worker) {
+  if (worker->op == op && worker->first == m0) return;
+  for (int64_t m = 0; m < nodes; m++) {
+    const float *x = ROW(op->src, m0 + m);
+    if (in_bf16(op)) narrow_row(x, op->in, worker->x + m * padded_to_32(op->in));
+    if (op->offsets) group_sums(x, op->in, op->groups, worker->sums + m * op->groups);
+  }
+  worker->op = op;
+  worker->first = m0;
 }
 
 /* Rows [first, first + rows) of an expert's weights over the nodes [m0, m0 + nodes), with what follows the product. */
@@ -624,16 +692,14 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
   int64_t ldx = pass->stride[op->src];
   const int64_t ldy = pass->stride[op->dst];
   float one[CHUNK * BROAD], two[CHUNK * BROAD], *dst = ROW(op->dst, m0) + first;
+  prepare_nodes(op, pass, m0, nodes, worker);
   if (in_bf16(op)) {
     ldx = padded_to_32(op->in);
-    if (worker->op != op || worker->first != m0)
-      for (int64_t m = 0; m < nodes; m++) narrow_row(ROW(op->src, m0 + m), op->in, worker->x + m * ldx);
-    worker->op = op;
-    worker->first = m0;
     x = worker->x;
   }
-  product(op, op->weight, op->scales, x, ldx, nodes, at, rows, one);
-  if (op->kind == GATED) product(op, op->second, op->second_scales, x, ldx, nodes, at, rows, two);
+  product(op, op->weight, op->scales, op->offsets, worker, x, ldx, nodes, at, rows, one);
+  if (op->kind == GATED)
+    product(op, op->second, op->second_scales, op->second_offsets, worker, x, ldx, nodes, at, rows, two);
   for (int64_t m = 0; m < nodes; m++) {
     float *y = dst + m * ldy;
     for (int64_t r = 0; r < rows; r += L) {
@@ -879,14 +945,15 @@ IN int64_t key_size(const Op *op) { return op->head + (op->kind == ATTEND ? op->
 AVX2 static void score(const Op *op, const Worker *worker, int64_t count, const void *keys, const void *rotated, int64_t n,
                        float *y, int64_t ld) {
   const int64_t size = op->narrow ? 2 : 4, width = op->head * size / 4, all = key_size(op), more = all * size / 4 - width;
-  const enum Form form = op->narrow ? PANEL_BFLOAT : PANEL_FLOAT;
+  const Linear multiply = op->narrow && units ? by_units[PANEL_BFLOAT] : linears[op->narrow ? PANEL_BFLOAT : PANEL_FLOAT];
+  const Factors none = {0};
   const void *x = op->narrow && units ? (const void *)worker->x : (const void *)worker->queries;
   const int64_t ldx = op->narrow && units ? padded_to_32(all) : all;
   for (int64_t block = 0; block < n; block += KEYS) {
     const int64_t some = n - block < KEYS ? n - block : KEYS;
     to_panels((const uint32_t *)keys + block * width, some, width, width + more, worker->keys);
     if (more) to_panels((const uint32_t *)rotated + block * more, some, more, width + more, worker->keys + width * PANEL);
-    linears[form](x, ldx, count, worker->keys, (some + PANEL - 1) / PANEL * PANEL, all, y + block, ld, NULL, 0, 0);
+    multiply(x, ldx, count, worker->keys, (some + PANEL - 1) / PANEL * PANEL, all, y + block, ld, &none);
   }
 }
 
@@ -1293,14 +1360,14 @@ static int64_t reach_of(const Pass *pass) {
 
 /* The sizes of a worker's rooms, in numbers. */
 typedef struct {
-  size_t scores, queries, extras, keys, x, vectors, states, holders, all;
+  size_t scores, queries, extras, keys, x, sums, vectors, states, holders, all;
 } Rooms;
 
 IN size_t whole_lines(int64_t numbers) { return (size_t)(numbers + 15) / 16 * 16; }
 
 static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t share) {
   const int64_t chunk = pass->nodes < CHUNK ? pass->nodes : CHUNK, queries = share * MANY;
-  int64_t head = 0, wide = 0;
+  int64_t head = 0, wide = 0, sums = 0;
   for (int64_t i = 0; i < count; i++) {
     const int attends = ops[i].kind == ATTEND || ops[i].kind == CROSS;
     if (attends && key_size(ops + i) > head) head = key_size(ops + i);
@@ -1308,9 +1375,10 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
       wide = queries * padded_to_32(key_size(ops + i));
     if ((ops[i].kind == LINEAR || ops[i].kind == GATED || ops[i].kind == HEADS) && in_bf16(ops + i) && chunk * padded_to_32(ops[i].in) > wide)
       wide = chunk * padded_to_32(ops[i].in);
+    if (ops[i].offsets && chunk * ops[i].groups > sums) sums = chunk * ops[i].groups;
   }
   Rooms r = {head ? whole_lines(queries * (pass->reach + 2 * PANEL)) : 0, whole_lines(queries * head),
-             head ? whole_lines(pass->longest) : 0, whole_lines(KEYS * head), whole_lines((wide + 1) / 2), 0, 0, 0, 0};
+             head ? whole_lines(pass->longest) : 0, whole_lines(KEYS * head), whole_lines((wide + 1) / 2), whole_lines(sums), 0, 0, 0, 0};
   int64_t nodes = 0, drafts = 0, size = 0;
   for (int64_t i = 0; i < pass->rows; i++) {
     const int64_t own = pass->row_from[i + 1] - pass->row_from[i], path = pass->path_from[i + 1] - pass->path_from[i];
@@ -1324,7 +1392,7 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
     r.states = whole_lines((drafts + 1) * size * SLICE);
     r.holders = whole_lines(2 * (3 * drafts + 1)); /* of 64 bits */
   }
-  r.all = r.scores + r.queries + r.extras + r.keys + r.x + r.vectors + r.states + r.holders;
+  r.all = r.scores + r.queries + r.extras + r.keys + r.x + r.sums + r.vectors + r.states + r.holders;
   return r;
 }
 
@@ -1347,7 +1415,8 @@ static int run(const Op *ops, int64_t count, const Pass *given, int64_t share, i
       Worker worker = {.scores = own, .queries = own += rooms.scores, .extras = own += rooms.queries};
       worker.keys = (uint32_t *)(own += rooms.extras);
       worker.x = (bf16 *)(own += rooms.keys);
-      worker.vectors = own += rooms.x;
+      worker.sums = own += rooms.x;
+      worker.vectors = own += rooms.sums;
       worker.states = own += rooms.vectors;
       worker.holders = (int64_t *)(own += rooms.states);
       each_thread(ops, count, &pass, counters, &barrier, threads, worker);
@@ -1374,11 +1443,20 @@ static int fits(const Pass *pass, int32_t buffer, int64_t width, int64_t rows) {
          rows <= pass->room[buffer] / pass->stride[buffer];
 }
 
+/* Whether columns of weights come in groups that their form allows. */
+static int groups_fit(const Op *op) {
+  if (op->form == GROUPED && (!within(op->shift, 4, 30) || op->groups << op->shift != op->in)) return 0;
+  if (op->form != PANEL_INT8 && op->form != PANEL_INT4) return op->form == GROUPED || (!op->groups && !op->offsets);
+  const int64_t least = op->offsets ? L : columns_of[op->form];
+  return within(op->groups, 1, op->in) && op->in % op->groups == 0 &&
+         (op->in / op->groups % least == 0 || (op->groups == 1 && op->form == PANEL_INT8 && !op->offsets)) &&
+         (op->kind != GATED || !op->offsets == !op->second_offsets);
+}
+
 static int weights_fit(const Op *op) {
-  const int grouped = op->form == GROUPED || op->form >= PANEL_GROUPED, scaled = op->form != PANEL_FLOAT && op->form != PANEL_BFLOAT;
   return op->weight && within(op->form, FLOAT, FORMS - 1) && within(op->out, 1, MOST) && within(op->in, 1, MOST) &&
-         (op->form < INT8 || !scaled || op->scales) && (op->form < PANELS || op->apart % PANEL == 0) &&
-         (!grouped || (within(op->shift, 4, 30) && op->in % ((int64_t)1 << op->shift) == 0));
+         (op->form == FLOAT || op->form == BFLOAT || op->form == PANEL_FLOAT || op->form == PANEL_BFLOAT || op->scales) &&
+         (op->form < PANELS || op->apart % PANEL == 0) && groups_fit(op);
 }
 
 static int heads_fit(const Op *op, int64_t share) {
@@ -1606,17 +1684,17 @@ static void integer_panel(const int8_t *rows, int64_t n, int64_t in, int nibbles
   for (int64_t k = 0; k < in; k += 8)
     for (int64_t i = 0; i < PANEL; i++) {
       uint32_t packed = 0;
-      for (int64_t j = 0; j < 8 && i < n; j++) packed |= (uint32_t)(rows[i * in + k + j] & 15) << 4 * j;
+      for (int64_t j = 0; j < 8 && i < n; j++) packed |= (uint32_t)(rows[i * in + k + j] & 15) << (4 * (j / 2) + 16 * (j % 2));
       ((uint32_t *)to)[k / 8 * PANEL + i] = packed;
     }
 }
 
-/* Weights (out, in) in rows to panels of this form. `in` is even in bf16, and a multiple of eight for four bits. Returns
-   as truedraft_pass. */
+/* Weights (out, in) in rows to panels of this form. `in` is even in bf16, a multiple of four in bytes, and of eight for four
+   bits. Returns as truedraft_pass. */
 int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *panels, int threads) {
   if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
   if (!within(form, PANELS, FORMS - 1) || !within(out, 1, MOST) || !within(in, 1, MOST) || !rows || !panels) return BAD_OP;
-  if ((form == PANEL_BFLOAT && in % 2) || (form == PANEL_INT4 && in % 8)) return BAD_OP;
+  if (in % columns_of[form]) return BAD_OP;
   const int64_t row = form == PANEL_INT4 ? in : in * bits_of[form] / 8, panel = PANEL * in * bits_of[form] / 8;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++) {
@@ -1651,7 +1729,7 @@ int64_t truedraft_layout(void) {
   (linears[FLOAT] = linear_float_##set, linears[BFLOAT] = linear_bf16_##set, linears[INT8] = linear_int8_##set,          \
    linears[GROUPED] = linear_grouped_##set, linears[PANEL_FLOAT] = panels_float_##set,                                   \
    linears[PANEL_BFLOAT] = panels_bf16_##set, linears[PANEL_INT8] = panels_int8_##set,                                   \
-   linears[PANEL_GROUPED] = panels_grouped_##set, linears[PANEL_INT4] = panels_int4_##set)
+   linears[PANEL_INT4] = panels_int4_##set)
 
 /* Which instructions the linear layers use: 0 none, 2 AVX2, 5 AVX-512, 6 AVX-512 with those for bf16. At most `wanted`. */
 int truedraft_choose(int wanted) {
@@ -1664,9 +1742,5 @@ int truedraft_choose(int wanted) {
   else USE(avx2);
   values_of[0] = wide ? values_float_avx512 : values_float_avx2;
   values_of[1] = wide ? values_bf16_avx512 : values_bf16_avx2;
-  if (units) {
-    linears[BFLOAT] = linear_bf16_units;
-    linears[PANEL_BFLOAT] = panels_bf16_units;
-  }
   return units ? 6 : wide ? 5 : 2;
 }

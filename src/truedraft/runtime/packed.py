@@ -1,0 +1,111 @@
+"""A matrix of integers of four or eight bits, kept once, in the order in which the compiled pass reads them.
+
+It is a tensor of torchao's kind, so that it stands as the weight of a linear layer: for torch it is the matrix that its
+integers stand for, which its products compute first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+from torchao.utils import TorchAOBaseTensor
+
+from truedraft.runtime import native
+from truedraft.runtime.panels import NIBBLES, ROWS, SHIFTS, by_panel, fits_four_bits, panels
+from truedraft.runtime.weights import Weight
+
+
+class PackedTensor(TorchAOBaseTensor):
+    """Integers q (out, in) that stand for q * scale + offset, with a scale and an offset for each group of columns.
+
+    Args:
+        qdata, scale, offset: in panels; see `Weight`. Without an offset the integers are symmetric around zero.
+        rows, columns: out and in.
+        dtype: of the matrix, for torch.
+    """
+
+    tensor_data_names = ["qdata", "scale"]
+    tensor_attribute_names = ["rows", "columns", "dtype"]
+    optional_tensor_data_names = ["offset"]
+
+    def __new__(
+        cls, qdata: Tensor, scale: Tensor, rows: int, columns: int, dtype: torch.dtype, offset: Tensor | None = None
+    ) -> PackedTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (rows, columns), dtype=dtype, device=qdata.device, requires_grad=False
+        )
+
+    def __init__(
+        self, qdata: Tensor, scale: Tensor, rows: int, columns: int, dtype: torch.dtype, offset: Tensor | None = None
+    ):
+        self.qdata, self.scale, self.offset = qdata, scale, offset
+        self.rows, self.columns = rows, columns
+
+    @classmethod
+    def of_integers(
+        cls, values: Tensor, scales: Tensor, offsets: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> PackedTensor:
+        """Pack integers: in four bits each, where all are in [-8, 7] and a group has a multiple of eight columns.
+
+        Args:
+            values: (out, in) int8.
+            scales, offsets: (out, groups).
+
+        Raises:
+            ValueError: the groups are not of equal numbers of columns, a multiple of eight.
+        """
+        out, width = values.shape
+        groups = scales.shape[1]
+        if width % (NIBBLES * groups):
+            raise ValueError(f"{groups} groups of {width} columns: each needs a multiple of {NIBBLES}")
+        if native.library() is None:
+            qdata = _packed(values)
+        else:
+            qdata = panels(Weight(values, scales, None)).values
+        return cls(qdata, by_panel(scales), out, width, dtype, None if offsets is None else by_panel(offsets))
+
+    def as_weight(self, bias: Tensor | None) -> Weight:
+        """As the compiled pass reads it."""
+        return Weight(self.qdata, self.scale, bias, (self.rows, self.columns), True, self.offset)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The matrix (out, in) in a dtype, by default its own; computed in fp32."""
+        matrix = _unpacked(self.qdata).float().unflatten(1, (self.scale.shape[1], -1))
+        matrix.mul_(self.scale.mT.flatten(0, 1)[..., None])
+        if self.offset is not None:
+            matrix.add_(self.offset.mT.flatten(0, 1)[..., None])
+        return matrix.flatten(1)[: self.rows].to(dtype or self.dtype)
+
+
+def _packed(values: Tensor) -> Tensor:
+    """(out, in) int8 to panels, as the compiled code makes them."""
+    by_column = pad(values, (0, 0, 0, -len(values) % ROWS)).unflatten(0, (-1, ROWS)).mT  # (panels, in, 16)
+    if not fits_four_bits(values):
+        return by_column.unflatten(1, (-1, 4)).flatten(2).contiguous()
+    made = torch.zeros(len(by_column), values.shape[1] // NIBBLES, ROWS, dtype=torch.int32, device=values.device)
+    for j, shift in enumerate(SHIFTS):
+        made |= (by_column[:, j::NIBBLES].int() & 15) << shift
+    return made
+
+
+def _unpacked(qdata: Tensor) -> Tensor:
+    """Panels to (out, in) int8, with the zeros that fill up the last panel."""
+    if qdata.dtype == torch.int32:
+        qdata = torch.stack([(qdata << (28 - shift) >> 28).to(torch.int8) for shift in SHIFTS], 2).flatten(1, 2)
+    return qdata.view(len(qdata), -1, ROWS).mT.flatten(0, 1)
+
+
+@PackedTensor.implements_torch_function(torch.nn.functional.linear)
+def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x, matrix, *bias = args
+    return linear(x, matrix.dequantize(x.dtype), *bias, **kwargs)
+
+
+@PackedTensor.implements([torch.ops.aten.t.default, torch.ops.aten.mm.default])
+def _plain(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """Operations for which it is the matrix that it stands for."""
+    matrices = (a.dequantize() if isinstance(a, PackedTensor) else a for a in args)
+    return func(*matrices, **kwargs)
