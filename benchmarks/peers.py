@@ -32,9 +32,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from peers_engines import ENGINES, THREADS
+from peers_engines import BITS, ENGINES, THREADS
 from runtime import SIZES
 
+DTYPES = ["float32", "bfloat16", *BITS]
 VOCABULARY, PERIODS = 32000, {"copy-heavy": 64, "no repeats": 4000}
 
 
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="interpreter of an engine")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)

@@ -21,6 +21,13 @@ from typing import Any
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 NGRAM = 3  # longest n-gram that prompt lookup searches for, in every engine
+BITS = {"int8": 8, "int4": 4}  # quantised weights, with a bf16 model around them; the others are dtypes
+GROUP = 32  # weights that share a scale in four bits, in every engine that lets one choose
+
+
+def computed(dtype: str) -> str:
+    """The dtype of the model around its weights."""
+    return "bfloat16" if dtype in BITS else dtype
 
 
 class Clock:
@@ -62,8 +69,21 @@ class Transformers(Engine):
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(THREADS)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder / dtype, dtype=dtype).eval()
-        self.precision = f"weights, cache and results {dtype}"
+        path, given = folder / computed(dtype), self.quantization(dtype)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=computed(dtype), **given).eval()
+        self.precision = f"weights {dtype}, cache and results {computed(dtype)}"
+
+    def quantization(self, dtype: str) -> dict[str, Any]:
+        """Arguments for a model whose weights torchao quantises as it is loaded."""
+        if dtype not in BITS:
+            return {}
+        import torch
+        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+        from transformers import TorchAoConfig
+
+        four = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP))
+        chosen = Int8WeightOnlyConfig() if dtype == "int8" else four
+        return {"quantization_config": TorchAoConfig(chosen, include_input_output_embeddings=False)}
 
     def call(self, prompt: list[int], new: int, generate: Callable[..., Any], **more: Any) -> list[int]:
         import torch
@@ -98,8 +118,13 @@ class Truedraft(Transformers):
         import truedraft
 
         super().__init__(folder, dtype)
+        if dtype in BITS:
+            self.model = truedraft.accelerate(self.model, quantize=dtype).target.model
         drafts = {0: None, **{n: f"prompt-lookup:n={NGRAM},length={n}" for n in self.lookups}}
         self.sides = {n: truedraft.accelerate(self.model, draft=draft, strict=True) for n, draft in drafts.items()}
+
+    def quantization(self, dtype: str) -> dict[str, Any]:
+        return {}
 
     def generate(self, prompt: list[int], new: int, lookup: int, clock: Clock) -> list[int]:
         def on_pass(done: Any) -> None:
@@ -116,21 +141,28 @@ class OpenVINO(Engine):
         import openvino
         import openvino_genai  # noqa: F401
 
-        self.folder = converted(folder / f"openvino-{dtype}", lambda out: self.convert(folder / dtype, out))
-        self.hint = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+        self.folder = converted(folder / f"openvino-{dtype}", lambda out: self.convert(folder, out, dtype))
+        self.hint = {"float32": "f32", "bfloat16": "bf16"}[computed(dtype)]
         able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         # without instructions for bf16 it computes in fp32 all the same, and prompt lookup refuses another cache
-        self.cache = "bf16" if dtype == "bfloat16" and "BF16" in able else "f32"
+        self.cache = "bf16" if self.hint == "bf16" and "BF16" in able else "f32"
         self.precision = f"weights {dtype}, hint {self.hint}, cache {self.cache}; it computes in {', '.join(able)} here"
         self.pipelines: dict[bool, Any] = {}
 
-    def convert(self, folder: Path, out: Path) -> None:
+    def convert(self, models: Path, out: Path, dtype: str) -> None:
         import openvino_tokenizers
         from openvino import save_model
         from optimum.exporters.openvino import main_export
         from transformers import AutoTokenizer
 
-        main_export(str(folder), str(out), task="text-generation-with-past", convert_tokenizer=False)
+        folder, given = models / computed(dtype), {}
+        if dtype in BITS:
+            from optimum.intel import OVConfig, OVWeightQuantizationConfig
+
+            four = dict(group_size=GROUP, ratio=1.0, all_layers=True) if dtype == "int4" else {}
+            weights = OVWeightQuantizationConfig(bits=BITS[dtype], sym=True, **four)
+            given["ov_config"] = OVConfig(quantization_config=weights)
+        main_export(str(folder), str(out), task="text-generation-with-past", convert_tokenizer=False, **given)
         one, other = openvino_tokenizers.convert_tokenizer(AutoTokenizer.from_pretrained(folder), with_detokenizer=True)
         save_model(one, out / "openvino_tokenizer.xml")
         save_model(other, out / "openvino_detokenizer.xml")
@@ -170,12 +202,15 @@ class CTranslate2(Engine):
     def __init__(self, folder: Path, dtype: str):
         import ctranslate2
 
-        if dtype not in ctranslate2.get_supported_compute_types("cpu"):
+        types = ctranslate2.get_supported_compute_types("cpu")
+        chosen = next((t for t in (f"{dtype}_bfloat16", dtype, f"{dtype}_float32") if t in types), None)
+        if chosen is None:
             raise Unsupported(f"{dtype} is not among its types on this CPU")
-        path = converted(folder / f"ctranslate2-{dtype}", lambda out: self.convert(folder / dtype, out, dtype))
-        self.generator = ctranslate2.Generator(str(path), compute_type=dtype, inter_threads=1, intra_threads=THREADS)
-        self.precision = f"compute type {self.generator.compute_type}"
-        self.pieces = json.loads((folder / dtype / "pieces.json").read_text())
+        model = folder / computed(dtype)
+        path = converted(folder / f"ctranslate2-{dtype}", lambda out: self.convert(model, out, chosen))
+        self.generator = ctranslate2.Generator(str(path), compute_type=chosen, inter_threads=1, intra_threads=THREADS)
+        self.precision = f"compute type {self.generator.compute_type}; int8 ones quantise what is multiplied, too"
+        self.pieces = json.loads((model / "pieces.json").read_text())
 
     def convert(self, folder: Path, out: Path, dtype: str) -> None:
         from ctranslate2.converters import TransformersConverter
@@ -204,10 +239,11 @@ class LlamaCpp(Engine):
         import xllamacpp
 
         self.path = converted(folder / f"llama-{dtype}.gguf", lambda out: self.convert(folder / "float32", out, dtype))
-        name = {"float32": "GGML_TYPE_F32", "bfloat16": "GGML_TYPE_BF16"}[dtype]
+        name = {"float32": "GGML_TYPE_F32", "bfloat16": "GGML_TYPE_BF16"}[computed(dtype)]
         self.kind = getattr(xllamacpp.ggml_type, name)
         self.servers: dict[int, Any] = {}
-        self.precision = f"weights and cache {dtype}; {xllamacpp.get_system_info().strip(' |')}"
+        integers = ", what is multiplied quantised to eight bits, too" if dtype in BITS else ""
+        self.precision = f"weights {dtype}{integers}, cache {computed(dtype)}; {xllamacpp.get_system_info().strip(' |')}"
 
     def server(self, lookup: int) -> Any:
         import xllamacpp
@@ -231,7 +267,8 @@ class LlamaCpp(Engine):
 
         c = json.loads((folder / "config.json").read_text())
         heads, kv = c["num_attention_heads"], c["num_key_value_heads"]
-        kind = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
+        name = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}[dtype]
+        kind = gguf.GGMLQuantizationType[name]
         writer = gguf.GGUFWriter(out, "llama")
         writer.add_context_length(c["max_position_embeddings"])
         writer.add_embedding_length(c["hidden_size"])
@@ -246,7 +283,7 @@ class LlamaCpp(Engine):
         writer.add_token_list(json.loads((folder / "pieces.json").read_text()))
         writer.add_token_scores([0.0] * c["vocab_size"])
         writer.add_token_types([gguf.TokenType.NORMAL] * c["vocab_size"])
-        writer.add_file_type(gguf.LlamaFileType.ALL_F32 if dtype == "float32" else gguf.LlamaFileType.MOSTLY_BF16)
+        writer.add_file_type(gguf.LlamaFileType[("ALL_" if name == "F32" else "MOSTLY_") + name])
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c["num_hidden_layers"])
         with safe_open(folder / "model.safetensors", "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118
