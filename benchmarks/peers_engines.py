@@ -243,7 +243,9 @@ class LlamaCpp(Engine):
         self.kind = getattr(xllamacpp.ggml_type, name)
         self.servers: dict[int, Any] = {}
         integers = ", what is multiplied quantised to eight bits, too" if dtype in BITS else ""
-        self.precision = f"weights {dtype}{integers}, cache {computed(dtype)}; {xllamacpp.get_system_info().strip(' |')}"
+        self.precision = (
+            f"weights {dtype}{integers}, cache {computed(dtype)}; {xllamacpp.get_system_info().strip(' |')}"
+        )
 
     def server(self, lookup: int) -> Any:
         import xllamacpp

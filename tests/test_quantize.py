@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 
@@ -37,12 +38,21 @@ def fresh(architecture: str = "llama", dtype: torch.dtype = torch.float32) -> Pr
     return model.to(dtype).eval()
 
 
+def dequantised(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with the plain weights that the quantised ones stand for."""
+    same = copy.deepcopy(model)
+    for layer in same.modules():
+        if hasattr(layer, "weight") and hasattr(layer.weight, "qdata"):
+            layer.weight = torch.nn.Parameter(layer.weight.dequantize())
+    return same
+
+
 @compiled
 @EVERY
 @BOTH
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantised_weights_are_used_as_stored(architecture: str, dtype: torch.dtype, kind: str) -> None:
-    """The forward of torchao's own layers but for rounding, and the same bits at any width."""
+    """The forward with plain weights but for rounding, and the same bits at any width."""
     model = fresh(architecture, dtype)
     before = model(torch.arange(20)[None]).logits
     quantize(model, kind)
@@ -50,7 +60,7 @@ def test_quantised_weights_are_used_as_stored(architecture: str, dtype: torch.dt
     assert target.fallback_reason is None and target.runtime.startswith("compiled pass")
     assert_same_bits(target, seeds=1)
     ids = torch.arange(20)[None]
-    stock = model(ids).logits.float()
+    stock = dequantised(model)(ids).logits.float()
     assert not torch.equal(stock, before.float())
     target.reserve(1, 32)
     read = target.prefill([truedraft.tree.Prompt(ids[0])]).logits
@@ -65,9 +75,23 @@ def test_text_is_that_of_the_quantised_model(kind: str, sample: bool) -> None:
     fast = truedraft.accelerate(model, control="fixed", quantize=kind)
     given = dict(**ragged(model, 5), max_new_tokens=40, do_sample=sample, pad_token_id=0)
     torch.manual_seed(3)
-    plain = model.generate(**given)
-    torch.manual_seed(3)
-    assert torch.equal(fast.generate(**given), plain)
+    plain = dequantised(model).generate(**given)
+    for quantised in (fast, model):
+        torch.manual_seed(3)
+        assert torch.equal(quantised.generate(**given), plain)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_packed_weights_are_those_of_torchao(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, kept = fresh(dtype=dtype), fresh(dtype=dtype)
+    quantize(packed, kind)
+    with monkeypatch.context() as patched:
+        patched.setattr("truedraft.runtime.quantize._pack", lambda model: None)
+        quantize(kept, kind)
+    for name, weight in kept.named_parameters():
+        if hasattr(weight, "qdata"):
+            assert torch.equal(packed.get_parameter(name).dequantize(), weight.dequantize())
 
 
 def test_quantised_activations_use_the_forward_of_the_model() -> None:
@@ -82,7 +106,9 @@ def test_command_quantises(kind: str, capsys: pytest.CaptureFixture[str]) -> Non
     model, tokenizer = load("nano", quantize=kind)
     assert model.lm_head.weight.qdata.dtype == {"int8": torch.int8, "int4": torch.int32}[kind]
     prompt = tokenizer("one day", return_tensors="pt")
-    expected = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    expected = dequantised(model).generate(**prompt, max_new_tokens=24, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert main(["generate", "nano", "one day", "--max-new-tokens", "24", "--json", "--quantize", kind]) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected.tolist()
 

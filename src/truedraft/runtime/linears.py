@@ -60,20 +60,37 @@ def _compiled(library: Any, module: nn.Linear, copied: Copies | None) -> Any:
     except NotCompilable:
         return None
     out, inner = weight.shape
-    if dtype not in (torch.float32, torch.bfloat16) or inner % 16 or out * inner < SMALLEST:
+    if out * inner < SMALLEST or not compilable(weight, dtype):
         return None
-    weight = weight if copied is None else copied(weight)
-    kept, given = fields(weight, padded)
-    op = Op(kind=OpKind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
-    return partial(_product, library.truedraft_linear, module, op, weight, kept)
+    return partial(_forward, module, Product(library, weight if copied is None else copied(weight), dtype))
 
 
-def _product(run: Any, module: nn.Linear, op: Op, weight: Weight, kept: list[Tensor], x: Tensor) -> Tensor:
-    """x (..., in) to (..., out); torch's own product with gradients, or for another dtype or device."""
-    if torch.is_grad_enabled() or x.dtype != module.weight.dtype or x.device.type != "cpu" or not x.numel():
-        return nn.Linear.forward(module, x)
-    rows = x.reshape(-1, op.inner).float().contiguous()
-    y = torch.empty(len(rows), op.out, dtype=torch.float32)
-    if run(op, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()):
-        raise MemoryError("no memory for a linear layer's results")
-    return y.to(x.dtype).view(*x.shape[:-1], op.out)
+def compilable(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether there is a compiled product of a weight with vectors of a dtype."""
+    return dtype in (torch.float32, torch.bfloat16) and weight.shape[1] % 16 == 0
+
+
+class Product:
+    """The compiled product of a weight with vectors of a dtype, with its bias added."""
+
+    def __init__(self, library: Any, weight: Weight, dtype: torch.dtype):
+        self._run, self.dtype = library.truedraft_linear, dtype
+        self._kept, given = fields(weight, padded)
+        self._op = Op(kind=OpKind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it is for such vectors; it has no gradients."""
+        return not torch.is_grad_enabled() and x.dtype == self.dtype and x.device.type == "cpu" and x.numel() > 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (..., in) to (..., out)."""
+        rows = x.reshape(-1, self._op.inner).float().contiguous()
+        y = torch.empty(len(rows), self._op.out, dtype=torch.float32)
+        if self._run(self._op, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()):
+            raise MemoryError("no memory for a linear layer's results")
+        return y.to(x.dtype).view(*x.shape[:-1], self._op.out)
+
+
+def _forward(module: nn.Linear, product: Product, x: Tensor) -> Tensor:
+    """A layer's forward; torch's own with gradients, or for another dtype or device."""
+    return product(x) if product.takes(x) else nn.Linear.forward(module, x)

@@ -1,19 +1,21 @@
 """A matrix of integers of four or eight bits, kept once, in the order in which the compiled pass reads them.
 
-It is a tensor of torchao's kind, so that it stands as the weight of a linear layer: for torch it is the matrix that its
-integers stand for, which its products compute first.
+It is a tensor of torchao's kind, so that it stands as the weight of a linear layer. For torch it is the matrix that its
+integers stand for; a product with it is compiled where it can be, else that matrix is computed first.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
+from torch.utils.weak import WeakIdKeyDictionary
 from torchao.utils import TorchAOBaseTensor
 
 from truedraft.runtime import native
+from truedraft.runtime.linears import Product, compilable
 from truedraft.runtime.panels import NIBBLES, ROWS, SHIFTS, by_panel, fits_four_bits, panels
 from truedraft.runtime.weights import Weight
 
@@ -98,10 +100,25 @@ def _unpacked(qdata: Tensor) -> Tensor:
     return qdata.view(len(qdata), -1, ROWS).mT.flatten(0, 1)
 
 
+_PRODUCTS = WeakIdKeyDictionary()  # of packed tensors, which a copy of a tensor cannot share
+
+
+def _product(matrix: PackedTensor) -> Product | None:
+    """Its compiled product, if there is one."""
+    if matrix not in _PRODUCTS:
+        library, weight = native.library(), matrix.as_weight(None)
+        made = Product(library, weight, matrix.dtype) if library and compilable(weight, matrix.dtype) else None
+        _PRODUCTS[matrix] = made
+    return cast(Product | None, _PRODUCTS[matrix])
+
+
 @PackedTensor.implements_torch_function(torch.nn.functional.linear)
 def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    x, matrix, *bias = args
-    return linear(x, matrix.dequantize(x.dtype), *bias, **kwargs)
+    x, matrix, bias = (*args, *kwargs.values(), None)[:3]
+    product = _product(matrix)
+    if product is None or not product.takes(x):
+        return linear(x, matrix.dequantize(x.dtype), bias)
+    return product(x) if bias is None else product(x) + bias
 
 
 @PackedTensor.implements([torch.ops.aten.t.default, torch.ops.aten.mm.default])
