@@ -58,6 +58,8 @@ WEIGHTS = {
     "panel_int8 in groups": lambda out, width: panels(integers(out, width, 8, 16)),
     "panel_int8 with offsets": lambda out, width: with_offsets(integers(out, width, 8, 16)),
     "panel_int4 with offsets": lambda out, width: with_offsets(integers(out, width, 4, 16)),
+    "panel_int4 with offsets in fp16": lambda out, width: in_fp16(with_offsets(integers(out, width, 4, 16))),
+    "panel_int8 in fp16": lambda out, width: in_fp16(panels(integers(out, width, 8, 16))),
     "panel_int4 with one group": lambda out, width: panels(integers(out, width, 4, width)),
 }
 
@@ -65,6 +67,11 @@ WEIGHTS = {
 def with_offsets(weight: Weight) -> Weight:
     assert weight.scales is not None
     return replace(panels(weight), offsets=by_panel(torch.randn_like(weight.scales)))
+
+
+def in_fp16(weight: Weight) -> Weight:
+    scales, offsets = (None if t is None else t.half() for t in (weight.scales, weight.offsets))
+    return replace(weight, scales=scales, offsets=offsets)
 
 
 def product(weight: Weight, x: Tensor, narrow: bool = False, threads: int = 2) -> Tensor:

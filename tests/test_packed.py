@@ -35,6 +35,9 @@ def test_it_stands_for_its_integers(bits: int, offset: bool, built: bool, monkey
     assert packed.qdata.numel() * packed.qdata.element_size() == 48 * 96 * bits // 8
     x = torch.randn(2, 5, 96)
     assert torch.equal(nn.functional.linear(x, packed), nn.functional.linear(x, expected))
+    halves = PackedTensor.of_integers(values, scales.half().float())
+    assert packed.scale.dtype == torch.float32 and halves.scale.dtype == torch.float16
+    assert torch.equal(halves.dequantize(), values * scales.half().float().repeat_interleave(32, 1))
 
 
 def test_it_is_the_weight_of_a_layer() -> None:

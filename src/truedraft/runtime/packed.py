@@ -50,7 +50,7 @@ class PackedTensor(TorchAOBaseTensor):
     def of_integers(
         cls, values: Tensor, scales: Tensor, offsets: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> PackedTensor:
-        """Pack integers: in four bits each, where all are in [-8, 7] and a group has a multiple of eight columns.
+        """Pack integers, in four bits each where all are in [-8, 7]; scales and offsets in fp16 where that is exact.
 
         Args:
             values: (out, in) int8.
@@ -67,7 +67,10 @@ class PackedTensor(TorchAOBaseTensor):
             qdata = _packed(values)
         else:
             qdata = panels(Weight(values, scales, None)).values
-        return cls(qdata, by_panel(scales), out, width, dtype, None if offsets is None else by_panel(offsets))
+        factors = [by_panel(scales)] if offsets is None else [by_panel(scales), by_panel(offsets)]
+        if all(torch.equal(f.half().float(), f) for f in factors):
+            factors = [f.half() for f in factors]
+        return cls(qdata, factors[0], out, width, dtype, *factors[1:])
 
     def as_weight(self, bias: Tensor | None) -> Weight:
         """As the compiled pass reads it."""

@@ -283,11 +283,11 @@ class Program:
             gate, up = self.weight(mlp.gate_up_proj, (0, half)), self.weight(mlp.gate_up_proj, (half, 2 * half))
         else:
             gate, up = self.weight(mlp.gate_proj), self.weight(mlp.up_proj)
-        if (gate.form, gate.groups, gate.offsets is None) != (up.form, up.groups, up.offsets is None):
+        first, second = self.read(gate), self.read(up)
+        if any(first[name] != second[name] for name in ("form", "groups", "half")):
             raise NotCompilable("the weights of one feed-forward have two layouts")
-        second = self.read(up)
         self.op(
-            OpKind.GATED, src=src, dst="g", **self.read(gate), second=second["weight"], second_scales=second["scales"],
+            OpKind.GATED, src=src, dst="g", **first, second=second["weight"], second_scales=second["scales"],
             second_offsets=second["offsets"], other_bias=second["bias"], mode=self.activation(activation),
         )  # fmt: skip
 

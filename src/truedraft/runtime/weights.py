@@ -37,7 +37,7 @@ class Weight:
     scales: of integers: (out,), or (out, groups), in panels (panels, groups, 16); None for plain weights.
     bias: (out,), or None.
     shape: (out, in).
-    offsets: what is added to the scaled integers of a group, as scales in panels; or None.
+    offsets: what is added to the scaled integers of a group, as scales in panels, where both may be fp16; or None.
     """
 
     values: Tensor
@@ -197,9 +197,11 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
         name: None if tensor is None else tensor.data_ptr()
         for name, tensor in {"bias": bias, "scales": scales, "offsets": weight.offsets}.items()
     }
+    of_group = weight.shape[1] // max(weight.groups, 1)
+    half = weight.panels and scales is not None and scales.dtype == torch.float16
     return kept, dict(
         weight=weight.values.data_ptr(), out=weight.shape[0], inner=weight.shape[1], form=weight.form,
-        groups=weight.groups, shift=(weight.shape[1] // max(weight.groups, 1)).bit_length() - 1, **pointers,
+        groups=weight.groups, shift=of_group.bit_length() - 1, half=half, **pointers,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ class Op(ctypes.Structure):
         ),
         *((name, c_void_p) for name in ("keys", "values", "cosine", "sine", "factor")),
         *((name, c_float) for name in ("eps", "scale", "cap")),
-        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved", "norm_last", "bias_last")),
+        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved", "norm_last", "bias_last", "half")),
     ]
 
 

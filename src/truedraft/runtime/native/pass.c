@@ -19,7 +19,7 @@
 typedef uint16_t bf16;
 
 #define UNROLL _Pragma("GCC unroll 16")
-#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define IN static inline __attribute__((always_inline))
@@ -171,16 +171,18 @@ AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log
 /* What integers of weights are multiplied by and what is added, in groups of columns. In rows: scales (out, groups) of 2^shift
  * columns. In panels: scales and offsets (panels, groups, 16), and the sums of x (nodes, groups). */
 typedef struct {
-  const float *scale, *offset, *sums;
+  const void *scale, *offset; /* fp32, or fp16 where `half` */
+  const float *sums;
   int64_t groups; /* 0 for weights without scales */
-  int shift;
+  int shift, half;
 } Factors;
 
 /* Those of panels from row r on, and of nodes from m on. */
 IN Factors part_of(const Factors *f, int64_t r, int64_t m) {
+  const int64_t bytes = r * f->groups * (f->half ? 2 : 4);
   Factors part = *f;
-  if (f->scale) part.scale += r * f->groups;
-  if (f->offset) part.offset += r * f->groups, part.sums += m * f->groups;
+  if (f->scale) part.scale = (const char *)f->scale + bytes;
+  if (f->offset) part.offset = (const char *)f->offset + bytes, part.sums += m * f->groups;
   return part;
 }
 
@@ -229,6 +231,7 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #define FEW 3
 #define ACROSS 4
 #define WIDEN widen8
+#define WIDEN_HALF(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define WIDEN_INT8 widen_int8_8
 #define HALF_OF_PAIRS half_of_pairs8
 #define NIBBLES nibbles8
@@ -255,6 +258,7 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #undef FEW
 #undef ACROSS
 #undef WIDEN
+#undef WIDEN_HALF
 #undef WIDEN_INT8
 #undef HALF_OF_PAIRS
 #undef NIBBLES
@@ -327,6 +331,7 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
 #define FEW 6
 #define ACROSS 6
 #define WIDEN widen16
+#define WIDEN_HALF(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #define WIDEN_INT8 widen_int8_16
 #define HALF_OF_PAIRS half_of_pairs16
 #define NIBBLES nibbles16
@@ -444,8 +449,8 @@ typedef struct {
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   int64_t groups;                       /* LINEAR, GATED: of columns that share a scale */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
-  const float *scales, *second_scales;  /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
-  const float *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
+  const void *scales, *second_scales;   /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
+  const void *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
                                            ROUTE: added to the weights where experts are chosen, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL */
@@ -464,6 +469,7 @@ typedef struct {
                                            LATENT: 2 = likewise, and the result is laid out in halves */
   int32_t norm_last;                    /* PREPARE: the norms follow the rotation; GATED_NORM: the gate */
   int32_t bias_last;                    /* COLUMNS: the bias is added to the rounded product */
+  int32_t half;                         /* LINEAR, GATED: scales and offsets are fp16 */
 } Op;
 
 /* The routing of nodes to experts. Rows are permuted so that those of one expert are contiguous. */
@@ -649,17 +655,17 @@ IN int in_bf16(const Op *op) {
 IN int64_t block_of(const Op *op) { return op->form < PANELS ? BLOCK : BROAD; }
 
 /* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BROAD) in y. */
-AVX2 IN void product(const Op *op, const void *weight, const float *scales, const float *offsets, const Worker *worker,
+AVX2 IN void product(const Op *op, const void *weight, const void *scales, const void *offsets, const Worker *worker,
                      const void *x, int64_t ldx, int64_t nodes, int64_t first, int64_t rows, float *y) {
   const int64_t columns = columns_of[op->form], row = (op->in + columns - 1) / columns * columns * bits_of[op->form] / 8;
-  const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift}, part = part_of(&whole, first, 0);
+  const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift, op->half}, part = part_of(&whole, first, 0);
   const Linear multiply = in_bf16(op) ? by_units[op->form] : linears[op->form];
   multiply(x, ldx, nodes, (const char *)weight + first * row, rows, op->in, y, BROAD, &part);
   if (op->form == INT8)
     for (int64_t m = 0; m < nodes; m++)
       for (int64_t r = 0; r < rows; r += L)
         _mm256_storeu_ps(y + m * BROAD + r,
-                         _mm256_mul_ps(_mm256_loadu_ps(y + m * BROAD + r), _mm256_loadu_ps(scales + first + r)));
+                         _mm256_mul_ps(_mm256_loadu_ps(y + m * BROAD + r), _mm256_loadu_ps((const float *)scales + first + r)));
 }
 
 /* The sums of the groups of a row of x. */
@@ -1446,7 +1452,8 @@ static int fits(const Pass *pass, int32_t buffer, int64_t width, int64_t rows) {
 /* Whether columns of weights come in groups that their form allows. */
 static int groups_fit(const Op *op) {
   if (op->form == GROUPED && (!within(op->shift, 4, 30) || op->groups << op->shift != op->in)) return 0;
-  if (op->form != PANEL_INT8 && op->form != PANEL_INT4) return op->form == GROUPED || (!op->groups && !op->offsets);
+  if (op->form != PANEL_INT8 && op->form != PANEL_INT4)
+    return !op->half && (op->form == GROUPED || (!op->groups && !op->offsets));
   const int64_t least = op->offsets ? L : columns_of[op->form];
   return within(op->groups, 1, op->in) && op->in % op->groups == 0 &&
          (op->in / op->groups % least == 0 || (op->groups == 1 && op->form == PANEL_INT8 && !op->offsets)) &&
