@@ -12,7 +12,7 @@ demo: $(VENV)/ready
 	$(BIN)/truedraft demo $(if $(PROMPT),--prompt '$(PROMPT)')
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check -q .
@@ -30,7 +30,7 @@ pythons/%:
 	OMP_NUM_THREADS=1 $(VENV)/pythons/$*/bin/python -m pytest -m pythons
 
 real: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 fuzz: $(VENV)/dev
 	$(BIN)/python tools/fuzz.py

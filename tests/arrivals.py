@@ -22,6 +22,7 @@ from truedraft.engine_request import EngineRequest
 from truedraft.runtime.forward import SPANS
 
 ROWS, LONGEST, END = 3, 48, 5
+MOST = 14  # new tokens of a request
 DECODERS = [name for name in EVERY if name not in ("oracle", "probes", "taps")] + ["auto"]
 COUNTED = ["bloom", "falcon_alibi", "mpt", "gpt_neo"]  # their own forward counts keys by index, not by position
 TINIEST = np.finfo(np.float32).tiny
@@ -46,7 +47,8 @@ def prompts(kind: str = "decoder") -> list[tuple[int, ...]]:
     return [tuple(ids[seen.bool()].tolist()) for ids, seen in lines]
 
 
-def plain_logits(prompt: tuple[int, ...], emitted: list[int], kind: str = "decoder") -> torch.Tensor:
+@cache
+def plain_logits(prompt: tuple[int, ...], emitted: tuple[int, ...], kind: str = "decoder") -> torch.Tensor:
     """(V,) logits of the next token by a plain forward over the whole prefix."""
     with torch.no_grad():
         if kind != "encoder-decoder":
@@ -57,15 +59,22 @@ def plain_logits(prompt: tuple[int, ...], emitted: list[int], kind: str = "decod
 
 
 @cache
+def greedy_alone(prompt: tuple[int, ...], kind: str) -> list[int]:
+    """The output of `model.generate` with the largest limit of all requests; a smaller one cuts it."""
+    out = model(kind).generate(
+        torch.tensor([prompt]), max_new_tokens=MOST, do_sample=False, eos_token_id=END, pad_token_id=0
+    )
+    return out[0, 1 if kind == "encoder-decoder" else len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
 def decoded_alone(prompt: tuple[int, ...], steps: int, seed: int | None, kind: str = "decoder") -> list[int]:
     """Plain decoding of one prompt: by `model.generate`, or with a seed by forwards and noise by position."""
-    ids = torch.tensor([prompt])
     if seed is None:
-        out = model(kind).generate(ids, max_new_tokens=steps, do_sample=False, eos_token_id=END, pad_token_id=0)
-        return out[0, 1 if kind == "encoder-decoder" else len(prompt) :].tolist()  # type: ignore[no-any-return]
+        assert steps <= MOST
+        return greedy_alone(prompt, kind)[:steps]
     emitted: list[int] = []
     while len(emitted) < steps and END not in emitted:
-        law = plain_logits(prompt, emitted, kind).softmax(-1)
+        law = plain_logits(prompt, tuple(emitted), kind).softmax(-1)
         bits = np.random.Philox(key=(seed, 0), counter=[0, len(emitted), 0, 0])
         noise = np.random.Generator(bits).standard_exponential(len(law), dtype=np.float32)
         emitted.append(int((law / torch.from_numpy(np.maximum(noise, TINIEST))).argmax()))
@@ -119,7 +128,7 @@ def check_logits(engine: ContinuousEngine) -> None:
     def checked(request: Any, rows: Any, trees: Any, scores: Any) -> Any:
         for row, logits in zip(rows, scores.logits[:, 0], strict=True):
             prompt = row.source or tuple(row.tokens[: row.prompt])
-            plain = plain_logits(prompt, row.tokens[row.prompt :], kind)
+            plain = plain_logits(prompt, tuple(row.tokens[row.prompt :]), kind)
             assert (logits - plain).abs().max() < 1e-4 * plain.std(), f"wrong logits after {row.tokens}"
         return decide(request, rows, trees, scores)
 

@@ -22,8 +22,9 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 # Files in which of architectures with one program the first represents the others, which `make real` tests as well;
-# tests/test_runtime.py holds all of them.
+# tests/test_runtime.py holds all of them. In the files of IN_FP32 it represents them in bf16 alone.
 REPRESENTED = {"test_views", "test_prompts", "test_embeds", "test_taps", "test_text"}
+IN_FP32 = {"test_nodes", "test_runtime"}
 
 
 def _represented() -> set[str]:
@@ -38,7 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = _represented()
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
-        if given.get("architecture") in others and item.path.stem in REPRESENTED:
+        again = REPRESENTED | IN_FP32 if given.get("dtype") == torch.bfloat16 else REPRESENTED
+        if given.get("architecture") in others and item.path.stem in again:
             item.add_marker(pytest.mark.slow)
 
 

@@ -110,7 +110,7 @@ def generated(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **setting
 def _key(value: Any) -> Any:
     """A hashable key of a value; other objects are their own key."""
     if isinstance(value, torch.Tensor):
-        return _key(value.tolist())
+        return value.dtype, _key(value.tolist())
     if isinstance(value, GenerationConfig):
         return _key(value.to_dict())
     if isinstance(value, Mapping):
@@ -209,12 +209,17 @@ def eos_inside(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs
 
 
 def text_net(
-    model: PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], control: str = "fixed", **settings: Any
+    model: PreTrainedModel,
+    name: str,
+    inputs: dict[str, torch.Tensor],
+    control: str = "fixed",
+    runtime: str = "auto",
+    **settings: Any,
 ) -> truedraft.Report:
     """Output and random stream equal those of `model.generate`; processors are created anew for each side."""
     plain = generated(model, inputs, **settings)
     draft = drafter(name, model, plain.text, padding_of(inputs))
-    fast = truedraft.accelerate(model, draft=draft, control=control)
+    fast = truedraft.accelerate(model, draft=draft, control=control, runtime=runtime)
     given = made(settings)
     torch.manual_seed(SEED)
     got = fast.generate(**inputs, **given, **documents(draft, plain.text))

@@ -327,11 +327,13 @@ def test_processes_and_threads_can_share_a_corpus(file: Path) -> None:
     assert all(len(tokens) > 5 for tokens, _ in alone)
     code = (
         "import sys; sys.path.insert(0, sys.argv[2]); from corpus_readers import drafts_of\n"
-        "print([drafts_of(sys.argv[1]) for _ in range(20)])"
+        "for _ in range(20): print(drafts_of(sys.argv[1]), flush=True)"
     )
     command = [sys.executable, "-c", code, str(file), str(Path(__file__).parent)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate(timeout=100)[0] for process in both] == [f"{[alone] * 20}\n"] * 2
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        found = [(line, drafts_of(file)) for line in other.stdout]  # while the other process reads on
+        assert found == [(f"{alone}\n", alone)] * 20
 
     corpus, begun = Corpus.open(file), threading.Barrier(2)
 

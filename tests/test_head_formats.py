@@ -34,8 +34,9 @@ TREE: Paths = [(), (8,), (2,), (8, 4), (8, 8), (2, 4), (8, 8, 1), (2, 4, 9)]
 METHODS = {"eagle3": "eagle3", "eagle3-speculators": "eagle3", "eagle": "eagle"}
 VARIANTS = [(name, variant) for name in METHODS for variant in FORMATS[name].variants]
 CONTROLS = [(name, wrong) for name in METHODS for wrong in FORMATS[name].controls]
-PASSES: list[tuple[Callable[[Head], HeadPass], torch.dtype, float]] = [
-    (CompiledHeadPass, torch.float32, 1e-4), (TorchHeadPass, torch.float32, 1e-4), (TorchHeadPass, torch.float64, 1e-5)
+PASSES = [
+    (CompiledHeadPass, torch.float32, 1e-4), (TorchHeadPass, torch.float64, 1e-5),
+    pytest.param(TorchHeadPass, torch.float32, 1e-4, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import models
 import truedraft
 from nets import PRESETS, drafter
 from test_draft_model import WITH_DRAFT_MODEL
-from test_seq2seq import ARCHITECTURES, both, sources, tiny
+from test_seq2seq import ARCHITECTURES, IN_TURN, both, sources, tiny
 from truedraft import Refused
 from truedraft.drafters._compose import compose
 
@@ -31,9 +31,17 @@ def smaller(kind: str, **other: Any) -> PreTrainedModel:
     return AutoModelForSeq2SeqLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["bart", "t5"])
-@pytest.mark.parametrize("name", [*NAMES, "input-guided|draft-model", "draft-model>max-gram"])
+COMPOSED = ["input-guided|draft-model", "draft-model>max-gram"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sample"),
+    [
+        (name, ["bart", "t5"][(i + sample) % 2], sample)
+        for i, name in enumerate([*NAMES, *COMPOSED])
+        for sample in (False, True)
+    ],
+)
 def test_every_drafter_with_a_draft_model_is_exact(name: str, kind: str, sample: bool) -> None:
     small = models.sibling(tiny(kind)) if sample else smaller(kind)
     draft = compose(name, lambda part: drafter(part, tiny(kind), small=small))  # type: ignore[arg-type,return-value]
@@ -42,9 +50,7 @@ def test_every_drafter_with_a_draft_model_is_exact(name: str, kind: str, sample:
     assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("control", ["fixed", "cost"])
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(("kind", "sample", "control"), IN_TURN)
 def test_drafts_of_the_target_itself_are_all_accepted(kind: str, sample: bool, control: str) -> None:
     """A wrong source, or unmasked padding, would show in the drafts."""
     fast = truedraft.accelerate(tiny(kind), draft=tiny(kind), control=control)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from models import ARCHITECTURES, NO_FP64, ragged, tiny
-from nets import EVERY, NAMES, PRESETS, PROCESSORS, REGISTERED, RULES, TRIALS, eos_inside, text_net, turn
+from nets import NAMES, PRESETS, PROCESSORS, REGISTERED, RULES, TRIALS, eos_inside, text_net, turn
 
 ROWS = (1, 5)
 SETTINGS = [  # greedy decoding has no warpers
@@ -39,24 +40,27 @@ def hosted(name: str) -> PreTrainedModel:
 def test_every_drafter_keeps_the_text_of_generate(name: str, rule: str, rows: int, processors: str) -> None:
     model = hosted(name)
     settings = {**RULES[rule], **PROCESSORS[processors]}
-    report = text_net(model, name, ragged(model, rows), max_new_tokens=40, **settings)
+    report = text_net(model, name, ragged(model, rows), max_new_tokens=24, **settings)
     if name == "oracle" and processors != "stranger":
         assert report.mean_acceptance_length > 1.5
     if name == "plain":
         assert report.acceptance_rate is None
 
 
-@pytest.mark.parametrize("length", [1, 2, 7])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", EVERY)
+def in_turn(options: Sequence[int]) -> list[tuple[str, str, int]]:
+    """(name, rule, option): for trials the full product; registered drafters try each option under one rule in turn."""
+    product = itertools.product((*TRIALS, "plain"), RULES, options)
+    turns = itertools.product(enumerate(NAMES), enumerate(options))
+    return [*product, *((name, [*RULES][(i + j) % 2], option) for (i, name), (j, option) in turns)]
+
+
+@pytest.mark.parametrize(("name", "rule", "length"), in_turn((1, 2, 7)))
 def test_short_limits_end_where_plain_decoding_ends(name: str, rule: str, length: int) -> None:
     model = hosted(name)
     text_net(model, name, ragged(model, 3), max_new_tokens=length, **RULES[rule])
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("name", "rule", "rows"), in_turn((1, 4)))
 def test_end_of_text_inside_a_draft(name: str, rule: str, rows: int) -> None:
     model = hosted(name)
     inputs = ragged(model, rows)
@@ -79,7 +83,7 @@ EVERYWHERE = ["oracle", "probes", "taps", "draft-model"]  # together they use ev
 )
 def test_every_architecture(name: str, architecture: str) -> None:
     model = tiny(architecture, torch.float32 if architecture in NO_FP64 else torch.float64)
-    text_net(model, name, ragged(model, 3), max_new_tokens=20, do_sample=False)
+    text_net(model, name, ragged(model, 3), max_new_tokens=14, do_sample=False)  # beyond the sliding windows
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
@@ -91,7 +95,7 @@ def test_eager_attention(name: str) -> None:
 @pytest.mark.parametrize("name", [*REGISTERED, "noise"])
 def test_cost_control_changes_no_token(name: str) -> None:
     model = hosted(name)
-    text_net(model, name, ragged(model, 4), control="cost", max_new_tokens=60, **RULES["seeded"])
+    text_net(model, name, ragged(model, 4), control="cost", max_new_tokens=40, **RULES["seeded"])
 
 
 def test_seeded_row_is_independent_of_its_neighbours() -> None:

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         raise errors[0]
 
 
+@cache
 def calls_of(model: Any, count: int = 8) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """Arguments of calls that differ in batch, length and seed, and the outputs of `model.generate` for them."""
     calls = []
@@ -101,8 +103,7 @@ def test_accelerated_models_of_one_model_in_threads_with_the_plain_one(
     name: str, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linears, "SMALLEST", 0)
-    model = copy.deepcopy(MODELS[name]())
-    calls = calls_of(model)
+    model, calls = copy.deepcopy(MODELS[name]()), calls_of(MODELS[name]())
     hammered([*(truedraft.accelerate(model, runtime=runtime) for _ in range(2)), model], calls, 6, 4)
     assert not any(isinstance(part, Dispatcher) for owner in owners_of(model) for part in vars(owner).values())
 
@@ -213,8 +214,7 @@ def test_calls_in_inference_mode(name: str, runtime: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 def test_calls_with_another_default_device(name: str, runtime: str) -> None:
-    model = copy.deepcopy(MODELS[name]())
-    given, expected = calls_of(model, 3)[1]
+    model, (given, expected) = copy.deepcopy(MODELS[name]()), calls_of(MODELS[name](), 3)[1]
     sampled = {**given, "do_sample": True}
     torch.manual_seed(4)
     drawn = model.generate(**sampled)

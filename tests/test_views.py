@@ -19,7 +19,7 @@ import truedraft
 from drafters_for_tests import SelfDrafter
 from models import ARCHITECTURES, NO_FP64, PER_LAYER, RECURRENT, V, ragged, tiny
 from nets import RULES, drafter, generated, text_net
-from test_runtime import BOTH, random_tree, words
+from test_runtime import BOTH, leaves, random_tree, words
 from test_seq2seq import ARCHITECTURES as PAIRS
 from test_seq2seq import sources
 from test_seq2seq_passes import prompts_of
@@ -43,6 +43,14 @@ COMPILED = pytest.mark.skipif(native.library() is None, reason="the compiled pas
 LAYERS = 4
 SKIPPED = [(1,), (0, 2), (2, 3)]  # one in the middle, the first and another, an early exit
 LENGTHS = (13, 1, 6)  # of prompts; behind the second nothing is committed
+
+
+def in_turn(architectures: Sequence[str]) -> list[Any]:
+    """(architecture, skipped layers): one of SKIPPED for each, in turn, and under `make real` the others."""
+    return [
+        pytest.param(name, skipped, marks=[pytest.mark.slow][: (i + j) % 3 != 0], id=f"{name}-{skipped}")
+        for i, name in enumerate(architectures) for j, skipped in enumerate(SKIPPED)
+    ]  # fmt: skip
 
 
 def deep(architecture: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -137,8 +145,7 @@ def check_against_cut(target: DecoderTarget, skipped: Sequence[int], tolerance: 
     target.cache = None
 
 
-@pytest.mark.parametrize("skipped", SKIPPED, ids=str)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "skipped"), in_turn([*ARCHITECTURES]))
 def test_the_logits_are_those_of_a_cut_model(architecture: str, skipped: tuple[int, ...]) -> None:
     """By the model's own forward: chains and trees, rows of different lengths, several passes."""
     dtype, tolerance = (torch.float32, 1e-3) if architecture in NO_FP64 else (torch.float64, 1e-6)
@@ -146,8 +153,7 @@ def test_the_logits_are_those_of_a_cut_model(architecture: str, skipped: tuple[i
 
 
 @COMPILED
-@pytest.mark.parametrize("skipped", SKIPPED, ids=str)
-@pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - RECURRENT))
+@pytest.mark.parametrize(("architecture", "skipped"), in_turn(sorted(PROGRAMS.keys() - RECURRENT)))
 def test_the_logits_of_the_compiled_pass_are_those_of_a_cut_model(architecture: str, skipped: tuple[int, ...]) -> None:
     target = DecoderTarget(deep(architecture, torch.float32), strict=True)
     assert target.fallback_reason is None
@@ -208,15 +214,15 @@ def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype:
     together = target.score(trees, view).logits
     alone = DecoderTarget(model, strict=True)
     for row, tree in enumerate(trees):
-        for leaf in range(len(tree)):
+        for leaf in leaves(tree):
             for given, slot in ((alone, 0), (target, row)):
                 if given is alone:
                     begun(alone, [prompts[row]])
                 given.rewind()
                 for node in tree.path(leaf):
-                    last = given.score([DraftTree.chain(tree.tokens[node])], view, [slot]).logits
+                    own = given.score([DraftTree.chain(tree.tokens[node])], view, [slot]).logits
                     given.advance(view, [[0]], [slot])
-                assert torch.equal(last[0, 0], together[row, leaf])
+                    assert torch.equal(own[0, 0], together[row, node])
 
 
 def drafted(target: DecoderTarget, view: View, rng: random.Random) -> None:
