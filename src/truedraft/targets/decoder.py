@@ -330,7 +330,6 @@ class DecoderTarget:
     def _is_long(self, prompt: Prompt) -> bool:
         return self.long is not None and len(prompt) >= self.long
 
-    @torch.no_grad()
     def score(
         self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
     ) -> Scores:  # fmt: skip
