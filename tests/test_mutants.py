@@ -268,7 +268,7 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "tree attended to as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
     "positions by node index": (reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth))))), nodes),
     "lost ancestors in a compiled pass": (
-        unchecked(reshaped(lambda s: replace(s, extras=tuple(e[-1:] for e in s.extras)))),
+        unchecked(reshaped(lambda s: replace(s, extra=s.extra[:1] * len(s.extra)))),
         nodes_compiled,
     ),
     "tree attended to as a chain in a compiled pass": (
