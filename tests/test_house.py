@@ -96,7 +96,7 @@ ALLOWED = {
     "request": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters"},
     "tree": {"tree_shape"},
     "tree_shape": set(),
-    "chance": {"tree", "errors"},
+    "chance": {"tree", "errors", "stores"},
     "sampling": {"tree", "errors", "logprobs"},
     "logprobs": {"tree", "errors"},
     "stopping": {"tree", "sampling"},

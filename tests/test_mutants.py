@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import pytest
@@ -263,16 +264,31 @@ def stale_slot(self: Engine, slot: int) -> None:
     moved.slot = old
 
 
+def without_ancestors(s: TreeShape) -> TreeShape:
+    """Of a path beside the first nodes only the node itself is left."""
+    own = [s.extra[end - 1 : end] if end > start else () for start, end in pairwise(s.extra_from)]
+    extra = tuple(chain.from_iterable(own))
+    return replace(
+        s, extra=extra, extra_depth=tuple(s.depth[i] for i in extra),
+        extra_from=tuple(accumulate(map(len, own), initial=0)),
+    )  # fmt: skip
+
+
+def as_a_chain(s: TreeShape) -> TreeShape:
+    n = len(s.run)
+    return replace(s, run=tuple(range(1, n + 1)), extra=(), extra_depth=(), extra_from=(0,) * (n + 1))
+
+
 MUTANTS: dict[str, tuple[Fault, Net]] = {
     "lost tree mask": (reshaped(lambda s: masked(s, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
     "tree attended to as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
     "positions by node index": (reshaped(lambda s: replace(s, depth=tuple(range(len(s.depth))))), nodes),
     "lost ancestors in a compiled pass": (
-        unchecked(reshaped(lambda s: replace(s, extras=tuple(e[-1:] for e in s.extras)))),
+        unchecked(reshaped(without_ancestors)),
         nodes_compiled,
     ),
     "tree attended to as a chain in a compiled pass": (
-        unchecked(reshaped(lambda s: replace(s, run=tuple(range(1, len(s.run) + 1)), extras=((),) * len(s.run)))),
+        unchecked(reshaped(as_a_chain)),
         nodes_compiled,
     ),
     "positions by node index in a compiled pass": (

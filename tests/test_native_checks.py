@@ -13,7 +13,6 @@ from models import RECURRENT, tiny
 from test_seq2seq import tiny as seq2seq
 from truedraft import DraftTree
 from truedraft.runtime import native
-from truedraft.runtime.compiled import array
 from truedraft.runtime.native import Failure, Form, Op, OpKind, PassArguments
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.recurrent import RecurrentTarget
@@ -89,8 +88,18 @@ def arguments(kind: str) -> tuple[Any, ...]:
 def changed(given: PassArguments, **fields: Any) -> PassArguments:
     copied = PassArguments.from_buffer_copy(given)
     for name, value in fields.items():
-        setattr(copied, name, value)
+        setattr(copied, name, value if isinstance(value, int) else ctypes.addressof(value))
+    copied.memory = fields
     return copied
+
+
+def array(values: list[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def read(given: PassArguments, name: str, count: int) -> list[int]:
+    """The first entries of a list that a field points at."""
+    return (ctypes.c_int64 * count).from_address(getattr(given, name))[:]
 
 
 def with_entry(values: list[int]) -> Iterator[list[int]]:
@@ -106,12 +115,9 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
     assert run(ops, count, given, share, threads) == 0
     n = given.nodes
-    lists = {name: getattr(given, name)[:n] for name in PER_NODE}
-    lists["extra_from"] = given.extra_from[: n + 1]
-    lists |= {name: getattr(given, name)[: given.extras] for name in ("extra", "extra_position")}
-    lists["gather"], lists["group_from"] = given.gather[: given.tail], given.group_from[: given.groups + 1]
-    if given.source_lengths:
-        lists["source_lengths"] = given.source_lengths[:n]
+    sizes = dict.fromkeys(PER_NODE, n) | {"extra_from": n + 1, "extra": given.extras, "extra_position": given.extras}
+    sizes |= {"gather": given.tail, "group_from": given.groups + 1} | ({"source_lengths": n} if given.sources else {})
+    lists = {name: read(given, name, size) for name, size in sizes.items()}
     for name, values in lists.items():
         for wrong in with_entry(values):
             assert run(ops, count, changed(given, **{name: array(wrong)}), share, threads), (name, wrong)
@@ -119,7 +125,7 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
         for wrong in {"longest": (-1, 0, 1, 2**40), "tail": (-1, -(2**40))}.get(name, (-1, -(2**40), 0)):
             assert run(ops, count, changed(given, **{name: wrong}), share, threads), (name, wrong)
     for name, wrongs in (("stride", (-16, 0, 7)), ("room", (-1, -(2**40)))):
-        values = getattr(given, name)[: given.buffers]
+        values = read(given, name, given.buffers)
         for at in [i for i, value in enumerate(values) if value]:
             for wrong in wrongs:
                 listed = array([*values[:at], wrong, *values[at + 1 :]])

@@ -90,9 +90,11 @@ def test_shape_follows_from_the_parents(seed: int) -> None:
     children = [tuple(i for i in range(n) if tree.parent[i] == node) for node in range(n)]
     assert shape.children == tuple(children)
     assert shape.order == tuple(children[tree.parent[i]].index(i) if i else 0 for i in range(n))
+    assert shape.height == max(shape.depth) and shape.extra_depth == tuple(shape.depth[i] for i in shape.extra)
     for node, path in enumerate(paths):
+        rest = shape.extra[shape.extra_from[node] : shape.extra_from[node + 1]]
         run = next((i for i, step in enumerate(path) if step != i), len(path))
-        assert (shape.run[node], shape.extras[node]) == (run, tuple(path[run:]))
+        assert (shape.run[node], rest) == (run, tuple(path[run:]))
         assert shape.mask[node].tolist() == [i in path for i in range(n)]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from truedraft.stores.likeliest import largest
 from truedraft.tree import DraftTree, Row
 
 T = TypeVar("T")
@@ -73,12 +74,6 @@ def likeliest(law: Tensor, count: int) -> list[int]:
     return token[value > 0].tolist()
 
 
-def largest_of(keys: Tensor) -> list:
-    """The places of the largest entries along the last dimension, as nested lists; -1 where one is NaN."""
-    value, token = keys.max(-1)
-    return token.masked_fill_(value.isnan(), -1).tolist()
-
-
 def far(device: torch.device) -> bool:
     """Whether reading a result synchronises with a device, so that one read of all nodes is cheaper than several."""
     return device.type == "cuda"
@@ -122,7 +117,7 @@ class StreamNoise(Chance):
         for _ in range(self.drawn, last + 1):
             self._draw(law)
         self.keys = law / torch.stack([self.blocks[row.step][row.index] for row in rows])
-        return largest_of(self.keys)
+        return largest(self.keys)
 
     def draw(self, law: Tensor, row: Row, count: int = 1, distinct: bool = False) -> list[int]:
         most = min(count, int(law.count_nonzero())) if distinct else count
@@ -141,7 +136,7 @@ class StreamNoise(Chance):
     def noise_at_nodes(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         if not far(logits.device):
             return None
-        self._look(max(row.step + max(tree.shape.depth) for row, tree in zip(rows, trees, strict=True)), logits)
+        self._look(max(row.step + tree.shape.height for row, tree in zip(rows, trees, strict=True)), logits)
         noise = []
         for row, tree in zip(rows, trees, strict=True):
             depth = tree.shape.depth + (0,) * (logits.shape[1] - len(tree))
@@ -218,7 +213,7 @@ class PositionNoise(Chance):
             self._bits(row, row.step, 0).standard_exponential(dtype=np.float32, out=line)
         np.maximum(noise, TINY, out=noise)
         self.keys = law / torch.from_numpy(noise).to(law.device)
-        return largest_of(self.keys)
+        return largest(self.keys)
 
 
 class Replay(Chance):

@@ -339,7 +339,7 @@ def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> li
     """Trees in which rows that ended, and are kept in lockstep, draft padding to the depth of the deepest tree."""
     if not request.stops.pads or not any(row.ended for row in rows):
         return trees
-    pad, depth = request.history.pad, max(max(tree.shape.depth) for tree in trees)
+    pad, depth = request.history.pad, max(tree.shape.height for tree in trees)
     return [
         DraftTree.chain(row.tokens[-1], [pad] * depth) if row.ended else tree
         for row, tree in zip(rows, trees, strict=True)

@@ -125,8 +125,8 @@ class DraftTree:
 
         confidence: one per drafted token.
         """
-        if draft == () and confidence is None:
-            return _root(root)
+        if draft == () and not confidence:
+            return _root(root, None if confidence is None else (1.0,))
         tokens = (root, *draft)
         return cls(tokens, chain_parents(len(tokens)), confidence=None if confidence is None else (1.0, *confidence))
 
@@ -177,7 +177,7 @@ class DraftTree:
 
     def shallow(self, depth: int) -> DraftTree:
         """The tree of the nodes at depth `depth` or less; deeper probes are dropped too."""
-        if len(self) <= depth or max(self.shape.depth) <= depth:
+        if len(self) <= depth or self.shape.height <= depth:
             return self
         return self.subtree([i for i, d in enumerate(self.shape.depth) if d <= depth])
 
@@ -213,9 +213,9 @@ class DraftTree:
 
 
 @lru_cache(maxsize=4096)
-def _root(token: int) -> DraftTree:
+def _root(token: int, confidence: tuple[float] | None) -> DraftTree:
     """The tree of a root alone; kept, since every row has one in every pass without drafts."""
-    return DraftTree((token,), (-1,))
+    return DraftTree((token,), (-1,), confidence=confidence)
 
 
 @dataclass(frozen=True)

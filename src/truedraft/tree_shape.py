@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ class TreeShape:
     children: (n,) indices of each node's children, in order.
     order: (n,) index of each node among its siblings.
     run: (n,) length of the longest 0, 1, 2, ... that a node's path from the root begins with.
-    extras: (n,) the rest of its path.
+    extra, extra_depth, extra_from: the rest of the paths, one after another, with the depths of these nodes; that of
+        node i is `extra[extra_from[i] : extra_from[i + 1]]`.
+    height: the largest depth.
     """
 
     parent: tuple[int, ...]
@@ -25,7 +28,10 @@ class TreeShape:
     children: tuple[tuple[int, ...], ...]
     order: tuple[int, ...]
     run: tuple[int, ...]
-    extras: tuple[tuple[int, ...], ...]
+    extra: tuple[int, ...]
+    extra_depth: tuple[int, ...]
+    extra_from: tuple[int, ...]
+    height: int
 
     @cached_property
     def mask(self) -> Tensor:
@@ -52,7 +58,11 @@ def shape_of(parent: tuple[int, ...]) -> TreeShape:
             run[i] = i + 1
         else:
             run[i], extras[i] = run[p], (*extras[p], i)
-    return TreeShape(parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run), tuple(extras))
+    extra = tuple(chain.from_iterable(extras))
+    return TreeShape(
+        parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run),
+        extra, tuple([depth[i] for i in extra]), tuple(accumulate(map(len, extras), initial=0)), max(depth),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

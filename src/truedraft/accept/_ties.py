@@ -116,4 +116,5 @@ def _on(keys: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
     """(k, V) keys at the nodes of the paths; not copied where they are the first nodes of one row."""
     if len(paths) == 1 and paths[0][-1] == len(paths[0]) - 1:
         return keys[0, : len(paths[0])]
-    return keys[[b for b, path in enumerate(paths) for _ in path], [node for path in paths for node in path]]
+    places = [b * keys.shape[1] + node for b, path in enumerate(paths) for node in path]
+    return keys.flatten(0, 1).index_select(0, torch.tensor(places, device=keys.device))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from truedraft.chance import Chance
@@ -174,7 +175,8 @@ class Verification:
             current = [rows[i] for i in alive]
             nodes = [paths[i][-1] for i in alive]
             children = [self._candidates(i, node) for i, node in zip(alive, nodes, strict=True)]
-            scores = self.laws(current, self.scores.logits[alive, nodes])
+            logits = torch.stack([self.scores.logits[i, node] for i, node in zip(alive, nodes, strict=True)])
+            scores = self.laws(current, logits)
             tokens = choose(scores, children, current, self.chance)
             _check(min(tokens))
             for row, token in zip(current, tokens, strict=True):

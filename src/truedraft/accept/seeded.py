@@ -18,8 +18,9 @@ from torch import Tensor
 from truedraft.accept._base import ArgmaxRule
 from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
-from truedraft.chance import Chance, largest_of
+from truedraft.chance import Chance
 from truedraft.sampling import Laws
+from truedraft.stores.likeliest import largest
 from truedraft.tree import DraftTree, PreferredDrafts, Row
 
 
@@ -52,4 +53,4 @@ class Seeded(ArgmaxRule):
         if noise is None:
             return None
         chance.keys = laws.everywhere(logits).softmax(-1) / noise
-        return largest_of(chance.keys)
+        return largest(chance.keys)

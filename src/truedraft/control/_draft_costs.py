@@ -16,17 +16,14 @@ class DraftCosts:
 
     memory: weight that the time of a level keeps at each later draft.
     levels: depth of the current drafts, where each level costs a pass of a model; else 0.
+    seconds: of drafting and observing per pass; the median, since single passes may wait for other work.
     """
 
     memory: float
     levels: int = 0
+    seconds: float = 0.0
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _of_levels: tuple[float, float] = (0.0, 0.0)  # decayed seconds of drafting, and levels drafted
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of drafting and observing per pass; the median, since single passes may wait for other work."""
-        return median(self._recent) if self._recent else 0.0
 
     @property
     def of_level(self) -> float:
@@ -42,6 +39,7 @@ class DraftCosts:
         """
         if usual:
             self._recent.append(spent)
+            self.seconds = median(self._recent)
         if self.levels:
             seconds, levels = self._of_levels
             self._of_levels = seconds * self.memory + max(drafting, 0.0), levels * self.memory + self.levels

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -151,7 +150,7 @@ class DrafterState:
     def made(self, trees: Sequence[DraftTree]) -> None:
         """Record the drafts that it proposed."""
         if self.autoregressive:
-            self.costs.levels = max(max(tree.shape.depth) for tree in trees)
+            self.costs.levels = max(tree.shape.height for tree in trees)
         self.drawn = any(tree.dist is not None for tree in trees)
         self.probed = any(tree.probes for tree in trees)
         largest = max(trees, key=len)
@@ -246,13 +245,13 @@ class Drafts:
         nodes = sizes(len(self.gains) - 1)
         return zip(repeat(self), repeat(place), nodes, nodes[1:], strict=False)
 
-    def cut(self, size: int, tokens: float, nodes: int, passes: PassCosts, plain: float) -> None:
+    def cut(self, size: int, tokens: float, nodes: int, passes: PassCosts) -> None:
         """Cut the drafts to the chosen size, and update the expected saving of this drafter.
 
-        tokens, nodes: expected tokens of the pass without these drafts, and its nodes. plain: seconds without any.
+        tokens, nodes: expected tokens of the pass without these drafts, and its nodes.
         """
         drafting, trials = self.state.drafting_seconds, self.state.trials
-        trials.expect(-self._loss(size, tokens, nodes, passes) - drafting, drafting, plain)
+        trials.expect(-self._loss(size, tokens, nodes, passes) - drafting, drafting, passes.plain)
         self.exploring = False
         if size == 0 and self.gains[-1] > len(self.rows):
             size = max(
@@ -268,8 +267,10 @@ class Drafts:
         """The nodes of each row in drafts of a size."""
         if self._ranked is None:
             return [size] * len(self.rows)
-        own = Counter(self._ranked[:size])
-        return [own[i] for i in range(len(self.rows))]
+        own = [0] * len(self.rows)
+        for i in self._ranked[:size]:
+            own[i] += 1
+        return own
 
     def _loss(self, size: int, tokens: float, nodes: int, passes: PassCosts) -> float:
         """Seconds that verifying `size` nodes of each draft is expected to lose; see `cut`."""

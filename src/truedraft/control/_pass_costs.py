@@ -36,7 +36,8 @@ class PassCosts:
         (`runtime/latency.py`), updated by passes over drafts.
     measured: whether the curve comes from actual passes; nothing is drafted before that.
     carried: tokens that the next pass reads besides those of its trees; see `Target.carried`.
-    reading, outside: what the second and the third term come to for the current rows, in seconds.
+    reading, outside: what the second and the third term come to for the current rows, in seconds; `aside` is their sum.
+    plain: seconds of a step of the current rows without drafts, if no earlier ones had left tokens to be read again.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,8 @@ class PassCosts:
         self._batch = PlainSteps()  # of the current rows
         self._rows, self._read = 1, BASE  # current rows, and what they have stored
         self.carried = 0
-        self.reading = self.outside = 0.0
+        self.reading = self.outside = self.aside = 0.0
+        self.plain = self.curve(1)
 
     def measure(self, target: Target, steps: int) -> None:
         """Before a call in which a row may emit `steps` tokens: measure passes within a small share of its time."""
@@ -71,8 +73,11 @@ class PassCosts:
             like = min(self._batches, key=lambda other: abs(other - size), default=None)
             batch = self._batches[size] = PlainSteps() if like is None else self._batches[like].begun()
         self._batch = batch
-        self.reading = max(batch.stored * self._read, LEAST * self.curve(rows))
+        of_curve = self.curve(rows)
+        self.reading = max(batch.stored * self._read, LEAST * of_curve)
         self.outside = batch.outside * (rows + OUTSIDE)
+        self.aside = self.reading + self.outside
+        self.plain = of_curve + self.aside
 
     def unchecked(self, saved: float) -> bool:
         """Whether the next step should be made without drafts, to know what such a step costs.
@@ -80,7 +85,7 @@ class PassCosts:
         saved: seconds per step that drafts are expected to save.
         """
         made, since = self._batch.made, self._batch.since
-        few = made < ENOUGH or since * CHECKING * self(self._rows) > saved
+        few = made < ENOUGH or since * CHECKING * self.plain > saved
         return made < CHECKED or (since >= SPACED and few)
 
     def step(self, drafts: bool) -> None:
@@ -90,11 +95,11 @@ class PassCosts:
 
     def __call__(self, tokens: int) -> float:
         """Seconds of a step of the current rows over `tokens` tokens, without the time of drafting."""
-        return self.curve(tokens + self.carried) + self.reading + self.outside
+        return self.curve(tokens + self.carried) + self.aside
 
     def without_carry(self, tokens: int) -> float:
         """The same if no earlier drafts had left tokens to be read again."""
-        return self.curve(tokens) + self.reading + self.outside
+        return self.curve(tokens) + self.aside
 
     def learn(self, tokens: int, seconds: float, rate: float) -> None:
         """Update by a pass of the current rows of `seconds` over `tokens` tokens."""

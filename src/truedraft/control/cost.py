@@ -90,7 +90,7 @@ class Cost(Control):
                 drafts.places.append(place)
         self._batch = list(batch.values())
         self._costs.begin(len(rows), stored)
-        plain, budget = self._costs.without_carry(len(rows)), [0] * len(rows)
+        plain, budget = self._costs.plain, [0] * len(rows)
         unchecked = self._costs.unchecked(sum([max(drafts.state.trials.saving, 0.0) for drafts in self._batch]))
         for drafts in self._batch:
             if (state := drafts.state).width:
@@ -143,7 +143,7 @@ class Cost(Control):
             nodes += sum([drafts.tokens - len(drafts.rows) for drafts in whole])
             tokens += sum([drafts.whole_gain for drafts in whole]) if sizable else 0.0
         if sizable:
-            self._cut(sizable, self._largest_goodput(sizable, nodes, tokens), nodes, tokens, rows)
+            self._cut(sizable, self._largest_goodput(sizable, nodes, tokens), nodes, tokens)
         for drafts in drafted:
             if drafts.state.probed:
                 beside = sum([one.tokens for one in self._batch if one is not drafts])
@@ -156,25 +156,25 @@ class Cost(Control):
 
         nodes, tokens: nodes and expected tokens of the pass without these drafts.
         """
-        costs, sizes, gains = self._costs, [0] * len(sizable), [0.0] * len(sizable)
+        costs, sizes = self._costs, [0] * len(sizable)
         best, chosen = tokens / costs(nodes), list(sizes)
         steps = [drafts.steps(i) for i, drafts in enumerate(sizable)]
         for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True) if len(steps) > 1 else steps[0]:
-            sizes[i], gains[i] = size, drafts.gains[size]
+            sizes[i] = size
             nodes += drafts.unit * (size - before)
-            goodput = (tokens + sum(gains)) / costs(nodes)
+            tokens += drafts.gains[size] - drafts.gains[before]
+            goodput = tokens / costs(nodes)
             if goodput > best:
                 best, chosen = goodput, list(sizes)
         return chosen
 
-    def _cut(self, sizable: Sequence[Drafts], sizes: Sequence[int], nodes: int, tokens: float, rows: int) -> None:
+    def _cut(self, sizable: Sequence[Drafts], sizes: Sequence[int], nodes: int, tokens: float) -> None:
         """Cut drafts to their sizes; each drafter's saving is relative to the pass without its drafts."""
         gains = [drafts.gains[size] for drafts, size in zip(sizable, sizes, strict=True)]
         nodes += sum([drafts.unit * size for drafts, size in zip(sizable, sizes, strict=True)])
-        plain = self._costs.without_carry(rows)
         for i, drafts in enumerate(sizable):
             without = tokens + sum(gains[:i]) + sum(gains[i + 1 :])
-            drafts.cut(sizes[i], without, nodes - drafts.unit * sizes[i], self._costs, plain)
+            drafts.cut(sizes[i], without, nodes - drafts.unit * sizes[i], self._costs)
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         if (spent := self.times.target - self._before) > 0:

@@ -168,9 +168,9 @@ class Merge(Many):
         self._drafts.clear()
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        nothing = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
-        drafts, doubt = [nothing] * len(self.parts), 1.0
-        for k in sorted(range(len(self.parts)), key=lambda k: (self.parts[k].autoregressive, self.seconds[k])):
+        nothing, parts = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows], self.parts
+        drafts, doubt = [nothing] * len(parts), 1.0
+        for k in sorted(range(len(parts)), key=lambda k: (parts[k].autoregressive, self.seconds[k])):
             self._uncalled[k] += 1
             if self._calls(k, doubt, rows):
                 self._uncalled[k] = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
 from dataclasses import dataclass, field
 
 import torch
@@ -67,16 +66,16 @@ class Nodes:
     def add_tree(self, slot: int, length: int, tree: DraftTree) -> None:
         """The nodes of a tree behind the `length` committed positions of a slot."""
         shape, first, n = tree.shape, len(self), len(tree)
+        before = len(self.extra)
         self.token += tree.tokens
         self.slot += [slot] * n
         self.position += [length + d for d in shape.depth]
         self.place += range(length, length + n)
         self.base += [length + r for r in shape.run]
-        for extras in shape.extras:
-            self.extra += [length + e for e in extras]
-            self.extra_position += [length + shape.depth[e] for e in extras]
-            self.extra_from.append(len(self.extra))
-        self._grouped(first, n, length + 1 + max(shape.depth))
+        self.extra += [length + e for e in shape.extra]
+        self.extra_position += [length + d for d in shape.extra_depth]
+        self.extra_from += [before + e for e in shape.extra_from[1:]]
+        self._grouped(first, n, length + 1 + shape.height)
 
     def add_chain(self, slot: int, start: int, tokens: Sequence[int] | None, n: int) -> None:
         """`n` positions of a prompt, from `start` on."""
@@ -267,17 +266,16 @@ class CompiledPass(Runner):
         inputs = embedded(self.model, trees, width, CPU)
         if inputs is not None:
             inputs = torch.cat([line[:size] for line, size in zip(inputs, sizes, strict=True)])
-        scored, states = self(nodes, range(len(nodes)), inputs, taps.hidden, skipped)
-        if len(nodes) == width * len(trees):
-            logits = scored.unflatten(0, (len(trees), width))
-        else:
-            logits = torch.nn.utils.rnn.pad_sequence(list(scored.split(sizes)), batch_first=True)
+        shape = (len(trees), width) if len(nodes) == width * len(trees) else None
+        logits, states = self(nodes, range(len(nodes)), inputs, taps.hidden, skipped, shape)
+        if shape is None:
+            logits = torch.nn.utils.rnn.pad_sequence(list(logits.split(sizes)), batch_first=True)
         hidden = {layer: list(state.split(sizes)) for layer, state in states.items()}
         return Scores(logits, hidden, [0] * len(trees))
 
     def __call__(
         self, nodes: Nodes, gather: Sequence[int], embeds: Tensor | None = None, hidden: Sequence[int] = (),
-        skipped: frozenset[int] = NO_LAYERS,
+        skipped: frozenset[int] = NO_LAYERS, shape: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
         """Run the nodes.
 
@@ -286,45 +284,50 @@ class CompiledPass(Runner):
             embeds: (nodes, H) instead of token ids.
             hidden: layers whose hidden states are returned, numbered as in `Taps`.
             skipped: layers that do not run.
+            shape: sizes that the logits are returned in instead of len(gather).
 
         Returns:
-            fp32 logits (len(gather), V), and the hidden states (nodes, H) by layer.
+            fp32 logits (*shape, V), and the hidden states (nodes, H) by layer.
 
         Raises:
             Refused: there is no such layer.
         """
         n, m = len(nodes), len(gather)
         kept = {layer: torch.empty(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
-        logits = torch.empty(m, self._stride("logits"), dtype=torch.float32)
+        logits = torch.empty(*(shape or (m,)), self._stride("logits"), dtype=torch.float32)
         self._reserve(n)
-        buffers = [*self._buffers, *(kept[layer].data_ptr() for layer in hidden)]
-        buffers[-1 - len(hidden)] = logits.data_ptr()
-        strides = [*self._strides, *(kept[layer].shape[1] for layer in hidden)]
+        buffers = [*self._buffers, logits.data_ptr(), *[kept[layer].data_ptr() for layer in hidden]]
+        strides = [*self._strides, *[kept[layer].shape[1] for layer in hidden]]
+        room = [*self._room, logits.numel(), *[kept[layer].numel() for layer in hidden]]
         embedded = None if embeds is None else embeds.float().contiguous()
         if embedded is not None and embedded.shape != (n, self._hidden):
             raise ValueError(f"embeddings {tuple(embedded.shape)} for {n} nodes of width {self._hidden}")
-        room = [*self._room, logits.numel(), *(n * stride for stride in strides[len(self._strides) :])]
-        given = PassArguments(
-            nodes=n, tail=m, vocabulary=self.program.vocab_size, capacity=self.cache.cursor.capacity,
-            token=array(nodes.token or [0]), embeds=None if embedded is None else embedded.data_ptr(),
-            slot=array(nodes.slot), position=array(nodes.position), place=array(nodes.place),
-            base=array(nodes.base), extra_from=array(nodes.extra_from), extra=array(nodes.extra or [0]),
-            extra_position=array(nodes.extra_position or [0]),
-            gather=array(gather), groups=len(nodes.group_from) - 1, group_from=array(nodes.group_from),
-            longest=nodes.longest, slots=self.cache.cursor.slots, extras=len(nodes.extra), buffers=len(buffers),
-            room=array(room), buffer=(c_void_p * len(buffers))(*buffers), stride=array(strides),
-        )  # fmt: skip
-        self._complete(given, nodes)
+        numbers = {
+            "nodes": n, "tail": m, "vocabulary": self.program.vocab_size, "capacity": self.cache.cursor.capacity,
+            "embeds": 0 if embedded is None else embedded.data_ptr(), "groups": len(nodes.group_from) - 1,
+            "longest": nodes.longest, "slots": self.cache.cursor.slots, "extras": len(nodes.extra),
+            "buffers": len(buffers),
+        }  # fmt: skip
+        lists = {
+            "token": nodes.token, "slot": nodes.slot, "position": nodes.position, "place": nodes.place,
+            "base": nodes.base, "extra_from": nodes.extra_from, "extra": nodes.extra,
+            "extra_position": nodes.extra_position, "gather": gather, "group_from": nodes.group_from,
+            "room": room, "buffer": buffers, "stride": strides,
+        }  # fmt: skip
+        self._complete(nodes, numbers, lists)
+        given = PassArguments.of(numbers, lists)
         ops = self._ops(tuple(hidden), skipped)
         failure = self._run(ops, len(ops), given, self._share, torch.get_num_threads())
         if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
         if failure:
             raise IndexError(FAILURES[Failure(failure)])
-        return logits[:, : self._vocabulary], {layer: kept[layer][:, : self._hidden] for layer in hidden}
+        if logits.shape[-1] > self._vocabulary:
+            logits = logits[..., : self._vocabulary]
+        return logits, {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
-    def _complete(self, given: PassArguments, nodes: Nodes) -> None:
-        """Set further arguments, in subclasses."""
+    def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
+        """Set further arguments, in subclasses; see `PassArguments.of`."""
 
     def _stride(self, name: str) -> int:
         return padded_to_16(self.program.widths[name])
@@ -342,7 +345,7 @@ class CompiledPass(Runner):
         for name, (of, column) in self.program.parts.items():
             at, of_at = names.index(name), names.index(of)
             self._strides[at], self._storage[at] = self._strides[of_at], self._storage[of_at][:, column:]
-        self._buffers = [s.data_ptr() for s in self._storage] + [0]  # the logits, allocated per pass
+        self._buffers = [s.data_ptr() for s in self._storage]  # without the logits, allocated per pass
         self._room = [len(s) * stride for s, stride in zip(self._storage, self._strides, strict=False)]
 
     def _ops(self, hidden: tuple[int, ...], skipped: frozenset[int]) -> ctypes.Array[Op]:
@@ -370,10 +373,6 @@ class CompiledPass(Runner):
 def _copy(p: Program, to: int) -> Op:
     at = list(p.widths).index("x")
     return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths["x"])
-
-
-def array(values: Sequence[int]) -> ctypes.Array[c_int64]:
-    return (c_int64 * len(values))(*values)
 
 
 def prompts_in_parts(lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:

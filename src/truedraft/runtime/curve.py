@@ -84,16 +84,15 @@ class Curve:
         curve = self._with_knots(tokens, seconds, plain)
         expected = curve(tokens)
         least, most = min(curve.bounds[0], seconds), max(curve.bounds[1], seconds)
-        nearness = curve._nearness(tokens, plain)
         kept, fastest = 1 - rate, max(rate, FASTEST)
-        knots = list(curve.knots)
-        for i, (width, mean, passes) in enumerate(knots):
-            near = nearness.get(i, 0.0)
-            passes = passes * kept + near
+        knots = [Knot(width, mean, max(passes * kept, FAINT)) for width, mean, passes in curve.knots]
+        for i, near in curve._nearness(tokens, plain).items():
             if near:  # the time at this width, scaled by the curve
+                width, mean, passes = curve.knots[i]
+                passes = passes * kept + near
                 implied = min(max(seconds * (curve.seconds[i] / expected), least), most)
                 mean = min(max(mean + (implied - mean) * min(near / passes, fastest), least), most)
-            knots[i] = Knot(width, mean, passes if passes > FAINT else FAINT)
+                knots[i] = Knot(width, mean, max(passes, FAINT))
         return Curve.of(knots, (least, most))
 
     def _with_knots(self, tokens: int, seconds: float, plain: int) -> Curve:

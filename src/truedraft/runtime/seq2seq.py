@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
-from truedraft.runtime.compiled import CompiledPass, Nodes, array
-from truedraft.runtime.native import PassArguments
+from truedraft.runtime.compiled import CompiledPass, Nodes
 from truedraft.runtime.positions import Positions, by_distance
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_seq2seq
@@ -113,13 +112,10 @@ class CrossAttentionPass(CompiledPass):
                 op.keys, op.values = layer.data_pointers
         self._variants = {}
 
-    def _complete(self, given: PassArguments, nodes: Nodes) -> None:
-        counts = self.seq2seq_cache.counts
-        given.sources, given.source_lengths = (
-            self.seq2seq_cache.source_mask.shape[1],
-            array([counts[slot] for slot in nodes.slot]),
-        )
-        given.longest = max(nodes.longest, given.sources)
+    def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
+        counts, sources = self.seq2seq_cache.counts, self.seq2seq_cache.source_mask.shape[1]
+        numbers |= {"sources": sources, "longest": max(nodes.longest, sources)}
+        lists["source_lengths"] = [counts[slot] for slot in nodes.slot]
 
 
 class CompiledSeq2SeqPass(CrossAttentionPass, CompiledStackPass):

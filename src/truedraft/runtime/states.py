@@ -8,8 +8,7 @@ from typing import NamedTuple
 from truedraft.caches.drafted import DraftedStateCache
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
-from truedraft.runtime.compiled import CompiledPass, Nodes, array
-from truedraft.runtime.native import PassArguments
+from truedraft.runtime.compiled import CompiledPass, Nodes
 from truedraft.tree import DraftTree, Piece, Scores, Taps
 from truedraft.views._base import View
 
@@ -63,7 +62,7 @@ class CompiledStatePass(CompiledPass):
         self._rows = [Branches(slot, tree.parent, 0) for slot, tree in enumerate(trees)]
         return super().score(trees, taps, view)
 
-    def _complete(self, given: PassArguments, nodes: Nodes) -> None:
+    def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
         row_from, path_from = [0], [0]
         parents: list[int] = []
         path: list[int] = []
@@ -73,7 +72,6 @@ class CompiledStatePass(CompiledPass):
             path += self.cache.committed_path(row.slot)
             row_from.append(len(parents))
             path_from.append(len(path))
-        given.rows, given.drafted = len(self._rows), self.cache.drafts
-        given.row_from, given.parent, given.settled, given.path_from, given.path = map(
-            array, (row_from, parents, [row.settled for row in self._rows], path_from, path or [0])
-        )
+        numbers |= {"rows": len(self._rows), "drafted": self.cache.drafts}
+        settled = [row.settled for row in self._rows]
+        lists |= {"row_from": row_from, "parent": parents, "settled": settled, "path_from": path_from, "path": path}

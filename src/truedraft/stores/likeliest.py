@@ -12,16 +12,28 @@ from truedraft.stores._native import library
 MOST = 16  # largest `count` of the compiled form
 
 
+def lines(scores: Tensor) -> tuple[Tensor, int, int, int] | None:
+    """What compiled code reads of scores (..., width): their memory, with rows, width and the stride of rows.
+
+    None where it cannot read them.
+    """
+    if library() is None or scores.dtype != torch.float32 or not scores.is_cpu or scores.stride(-1) != 1:
+        return None
+    width = scores.shape[-1]
+    if scores.is_contiguous():
+        return scores, scores.numel() // width, width, width
+    flat = scores.flatten(0, -2)
+    return flat, len(flat), width, flat.stride(0)
+
+
 def largest(scores: Tensor) -> list:
     """The index of the first largest of the scores (..., width), -1 where any of them is NaN; in nested lists."""
-    lib = library()
-    if lib is None or scores.dtype != torch.float32 or scores.device.type != "cpu" or scores.stride(-1) != 1:
+    if (found := lines(scores)) is None:
         best, places = scores.max(-1)
         return places.masked_fill_(best.isnan(), -1).tolist()
-    flat = scores.flatten(0, -2)
-    rows, width = flat.shape
+    flat, rows, width, stride = found
     out = (c_int32 * rows)()
-    lib.truedraft_largest(flat.data_ptr(), rows, width, flat.stride(0), out)
+    library().truedraft_largest(flat.data_ptr(), rows, width, stride, out)  # type: ignore[union-attr]
     if scores.dim() == 2:
         return out[:]
     each = scores.shape[1]

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from truedraft.stores._native import library
 from truedraft.stores._native import trees as compiled
-from truedraft.stores.likeliest import MOST, likeliest
+from truedraft.stores.likeliest import MOST, likeliest, lines
 
 TreeArrays = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # tokens, parents, confidence
 GrowTree = Callable[..., TreeArrays]
@@ -55,27 +54,26 @@ class Successors:
     def learn(self, tokens: Sequence[int], scores: Tensor) -> None:
         """Replace the successors of each of `tokens` by those of new scores.
 
-        scores: (len(tokens), V); a row without a possible token changes nothing.
+        tokens: -1 for scores that are left out.
+        scores: (..., V), as many rows as tokens; a row without a possible token changes nothing.
 
         Raises:
             ValueError: not a row for each token.
         """
-        if len(tokens) != len(scores):
-            raise ValueError(f"{len(tokens)} tokens, and scores of {len(scores)}")
+        if len(tokens) * scores.shape[-1] != scores.numel():
+            raise ValueError(f"{len(tokens)} tokens, and scores of {scores.numel() // scores.shape[-1]}")
         if (most := max(scores.shape[-1], max(tokens) + 1)) > len(self._table):
             smaller, self._table = self._table, np.zeros((most, self.count), np.int32)
             self._table[: len(smaller)] = smaller
-        lib = library()
-        plain = scores.dtype == torch.float32 and scores.device.type == "cpu" and scores.stride(-1) == 1
-        if lib is not None and plain and self.count <= min(MOST, scores.shape[-1]):
-            given = array("i", tokens)
-            lib.truedraft_succeed(
-                scores.data_ptr(), *scores.shape, scores.stride(0), self.count,
-                given.buffer_info()[0], self._table.ctypes.data, len(self._table),
-            )  # fmt: skip
+        found = lines(scores) if self.count <= min(MOST, scores.shape[-1]) else None
+        if found is not None:
+            (flat, *sizes), given = found, array("i", tokens)
+            library().truedraft_succeed(  # type: ignore[union-attr]
+                flat.data_ptr(), *sizes, self.count, given.buffer_info()[0], self._table.ctypes.data, len(self._table)
+            )
             return
-        for token, best in zip(tokens, likeliest(scores, self.count), strict=True):
-            if best:
+        for token, best in zip(tokens, likeliest(scores.flatten(0, -2), self.count), strict=True):
+            if best and token >= 0:
                 self._table[token] = 0
                 self._table[token, : len(best)] = np.array(best) + 1
 

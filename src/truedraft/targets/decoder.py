@@ -75,6 +75,7 @@ class DecoderTarget:
         check_hosted(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
+        self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         self.taps = Taps()
         self.ignorable: frozenset[str] = frozenset()
         self._cache: RowCache | Seq2SeqCache | None = None
@@ -180,10 +181,6 @@ class DecoderTarget:
             self.runner.attach(cache)
         except NotCompilable as why:  # not available for this cache
             self._fall_back(why)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -330,7 +327,6 @@ class DecoderTarget:
     def _is_long(self, prompt: Prompt) -> bool:
         return self.long is not None and len(prompt) >= self.long
 
-    @torch.no_grad()
     def score(
         self, trees: Sequence[DraftTree], view: View | None = None, slots: Sequence[int] | None = None
     ) -> Scores:  # fmt: skip

@@ -62,9 +62,10 @@ class TokenRecycling(PerRow[Successors]):
     def learn_all(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        state = self._states[id(rows[0])]
-        if max(map(len, trees)) == 1 and all(self._states[id(row)] is state for row in rows):  # of one namespace
-            state.learn([tree.tokens[0] for tree in trees], scores.logits[:, 0])
+        state, width = self._states[id(rows[0])], scores.logits.shape[1]
+        if all(self._states[id(row)] is state for row in rows):  # of one namespace
+            padded = [token for tree in trees for token in (*tree.tokens, *[-1] * (width - len(tree)))]
+            state.learn(padded, scores.logits)
         else:
             super().learn_all(rows, trees, scores, accepted)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
+from array import array
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
-
-INTEGERS = POINTER(c_int64)
 
 
 class OpKind(enum.IntEnum):
@@ -111,14 +112,14 @@ class Op(ctypes.Structure):
 class PassArguments(ctypes.Structure):
     """`Pass` of pass.c, field by field."""
 
-    __slots__ = ()  # an unknown field is an error
+    __slots__ = ("memory",)  # of the lists; an unknown field is an error
     _fields_ = [
         *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity", "sources")),
-        ("token", INTEGERS),
-        ("embeds", c_void_p),
         *(
-            (name, INTEGERS)
+            (name, c_void_p)
             for name in (
+                "token",
+                "embeds",
                 "slot",
                 "position",
                 "place",
@@ -131,16 +132,23 @@ class PassArguments(ctypes.Structure):
             )
         ),
         ("groups", c_int64),
-        ("group_from", INTEGERS),
+        ("group_from", c_void_p),
         *((name, c_int64) for name in ("longest", "slots", "extras", "rows")),
-        *((name, INTEGERS) for name in ("row_from", "parent", "settled", "path_from", "path")),
+        *((name, c_void_p) for name in ("row_from", "parent", "settled", "path_from", "path")),
         *((name, c_int64) for name in ("drafted", "buffers")),
-        ("room", INTEGERS),
-        ("buffer", POINTER(c_void_p)),
-        ("stride", INTEGERS),
-        ("plan", c_void_p),
+        *((name, c_void_p) for name in ("room", "buffer", "stride", "plan")),
         ("reach", c_int64),
     ]
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, int], lists: Mapping[str, Sequence[int]]) -> PassArguments:
+        """The arguments with these fields; the lists, of 64-bit integers, are copied into one block of memory."""
+        memory = array("q", [*chain.from_iterable(lists.values())])
+        ends = accumulate(map(len, lists.values()), initial=0)
+        first = memory.buffer_info()[0]
+        given = cls(**numbers, **{name: first + 8 * at for name, at in zip(lists, ends, strict=False)})
+        given.memory = memory
+        return given
 
 
 @cache
