@@ -141,6 +141,8 @@ def built(kind: str, name: str) -> PreTrainedModel:
             setattr(settings, setting, token)
     with torch.no_grad():
         for parameter in model.parameters():
+            if parameter.ndim >= 2 and not parameter.any():  # equal scores of experts, of which any may be chosen
+                parameter.normal_(std=0.02)
             if parameter.ndim >= 2:
                 parameter.mul_(3.0)
     return model

@@ -100,6 +100,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "exaone4": {**_COMMON, "sliding_window": 9, "layer_types": _KINDS},
     "stablelm": _COMMON,
     "starcoder2": {**_COMMON, "sliding_window": None},
+    "jais2": {**_COMMON, "head_dim": 8},
+    "nanochat": _COMMON,
+    "cwm": {**_COMMON, "head_dim": 8, "sliding_window": 9, "layer_types": _KINDS[::-1]},
+    "vaultgemma": {**_COMMON, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8},
     "nemotron": {**_COMMON, "head_dim": 8},
     "cohere": _COMMON,
     "cohere2": {**_COMMON, "sliding_window": 9, "layer_types": _KINDS},
@@ -194,6 +198,50 @@ ARCHITECTURES |= {
         "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
         "use_bias": True,
+    },
+}
+
+ARCHITECTURES |= {
+    "hunyuan_v1_moe": {**_COMMON, "head_dim": 8, "num_experts": 5, "moe_topk": 2},
+    "mellum": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "mlp_layer_types": ["sparse", "dense"],
+    },
+    "hy_v3": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "num_shared_experts": 2,
+    },
+    "minimax_m2": {**_COMMON, **_EXPERTS, "head_dim": 16, "rotary_dim": 8},
+    "afmoe": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "route_scale": 1.7,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "mup_enabled": True,
+    },
+    "cohere2_moe": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_shared_experts": 2,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 40,
     },
 }
 
@@ -312,6 +360,7 @@ NO_FP64 |= {"mpt", "gpt_neo"}  # attention in fp32
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
 NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+NO_FP64 |= {"hunyuan_v1_moe", "mellum", "hy_v3", "minimax_m2", "afmoe", "cohere2_moe"}
 NO_FP64 |= {"granite_swa"}  # NaN at padding by its own attention
 
 
@@ -341,6 +390,8 @@ def tiny(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
+            if parameter.ndim >= 2 and not parameter.any():  # equal scores of experts, of which any may be chosen
+                parameter.normal_(std=0.02)
             if parameter.ndim >= 2:
                 parameter.mul_(sharpen)
     return model.to(dtype)

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled p
 DTYPES = [torch.float32, torch.bfloat16]
 BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 SEEDS = {
+    "afmoe": 0,
     "lfm2_moe": 0,
     "qwen3_next": 0,
 }  # with these, and 11 no router is within two bf16 steps of a tie, where rounding would choose the expert

@@ -382,7 +382,8 @@ typedef struct {
   int32_t tail;   /* runs over the gathered nodes only */
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR, COLUMNS: 1 = added to dst; EMBED: 1 = scales all;
                      HEADS: 1 = factors are (in, out); LATENT: 1 = one rounding;
-                     ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both;
+                     ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both,
+                     4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively;
                      COMBINE: 1 = products are not rounded */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
@@ -1033,10 +1034,34 @@ AVX2 static void drop_groups(const Op *op, float *p, float *groups) {
   }
 }
 
+/* The weight of an expert by a softmax over those whose scores are close to its own, the best, as torch rounds it. */
+AVX2 static float weight_among_close(const Op *op, const float *p, int64_t best) {
+  const __m256 top = _mm256_set1_ps(p[best]), sign = _mm256_set1_ps(-0.0f);
+  const __m256 most = rounded(_mm256_set1_ps(op->eps), op->narrow);
+  __m256 total = _mm256_setzero_ps();
+  for (int64_t e = 0; e < op->experts; e += L) {
+    const __m256 s = _mm256_loadu_ps(p + e), size = _mm256_max_ps(_mm256_andnot_ps(sign, s), top);
+    const __m256 less = rounded(_mm256_div_ps(rounded(_mm256_sub_ps(top, s), op->narrow), size), op->narrow);
+    const __m256 far = _mm256_cmp_ps(less, most, _CMP_GT_OQ);
+    total = _mm256_add_ps(total, keep8(_mm256_andnot_ps(far, exp8(_mm256_sub_ps(s, top))), op->experts - e));
+  }
+  return nearest(1.0f / sum8(total), op->narrow);
+}
+
 /* The experts of a node and their weights, the best first; of equals, the first one. */
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   float *p = ROW(op->src, node), *w = ROW(op->dst, node), part[L] = {0};
   int64_t *row = pass->plan->row + node * op->top;
+  if (op->mode == 4) {
+    for (int64_t k = 0; k < op->top; k++) {
+      row[k] = 0;
+      for (int64_t e = 1; e < op->experts; e++)
+        if (p[e] > p[row[k]]) row[k] = e;
+      w[k] = weight_among_close(op, p, row[k]);
+      p[row[k]] = -INFINITY;
+    }
+    return;
+  }
   const int sigmoids = op->mode & 2, stepwise = op->narrow && !op->norm_once;
   if (!sigmoids) softmax(p, op->experts, 1.0f, 0.0f, NULL);
   for (int64_t e = 0; sigmoids && e < op->experts; e += L)
