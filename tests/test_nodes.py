@@ -20,7 +20,7 @@ def test_every_architecture(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", sorted({*PROGRAMS, "gpt2"}))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_dtypes(architecture: str, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and architecture == "gpt_oss":
+    if dtype == torch.bfloat16 and architecture in ("afmoe", "gpt_oss"):
         pytest.skip("in bf16 a near-tie of experts may be decided differently, and its experts differ much")
     # unsharpened: in bf16 the mask and positions are tested, not the error growth of large weights
     model = tiny(architecture, dtype, sharpen=1.0)

@@ -26,7 +26,8 @@ AROUND: Norms = (
 
 def blocks(
     p: Program, model: Any, norm: Norm, feed: Feed, norms: Norms = BEFORE, scale: float = 1.0,
-    whole: Norm | None = None, clip: float | None = None, mixed: Attend | None = None, **attending: Any,
+    whole: Norm | None = None, clip: float | None = None, mixed: Attend | None = None,
+    after: Callable[[int, Any], None] | None = None, **attending: Any,
 ) -> None:  # fmt: skip
     """Blocks of attention and then a feed-forward, each with norms around it and added to the residual.
 
@@ -36,6 +37,7 @@ def blocks(
     scale: factor on the output of each block.
     whole, clip: see `Program.qkv`.
     mixed: another attention than that of `Program.qkv` and `Program.attend`.
+    after: appends what follows the feed-forward, from the layer's number and the layer.
     attending: further arguments of `Program.attend`.
     """
     c = model.config
@@ -69,6 +71,8 @@ def blocks(
             p.attend(i, attention, c, **attending)
         leave(layer, after_attention, result, attention.o_proj)
         leave(layer, after_feed, "g", feed(enter(layer, before_feed), layer))
+        if after is not None:
+            after(i, layer)
         p.outputs.append(len(p.ops) - 1)
 
 

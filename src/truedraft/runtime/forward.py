@@ -53,6 +53,7 @@ class ForwardPass(Runner):
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._shares = "dummy" in layer_types
         self._by_position = [*biased(model), *local(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
@@ -102,7 +103,8 @@ class ForwardPass(Runner):
         if batch[0].embeds is not None:
             name, given = "inputs_embeds", [p.embeds for p in batch]
         inputs = torch.stack(given)  # type: ignore[arg-type]
-        cut = {"logits_to_keep": 1} if self._cut_logits else {}
+        whole = self._shares and taps.hidden  # layers that read others' keys would compute the last position alone
+        cut = {"logits_to_keep": 1} if self._cut_logits and not whole else {}
         parts: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
         first = len(cursor.lengths)
         for start, end in spans:

@@ -71,13 +71,15 @@ def _groups(gate: Any, judged: int) -> dict[str, Any]:
 
 
 def routed(
-    p: Program, src: str, mlp: Any, activation: str, exact: bool = False, routing: Routing | None = None, **chosen: Any
-) -> None:
+    p: Program, src: str, mlp: Any, activation: str, exact: bool = False, routing: Routing | None = None,
+    judged: str | None = None, **chosen: Any,
+) -> None:  # fmt: skip
     """A mixture of experts; the result is in "t", and "h" is overwritten.
 
     exact: in a bf16 model, routing weights and their products are not rounded before the sum.
     routing: of a router that computes in fp32, from scores that are rounded where it says so; None for scores in the
         model's dtype.
+    judged: the buffer that the router reads, if another than `src`.
     chosen: fields of ROUTE for these; by default those of a softmax.
     """
     count, hidden, inner = _mixture(mlp)
@@ -92,7 +94,7 @@ def routed(
     shared, shared_gate = _beside(mlp), getattr(mlp, "shared_expert_gate", None)
     rounded = p.narrow and (routing is None or getattr(mlp.gate, "rounded", False))
     to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
-    p.op(OpKind.LINEAR, src=src, dst="router", **router, wait=shared is None, narrow=rounded)
+    p.op(OpKind.LINEAR, src=judged or src, dst="router", **router, wait=shared is None, narrow=rounded)
     if shared_gate is not None:
         p.linear(src, "shared", shared_gate, wait=False)
     if shared is not None:

@@ -224,7 +224,7 @@ class Program:
     def attend(
         self, index: int, attention: Any, config: Any, cap: float = 0.0, per_head: float | None = None,
         once: bool = False, interleaved: bool = False, scale: float | None = None, fused: str | None = None,
-        norms_last: bool = False, norms_once: bool = False, gated: str | None = None,
+        norms_last: bool = False, norms_once: bool = False, gated: str | None = None, shared: bool = False,
     ) -> None:  # fmt: skip
         """Rotary embedding, cache update and attention over q, k and v; the result is in "a".
 
@@ -234,11 +234,12 @@ class Program:
         fused: a buffer with q, k and v of each head side by side, instead of three buffers.
         norms_last, norms_once: the norms over each head follow the rotation; they are rounded once.
         gated: a buffer with the queries of each head before the gates of its result.
+        shared: keys and values are those that the cached layer `index` has, made by another layer.
         """
         head = head_of(attention)
         if head % 8:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
-        shared: dict[str, Any] = dict(
+        sizes: dict[str, Any] = dict(
             heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head,
             step=3 * head if fused else 2 * head if gated else head, kv_step=3 * head if fused else head,
             window=config.sliding_window if self.layer_types[index] == "sliding_attention" else 0,
@@ -246,18 +247,19 @@ class Program:
         norms: dict[str, Any] = {}
         if per_head is not None:
             both = head_norms(attention)
-            q_norm, k_norm = (self.small(weight_of(norm, head), per_head) for norm in both)
+            q_norm, k_norm = (norm and self.small(weight_of(norm, head), per_head) for norm in both)
             norms = dict(
                 q_norm=q_norm, k_norm=k_norm, eps=eps_of(both[0]), norm_once=norms_once or per_head != 0.0,
                 norm_last=norms_last,
             )  # fmt: skip
         self.op(
             OpKind.PREPARE, index, src=fused or gated or "q", other=fused or "k", dst=fused or "v", mode=once,
-            k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **shared, **norms,
+            k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **norms,
+            **{**sizes, "kv_heads": 0 if shared else sizes["kv_heads"]},
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
         sinks = self.small(getattr(attention, "sinks", None))
-        self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **shared)
+        self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **sizes)
         if gated:
             self.gate(gated, attention, config, head, 2 * head)
 

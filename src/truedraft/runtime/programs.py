@@ -20,6 +20,7 @@ from truedraft.caches.states import STATE_LAYERS
 from truedraft.runtime import mixtures
 from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
+from truedraft.runtime.gemma_programs import GEMMA
 from truedraft.runtime.mamba_programs import MAMBA
 from truedraft.runtime.mixture_programs import MIXTURES
 from truedraft.runtime.program import Program
@@ -223,6 +224,7 @@ def opt(p: Program, model: Any) -> None:
 PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     **SEQUENTIAL,
     **MIXTURES,
+    **GEMMA,
     "phi": phi,
     "cohere": cohere,
     "cohere2": cohere,

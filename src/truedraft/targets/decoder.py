@@ -80,6 +80,7 @@ class DecoderTarget:
         self._cache: RowCache | Seq2SeqCache | None = None
         self._switches = switches(self.config)
         self.layer_types = self._layer_types()
+        self._cached_layers = len(self.layer_types) - self.layer_types.count("dummy")  # the last may read others' keys
         self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
         self.vocabulary: int = self.config.vocab_size
         self.runner, self.fallback_reason = self._runner(runtime)
@@ -247,9 +248,8 @@ class DecoderTarget:
         return self._allocated(rows, capacity)
 
     def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
-        layers = len(self.layer_types)
-        check_room(self.config, layers, rows, capacity, self.dtype, self.device)
-        return self._cache_class(layers, rows, capacity)
+        check_room(self.config, self._cached_layers, rows, capacity, self.dtype, self.device)
+        return self._cache_class(self._cached_layers, rows, capacity)
 
     @property
     def reserved(self) -> tuple[int, int]:
@@ -318,7 +318,7 @@ class DecoderTarget:
         if self._switches:  # the keys of a prefix depend on the length of its prompt
             return None
         check_room(
-            self.config, len(self.layer_types), *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
+            self.config, self._cached_layers, *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
         )
         return Prefixes(self._rows, limit, shared, self.runner.granularity)
 
@@ -397,4 +397,4 @@ class DecoderTarget:
         self.cache.release(slot)
 
     def reference(self, rows: int, capacity: int) -> Reference:
-        return Reference(self.model, self.config, len(self.layer_types), rows, capacity)
+        return Reference(self.model, self.config, self._cached_layers, rows, capacity)

@@ -390,6 +390,8 @@ typedef struct {
                                                     CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row;
                                                     LATENT, ATTEND: head latents and, where `in` is not 0, `in`
                                                     rotated numbers of a key, one for all heads; HEADS: of the row;
+                                                    PREPARE: kv_heads 0 where there are queries only; RMS_NORM: heads
+                                                    parts of a row, each by itself, or 0 for one;
                                                     ROUTE: groups of experts, those kept, experts that a group is
                                                     judged by */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
@@ -406,7 +408,8 @@ typedef struct {
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const float *scales, *second_scales;  /* of quantised weights: (out,), padded to 16, or (out, in / group) */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
-                                           ROUTE: added to the weights where experts are chosen, or NULL;
+                                           ROUTE: added to the weights where experts are chosen, or NULL, and factors
+                                           of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
@@ -1088,6 +1091,7 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
     if (op->scale != 1.0f) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
     _mm256_storeu_ps(w + k, v);
   }
+  for (int64_t k = 0; op->other_bias && k < op->top; k++) w[k] = nearest(w[k] * op->other_bias[row[k]], op->narrow);
 }
 
 static void planned(const Op *op, int64_t nodes, Plan *plan) {
@@ -1180,7 +1184,7 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
       case ACTIVATE: v = activated(v, op->mode); break;
       case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
       case MULTIPLY: v = _mm256_mul_ps(v, _mm256_loadu_ps(z + k)); break;
-      case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->scale)); break;
+      case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->bias ? *op->bias : op->scale)); break;
       case CLAMP: /* NaN stays NaN */
         v = _mm256_max_ps(_mm256_set1_ps(-op->cap), _mm256_min_ps(_mm256_set1_ps(op->cap), v));
         break;
@@ -1242,7 +1246,8 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
   switch (op->kind) {
     case EMBED: embed(op, pass, task); return;
     case RMS_NORM:
-      rms_row(ROW(op->src, task), ROW(op->dst, task), op->in, op->weight, op->eps, op->narrow, op->mode);
+      for (int64_t at = 0; at < op->in * (op->heads ? op->heads : 1); at += op->in)
+        rms_row(ROW(op->src, task) + at, ROW(op->dst, task) + at, op->in, op->weight, op->eps, op->narrow, op->mode);
       return;
     case LAYER_NORM: layer_norm(op, ROW(op->src, task), ROW(op->dst, task)); return;
     case LINEAR:
@@ -1406,10 +1411,14 @@ static int weights_fit(const Op *op) {
          (!grouped || (within(op->shift, 4, 30) && op->in % ((int64_t)1 << op->shift) == 0));
 }
 
+static int queries_fit(const Op *op) {
+  return within(op->head, 1, MOST) && op->head % L == 0 && within(op->heads, 1, MOST / op->head) &&
+         within(op->step, op->head, MOST / op->heads);
+}
+
 static int heads_fit(const Op *op, int64_t share) {
-  return within(op->head, 1, MOST) && op->head % L == 0 && within(op->kv_heads, 1, MOST) &&
-         within(op->heads, 1, MOST / op->head) && op->heads % op->kv_heads == 0 && op->heads / op->kv_heads <= share &&
-         within(op->step, op->head, MOST / op->heads) && op->keys && op->values;
+  return queries_fit(op) && within(op->kv_heads, 1, MOST) && op->heads % op->kv_heads == 0 &&
+         op->heads / op->kv_heads <= share && op->keys && op->values;
 }
 
 /* Whether the operation of a layer with states stays within its buffers. */
@@ -1437,8 +1446,11 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       return fits(pass, op->dst, op->in, nodes) && (op->weight || pass->embeds) &&
              (!op->second || (op->out > 0 && op->shift >= 0));
     case RMS_NORM:
-    case LAYER_NORM:
-      return op->weight && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
+    case LAYER_NORM: {
+      const int64_t parts = op->kind == RMS_NORM && op->heads ? op->heads : 1;
+      return op->weight && within(op->in, 1, MOST) && within(parts, 1, MOST / op->in) &&
+             fits(pass, op->src, parts * op->in, nodes) && fits(pass, op->dst, parts * op->in, nodes);
+    }
     case GATED:
       if (!op->second || (op->scales && !op->second_scales)) return 0; /* fall through */
     case LINEAR:
@@ -1449,11 +1461,14 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              op->out % L == 0 && within(op->apart, op->out, MOST) && fits(pass, op->src, op->in, dealt) &&
              fits(pass, op->dst, op->out, dealt) && (!op->experts || top > 0);
     case PREPARE: {
+      if (!queries_fit(op) || !fits(pass, op->src, (op->heads - 1) * op->step + op->head, nodes) ||
+          !within(op->rotary, 0, op->head) || op->rotary % 2 || (op->rotary && !(op->cosine && op->sine)))
+        return 0;
+      if (!op->kv_heads) return within(op->other, 0, pass->buffers - 1) && within(op->dst, 0, pass->buffers - 1);
       if (!within(op->kv_step, op->head, MOST / op->heads)) return 0;
-      const int64_t q = (op->heads - 1) * op->step + op->head, kv = (op->kv_heads - 1) * op->kv_step + op->head;
-      return heads_fit(op, share) && op->k_at >= 0 && op->v_at >= 0 && fits(pass, op->src, q, nodes) &&
-             fits(pass, op->other, kv + op->k_at, nodes) && fits(pass, op->dst, kv + op->v_at, nodes) &&
-             within(op->rotary, 0, op->head) && op->rotary % 2 == 0 && (!op->rotary || (op->cosine && op->sine));
+      const int64_t kv = (op->kv_heads - 1) * op->kv_step + op->head;
+      return heads_fit(op, share) && op->k_at >= 0 && op->v_at >= 0 && fits(pass, op->other, kv + op->k_at, nodes) &&
+             fits(pass, op->dst, kv + op->v_at, nodes);
     }
     case LATENT:
       return within(op->heads, 1, MOST / 2) && within(op->head, 1, MOST) && op->head % L == 0 && op->keys && op->values &&
