@@ -26,6 +26,7 @@ from truedraft.runtime.padded import Padded
 from truedraft.runtime.rotary import by_row, changes
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
+from truedraft.runtime.tempered import tempered
 from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
@@ -45,7 +46,8 @@ Output = tuple[Tensor, dict[int, Tensor]]  # logits (rows, width, V); tapped lay
 class ForwardPass(Runner):
     """The forward of a `transformers` model, called as it is.
 
-    window: positions that its sliding-window layers attend to, or None.
+    window: positions that its sliding-window layers attend to, or those of a chunk in layers that attend within one;
+        None where there are neither.
     """
 
     name = "transformers forward"
@@ -54,7 +56,7 @@ class ForwardPass(Runner):
         self.model, self.layer_types, self.window = model, layer_types, window
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._shares = "dummy" in layer_types
-        self._by_position = [*biased(model), *local(model)]
+        self._by_position = [*biased(model), *local(model), *tempered(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
         self._taps: LayerTaps | None = None
@@ -213,9 +215,12 @@ class ForwardPass(Runner):
         seen = nodes.seen(extent)
         if self.window is None:
             return self._attention_mask(seen)
-        near = seen if extent <= self.window else seen & nodes.near(extent, self.window)
+        kind, reach = "sliding_attention", nodes.near
+        if "chunked_attention" in self.layer_types:
+            kind, reach = "chunked_attention", nodes.beside
+        near = seen if extent <= self.window else seen & reach(extent, self.window)
         if "full_attention" in self.layer_types:
-            return {"full_attention": self._attention_mask(seen), "sliding_attention": self._attention_mask(near)}
+            return {"full_attention": self._attention_mask(seen), kind: self._attention_mask(near)}
         return self._attention_mask(near)
 
     def _attention_mask(self, seen: Tensor) -> Tensor:
