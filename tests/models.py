@@ -431,8 +431,8 @@ def tiny(
         config = CONFIG_MAPPING[TYPES.get(architecture, architecture)](**text)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2 and not parameter.any():  # equal scores of experts, of which any may be chosen
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and name.endswith("weight") and not parameter.any():  # or any expert may be chosen
                 parameter.normal_(std=0.02)
             if parameter.ndim >= 2:
                 parameter.mul_(sharpen)
