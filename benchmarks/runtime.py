@@ -1,7 +1,7 @@
 """The compiled pass against the model's own forward, by width, and both against the limits of this machine.
 
     python benchmarks/runtime.py                  # random Llamas of 0.1 B and 0.5 B parameters, fp32 and bf16
-    python benchmarks/runtime.py --weights int8 int4    # quantised by torchao
+    python benchmarks/runtime.py --weights int8 int4    # quantised, in bf16 models; int8-float32: in one of fp32
     python benchmarks/runtime.py MODEL --json OUT --svg PICTURE
 
 Targets take turns within one run; figures are medians. Read the ratios, not the milliseconds.
@@ -14,6 +14,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,9 +38,9 @@ SIZES = {
 LINES = {"floor": "floor", "compiled": "seconds", "transformers": "transformers"}
 
 
-def quantised(model: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """A copy of it in fp32 with quantised weights."""
-    copied = copy.deepcopy(model).float()
+def quantised(model: PreTrainedModel, kind: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy of it in a dtype, with quantised weights."""
+    copied = copy.deepcopy(model).to(dtype)
     quantize(copied, kind)
     return copied
 
@@ -47,8 +48,10 @@ def quantised(model: PreTrainedModel, kind: str) -> PreTrainedModel:
 WEIGHTS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     "float32": lambda model: model.float(),
     "bfloat16": lambda model: model.bfloat16(),
-    "int8": lambda model: quantised(model, "int8"),
-    "int4": lambda model: quantised(model, "int4"),
+    "int8": partial(quantised, kind="int8", dtype=torch.bfloat16),
+    "int4": partial(quantised, kind="int4", dtype=torch.bfloat16),
+    "int8-float32": partial(quantised, kind="int8", dtype=torch.float32),
+    "int4-float32": partial(quantised, kind="int4", dtype=torch.float32),
 }
 
 

@@ -140,7 +140,9 @@ def built(kind: str, name: str) -> PreTrainedModel:
         if settings is not None and getattr(settings, setting) is None:
             setattr(settings, setting, token)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and name.endswith("weight") and not parameter.any():  # or any expert may be chosen
+                parameter.normal_(std=0.02)
             if parameter.ndim >= 2:
                 parameter.mul_(3.0)
     return model

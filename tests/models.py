@@ -100,6 +100,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "exaone4": {**_COMMON, "sliding_window": 9, "layer_types": _KINDS},
     "stablelm": _COMMON,
     "starcoder2": {**_COMMON, "sliding_window": None},
+    "jais2": {**_COMMON, "head_dim": 8},
+    "nanochat": _COMMON,
+    "cwm": {**_COMMON, "head_dim": 8, "sliding_window": 9, "layer_types": _KINDS[::-1]},
+    "vaultgemma": {**_COMMON, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8},
     "nemotron": {**_COMMON, "head_dim": 8},
     "cohere": _COMMON,
     "cohere2": {**_COMMON, "sliding_window": 9, "layer_types": _KINDS},
@@ -194,6 +198,83 @@ ARCHITECTURES |= {
         "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,
         "use_bias": True,
+    },
+}
+
+ARCHITECTURES |= {
+    "hunyuan_v1_moe": {**_COMMON, "head_dim": 8, "num_experts": 5, "moe_topk": 2},
+    "mellum": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "mlp_layer_types": ["sparse", "dense"],
+    },
+    "hy_v3": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "num_shared_experts": 2,
+    },
+    "minimax_m2": {**_COMMON, **_EXPERTS, "head_dim": 16, "rotary_dim": 8},
+    "afmoe": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "route_scale": 1.7,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "mup_enabled": True,
+    },
+    "cohere2_moe": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_shared_experts": 2,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 40,
+    },
+}
+
+_FOUR: dict[str, Any] = dict(num_hidden_layers=4, sliding_window=9, layer_types=_KINDS * 2, head_dim=8)
+_OWN: dict[str, Any] = dict(hidden_size_per_layer_input=16, vocab_size_per_layer_input=V)
+ARCHITECTURES |= {
+    "gemma4_text": {
+        **_COMMON,
+        **_FOUR,
+        **_OWN,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4_unified_text": {
+        **_COMMON,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "head_dim": 8,
+        "global_head_dim": 16,
+    },
+    "gemma4_moe": {
+        **_COMMON,
+        **_FOUR,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
     },
 }
 
@@ -299,10 +380,17 @@ ARCHITECTURES |= {
 }
 TYPES = {  # architectures that are a kind of a model type
     "falcon_alibi": "falcon",
+    "gemma4_moe": "gemma4_text",
     "phi3_longrope": "phi3",
     "llama_longrope": "llama",
     "llama_dynamic": "llama",
 }
+
+VARIANTS = {"gemma4_moe"}  # of a type with a program, whose configurations have little in common
+SHARING = {"gemma4_text"}  # layers read the keys and values of others, so that none can be skipped
+BY_TOKEN = {"gemma4_text"}  # layers have embeddings of their own of each token, so that none can be given
+# in bf16, of the spread of the logits: scores of normalised queries are not scaled, so that attention is sharp
+ROUGH = {"gemma4_text": 0.2, "gemma4_moe": 0.2, "gemma4_unified_text": 0.2}
 
 # torch multiplies grouped matrices (experts) in fp32 and below only; in fp64, transformers' own eager attention over a
 # left-padded window (Gemma 2) deviates from its output for the same prompt alone; the mask of BLOOM overflows in fp32,
@@ -312,6 +400,7 @@ NO_FP64 |= {"mpt", "gpt_neo"}  # attention in fp32
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
 NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+NO_FP64 |= {"gemma4_moe", "hunyuan_v1_moe", "mellum", "hy_v3", "minimax_m2", "afmoe", "cohere2_moe"}
 NO_FP64 |= {"granite_swa"}  # NaN at padding by its own attention
 
 
@@ -331,6 +420,8 @@ def tiny(
         text[next(name for name in ("n_layer", "n_layers", "num_layers", "num_hidden_layers") if name in text)] = layers
         if "attention_types" in text:
             text["attention_types"] = [[[("local", "global")[i % 2]], 1] for i in range(layers)]
+        if "num_kv_shared_layers" in text:
+            text["num_kv_shared_layers"] = max(0, layers - 2)
         for name in PER_LAYER & text.keys():
             text[name] = (text[name] * layers)[:layers]
     if (whole := INSIDE.get(architecture)) is not None:
@@ -340,7 +431,9 @@ def tiny(
         config = CONFIG_MAPPING[TYPES.get(architecture, architecture)](**text)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and name.endswith("weight") and not parameter.any():  # or any expert may be chosen
+                parameter.normal_(std=0.02)
             if parameter.ndim >= 2:
                 parameter.mul_(sharpen)
     return model.to(dtype)

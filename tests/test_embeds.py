@@ -13,7 +13,7 @@ from torch import Tensor
 
 import seq2seq_models
 import truedraft
-from models import ARCHITECTURES, V, ragged, tiny
+from models import ARCHITECTURES, BY_TOKEN, V, ragged, tiny
 from test_graphs import ON_BOTH, capture, model_on, traced, uncaptured  # noqa: F401
 from test_runtime import made
 from truedraft import DraftTree, Refused
@@ -67,7 +67,7 @@ def passes(architecture: str, target: DecoderTarget) -> list[tuple[list[Tensor],
 
 @pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("architecture", PROGRAMS)
+@pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - BY_TOKEN))
 def test_the_compiled_pass_reads_vectors_bit_for_bit(architecture: str, dtype: torch.dtype) -> None:
     target = made(tiny(architecture, dtype), "auto", strict=True)
     for tokens, vectors in passes(architecture, target):
@@ -76,7 +76,7 @@ def test_the_compiled_pass_reads_vectors_bit_for_bit(architecture: str, dtype: t
 
 @ON_BOTH
 @pytest.mark.parametrize("graphs", [False, True], ids=["forward", "graphs"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - BY_TOKEN))
 def test_the_forward_reads_vectors(architecture: str, graphs: bool, device: str, capture: Any) -> None:  # noqa: F811
     if graphs:
         capture(traced if architecture == "llama" else uncaptured)
@@ -106,6 +106,14 @@ def test_a_vector_that_is_no_token_matches_a_plain_forward(runtime: str) -> None
                     inputs[0, place] = tree.embeds.get(i, inputs[0, place])
                 plain = model(inputs_embeds=inputs, use_cache=False).logits[0, -1]
             assert torch.allclose(logits[node], plain, atol=1e-4 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+@pytest.mark.parametrize("architecture", sorted(BY_TOKEN))
+def test_vectors_are_refused_where_layers_have_embeddings_of_tokens(architecture: str, runtime: str) -> None:
+    target = DecoderTarget(tiny(architecture, torch.float32), runtime)
+    with pytest.raises(Refused, match="an embedding of each token in every layer"):
+        scored(target, [as_vectors(target.model, probed(random.Random(5), 8))] * len(PROMPTS))
 
 
 class Vectors(Noise):

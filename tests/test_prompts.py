@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import truedraft
 from drafters_for_tests import HiddenReader
-from models import ARCHITECTURES, RECURRENT, V, ragged, tiny
+from models import ARCHITECTURES, RECURRENT, ROUGH, V, ragged, tiny
 from nets import text_net
 from truedraft import DraftTree
 from truedraft.runtime import forward, native
@@ -106,7 +106,7 @@ def test_both_ways_of_prefill_write_the_same_cache_up_to_rounding(
             prompts = [prompt(41, seed=SEED), prompt(30, seed=SEED + 1)]
             found.append(bits(target, prompts, 64))
             assert type(target.runner) is CompiledPass
-    tolerance = 2e-5 if dtype == torch.float32 else 0.1
+    tolerance = 2e-5 if dtype == torch.float32 else ROUGH.get(architecture, 0.1)
     for other in found[1:]:
         for row, expected in zip(other, found[0], strict=True):
             assert all(a.shape == b.shape and far(a, b) < tolerance for a, b in zip(row, expected, strict=True))

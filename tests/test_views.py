@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import truedraft
 from drafters_for_tests import SelfDrafter
-from models import ARCHITECTURES, NO_FP64, PER_LAYER, RECURRENT, V, ragged, tiny
+from models import ARCHITECTURES, NO_FP64, PER_LAYER, RECURRENT, SHARING, V, ragged, tiny
 from nets import RULES, drafter, generated, text_net
 from test_runtime import BOTH, leaves, random_tree, words
 from test_seq2seq import ARCHITECTURES as PAIRS
@@ -80,6 +80,7 @@ def cut(model: PreTrainedModel, skipped: Sequence[int]) -> Any:
     return made
 
 
+EVERY = pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - RECURRENT.keys() - SHARING))
 RUNTIMES = [pytest.param("auto", marks=COMPILED), "stock", "graphs"]
 
 
@@ -145,7 +146,7 @@ def check_against_cut(target: DecoderTarget, skipped: Sequence[int], tolerance: 
     target.cache = None
 
 
-@pytest.mark.parametrize(("architecture", "skipped"), in_turn([*ARCHITECTURES]))
+@pytest.mark.parametrize(("architecture", "skipped"), in_turn(sorted(ARCHITECTURES.keys() - SHARING)))
 def test_the_logits_are_those_of_a_cut_model(architecture: str, skipped: tuple[int, ...]) -> None:
     """By the model's own forward: chains and trees, rows of different lengths, several passes."""
     dtype, tolerance = (torch.float32, 1e-3) if architecture in NO_FP64 else (torch.float64, 1e-6)
@@ -153,7 +154,7 @@ def test_the_logits_are_those_of_a_cut_model(architecture: str, skipped: tuple[i
 
 
 @COMPILED
-@pytest.mark.parametrize(("architecture", "skipped"), in_turn(sorted(PROGRAMS.keys() - RECURRENT)))
+@pytest.mark.parametrize(("architecture", "skipped"), in_turn(sorted(PROGRAMS.keys() - RECURRENT.keys() - SHARING)))
 def test_the_logits_of_the_compiled_pass_are_those_of_a_cut_model(architecture: str, skipped: tuple[int, ...]) -> None:
     target = DecoderTarget(deep(architecture, torch.float32), strict=True)
     assert target.fallback_reason is None
@@ -174,7 +175,7 @@ def test_passes_beside_captured_graphs() -> None:
 
 @COMPILED
 @BOTH
-@pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - RECURRENT))
+@EVERY
 def test_the_bits_are_those_of_a_cut_model_s_compiled_pass(architecture: str, dtype: torch.dtype) -> None:
     """Its keys and values copied from the whole model's cache, hidden states compared too."""
     rng, skipped = random.Random(8), (0, 2)
@@ -203,7 +204,7 @@ def test_the_bits_are_those_of_a_cut_model_s_compiled_pass(architecture: str, dt
 
 @COMPILED
 @BOTH
-@pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - RECURRENT))
+@EVERY
 def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype: torch.dtype) -> None:
     """In one tree, or token by token through scratch, alone or beside other rows: no tolerance."""
     rng, view = random.Random(6), SkipLayers((1,))
@@ -490,6 +491,13 @@ def test_encoder_decoders_by_their_own_forward_are_refused(kind: str) -> None:
     target.prefill(prompts)
     with pytest.raises(Refused, match="cannot run under a view"):
         target.score([DraftTree.chain(4)], SkipLayers((0,)))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("architecture", sorted(SHARING))
+def test_layers_whose_keys_others_read_are_not_skipped(architecture: str, runtime: str) -> None:
+    with pytest.raises(Refused, match="some read the keys and values of others"):
+        target_of(tiny(architecture, torch.float32), runtime).check_view(SkipLayers((0,)))
 
 
 def test_a_replay_has_no_view() -> None:

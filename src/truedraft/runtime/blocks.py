@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,8 @@ AROUND: Norms = (
 
 def blocks(
     p: Program, model: Any, norm: Norm, feed: Feed, norms: Norms = BEFORE, scale: float = 1.0,
-    whole: Norm | None = None, clip: float | None = None, mixed: Attend | None = None, **attending: Any,
+    whole: Norm | None = None, clip: float | None = None, mixed: Attend | None = None,
+    after: Callable[[int, Any], None] | None = None, **attending: Any,
 ) -> None:  # fmt: skip
     """Blocks of attention and then a feed-forward, each with norms around it and added to the residual.
 
@@ -35,6 +37,7 @@ def blocks(
     scale: factor on the output of each block.
     whole, clip: see `Program.qkv`.
     mixed: another attention than that of `Program.qkv` and `Program.attend`.
+    after: appends what follows the feed-forward, from the layer's number and the layer.
     attending: further arguments of `Program.attend`.
     """
     c = model.config
@@ -68,6 +71,8 @@ def blocks(
             p.attend(i, attention, c, **attending)
         leave(layer, after_attention, result, attention.o_proj)
         leave(layer, after_feed, "g", feed(enter(layer, before_feed), layer))
+        if after is not None:
+            after(i, layer)
         p.outputs.append(len(p.ops) - 1)
 
 
@@ -91,15 +96,19 @@ def ungated(p: Program, activation: str, first: str = "up_proj", last: str = "do
     return feed
 
 
-def experts(p: Program, activation: str, exact: bool = False, routing: mixtures.Routing | None = None) -> Feed:
-    """Mixtures of experts, gated feed-forwards among them; see `mixtures.routed`."""
-    dense = gate(p, activation)
+def experts(
+    p: Program, activation: str, exact: bool = False, routing: mixtures.Routing | None = None,
+    of: Callable[[Any], Any] = attrgetter("mlp"),
+) -> Feed:  # fmt: skip
+    """Mixtures of experts, gated feed-forwards among them; see `mixtures.routed`. of: that of a layer."""
 
     def feed(src: str, layer: Any) -> Any:
-        if not hasattr(layer.mlp, "experts"):
-            return dense(src, layer)
-        mixtures.routed(p, src, layer.mlp, activation, exact, routing)
-        return None
+        mlp = of(layer)
+        if hasattr(mlp, "experts"):
+            mixtures.routed(p, src, mlp, activation, exact, routing)
+            return None
+        p.gated(src, mlp, activation)
+        return mlp.down_proj
 
     return feed
 
@@ -113,6 +122,16 @@ def spread(rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
         )  # fmt: skip
 
     return tables
+
+
+def rotate_by_layer(p: Program, model: Any) -> None:
+    """The rotary embedding of each layer, where each has its own base or zero, for none."""
+    if hasattr(model.model, "rotary_embs"):
+        bases, by_base = model.config.layer_rope_theta, model.model.rotary_embs
+        p.rotaries = {
+            i: r for i, base in enumerate(bases) for r in by_base if r.config.rope_parameters["rope_theta"] == base
+        }
+        p.unrotated = set(range(len(bases))) - set(p.rotaries)
 
 
 def final(p: Program, model: Any, norm: Norm, cap: float = 0.0, scale: float = 1.0) -> None:

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime._base import PROMPT, Runner
-from truedraft.runtime.embedding import embedded
+from truedraft.runtime.embedding import check_embeddings_given, embedded
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rotary_tables import RotaryTables
+from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
@@ -161,7 +162,8 @@ class CompiledPass(Runner):
     def _compile(self) -> None:
         self.program: Program = self._compiled()
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
-        self._share = next((op.heads // op.kv_heads for op in self.program.ops if op.kind == OpKind.ATTEND), 1)
+        attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
+        self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
         self._tables = RotaryTables()
         self._factor = torch.empty(0)
@@ -183,8 +185,8 @@ class CompiledPass(Runner):
             return
         p = self.program
         p.refresh()
-        for layer, op in zip(cache.layers, (op for op in p.ops if op.kind == OpKind.ATTEND), strict=True):
-            if not layer.is_initialized:
+        for op, at in zip(p.ops, p.layers, strict=True):
+            if op.kind == OpKind.ATTEND and not (layer := cache.layers[at]).is_initialized:
                 heads, size = (1, op.inner) if op.inner else (op.kv_heads, op.head)  # latents: those of all heads
                 layer.allocate(heads, op.head, self.model.dtype, torch.device("cpu"), size)
         for op, at in zip(p.ops, p.layers, strict=True):
@@ -247,8 +249,9 @@ class CompiledPass(Runner):
         """The layers that passes under a view leave out.
 
         Raises:
-            Refused: the view does not fit such a decoder.
+            Refused: the view does not fit such a decoder, or some of its layers read the keys and values of others.
         """
+        check_own_keys(self.model)
         return view.skipped(len(self.program.layer_types))
 
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
@@ -290,7 +293,7 @@ class CompiledPass(Runner):
             fp32 logits (*shape, V), and the hidden states (nodes, H) by layer.
 
         Raises:
-            Refused: there is no such layer.
+            Refused: there is no such layer; or see `check_embeddings_given`.
         """
         n, m = len(nodes), len(gather)
         kept = {layer: torch.empty(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
@@ -299,6 +302,8 @@ class CompiledPass(Runner):
         buffers = [*self._buffers, logits.data_ptr(), *[kept[layer].data_ptr() for layer in hidden]]
         strides = [*self._strides, *[kept[layer].shape[1] for layer in hidden]]
         room = [*self._room, logits.numel(), *[kept[layer].numel() for layer in hidden]]
+        if embeds is not None:
+            check_embeddings_given(self.model)
         embedded = None if embeds is None else embeds.float().contiguous()
         if embedded is not None and embedded.shape != (n, self._hidden):
             raise ValueError(f"embeddings {tuple(embedded.shape)} for {n} nodes of width {self._hidden}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from truedraft.errors import Refused
 from truedraft.tree import DraftTree
 
 FACTORED = {"falcon_h1"}  # model types that multiply embeddings of tokens, but not embeddings that are given
@@ -18,12 +19,23 @@ def embedded(model: Any, trees: Sequence[DraftTree], width: int, device: torch.d
     padded with copies of their last nodes. None where all nodes are tokens.
 
     Raises:
+        Refused: see `check_embeddings_given`.
         ValueError: a probe's embedding is not a vector of the model's hidden size.
     """
     if not any(tree.embeds for tree in trees):
         return None
+    check_embeddings_given(model)
     with torch.no_grad():
         return _embedded(model, trees, width, device)
+
+
+def check_embeddings_given(model: Any) -> None:
+    """Raises Refused where embeddings cannot take the place of tokens."""
+    if getattr(model.config.get_text_config(decoder=True), "hidden_size_per_layer_input", None):
+        raise Refused(
+            f"{type(model).__name__} reads an embedding of each token in every layer, which given embeddings lack: "
+            "give input_ids"
+        )
 
 
 def token_embeddings(model: Any, ids: Tensor) -> Tensor:

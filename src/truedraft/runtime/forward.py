@@ -26,6 +26,7 @@ from truedraft.runtime.padded import Padded
 from truedraft.runtime.rotary import by_row, changes
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
+from truedraft.runtime.tempered import tempered
 from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
@@ -45,7 +46,8 @@ Output = tuple[Tensor, dict[int, Tensor]]  # logits (rows, width, V); tapped lay
 class ForwardPass(Runner):
     """The forward of a `transformers` model, called as it is.
 
-    window: positions that its sliding-window layers attend to, or None.
+    window: positions that its sliding-window layers attend to, or those of a chunk in layers that attend within one;
+        None where there are neither.
     """
 
     name = "transformers forward"
@@ -53,7 +55,8 @@ class ForwardPass(Runner):
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
         self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._by_position = [*biased(model), *local(model)]
+        self._shares = "dummy" in layer_types
+        self._by_position = [*biased(model), *local(model), *tempered(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
         self._taps: LayerTaps | None = None
@@ -102,7 +105,8 @@ class ForwardPass(Runner):
         if batch[0].embeds is not None:
             name, given = "inputs_embeds", [p.embeds for p in batch]
         inputs = torch.stack(given)  # type: ignore[arg-type]
-        cut = {"logits_to_keep": 1} if self._cut_logits else {}
+        whole = self._shares and taps.hidden  # layers that read others' keys would compute the last position alone
+        cut = {"logits_to_keep": 1} if self._cut_logits and not whole else {}
         parts: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
         first = len(cursor.lengths)
         for start, end in spans:
@@ -211,9 +215,12 @@ class ForwardPass(Runner):
         seen = nodes.seen(extent)
         if self.window is None:
             return self._attention_mask(seen)
-        near = seen if extent <= self.window else seen & nodes.near(extent, self.window)
+        kind, reach = "sliding_attention", nodes.near
+        if "chunked_attention" in self.layer_types:
+            kind, reach = "chunked_attention", nodes.beside
+        near = seen if extent <= self.window else seen & reach(extent, self.window)
         if "full_attention" in self.layer_types:
-            return {"full_attention": self._attention_mask(seen), "sliding_attention": self._attention_mask(near)}
+            return {"full_attention": self._attention_mask(seen), kind: self._attention_mask(near)}
         return self._attention_mask(near)
 
     def _attention_mask(self, seen: Tensor) -> Tensor:

@@ -55,6 +55,13 @@ def limited(p: Program, gate: Any) -> dict[str, Any]:
     return dict(mode=0, norm_once=True, scale=float(gate.routed_scaling_factor), **groups)
 
 
+def one_by_one(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of PhiMoE: two experts, each by a softmax over those whose scores are close to the best one left."""
+    if gate.top_k != 2:
+        raise NotCompilable(f"it has {gate.top_k} experts per token, not two")
+    return dict(mode=4, eps=2 * gate.jitter)
+
+
 def _groups(gate: Any, judged: int) -> dict[str, Any]:
     """Groups of experts, of which a router keeps some; judged: experts that a group is judged by."""
     count, groups, kept = len(gate.weight), gate.num_group, gate.topk_group
@@ -64,12 +71,15 @@ def _groups(gate: Any, judged: int) -> dict[str, Any]:
 
 
 def routed(
-    p: Program, src: str, mlp: Any, activation: str, exact: bool = False, routing: Routing | None = None, **chosen: Any
-) -> None:
+    p: Program, src: str, mlp: Any, activation: str, exact: bool = False, routing: Routing | None = None,
+    judged: str | None = None, **chosen: Any,
+) -> None:  # fmt: skip
     """A mixture of experts; the result is in "t", and "h" is overwritten.
 
     exact: in a bf16 model, routing weights and their products are not rounded before the sum.
-    routing: of a router that computes in fp32; None for scores in the model's dtype.
+    routing: of a router that computes in fp32, from scores that are rounded where it says so; None for scores in the
+        model's dtype.
+    judged: the buffer that the router reads, if another than `src`.
     chosen: fields of ROUTE for these; by default those of a softmax.
     """
     count, hidden, inner = _mixture(mlp)
@@ -82,8 +92,9 @@ def routed(
     parts = gate_up.part(0, inner), gate_up.part(inner, 2 * inner), downs.part(0, hidden)
     gate, up, down, router = map(p.read, (*parts, p.copy_of(Weight(rows, None, None))))
     shared, shared_gate = _beside(mlp), getattr(mlp, "shared_expert_gate", None)
+    rounded = p.narrow and (routing is None or getattr(mlp.gate, "rounded", False))
     to: dict[str, Any] = dict(experts=count, top=mlp.gate.top_k)
-    p.op(OpKind.LINEAR, src=src, dst="router", **router, wait=shared is None, narrow=p.narrow and routing is None)
+    p.op(OpKind.LINEAR, src=judged or src, dst="router", **router, wait=shared is None, narrow=rounded)
     if shared_gate is not None:
         p.linear(src, "shared", shared_gate, wait=False)
     if shared is not None:
@@ -197,6 +208,38 @@ def of_granite(layer: Any) -> Any:
     return shared if moe is None else SimpleNamespace(gate=moe.router, experts=moe.experts, shared_expert=shared)
 
 
+def with_correction(layer: Any) -> Any:
+    """The feed-forward of a layer by the names of DeepSeek 3, where a mixture and not its router has the correction."""
+    mlp = layer.mlp
+    correction = getattr(mlp, "e_score_correction_bias", getattr(mlp, "expert_bias", None))
+    if correction is None:
+        return mlp
+    router = getattr(mlp, "router", None) or mlp.gate
+    scale = getattr(router, "router_scaling_factor", None)  # HY 3, which does not round scores
+    gate = SimpleNamespace(
+        weight=getattr(router, "gate", router).weight, top_k=router.top_k, e_score_correction_bias=correction,
+        norm_topk_prob=True, routed_scaling_factor=getattr(router, "route_scale", 1.0) if scale is None else scale,
+        num_group=1, topk_group=1, rounded=scale is None,
+    )  # fmt: skip
+    return SimpleNamespace(gate=gate, experts=mlp.experts, shared_experts=getattr(mlp, "shared_experts", None))
+
+
+def of_phi(layer: Any) -> Any:
+    """The mixture of a layer of PhiMoE by the names of others."""
+    router = layer.mlp.router
+    gate = SimpleNamespace(weight=router.weight, top_k=router.top_k, jitter=router.router_jitter_noise, rounded=True)
+    return SimpleNamespace(gate=gate, experts=layer.mlp.experts)
+
+
+def of_hunyuan(layer: Any) -> Any:
+    """The feed-forward of a layer of HunYuan by the names of others."""
+    mlp = layer.mlp
+    if not hasattr(mlp, "experts"):
+        return mlp
+    gate = SimpleNamespace(weight=mlp.gate.wg.weight, top_k=mlp.gate.top_k)
+    return SimpleNamespace(gate=gate, experts=mlp.experts, shared_expert=mlp.shared_mlp)
+
+
 def _beside(mlp: Any) -> Any:
     """The feed-forward beside a mixture's experts, or None."""
     return getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
@@ -205,7 +248,7 @@ def _beside(mlp: Any) -> Any:
 def _mixture(mlp: Any) -> tuple[int, int, int]:
     """Number of experts of a mixture, their input size and their hidden size."""
     for part in (mlp.gate, mlp.experts):
-        if not type(part).__module__.startswith("transformers.models."):
+        if type(part) is not SimpleNamespace and not type(part).__module__.startswith("transformers.models."):
             raise NotCompilable(f"it has a {type(part).__name__} among its experts")
     both, down, router = mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight
     count, hidden = router.shape

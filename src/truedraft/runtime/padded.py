@@ -72,6 +72,10 @@ class Padded:
         """The indices less than `window` positions behind each node; (rows, width, extent) bool."""
         return self.positions[:, :, None] - self.placed(extent)[:, None] < window
 
+    def beside(self, extent: int, window: int) -> Tensor:
+        """The indices in the chunk of `window` positions that each node is in; (rows, width, extent) bool."""
+        return self.positions[:, :, None] // window == self.placed(extent)[:, None] // window
+
     def placed(self, extent: int) -> Tensor:
         """The position of the entry at each of the first `extent` indices of a row; (rows, extent)."""
         offset = self._offset(extent)

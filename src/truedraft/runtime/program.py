@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
+from truedraft.runtime.modules import eps_of, head_norms, head_of, kv_heads, outputs_of, weight_of
 from truedraft.runtime.native import Form, Op, OpKind
 from truedraft.runtime.weights import Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
 
@@ -171,10 +172,10 @@ class Program:
         )  # fmt: skip
 
     def rms_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0, once: bool = False) -> None:
-        weight = norm.weight
+        weight = weight_of(norm, self.widths[src])
         self.op(
             OpKind.RMS_NORM, src=src, dst=dst, inner=len(weight), weight=self.small(weight, offset),
-            eps=_eps(norm), mode=once or offset != 0.0,
+            eps=eps_of(norm), mode=once or offset != 0.0,
         )  # fmt: skip
 
     def layer_norm(self, src: str, dst: str, norm: Any, offset: float = 0.0) -> None:
@@ -182,7 +183,7 @@ class Program:
             raise NotCompilable("its layer norms have no weights")
         self.op(
             OpKind.LAYER_NORM, src=src, dst=dst, inner=len(norm.weight), weight=self.small(norm.weight, offset),
-            bias=self.small(getattr(norm, "bias", None)), eps=_eps(norm),
+            bias=self.small(getattr(norm, "bias", None)), eps=eps_of(norm),
         )  # fmt: skip
 
     def add(self, one: str, other: str, dst: str) -> None:
@@ -223,7 +224,7 @@ class Program:
     def attend(
         self, index: int, attention: Any, config: Any, cap: float = 0.0, per_head: float | None = None,
         once: bool = False, interleaved: bool = False, scale: float | None = None, fused: str | None = None,
-        norms_last: bool = False, gated: str | None = None,
+        norms_last: bool = False, norms_once: bool = False, gated: str | None = None, shared: bool = False,
     ) -> None:  # fmt: skip
         """Rotary embedding, cache update and attention over q, k and v; the result is in "a".
 
@@ -231,13 +232,14 @@ class Program:
         once: results of the rotation are rounded once.
         interleaved: adjacent numbers are rotated together, not the two halves of a head.
         fused: a buffer with q, k and v of each head side by side, instead of three buffers.
-        norms_last: the norms over each head follow the rotation.
+        norms_last, norms_once: the norms over each head follow the rotation; they are rounded once.
         gated: a buffer with the queries of each head before the gates of its result.
+        shared: keys and values are those that the cached layer `index` has, made by another layer.
         """
         head = head_of(attention)
         if head % 8:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
-        shared: dict[str, Any] = dict(
+        sizes: dict[str, Any] = dict(
             heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head,
             step=3 * head if fused else 2 * head if gated else head, kv_step=3 * head if fused else head,
             window=config.sliding_window if self.layer_types[index] == "sliding_attention" else 0,
@@ -245,17 +247,19 @@ class Program:
         norms: dict[str, Any] = {}
         if per_head is not None:
             both = head_norms(attention)
-            q_norm, k_norm = (self.small(norm.weight, per_head) for norm in both)
+            q_norm, k_norm = (norm and self.small(weight_of(norm, head), per_head) for norm in both)
             norms = dict(
-                q_norm=q_norm, k_norm=k_norm, eps=_eps(both[0]), norm_once=per_head != 0.0, norm_last=norms_last
-            )
+                q_norm=q_norm, k_norm=k_norm, eps=eps_of(both[0]), norm_once=norms_once or per_head != 0.0,
+                norm_last=norms_last,
+            )  # fmt: skip
         self.op(
             OpKind.PREPARE, index, src=fused or gated or "q", other=fused or "k", dst=fused or "v", mode=once,
-            k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **shared, **norms,
+            k_at=head if fused else 0, v_at=2 * head if fused else 0, interleaved=interleaved, **norms,
+            **{**sizes, "kv_heads": 0 if shared else sizes["kv_heads"]},
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
         sinks = self.small(getattr(attention, "sinks", None))
-        self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **shared)
+        self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **sizes)
         if gated:
             self.gate(gated, attention, config, head, 2 * head)
 
@@ -294,14 +298,14 @@ class Program:
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden activations of a feed-forward without a gate, in "g"."""
         self.linear(src, "g", layer)
-        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=_outputs(layer), mode=self.activation(activation))
+        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=outputs_of(layer), mode=self.activation(activation))
 
     def xielu(self, src: str, layer: Any, activation: Any) -> None:
         """The hidden activations of a feed-forward whose activation, xIELU, has parameters; in "g"."""
         self.linear(src, "g", layer)
         self.activations.add("xielu")
         self.op(
-            OpKind.XIELU, src="g", dst="g", inner=_outputs(layer), bias=self.small(activation.alpha_p),
+            OpKind.XIELU, src="g", dst="g", inner=outputs_of(layer), bias=self.small(activation.alpha_p),
             other_bias=self.small(activation.alpha_n), scale=float(activation.beta), eps=float(activation.eps),
         )  # fmt: skip
 
@@ -370,30 +374,3 @@ class Program:
             self.op(OpKind.CAP, src="logits", dst="logits", inner=self.widths["logits"], cap=cap)
         for op in self.ops[self.head_from :]:
             op.tail = 1
-
-
-def head_of(attention: Any) -> int:
-    """Head size of an attention module."""
-    sizes = (getattr(attention, name, None) for name in ("head_dim", "head_size", "key_value_proj_dim"))
-    return next(size for size in sizes if size)
-
-
-def head_norms(attention: Any) -> tuple[Any, Any]:
-    """The norms over each head of the queries and of the keys."""
-    for names in (("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")):
-        if hasattr(attention, names[0]):
-            return getattr(attention, names[0]), getattr(attention, names[1])
-    return attention.q_norm, attention.k_norm
-
-
-def kv_heads(config: Any) -> int:
-    """Number of key-value heads."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
-def _outputs(layer: Any) -> int:
-    return layer.nf if type(layer) is Conv1D else layer.out_features
-
-
-def _eps(norm: Any) -> float:
-    return getattr(norm, "variance_epsilon", None) or norm.eps

@@ -17,9 +17,12 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.states import STATE_LAYERS
+from truedraft.runtime import mixtures
 from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
+from truedraft.runtime.gemma_programs import GEMMA
 from truedraft.runtime.mamba_programs import MAMBA
+from truedraft.runtime.mixture_programs import MIXTURES
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
 from truedraft.runtime.sequential_programs import SEQUENTIAL
@@ -117,22 +120,36 @@ def falcon(p: Program, model: Any) -> None:
 
 def cohere(p: Program, model: Any) -> None:
     """Cohere: parallel attention and gated feed-forward, neighbours rotated together, scaled logits. Cohere 2 rotates
-    in layers with a sliding window only."""
-    c = model.config
-    if c.model_type == "cohere2":
-        p.unrotated = {i for i, layer in enumerate(model.model.layers) if layer.self_attn.sliding_window is None}
-    elif c.use_qk_norm:
-        raise NotCompilable("its queries and keys are normalised")
-    p.begin(model, c.intermediate_size)
-    for i, layer in enumerate(model.model.layers):
-        p.layer_norm("x", "h", layer.input_layernorm)
+    in layers with a sliding window only; with experts, Cohere 2 MoE."""
+    c, layers = model.config, model.model.layers
+    if c.model_type == "cohere":
+        if c.use_qk_norm:
+            raise NotCompilable("its queries and keys are normalised")
+    else:
+        attentions = [layer.self_attn for layer in layers]
+        p.unrotated = {
+            i for i, a in enumerate(attentions) if a.sliding_window is None and not getattr(a, "force_rope", False)
+        }
+    if getattr(c, "expert_selection_fn", "softmax") != "softmax":
+        raise NotCompilable(f"its experts are chosen by a {c.expert_selection_fn}")
+    norm = p.layer_norm if getattr(c, "rms_norm_eps", None) is None else p.rms_norm
+    mixtures.reserve(p, (layer.mlp for layer in layers))
+    p.begin(model, 0)
+    for i, layer in enumerate(layers):
+        norm("x", "h", layer.input_layernorm)
         p.qkv("h", layer.self_attn, c)
         p.attend(i, layer.self_attn, c, once=True, interleaved=True)
-        p.gated("h", layer.mlp, c.hidden_act)
         p.linear("a", "x", layer.self_attn.o_proj, add=True)
-        p.linear("g", "x", layer.mlp.down_proj, add=True)
+        if hasattr(layer.mlp, "experts"):
+            mixtures.routed(p, "h", layer.mlp, c.hidden_act, mode=1)
+            if c.num_shared_experts and c.shared_expert_combination_strategy == "average":
+                p.copy("t", "t", 0.5)
+            p.add("x", "t", "x")
+        else:
+            p.gated("h", layer.mlp, c.hidden_act)
+            p.linear("g", "x", layer.mlp.down_proj, add=True)
         p.outputs.append(len(p.ops) - 1)
-    final(p, model, p.layer_norm, scale=getattr(model, "logit_scale", 1.0))
+    final(p, model, norm, scale=getattr(model, "logit_scale", 1.0))
 
 
 def gpt_neox(p: Program, model: Any) -> None:
@@ -206,9 +223,12 @@ def opt(p: Program, model: Any) -> None:
 
 PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     **SEQUENTIAL,
+    **MIXTURES,
+    **GEMMA,
     "phi": phi,
     "cohere": cohere,
     "cohere2": cohere,
+    "cohere2_moe": cohere,
     "gpt_neox": gpt_neox,
     "gpt2": gpt2,
     "gpt_bigcode": gpt2,

@@ -13,8 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.runtime import latents, mixtures
-from truedraft.runtime.blocks import AFTER, AROUND, BEFORE, Norms, blocks, experts, final, gate, spread, ungated
+from truedraft.runtime import mixtures
+from truedraft.runtime.blocks import (
+    AFTER,
+    AROUND,
+    BEFORE,
+    Norms,
+    blocks,
+    experts,
+    final,
+    gate,
+    rotate_by_layer,
+    spread,
+    ungated,
+)
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import NotCompilable
 
@@ -43,19 +55,37 @@ def ministral3(p: Program, model: Any) -> None:
 
 
 def hunyuan(p: Program, model: Any) -> None:
-    """HunYuan: Llama with norms over each head after the rotation."""
-    c = model.config
-    p.begin(model, c.intermediate_size)
-    blocks(p, model, p.rms_norm, gate(p, c.hidden_act), per_head=0.0, norms_last=True)
+    """HunYuan: Llama with norms over each head after the rotation; with experts, HunYuan MoE."""
+    c, of = model.config, mixtures.of_hunyuan
+    mixtures.reserve(p, map(of, model.model.layers))
+    p.begin(model, 0)
+    blocks(p, model, p.rms_norm, experts(p, c.hidden_act, of=of), per_head=0.0, norms_last=True)
     final(p, model, p.rms_norm)
 
 
 def arcee(p: Program, model: Any) -> None:
-    """Arcee: Llama with a feed-forward without a gate."""
+    """Arcee: Llama with a feed-forward without a gate; with layer norms, JAIS 2."""
     c = model.config
+    norm = p.layer_norm if c.model_type == "jais2" else p.rms_norm
     p.begin(model, c.intermediate_size)
-    blocks(p, model, p.rms_norm, ungated(p, c.hidden_act))
-    final(p, model, p.rms_norm)
+    blocks(p, model, norm, ungated(p, c.hidden_act))
+    final(p, model, norm)
+
+
+def nanochat(p: Program, model: Any) -> None:
+    """nanochat: norms without weights, of embeddings too and over each head after the rotation, which is the other way
+    round; a feed-forward without a gate, capped logits."""
+    c, rotary = model.config, model.model.rotary_emb
+
+    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        cosines, sines = rotary(like, positions)
+        return cosines, -sines
+
+    p.begin(model, c.intermediate_size, rotary=tables)
+    p.rms_norm("x", "x", model.model.norm)
+    p.outputs = [len(p.ops) - 1]
+    blocks(p, model, p.rms_norm, ungated(p, c.hidden_act, "fc1", "fc2"), per_head=0.0, norms_last=True)
+    final(p, model, p.rms_norm, c.final_logit_softcapping or 0.0)
 
 
 def bitnet(p: Program, model: Any) -> None:
@@ -124,69 +154,18 @@ def helium(p: Program, model: Any) -> None:
     final(p, model, norm)
 
 
-def mixtral(p: Program, model: Any) -> None:
-    """Mixtral, Qwen 2 MoE and, with norms over each head, Qwen 3 MoE: mixtures of experts, dense layers among them."""
-    c = model.config
-    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
-    p.begin(model, 0)
-    per_head = 0.0 if c.model_type.startswith("qwen3") else None
-    blocks(p, model, p.rms_norm, experts(p, c.hidden_act, c.model_type == "mixtral"), per_head=per_head)
-    final(p, model, p.rms_norm)
-
-
-def deepseek(p: Program, model: Any) -> None:
-    """DeepSeek 2 and 3, GLM 4.7 Flash, Youtu, MiniCPM 3: attention to latents, mixtures of experts or one feed-forward.
-
-    MiniCPM 3 has factors on embeddings, blocks and the final hidden state.
-    """
-    c, layers = model.config, model.model.layers
-    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
-    mixtures.reserve(p, (layer.mlp for layer in layers))
-    mixed = latents.attention(p, model)
-    p.embed(model.get_input_embeddings(), scale)
-    routing = mixtures.limited if c.model_type == "deepseek_v2" else mixtures.corrected
-    feed = experts(p, c.hidden_act, True, routing)
-    blocks(p, model, p.rms_norm, feed, scale=getattr(layers[0], "residual_scale", 1.0), mixed=mixed)
-
-    def last(src: str, dst: str, norm: Any) -> None:
-        p.rms_norm(src, dst, norm)
-        if c.model_type == "minicpm3":
-            p.copy(dst, dst, 1 / c.logits_scaling)
-
-    final(p, model, last)
-
-
-def dots1(p: Program, model: Any) -> None:
-    """dots.llm1, GLM 4.5, Solar Open: mixtures of experts whose router computes in fp32, dense layers among them."""
-    c = model.config
-    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
-    p.begin(model, 0)
-    per_head = 0.0 if hasattr(model.model.layers[0].self_attn, "q_norm") else None
-    blocks(p, model, p.rms_norm, experts(p, c.hidden_act, True, mixtures.corrected), per_head=per_head)
-    final(p, model, p.rms_norm)
-
-
-def olmoe(p: Program, model: Any) -> None:
-    """OLMoE: mixtures of experts, norms over all queries and keys together, which may be clipped."""
-    c = model.config
-    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
-    p.begin(model, 0)
-    blocks(p, model, p.rms_norm, experts(p, c.hidden_act), whole=p.rms_norm, clip=c.clip_qkv)
-    final(p, model, p.rms_norm)
-
-
 def gemma(p: Program, model: Any) -> None:
-    """Gemma, norm weights relative to one: from Gemma 2 on norms before and after every block, capped scores."""
+    """Gemma, norm weights relative to one: in Gemma 2 and 3 norms around every block; in Gemma 2 and VaultGemma capped
+    scores."""
     c = model.config
     norm = partial(p.rms_norm, offset=1.0)
     scale = model.get_input_embeddings().embed_scale.to(model.dtype).item()
     p.begin(model, c.intermediate_size, scale)
-    if c.model_type == "gemma":
-        blocks(p, model, norm, gate(p, c.hidden_act))
-    else:
-        cap = getattr(model.model.layers[0].self_attn, "attn_logit_softcapping", None) or 0.0
-        per_head = 1.0 if c.model_type == "gemma3_text" else None
-        blocks(p, model, norm, gate(p, c.hidden_activation), AROUND, cap=cap, per_head=per_head)
+    norms = {"gemma": BEFORE, "vaultgemma": ("input_layernorm", None, "pre_feedforward_layernorm", None)}
+    activation = c.hidden_act if c.model_type == "gemma" else c.hidden_activation
+    cap = getattr(model.model.layers[0].self_attn, "attn_logit_softcapping", None) or 0.0
+    per_head = 1.0 if c.model_type == "gemma3_text" else None
+    blocks(p, model, norm, gate(p, activation), norms.get(c.model_type, AROUND), cap=cap, per_head=per_head)
     final(p, model, norm, getattr(c, "final_logit_softcapping", None) or 0.0)
 
 
@@ -228,36 +207,12 @@ def exaone4(p: Program, model: Any) -> None:
     final(p, model, p.rms_norm)
 
 
-def rotate_by_layer(p: Program, model: Any) -> None:
-    """The rotary embedding of each layer, where each has its own base or zero, for none."""
-    if hasattr(model.model, "rotary_embs"):
-        bases, by_base = model.config.layer_rope_theta, model.model.rotary_embs
-        p.rotaries = {
-            i: r for i, base in enumerate(bases) for r in by_base if r.config.rope_parameters["rope_theta"] == base
-        }
-        p.unrotated = set(range(len(bases))) - set(p.rotaries)
-
-
 def granite(p: Program, model: Any) -> None:
     """Granite: Llama with a factor on embeddings, blocks and logits; with sinks and windows, Granite SWA."""
     c = model.config
     rotate_by_layer(p, model)
     p.begin(model, c.intermediate_size, c.embedding_multiplier, given_too=True)
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), scale=c.residual_multiplier)
-    final(p, model, p.rms_norm, scale=1 / c.logits_scaling)
-
-
-def granite_moe(p: Program, model: Any) -> None:
-    """Granite MoE: Granite with mixtures of experts, and perhaps a feed-forward beside each."""
-    c = model.config
-    rotate_by_layer(p, model)
-
-    def feed(src: str, layer: Any) -> None:
-        mixtures.routed(p, src, mixtures.of_granite(layer), c.hidden_act)
-
-    mixtures.reserve(p, map(mixtures.of_granite, model.model.layers))
-    p.begin(model, 0, c.embedding_multiplier, given_too=True)
-    blocks(p, model, p.rms_norm, feed, scale=c.residual_multiplier)
     final(p, model, p.rms_norm, scale=1 / c.logits_scaling)
 
 
@@ -270,27 +225,6 @@ def hyperclovax(p: Program, model: Any) -> None:
     p.begin(model, c.intermediate_size, c.embedding_multiplier, given_too=True)
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), norms, scale=c.residual_multiplier)
     final(p, model, p.rms_norm, scale=c.logits_scaling)
-
-
-def gpt_oss(p: Program, model: Any) -> None:
-    """gpt-oss: attention with sinks, mixtures of experts with biases and clamped gates."""
-    c, rotary = model.config, model.model.rotary_emb
-
-    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.cat([table, table], -1) for table in rotary(like, positions))
-
-    def feed(src: str, layer: Any) -> None:
-        mixtures.clamped(p, src, layer.mlp)
-
-    norm, top = partial(p.rms_norm, once=True), c.num_experts_per_tok
-    p.buffer("router", c.num_local_experts)
-    p.buffer("routing", top)
-    p.buffer("dealt", c.hidden_size, top)
-    p.buffer("both", 2 * c.intermediate_size, top)
-    p.buffer("inner", c.intermediate_size, top)
-    p.begin(model, 0, rotary=tables)
-    blocks(p, model, norm, feed)
-    final(p, model, norm)
 
 
 def starcoder2(p: Program, model: Any) -> None:
@@ -331,19 +265,15 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "internlm3": llama,
     "iquestcoder": llama,
     "hunyuan_v1_dense": hunyuan,
+    "hunyuan_v1_moe": hunyuan,
     "arcee": arcee,
+    "jais2": arcee,
+    "nanochat": nanochat,
+    "cwm": llama,
     "bitnet": bitnet,
     "apertus": apertus,
     "ernie4_5": ernie,
     "ernie4_5_moe": ernie,
-    "dots1": dots1,
-    "deepseek_v2": deepseek,
-    "deepseek_v3": deepseek,
-    "glm4_moe_lite": deepseek,
-    "youtu": deepseek,
-    "minicpm3": deepseek,
-    "glm4_moe": dots1,
-    "solar_open": dots1,
     "glm": glm,
     "glm4": glm,
     "helium": helium,
@@ -356,6 +286,7 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "gemma": gemma,
     "gemma2": gemma,
     "gemma3_text": gemma,
+    "vaultgemma": gemma,
     "olmo": olmo,
     "olmo2": olmo2,
     "olmo3": olmo2,
@@ -364,17 +295,8 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "exaone_moe": exaone4,
     "granite": granite,
     "granite_swa": granite,
-    "granitemoe": granite_moe,
-    "granitemoe_swa": granite_moe,
-    "granitemoeshared": granite_moe,
     "hyperclovax": hyperclovax,
-    "gpt_oss": gpt_oss,
     "starcoder2": starcoder2,
     "nemotron": nemotron,
     "stablelm": stablelm,
-    "mixtral": mixtral,
-    "qwen2_moe": mixtral,
-    "qwen3_moe": mixtral,
-    "qwen3_vl_moe_text": mixtral,
-    "olmoe": olmoe,
 }

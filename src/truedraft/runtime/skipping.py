@@ -33,12 +33,10 @@ class SkippableLayers:
 
     def __init__(self, model: PreTrainedModel, count: int):
         self._name = type(model).__name__
-        config: Any = model.config.get_text_config(decoder=True)
         layers = blocks_of(model, count)
         if layers is None:
             raise self._refused("they are not found")
-        if getattr(config, "num_kv_shared_layers", None):
-            raise self._refused("some read the keys and values of others")
+        check_own_keys(model)
         self._layers = layers
         if any(does_more(layer) for layer in self._layers):
             raise self._refused("they have hooks or replaced forwards")
@@ -80,6 +78,14 @@ class SkippableLayers:
 
     def _refused(self, why: str) -> Refused:
         return Refused(f"the layers of {self._name} cannot be skipped: {why}")
+
+
+def check_own_keys(model: Any) -> None:
+    """Raises Refused where layers read the keys and values of others, which cannot be skipped then."""
+    if getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", None):
+        raise Refused(
+            f"the layers of {type(model).__name__} cannot be skipped: some read the keys and values of others"
+        )
 
 
 @dataclass

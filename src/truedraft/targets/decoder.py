@@ -1,8 +1,8 @@
 """Any `transformers` decoder language model as a target: trees and rows of different lengths on the unmodified model.
 
 The model is called as it is, with a cache whose rows have their own lengths (`caches/rows.py`), explicit positions
-and an explicit mask. Layers with full and with sliding-window attention are supported; the cache keeps all keys, and
-the mask implements the window. Models with recurrent state are hosted by `recurrent.py`.
+and an explicit mask. Layers with full, sliding-window and chunked attention are supported; the cache keeps all keys,
+and the mask implements the window. Models with recurrent state are hosted by `recurrent.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from truedraft.targets.hostable import check_hosted, check_runtime
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
 from truedraft.targets.memory import check_room, free_memory
-from truedraft.targets.quirks import check_sides, learned_positions, switches
+from truedraft.targets.quirks import check_sides, learned_positions, switches, window_of
 from truedraft.targets.reference import Reference
 from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps, joined
 from truedraft.views._base import View
@@ -81,7 +81,8 @@ class DecoderTarget:
         self._cache: RowCache | Seq2SeqCache | None = None
         self._switches = switches(self.config)
         self.layer_types = self._layer_types()
-        self.window = getattr(self.config, "sliding_window", None) if "sliding_attention" in self.layer_types else None
+        self._cached_layers = len(self.layer_types) - self.layer_types.count("dummy")  # the last may read others' keys
+        self.window = window_of(self.config, self.layer_types)
         self.vocabulary: int = self.config.vocab_size
         self.runner, self.fallback_reason = self._runner(runtime)
         self.long = None if strict else self._long()
@@ -200,7 +201,7 @@ class DecoderTarget:
         return learned_positions(self.config)
 
     def check_lengths(self, prompts: Sequence[Prompt], steps: int) -> None:
-        check_sides(self._switches, list(map(len, prompts)), steps)
+        check_sides(self.config, list(map(len, prompts)), steps)
 
     @property
     def longest_source(self) -> int | None:
@@ -244,9 +245,8 @@ class DecoderTarget:
         return self._allocated(rows, capacity)
 
     def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
-        layers = len(self.layer_types)
-        check_room(self.config, layers, rows, capacity, self.dtype, self.device)
-        return self._cache_class(layers, rows, capacity)
+        check_room(self.config, self._cached_layers, rows, capacity, self.dtype, self.device)
+        return self._cache_class(self._cached_layers, rows, capacity)
 
     @property
     def reserved(self) -> tuple[int, int]:
@@ -315,7 +315,7 @@ class DecoderTarget:
         if self._switches:  # the keys of a prefix depend on the length of its prompt
             return None
         check_room(
-            self.config, len(self.layer_types), *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
+            self.config, self._cached_layers, *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
         )
         return Prefixes(self._rows, limit, shared, self.runner.granularity)
 
@@ -393,4 +393,4 @@ class DecoderTarget:
         self.cache.release(slot)
 
     def reference(self, rows: int, capacity: int) -> Reference:
-        return Reference(self.model, self.config, len(self.layer_types), rows, capacity)
+        return Reference(self.model, self.config, self._cached_layers, rows, capacity)

@@ -67,11 +67,14 @@ def check_hosted(model: Any) -> None:
         if parameters.keys().isdisjoint(needed.split(" or ")) and config.model_type not in WITHOUT_POSITIONS:
             raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which trees need")
     hosted = HOSTED_LAYERS | STATE_LAYERS | MIXED_LAYERS | {"dummy"} if stateful else HOSTED_LAYERS
-    foreign = set(get_layer_types_and_kwargs(config)[0]) - hosted
+    kinds = get_layer_types_and_kwargs(config)[0]
+    while kinds and kinds[-1] == "dummy":  # read the keys and values of layers before them
+        kinds = kinds[:-1]
+    foreign = set(kinds) - hosted
     if foreign or (getattr(model, "_is_stateful", False) and not stateful):
-        kinds = ", ".join(sorted(foreign)) or "recurrent state"
+        others = ", ".join(sorted(foreign)) or "recurrent state"
         raise Refused(
-            f"{name} cannot be hosted exactly: it has {kinds} layers, whose state cannot be rolled back to a path"
+            f"{name} cannot be hosted exactly: it has {others} layers, whose state cannot be rolled back to a path"
         )
     if (stateful or reads_sources(model.config)) and (found := switches(config)):
         raise Refused(

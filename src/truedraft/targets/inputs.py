@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from truedraft.errors import Refused
+from truedraft.runtime.embedding import check_embeddings_given
 from truedraft.tree import Prompt
 
 BLANK = {"token_type_ids", "mm_token_type_ids"}  # inputs that tokenizers fill with zeros for texts
@@ -59,6 +60,7 @@ def check_text(model: PreTrainedModel, inputs: Any, kwargs: Mapping[str, Any]) -
     if ids is not None:
         _check_ids("input_ids", ids, len(table), embeds is None)
     if embeds is not None:
+        check_embeddings_given(model)
         _check_embeds(embeds, table.shape[1])
         if ids is not None and mask is None and ids.shape[1] not in (0, embeds.shape[1]):
             raise Refused(

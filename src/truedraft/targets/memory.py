@@ -32,7 +32,9 @@ def cached_layers(config: Any) -> int:
 
 def cache_bytes(config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of that many rows and positions."""
-    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
+    of_layers = (
+        list(config.per_layer_config)[:layers] if getattr(config, "is_heterogeneous", False) else [config] * layers
+    )
     return 2 * rows * capacity * sum(map(_numbers_in_keys, of_layers)) * dtype.itemsize
 
 

@@ -12,7 +12,14 @@ from truedraft.errors import Refused
 WITHOUT_POSITIONS = {"bloom", "mpt"}
 
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
-HOSTED_LAYERS = {"full_attention", "sliding_attention"}
+HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def window_of(config: PreTrainedConfig, kinds: Sequence[str]) -> int | None:
+    """Positions that layers with a sliding window see, or those of a chunk; None where no layer has either."""
+    if "chunked_attention" in kinds:
+        return int(config.attention_chunk_size)
+    return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
 
 
 def _prefix(config: PreTrainedConfig) -> str | None:
@@ -69,15 +76,22 @@ def switches(config: PreTrainedConfig) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-def check_sides(switches: Sequence[tuple[str, int]], lengths: Sequence[int], steps: int) -> None:
-    """Raises Refused unless all of a call is on one side of each switch.
+def check_sides(config: PreTrainedConfig, lengths: Sequence[int], steps: int) -> None:
+    """Raises Refused unless all of a call is on one side of each switch; and, where a model scales queries by their
+    indices, padding included, unless no prompt is padded or no index is scaled.
 
     Args:
         lengths: of the prompts of its rows.
         steps: new tokens at most, of which the last one is never read.
     """
     shortest, longest = min(lengths), max(lengths)
-    for kind, last in switches:
+    last = config.floor_scale - 1 if getattr(config, "attn_temperature_tuning", False) else None
+    if last is not None and longest > shortest and longest + steps - 1 > last:
+        raise Refused(
+            f"prompts of {shortest} to {longest} tokens and {steps} new ones reach past {last}, from where this model "
+            "scales queries by their indices, padding included: give prompts of one length"
+        )
+    for kind, last in switches(config):
         if longest + steps - 1 <= last or (kind == "longrope" and shortest > last):
             continue
         advice = [f"set max_new_tokens to at most {last - longest + 1}"] * (longest <= last)

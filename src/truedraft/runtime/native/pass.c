@@ -427,13 +427,16 @@ typedef struct {
   int32_t tail;   /* runs over the gathered nodes only */
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR, COLUMNS: 1 = added to dst; EMBED: 1 = scales all;
                      HEADS: 1 = factors are (in, out); LATENT: 1 = one rounding;
-                     ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both;
+                     ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both,
+                     4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively;
                      COMBINE: 1 = products are not rounded */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
                                                     CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row;
                                                     LATENT, ATTEND: head latents and, where `in` is not 0, `in`
                                                     rotated numbers of a key, one for all heads; HEADS: of the row;
+                                                    PREPARE: kv_heads 0 where there are queries only; RMS_NORM: heads
+                                                    parts of a row, each by itself, or 0 for one;
                                                     ROUTE: groups of experts, those kept, experts that a group is
                                                     judged by */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
@@ -452,7 +455,8 @@ typedef struct {
   const void *scales, *second_scales;   /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
   const void *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
-                                           ROUTE: added to the weights where experts are chosen, or NULL;
+                                           ROUTE: added to the weights where experts are chosen, or NULL, and factors
+                                           of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
@@ -1106,10 +1110,34 @@ AVX2 static void drop_groups(const Op *op, float *p, float *groups) {
   }
 }
 
+/* The weight of an expert by a softmax over those whose scores are close to its own, the best, as torch rounds it. */
+AVX2 static float weight_among_close(const Op *op, const float *p, int64_t best) {
+  const __m256 top = _mm256_set1_ps(p[best]), sign = _mm256_set1_ps(-0.0f);
+  const __m256 most = rounded(_mm256_set1_ps(op->eps), op->narrow);
+  __m256 total = _mm256_setzero_ps();
+  for (int64_t e = 0; e < op->experts; e += L) {
+    const __m256 s = _mm256_loadu_ps(p + e), size = _mm256_max_ps(_mm256_andnot_ps(sign, s), top);
+    const __m256 less = rounded(_mm256_div_ps(rounded(_mm256_sub_ps(top, s), op->narrow), size), op->narrow);
+    const __m256 far = _mm256_cmp_ps(less, most, _CMP_GT_OQ);
+    total = _mm256_add_ps(total, keep8(_mm256_andnot_ps(far, exp8(_mm256_sub_ps(s, top))), op->experts - e));
+  }
+  return nearest(1.0f / sum8(total), op->narrow);
+}
+
 /* The experts of a node and their weights, the best first; of equals, the first one. */
 AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   float *p = ROW(op->src, node), *w = ROW(op->dst, node), part[L] = {0};
   int64_t *row = pass->plan->row + node * op->top;
+  if (op->mode == 4) {
+    for (int64_t k = 0; k < op->top; k++) {
+      row[k] = 0;
+      for (int64_t e = 1; e < op->experts; e++)
+        if (p[e] > p[row[k]]) row[k] = e;
+      w[k] = weight_among_close(op, p, row[k]);
+      p[row[k]] = -INFINITY;
+    }
+    return;
+  }
   const int sigmoids = op->mode & 2, stepwise = op->narrow && !op->norm_once;
   if (!sigmoids) softmax(p, op->experts, 1.0f, 0.0f, NULL);
   for (int64_t e = 0; sigmoids && e < op->experts; e += L)
@@ -1136,6 +1164,7 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
     if (op->scale != 1.0f) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
     _mm256_storeu_ps(w + k, v);
   }
+  for (int64_t k = 0; op->other_bias && k < op->top; k++) w[k] = nearest(w[k] * op->other_bias[row[k]], op->narrow);
 }
 
 static void planned(const Op *op, int64_t nodes, Plan *plan) {
@@ -1228,7 +1257,7 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
       case ACTIVATE: v = activated(v, op->mode); break;
       case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
       case MULTIPLY: v = _mm256_mul_ps(v, _mm256_loadu_ps(z + k)); break;
-      case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->scale)); break;
+      case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->bias ? *op->bias : op->scale)); break;
       case CLAMP: /* NaN stays NaN */
         v = _mm256_max_ps(_mm256_set1_ps(-op->cap), _mm256_min_ps(_mm256_set1_ps(op->cap), v));
         break;
@@ -1290,7 +1319,8 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
   switch (op->kind) {
     case EMBED: embed(op, pass, task); return;
     case RMS_NORM:
-      rms_row(ROW(op->src, task), ROW(op->dst, task), op->in, op->weight, op->eps, op->narrow, op->mode);
+      for (int64_t at = 0; at < op->in * (op->heads ? op->heads : 1); at += op->in)
+        rms_row(ROW(op->src, task) + at, ROW(op->dst, task) + at, op->in, op->weight, op->eps, op->narrow, op->mode);
       return;
     case LAYER_NORM: layer_norm(op, ROW(op->src, task), ROW(op->dst, task)); return;
     case LINEAR:
@@ -1466,10 +1496,14 @@ static int weights_fit(const Op *op) {
          (op->form < PANELS || op->apart % PANEL == 0) && groups_fit(op);
 }
 
+static int queries_fit(const Op *op) {
+  return within(op->head, 1, MOST) && op->head % L == 0 && within(op->heads, 1, MOST / op->head) &&
+         within(op->step, op->head, MOST / op->heads);
+}
+
 static int heads_fit(const Op *op, int64_t share) {
-  return within(op->head, 1, MOST) && op->head % L == 0 && within(op->kv_heads, 1, MOST) &&
-         within(op->heads, 1, MOST / op->head) && op->heads % op->kv_heads == 0 && op->heads / op->kv_heads <= share &&
-         within(op->step, op->head, MOST / op->heads) && op->keys && op->values;
+  return queries_fit(op) && within(op->kv_heads, 1, MOST) && op->heads % op->kv_heads == 0 &&
+         op->heads / op->kv_heads <= share && op->keys && op->values;
 }
 
 /* Whether the operation of a layer with states stays within its buffers. */
@@ -1497,8 +1531,11 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       return fits(pass, op->dst, op->in, nodes) && (op->weight || pass->embeds) &&
              (!op->second || (op->out > 0 && op->shift >= 0));
     case RMS_NORM:
-    case LAYER_NORM:
-      return op->weight && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
+    case LAYER_NORM: {
+      const int64_t parts = op->kind == RMS_NORM && op->heads ? op->heads : 1;
+      return op->weight && within(op->in, 1, MOST) && within(parts, 1, MOST / op->in) &&
+             fits(pass, op->src, parts * op->in, nodes) && fits(pass, op->dst, parts * op->in, nodes);
+    }
     case GATED:
       if (!op->second || (op->scales && !op->second_scales)) return 0; /* fall through */
     case LINEAR:
@@ -1509,11 +1546,14 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              op->out % L == 0 && within(op->apart, op->out, MOST) && fits(pass, op->src, op->in, dealt) &&
              fits(pass, op->dst, op->out, dealt) && (!op->experts || top > 0);
     case PREPARE: {
+      if (!queries_fit(op) || !fits(pass, op->src, (op->heads - 1) * op->step + op->head, nodes) ||
+          !within(op->rotary, 0, op->head) || op->rotary % 2 || (op->rotary && !(op->cosine && op->sine)))
+        return 0;
+      if (!op->kv_heads) return within(op->other, 0, pass->buffers - 1) && within(op->dst, 0, pass->buffers - 1);
       if (!within(op->kv_step, op->head, MOST / op->heads)) return 0;
-      const int64_t q = (op->heads - 1) * op->step + op->head, kv = (op->kv_heads - 1) * op->kv_step + op->head;
-      return heads_fit(op, share) && op->k_at >= 0 && op->v_at >= 0 && fits(pass, op->src, q, nodes) &&
-             fits(pass, op->other, kv + op->k_at, nodes) && fits(pass, op->dst, kv + op->v_at, nodes) &&
-             within(op->rotary, 0, op->head) && op->rotary % 2 == 0 && (!op->rotary || (op->cosine && op->sine));
+      const int64_t kv = (op->kv_heads - 1) * op->kv_step + op->head;
+      return heads_fit(op, share) && op->k_at >= 0 && op->v_at >= 0 && fits(pass, op->other, kv + op->k_at, nodes) &&
+             fits(pass, op->dst, kv + op->v_at, nodes);
     }
     case LATENT:
       return within(op->heads, 1, MOST / 2) && within(op->head, 1, MOST) && op->head % L == 0 && op->keys && op->values &&

@@ -1,4 +1,4 @@
-"""What configurations of models with states can switch on, by the compiled pass: computed as they say, or refused."""
+"""What configurations can switch on, by the compiled pass: computed as they say, or refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 import models
 from truedraft import DraftTree
 from truedraft.runtime import native
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.hostable import keeps_states
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt
 
@@ -26,6 +28,13 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("bamba", {"mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True}),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     ("nemotron_h", {"use_bias": True, "mlp_bias": True, "norm_topk_prob": False}),
+    ("phimoe", {"lm_head_bias": True, "attention_bias": True, "router_jitter_noise": 0.4}),
+    ("cohere2_moe", {"num_shared_experts": 0, "rms_norm_eps": 1e-5}),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "sum", "prefix_dense_sliding_window_pattern": 2}),
+    ("hunyuan_v1_moe", {"moe_topk": [1, 3], "attention_bias": True}),
+    ("afmoe", {"mup_enabled": False, "num_dense_layers": 0}),
+    ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_double_wide_mlp": False}),
+    ("gemma4_text", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_bias": True}),
     ("zamba2", {"use_shared_attention_adapter": False, "use_mem_rope": False, "num_mem_blocks": 2}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -35,13 +44,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"n_group": 2}, "chosen by groups"),
     ("nemotron_h", {"moe_latent_size": 16}, "not of the sizes of its router"),
     ("lfm3", {"conv_L_cache": 9}, "over 9 inputs"),
+    ("cohere2_moe", {"expert_selection_fn": "sigmoid"}, "chosen by a sigmoid"),
+    ("gemma4_text", {"vocab_size_per_layer_input": 40}, "embeddings of fewer tokens"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 8}, "8 numbers, not a multiple of sixteen"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "attend to later ones"),
 ]
 
 
 def made(architecture: str, changes: dict[str, Any]) -> PreTrainedModel:
     """A model of an architecture as the tests have it, but for some of its configuration; no weight is one or zero."""
     torch.manual_seed(7)
-    config = CONFIG_MAPPING[architecture](**{**models.RECURRENT[architecture], **changes})
+    settings = (models.ARCHITECTURES | models.RECURRENT)[architecture]
+    config = CONFIG_MAPPING[architecture](**{**settings, **changes})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,11 +63,16 @@ def made(architecture: str, changes: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
+def target_of(model: PreTrainedModel, runtime: str) -> DecoderTarget:
+    kind = RecurrentTarget if keeps_states(model.config) else DecoderTarget
+    return kind(model, runtime, strict=runtime == "auto")
+
+
 @pytest.mark.parametrize(("architecture", "changes"), COMPUTED, ids=[name for name, _ in COMPUTED])
 def test_logits_are_those_of_the_forward(architecture: str, changes: dict[str, Any]) -> None:
     model, found = made(architecture, changes), []
     for runtime in ("auto", "stock"):
-        target = RecurrentTarget(model, runtime, strict=runtime == "auto")
+        target = target_of(model, runtime)
         assert runtime == "stock" or target.fallback_reason is None
         target.reserve(1, 64)
         read = target.prefill([Prompt(torch.arange(5, 24))]).logits
@@ -65,5 +84,5 @@ def test_logits_are_those_of_the_forward(architecture: str, changes: dict[str, A
 
 @pytest.mark.parametrize(("architecture", "changes", "why"), REFUSED)
 def test_what_programs_do_not_compute_is_refused(architecture: str, changes: dict[str, Any], why: str) -> None:
-    reason = RecurrentTarget(made(architecture, changes)).fallback_reason
+    reason = target_of(made(architecture, changes), "auto").fallback_reason
     assert reason is not None and re.search(why, reason)

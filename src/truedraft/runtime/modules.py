@@ -1,0 +1,44 @@
+"""Sizes and weights of a model's modules, by whatever names it has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+
+def head_of(attention: Any) -> int:
+    """Head size of an attention module."""
+    sizes = (getattr(attention, name, None) for name in ("head_dim", "head_size", "key_value_proj_dim"))
+    return next(size for size in sizes if size)
+
+
+def head_norms(attention: Any) -> tuple[Any, Any]:
+    """The norms over each head of the queries and of the keys; None where it has no keys of its own."""
+    for names in (("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")):
+        if hasattr(attention, names[0]):
+            return getattr(attention, names[0]), getattr(attention, names[1])
+    return attention.q_norm, getattr(attention, "k_norm", None)
+
+
+def weight_of(norm: Any, width: int) -> Tensor:
+    """The weight of a norm, ones where it has none."""
+    weight: Tensor | None = getattr(norm, "weight", None)
+    return torch.ones(width) if weight is None else weight
+
+
+def kv_heads(config: Any) -> int:
+    """Number of key-value heads of a configuration."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def outputs_of(layer: Any) -> int:
+    """Number of outputs of a linear layer."""
+    return layer.nf if type(layer) is Conv1D else layer.out_features
+
+
+def eps_of(norm: Any) -> float:
+    """What a norm adds to the mean of the squares."""
+    return getattr(norm, "variance_epsilon", None) or norm.eps
