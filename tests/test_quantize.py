@@ -94,6 +94,31 @@ def test_packed_weights_are_those_of_torchao(dtype: torch.dtype, kind: str, monk
             assert torch.equal(packed.get_parameter(name).dequantize(), weight.dequantize())
 
 
+@compiled
+@BOTH
+def test_layers_may_be_quantised_in_several_ways(dtype: torch.dtype) -> None:
+    """One with offsets, one in eight bits and one plain: the text is that of their matrices."""
+    from truedraft.runtime.packed import PackedTensor
+
+    model = fresh(dtype=dtype)
+    for number, layer in enumerate(model.modules()):
+        if isinstance(layer, torch.nn.Linear) and number % 3:
+            most = 1 << (7 if number % 2 else 3)
+            values = torch.randint(-most, most, layer.weight.shape).to(torch.int8)
+            scales = torch.rand(len(values), values.shape[1] // 32) * 0.3 / most
+            offsets = scales * torch.randint(-4, 4, scales.shape) if number % 5 else None
+            packed = PackedTensor.of_integers(values, scales, offsets, dtype)
+            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    target = DecoderTarget(model)
+    assert target.fallback_reason is None
+    assert_same_bits(target, seeds=1)
+    ids = torch.arange(20)[None]
+    target.reserve(1, 32)
+    read = target.prefill([truedraft.tree.Prompt(ids[0])]).logits[0, 0]
+    expected = dequantised(model)(ids).logits[0, -1].float()
+    assert (read - expected).abs().max() < (2e-5 if dtype == torch.float32 else 0.1) * expected.std()
+
+
 def test_quantised_activations_use_the_forward_of_the_model() -> None:
     model = fresh()
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())

@@ -81,6 +81,8 @@ class Program:
 
     def buffer(self, name: str, width: int, rows: int = 1) -> None:
         self.widths[name] = max(width, self.widths.get(name, 0))
+        if "logits" in self.widths:
+            self.widths["logits"] = self.widths.pop("logits")  # allocated per pass: the last one
         self.rows[name] = max(rows, self.rows.get(name, 0))
 
     def part(self, name: str, of: str, column: int) -> None:
@@ -288,12 +290,23 @@ class Program:
         else:
             gate, up = self.weight(mlp.gate_proj), self.weight(mlp.up_proj)
         first, second = self.read(gate), self.read(up)
+        mode = self.activation(activation)
         if any(first[name] != second[name] for name in ("form", "groups", "half")):
-            raise NotCompilable("the weights of one feed-forward have two layouts")
+            self._gated_apart(src, first, second, mode)
+            return
         self.op(
             OpKind.GATED, src=src, dst="g", **first, second=second["weight"], second_scales=second["scales"],
-            second_offsets=second["offsets"], other_bias=second["bias"], mode=self.activation(activation),
+            second_offsets=second["offsets"], other_bias=second["bias"], mode=mode,
         )  # fmt: skip
+
+    def _gated_apart(self, src: str, gate: dict[str, Any], up: dict[str, Any], activation: int) -> None:
+        """The same of weights in two layouts, by one operation for each step."""
+        width = gate["out"]
+        self.buffer("up", width)
+        self.op(OpKind.LINEAR, src=src, dst="g", wait=False, **gate)
+        self.op(OpKind.LINEAR, src=src, dst="up", **up)
+        self.op(OpKind.ACTIVATE, src="g", dst="g", inner=width, mode=activation)
+        self.op(OpKind.MULTIPLY, src="g", other="up", dst="g", inner=width)
 
     def activated(self, src: str, layer: Any, activation: str) -> None:
         """The hidden activations of a feed-forward without a gate, in "g"."""
