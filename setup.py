@@ -4,35 +4,49 @@ import platform
 import sys
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-x86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "linux"
 native = "src/truedraft/runtime/native"
 
-stores = Extension(
-    "truedraft.stores._compiled",
-    sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest", "trigrams")],
-    extra_compile_args=["-O3"],
-    libraries=[] if sys.platform == "win32" else ["m"],
-    optional=True,
-)
-trees = Extension(
-    "truedraft.stores._trees", sources=["src/truedraft/stores/_trees.c"], extra_compile_args=["-O3"], optional=True
-)
-setup(
-    ext_modules=[
-        stores,
-        trees,
+
+class Build(build_ext):
+    """Builds without OpenMP where the compiler has none: the pass then starts threads of its own."""
+
+    def build_extension(self, extension):
+        try:
+            super().build_extension(extension)
+        except Exception:
+            if OPENMP not in extension.extra_compile_args:
+                raise
+            for flags in (extension.extra_compile_args, extension.extra_link_args):
+                flags.remove(OPENMP)
+            super().build_extension(extension)
+
+
+OPENMP = "-fopenmp"
+extensions = [
+    Extension(
+        "truedraft.stores._compiled",
+        sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest", "trigrams")],
+        extra_compile_args=["-O3"],
+        libraries=[] if sys.platform == "win32" else ["m"],
+        optional=True,
+    ),
+    Extension(
+        "truedraft.stores._trees", sources=["src/truedraft/stores/_trees.c"], extra_compile_args=["-O3"], optional=True
+    ),
+]
+if sys.platform in ("linux", "darwin") and platform.machine() in ("x86_64", "aarch64", "arm64"):
+    extensions.append(
         Extension(
             "truedraft.runtime.native._pass",
             sources=[f"{native}/pass.c"],
-            depends=[f"{native}/{name}.inc" for name in ("linear", "panels", "recurrent")],
+            depends=[f"{native}/{name}.inc" for name in ("linear", "panels", "recurrent", "team", "neon", "neon_bf16")],
             # products and sums stay apart where the source keeps them apart: results are to be the same everywhere
-            extra_compile_args=["-O3", "-ffp-contract=off", "-fopenmp"],
-            extra_link_args=["-fopenmp"],
+            extra_compile_args=["-O3", "-ffp-contract=off", "-pthread", OPENMP],
+            extra_link_args=["-pthread", OPENMP],
             libraries=["m"],
             optional=True,
-        ),
-    ]
-    if x86
-    else [stores, trees]
-)
+        )
+    )
+setup(ext_modules=extensions, cmdclass={"build_ext": Build})

@@ -353,6 +353,14 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith(f"truedraft {truedraft.__version__} (Python 3.")
 
 
+def test_version_names_compiled_parts_that_are_missing(capsys, monkeypatch):
+    monkeypatch.setenv("TRUEDRAFT_NATIVE", "0")
+    monkeypatch.setattr("truedraft.stores._native.library", lambda: None)
+    assert main(["--version"]) == 0
+    _, passes, drafts = capsys.readouterr().out.splitlines()
+    assert "TRUEDRAFT_NATIVE=0" in passes and drafts.startswith("drafts are made by Python code")
+
+
 def test_threads_option_sets_torch_threads(folder, capsys):
     before = torch.get_num_threads()
     try:

@@ -8,44 +8,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-import setuptools  # noqa: F401  it provides distutils
+from builds import ROOT, built
 
-from distutils.core import run_setup  # isort: skip
-
-ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
 FLAGS += ["-fno-var-tracking", "-fno-var-tracking-assignments"]  # these passes take minutes
 TESTS = ("stores", "corpus", "runtime", "kernels", "recurrent", "seq2seq_passes", "linears", "quantize", "knobs")
 TESTS += ("files", "nest", "compose", "native_checks", "changes", "threads", "prompts")
 
 
-def built(folder: Path) -> Path:
-    """Build the package with sanitized extensions; returns the folder to import it from.
+def sanitized(extension: Any) -> None:
+    kept = [flag for flag in extension.extra_compile_args if not flag.startswith("-O")]
+    extension.extra_compile_args = [*kept, *FLAGS]
+    extension.extra_link_args = [*(extension.extra_link_args or []), *FLAGS[:1]]
 
-    A folder that contains a build is used as it is.
-    """
-    source = folder / "src"
-    if source.exists():
-        return source
-    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
-    os.chdir(ROOT)
-    setup = run_setup("setup.py", stop_after="init")
-    for extension in setup.ext_modules:
-        kept = [flag for flag in extension.extra_compile_args if not flag.startswith("-O")]
-        extension.extra_compile_args = [*kept, *FLAGS]
-        extension.extra_link_args = [*(extension.extra_link_args or []), *FLAGS[:1]]
-        extension.optional = False
-    build = setup.get_command_obj("build_ext")
-    build.build_lib, build.build_temp = str(source), str(folder / "objects")
-    build.ensure_finalized()
-    build.run()
-    return source
+
+def source(folder: Path) -> Path:
+    """The folder to import a sanitized build from: one that is there already, or a new one."""
+    return folder / "src" if (folder / "src").exists() else built(folder, sanitized)
 
 
 def library(name: str) -> str:
@@ -68,7 +53,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="truedraft-sanitized-") as folder:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(built(options.build or Path(folder))),
+            "PYTHONPATH": str(source(options.build or Path(folder))),
             "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so.6')}",
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",

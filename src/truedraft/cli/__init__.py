@@ -21,10 +21,19 @@ from truedraft.errors import Refused, why
 
 
 def _print_version(requested: bool) -> None:
-    """Print the versions that a bug report needs, and exit."""
+    """Print the versions that a bug report needs, and which compiled code is missing, and exit."""
     if requested:
+        from truedraft.runtime import native
+        from truedraft.stores import _native as stores
+
         packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
         print(f"truedraft {__version__} (Python {platform.python_version()}, {packages})")
+        if why_not := native.missing():
+            print(f"passes on the CPU are those of transformers: {why_not}")
+        if stores.library() is None or stores.trees() is None:
+            print(
+                "drafts are made by Python code, which takes longer: its compiled parts were not built, or are disabled"
+            )
         raise typer.Exit
 
 

@@ -154,7 +154,7 @@ class CompiledPass(Runner):
     def __init__(self, model: PreTrainedModel, copied: Copies | None = None):
         library = native.library()
         if library is None:
-            raise NotCompilable("the compiled pass was not built here, or the processor has no AVX2")
+            raise NotCompilable(native.missing())
         self._run = library.truedraft_pass
         self.model, self.copied = model, copied
         self._compile()

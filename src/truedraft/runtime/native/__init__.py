@@ -1,7 +1,7 @@
 """The compiled pass: loads the library built from `pass.c`, and declares its structures.
 
-The library is built when truedraft is installed, where there is a C compiler for x86-64; elsewhere, and on processors
-without AVX2, there is none, and the model's own forward is used.
+The library is built when truedraft is installed, where there is a C compiler for x86-64 or arm64, on Linux or macOS;
+elsewhere, and on x86-64 without AVX2, there is none, and the model's own forward is used.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate, chain
 from pathlib import Path
 
-import torch
+BEST = 6  # of `truedraft_choose`: all instructions that the processor has
+STALE = "compiled passes were built from other sources than these: install truedraft again"
 
 
 class OpKind(enum.IntEnum):
@@ -151,20 +153,47 @@ class PassArguments(ctypes.Structure):
         return given
 
 
+class NoLibrary(Exception):
+    """Compiled passes are not available; with the reason."""
+
+
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled pass, or None where it was not built or this processor cannot run it.
+    """The compiled pass, or None where it was not built or this processor cannot run it (see `missing`).
 
     TRUEDRAFT_NATIVE=0 in the environment disables it.
     """
-    built = sorted(Path(__file__).parent.glob("_pass*.so"))
-    if not built or os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+    try:
+        return _loaded()
+    except NoLibrary:
         return None
+
+
+def missing() -> str:
+    """Why there is no library; empty where there is one."""
+    try:
+        _loaded()
+    except NoLibrary as why:
+        return str(why)
+    return ""
+
+
+def _loaded() -> ctypes.CDLL:
+    if os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+        raise NoLibrary("TRUEDRAFT_NATIVE=0 disables compiled passes")
+    built = sorted(Path(__file__).parent.glob("_pass*.so"))
+    if not built:
+        raise NoLibrary(
+            "compiled passes were not built at installation, for which a C compiler for x86-64 or arm64 is needed"
+        )
     try:
         _share_threads()
         lib = ctypes.CDLL(str(built[-1]))
-    except OSError:
-        return None
+    except OSError as error:
+        raise NoLibrary(f"compiled passes cannot be loaded: {error}") from error
+    layout = 0
+    for size in (Op.weight.offset, Op.eps.offset, ctypes.sizeof(Op), ctypes.sizeof(PassArguments)):
+        layout = layout * 4096 + size
     for name, result, arguments in (
         ("pass", c_int32, [POINTER(Op), c_int64, POINTER(PassArguments), c_int64, c_int32]),
         ("linear", c_int32, [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]),
@@ -174,17 +203,18 @@ def library() -> ctypes.CDLL | None:
         ("layout", c_int64, []),
     ):
         if (function := getattr(lib, f"truedraft_{name}", None)) is None:
-            return None  # built from another version of pass.c
+            raise NoLibrary(STALE)
         function.restype, function.argtypes = result, arguments
-    layout = 0
-    for size in (Op.weight.offset, Op.eps.offset, ctypes.sizeof(Op), ctypes.sizeof(PassArguments)):
-        layout = layout * 4096 + size
     if lib.truedraft_layout() != layout:
-        return None  # built from another version of pass.c
-    return lib if lib.truedraft_choose(6) else None
+        raise NoLibrary(STALE)
+    if not lib.truedraft_choose(BEST):
+        raise NoLibrary("compiled passes need AVX2, which this processor does not have")
+    return lib
 
 
 def _share_threads() -> None:
     """Load torch's OpenMP for the library too: two thread pools would compete for the cores."""
-    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
-        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    torch = find_spec("torch")
+    for folder in torch.submodule_search_locations or () if torch else ():
+        for path in Path(folder, "lib").glob("libgomp*"):
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)

@@ -5,24 +5,33 @@
  * which rows they belong to, or how many threads there are.
  */
 
-#include <immintrin.h>
-#include <linux/futex.h>
 #include <math.h>
-#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#else
+#include <sched.h>
+#endif
 
 typedef uint16_t bf16;
 
 #define UNROLL _Pragma("GCC unroll 16")
+#define IN static inline __attribute__((always_inline))
+#ifdef __x86_64__
+#include <immintrin.h>
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define IN static inline __attribute__((always_inline))
+#define PAUSE _mm_pause
+#else
+#include "neon.inc"
+#endif
+#include "team.inc"
 
 enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192 };
 enum { KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256 };
@@ -240,24 +249,26 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #include "panels.inc"
 #undef SET
 #undef TARGET
+#undef OPERAND
+#undef LANES
+#undef LOAD
+#undef SPREAD_X
+#undef DOT
+#undef WIDEN
+
+#ifdef __x86_64__
 #undef VEC
 #undef FLOATS
 #undef ZERO
 #undef STORE
-#undef OPERAND
-#undef LANES
-#undef LOAD
 #undef LOAD_FLOATS
 #undef SPREAD
-#undef SPREAD_X
-#undef DOT
 #undef FMA
 #undef MUL
 #undef SUMS
 #undef TALL
 #undef FEW
 #undef ACROSS
-#undef WIDEN
 #undef WIDEN_HALF
 #undef WIDEN_INT8
 #undef HALF_OF_PAIRS
@@ -396,6 +407,9 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
   }
   if ((width + 15) / 16 % 2) _mm256_storeu_si256((__m256i *)(to + (width + 15) / 16 * 16), _mm256_setzero_si256());
 }
+#else
+#include "neon_bf16.inc"
+#endif
 
 /* Of weights: GROUPED has a scale for every few of a row; from PANELS on they lie in panels. */
 enum Form { FLOAT, BFLOAT, INT8, GROUPED, PANELS, PANEL_FLOAT = PANELS, PANEL_BFLOAT, PANEL_INT8, PANEL_INT4, FORMS };
@@ -407,9 +421,11 @@ static const Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLO
                                        [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
 typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
 static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
+static void (*multiply_of[2])(float *, int64_t) = {multiply_avx2, multiply_avx2}; /* likewise */
 static const int64_t bits_of[FORMS] = {32, 16, 8, 8, 32, 16, 8, 4};
 static const int64_t columns_of[FORMS] = {1, 1, 1, 1, 1, 2, 4, 8}; /* a row has a multiple of so many */
-static int units; /* where the model computes in bf16, products by the instruction for it, with x in bf16 */
+static int lanes = 8; /* of a vector of fp32 */
+static int units;     /* where the model computes in bf16, products by the instruction for it, with x in bf16 */
 
 /* ---------------------------------------------------------------- the list of operations */
 
@@ -536,17 +552,23 @@ static void meet(Barrier *barrier, int threads) {
   if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == threads) {
     __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&barrier->round, round + 1, __ATOMIC_SEQ_CST);
+#ifdef __linux__
     if (__atomic_load_n(&barrier->asleep, __ATOMIC_SEQ_CST))
       syscall(SYS_futex, &barrier->round, FUTEX_WAKE_PRIVATE, threads, NULL, NULL, 0);
+#endif
     return;
   }
   for (int i = 0; i < SPINS; i++) {
     if (__atomic_load_n(&barrier->round, __ATOMIC_ACQUIRE) != round) return;
-    _mm_pause();
+    PAUSE();
   }
   __atomic_add_fetch(&barrier->asleep, 1, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&barrier->round, __ATOMIC_SEQ_CST) == round)
+#ifdef __linux__
     syscall(SYS_futex, &barrier->round, FUTEX_WAIT_PRIVATE, round, NULL, NULL, 0);
+#else
+    sched_yield();
+#endif
   __atomic_sub_fetch(&barrier->asleep, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -746,7 +768,7 @@ AVX2 IN void columns_tile(const Op *op, const void *weight, int64_t deep, int ve
   for (int64_t k = 0; k < deep; k++) {
     const int64_t at = k * op->apart, size = bits_of[op->form] / 8;
     const char *later = (const char *)weight + (at + SOON * op->apart) * size; /* rows are far apart in memory */
-    for (int64_t byte = 0; byte < vectors * L * size; byte += 64) _mm_prefetch(later + byte, _MM_HINT_T0);
+    for (int64_t byte = 0; byte < vectors * L * size; byte += 64) __builtin_prefetch(later + byte, 0, 3);
     UNROLL for (int v = 0; v < vectors; v++) {
       const __m256 w = op->form == BFLOAT ? widen8((const bf16 *)weight + at + v * L)
                                         : _mm256_loadu_ps((const float *)weight + at + v * L);
@@ -1370,18 +1392,6 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
   }
 }
 
-static void each_thread(const Op *ops, int64_t count, const Pass *pass, Counter *counters, Barrier *barrier, int threads,
-                        Worker worker) {
-  const int self = omp_get_thread_num(), all = omp_get_num_threads();
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t total = tasks_of(ops + i, pass);
-    int turn = 0;
-    for (int64_t task; (task = claim(counters + i * threads, total, all, self, &turn)) >= 0;)
-      run_task(ops + i, pass, task, &worker);
-    if (ops[i].wait) meet(barrier, all);
-  }
-}
-
 /* The places that nodes see are before this one. */
 static int64_t reach_of(const Pass *pass) {
   int64_t reach = 1;
@@ -1432,34 +1442,54 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
   return r;
 }
 
+typedef struct {
+  const Op *ops;
+  int64_t count;
+  const Pass *pass;
+  Rooms rooms;
+  float *scratch;
+  Counter *counters;
+  Barrier barrier;
+} Run;
+
+static void run_thread(void *given, int self, int threads) {
+  Run *const run = given;
+  const Rooms *rooms = &run->rooms;
+  float *own = run->scratch + (size_t)self * rooms->all;
+  Worker worker = {.scores = own};
+  worker.queries = own += rooms->scores;
+  worker.extras = own += rooms->queries;
+  worker.keys = (uint32_t *)(own += rooms->extras);
+  worker.x = (bf16 *)(own += rooms->keys);
+  worker.sums = own += rooms->x;
+  worker.vectors = own += rooms->sums;
+  worker.states = own += rooms->vectors;
+  worker.holders = (int64_t *)(own += rooms->states);
+  for (int64_t i = 0; i < run->count; i++) {
+    const int64_t total = tasks_of(run->ops + i, run->pass);
+    int turn = 0;
+    for (int64_t task; (task = claim(run->counters + i * threads, total, threads, self, &turn)) >= 0;)
+      run_task(run->ops + i, run->pass, task, &worker);
+    if (run->ops[i].wait) meet(&run->barrier, threads);
+  }
+}
+
 /* Returns 0, or 1 where there was no memory: nothing was done then. */
 static int run(const Op *ops, int64_t count, const Pass *given, int64_t share, int threads) {
   Pass pass = *given;
   pass.reach = reach_of(given);
-  const Rooms rooms = rooms_of(ops, count, &pass, share);
-  Counter *counters = aligned_alloc(64, sizeof(Counter) * (size_t)(count * threads));
-  float *scratch = aligned_alloc(64, sizeof(float) * (rooms.all * (size_t)threads + 16));
-  Barrier barrier = {0};
+  Run run = {.ops = ops, .count = count, .pass = &pass, .rooms = rooms_of(ops, count, &pass, share)};
+  run.counters = aligned_alloc(64, sizeof(Counter) * (size_t)(count * threads));
+  run.scratch = aligned_alloc(64, sizeof(float) * (run.rooms.all * (size_t)threads + 16));
   Plan plan = {0};
   pass.plan = &plan;
-  const int enough = room(ops, count, pass.nodes, &plan) && counters && scratch;
+  const int enough = room(ops, count, pass.nodes, &plan) && run.counters && run.scratch;
   if (enough) {
-    memset(counters, 0, sizeof(Counter) * (size_t)(count * threads));
-#pragma omp parallel num_threads(threads)
-    {
-      float *own = scratch + (size_t)omp_get_thread_num() * rooms.all;
-      Worker worker = {.scores = own, .queries = own += rooms.scores, .extras = own += rooms.queries};
-      worker.keys = (uint32_t *)(own += rooms.extras);
-      worker.x = (bf16 *)(own += rooms.keys);
-      worker.sums = own += rooms.x;
-      worker.vectors = own += rooms.sums;
-      worker.states = own += rooms.vectors;
-      worker.holders = (int64_t *)(own += rooms.states);
-      each_thread(ops, count, &pass, counters, &barrier, threads, worker);
-    }
+    memset(run.counters, 0, sizeof(Counter) * (size_t)(count * threads));
+    in_team(threads, run_thread, &run);
   }
-  free(counters);
-  free(scratch);
+  free(run.counters);
+  free(run.scratch);
   free(plan.part);
   free(plan.row);
   free(plan.next);
@@ -1736,6 +1766,25 @@ static void integer_panel(const int8_t *rows, int64_t n, int64_t in, int nibbles
     }
 }
 
+typedef struct {
+  int form;
+  int64_t out, in, row, panel; /* bytes of a row and of a panel */
+  const char *rows;
+  char *panels;
+} Copied;
+
+static void copy_panels(void *given, int self, int threads) {
+  const Copied *c = given;
+  const int64_t panels = (c->out + PANEL - 1) / PANEL;
+  for (int64_t p = panels * self / threads; p < panels * (self + 1) / threads; p++) {
+    const char *from = c->rows + p * PANEL * c->row;
+    char *to = c->panels + p * c->panel;
+    const int64_t n = c->out - p * PANEL < PANEL ? c->out - p * PANEL : PANEL;
+    if (c->form >= PANEL_INT8) integer_panel((const int8_t *)from, n, c->in, c->form == PANEL_INT4, to);
+    else to_panels((const uint32_t *)from, n, c->row / 4, c->row / 4, (uint32_t *)to);
+  }
+}
+
 /* Weights (out, in) in rows to panels of this form. `in` is even in bf16, a multiple of four in bytes, and of eight for four
    bits. Returns as truedraft_pass. */
 int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *panels, int threads) {
@@ -1743,27 +1792,26 @@ int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *
   if (!within(form, PANELS, FORMS - 1) || !within(out, 1, MOST) || !within(in, 1, MOST) || !rows || !panels) return BAD_OP;
   if (in % columns_of[form]) return BAD_OP;
   const int64_t row = form == PANEL_INT4 ? in : in * bits_of[form] / 8, panel = PANEL * in * bits_of[form] / 8;
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t p = 0; p < (out + PANEL - 1) / PANEL; p++) {
-    const char *from = (const char *)rows + p * PANEL * row;
-    char *to = (char *)panels + p * panel;
-    const int64_t n = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
-    if (form >= PANEL_INT8) integer_panel((const int8_t *)from, n, in, form == PANEL_INT4, to);
-    else to_panels((const uint32_t *)from, n, row / 4, row / 4, (uint32_t *)to);
-  }
+  in_team(threads, copy_panels, &(Copied){form, out, in, row, panel, rows, panels});
   return FITS;
+}
+
+typedef struct {
+  int bfloat;
+  int64_t steps;
+} Multiplied;
+
+static void multiply(void *given, int self, int threads) {
+  const Multiplied *m = given;
+  float numbers[RUNNING * 16] = {0};
+  (void)self, (void)threads;
+  multiply_of[m->bfloat](numbers, m->steps);
 }
 
 /* Has all threads multiply numbers in registers, by the instruction for this form of weights; the operations done. */
 int64_t truedraft_multiply(int form, int64_t steps, int threads) {
-  const int paired = units && form == BFLOAT, wide = linears[FLOAT] != linear_float_avx2;
-  void (*multiply)(float *, int64_t) = paired ? multiply_units : wide ? multiply_avx512 : multiply_avx2;
-#pragma omp parallel num_threads(threads)
-  {
-    float numbers[RUNNING * 16] = {0};
-    multiply(numbers, steps);
-  }
-  return steps * threads * RUNNING * (wide ? 16 : 8) * (paired ? 4 : 2);
+  in_team(threads, multiply, &(Multiplied){form == BFLOAT, steps});
+  return steps * threads * RUNNING * lanes * (units && form == BFLOAT ? 4 : 2);
 }
 
 /* The layout of the structures in memory, to detect a stale build. */
@@ -1776,18 +1824,26 @@ int64_t truedraft_layout(void) {
   (linears[FLOAT] = linear_float_##set, linears[BFLOAT] = linear_bf16_##set, linears[INT8] = linear_int8_##set,          \
    linears[GROUPED] = linear_grouped_##set, linears[PANEL_FLOAT] = panels_float_##set,                                   \
    linears[PANEL_BFLOAT] = panels_bf16_##set, linears[PANEL_INT8] = panels_int8_##set,                                   \
-   linears[PANEL_INT4] = panels_int4_##set)
+   linears[PANEL_INT4] = panels_int4_##set, values_of[0] = values_float_##set, values_of[1] = values_bf16_##set,         \
+   multiply_of[0] = multiply_of[1] = multiply_##set)
 
-/* Which instructions the linear layers use: 0 none, 2 AVX2, 5 AVX-512, 6 AVX-512 with those for bf16. At most `wanted`. */
+/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512; 6 also those for bf16. */
 int truedraft_choose(int wanted) {
+  if (wanted < 2) return 0;
+#ifdef __x86_64__
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || wanted < 2) return 0;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
   const int wide = wanted >= 5 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   units = wanted >= 6 && wide && __builtin_cpu_supports("avx512bf16");
   if (wide) USE(avx512);
   else USE(avx2);
-  values_of[0] = wide ? values_float_avx512 : values_float_avx2;
-  values_of[1] = wide ? values_bf16_avx512 : values_bf16_avx2;
+  lanes = wide ? 16 : 8;
+#else
+  const int wide = 0;
+  units = wanted >= 6 && multiplies_bf16();
+  USE(avx2);
+#endif
+  if (units) multiply_of[1] = multiply_units;
   return units ? 6 : wide ? 5 : 2;
 }
