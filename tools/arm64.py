@@ -54,6 +54,10 @@ def built(folder: Path, compiler: str = COMPILER) -> Path:
     return program
 
 
+def integers(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
+
+
 class Image:
     """Memory that a call refers to, with offsets in it in place of addresses; the call's arguments come first."""
 
@@ -136,17 +140,20 @@ class Emulated:
         sizes |= dict(extra_position=given.extras, gather=given.tail, group_from=given.groups + 1)
         sizes |= dict(row_from=given.rows + 1, settled=given.rows, path_from=given.rows + 1)
         sizes |= dict(room=given.buffers, buffer=given.buffers, stride=given.buffers)
-        sizes |= dict(embeds=given.nodes * ops[0].inner // 2, path=given.path_from[given.rows] if given.rows else 0)
-        buffers = image.add(ctypes.addressof(given.buffer.contents), 8 * given.buffers)
+        sizes |= dict(
+            embeds=given.nodes * ops[0].inner // 2,
+            path=integers(given.path_from, given.rows + 1)[-1] if given.rows else 0,
+        )
+        addresses, room = integers(given.buffer, given.buffers), integers(given.room, given.buffers)
+        buffers = image.add(given.buffer, 8 * given.buffers)
         at = image.point(16, ctypes.addressof(given), ctypes.sizeof(given))
         for name, size in sizes.items():
-            pointer = ctypes.cast(getattr(given, name), ctypes.c_void_p).value
-            image.point(at + getattr(PassArguments, name).offset, pointer, 8 * size)
-        rooms = {given.buffer[i]: 4 * given.room[i] for i in range(given.buffers)}
-        for address in sorted(filter(None, rooms)):
+            image.point(at + getattr(PassArguments, name).offset, getattr(given, name), 8 * size)
+        rooms = {address: 4 * numbers for address, numbers in zip(addresses, room, strict=True) if address}
+        for address in sorted(rooms):
             image.add(address, rooms[address])
-        for i in range(given.buffers):
-            image.point(buffers + 8 * i, given.buffer[i], 1)
+        for i, address in enumerate(addresses):
+            image.point(buffers + 8 * i, address, 1)
         arguments = (0, count, 0, share, threads)
         if self.level != LEAST or any(op.kind in OF_LIBRARY for op in ops[:count]):
             return self._called("pass", arguments, image)
