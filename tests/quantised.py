@@ -232,9 +232,9 @@ def write_gpt2(path: Path) -> dict[str, Tensor]:
     import gguf
 
     torch.manual_seed(4)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=4096, n_embd=64, n_layer=1, n_head=2, n_positions=64))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=4096, n_embd=64, n_layer=1, n_head=2))
     writer = gguf.GGUFWriter(path, "gpt2")
-    writer.add_context_length(64)
+    writer.add_context_length(1024)
     writer.add_block_count(1)
     writer.add_embedding_length(64)
     writer.add_feed_forward_length(256)

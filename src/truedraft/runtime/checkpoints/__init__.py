@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.errors import Refused
+from truedraft.errors import Note, Refused
 
 if TYPE_CHECKING:
     from truedraft.runtime.checkpoints._base import Checkpoint
@@ -55,7 +56,11 @@ def opened(source: Path | str, config: Any, model: str) -> Checkpoint | None:
         from truedraft.runtime.checkpoints.gguf import Gguf
 
         file = Gguf(Path(source), config, model)
-        return file if file.stays_packed else None
+        if file.stays_packed:
+            return file
+        text = f"{model}: transformers reads matrices of this architecture into plain weights, which take more memory"
+        warnings.warn(text, Note, stacklevel=3)
+        return None
     from truedraft.runtime.checkpoints._base import Files
 
     module, _, kind = FOLDERS[str(method)].partition(".")
