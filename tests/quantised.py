@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -58,18 +58,18 @@ def write_folder(
     folder: Path, model: PreTrainedModel, quantised: Quantiser, settings: dict[str, Any], dtype: str = "float16"
 ) -> dict[str, Tensor]:
     """Save a model with the weights of its layers quantised, and its head plain; returns what these stand for."""
-    folder.mkdir(exist_ok=True)
+    model.save_pretrained(folder)
     random = torch.Generator().manual_seed(3)
     tensors, weights = {}, {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith("_proj.weight"):
             parts, weights[name] = quantised(tensor, random)
             tensors |= {f"{name.removesuffix('.weight')}.{part}": value.contiguous() for part, value in parts.items()}
-        elif not (model.config.tie_word_embeddings and name == "lm_head.weight"):
-            tensors[name] = tensor.clone()
+        else:
+            tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors")
-    config = {**json.loads(model.config.to_json_string()), "dtype": dtype, "quantization_config": settings}
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype, "quantization_config": settings}))
     load_tokenizer("nano").save_pretrained(folder)
     return weights
 
@@ -94,13 +94,9 @@ def stands_for(codes: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor) -
 
 def _in_words(numbers: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
     """(rows, n) to (rows, n * bits / 32) int32: the number at place i of a word is the order[i]-th of its numbers."""
-    words = []
-    for row in numbers.tolist():
-        each = len(order)
-        words.append(
-            [sum(row[first + order[i]] << (bits * i) for i in range(each)) for first in range(0, len(row), each)]
-        )
-    return torch.from_numpy(numpy.array(words, dtype=numpy.uint32).view(numpy.int32))
+    words = numbers.numpy().astype(numpy.uint32).reshape(len(numbers), -1, len(order))
+    places = [words[..., which] << numpy.uint32(bits * i) for i, which in enumerate(order)]
+    return torch.from_numpy(numpy.bitwise_or.reduce(places).view(numpy.int32))
 
 
 def gptq(bits: int = 4, symmetric: bool = True, act_order: bool = False, version: int = 1) -> Quantiser:
@@ -308,4 +304,5 @@ def _add_tokenizer(writer: Any) -> None:
     writer.add_token_types([3 if i in special else 1 for i in range(len(vocabulary))])
     writer.add_token_merges(merges)
     writer.add_bos_token_id(0)
+    writer.add_add_bos_token(True)
     writer.add_eos_token_id(0)

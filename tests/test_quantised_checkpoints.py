@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 import quantised
 import truedraft
-from models import ragged
+from models import ARCHITECTURES, ragged
 from test_runtime import assert_same_bits
 from truedraft import Refused
 from truedraft.cli import main
 from truedraft.errors import Note
+from truedraft.loading import load_tokenizer
 from truedraft.runtime import checkpoints, native
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.plan import planned
@@ -75,7 +76,9 @@ def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
     """Linear layers stay integers of the format's bits, and stand for what its own code computes in fp32."""
     path, weights = write(case, tmp_path)
     model, tokenizer = truedraft.load(str(path))
-    assert model.dtype == torch.float32 and tokenizer("one day").input_ids
+    assert (
+        model.dtype == torch.float32 and tokenizer("one day").input_ids == load_tokenizer("nano")("one day").input_ids
+    )
     kept = stored(model)
     assert len(kept) == 15
     for name, weight in kept.items():
@@ -149,6 +152,26 @@ def test_columns_in_the_order_of_activations_are_plain_weights(tmp_path: Path) -
     with pytest.warns(Note, match="14 tensors .* could not stay integers"):
         model, _ = truedraft.load(str(tmp_path))
     assert all(torch.equal(model.get_parameter(name), weight) for name, weight in weights.items())
+
+
+def test_experts_are_plain_weights(tmp_path: Path) -> None:
+    """The tensors of single experts, quantised, become the matrices in which transformers keeps all of them."""
+    sizes = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_attention_heads=4, head_dim=16)
+    torch.manual_seed(6)
+    config = CONFIG_MAPPING["qwen3_moe"](**{**ARCHITECTURES["qwen3_moe"], **sizes, "vocab_size": 4096})
+    mixture = AutoModelForCausalLM.from_config(config).eval()
+    weights = quantised.write_folder(tmp_path, mixture, quantised.awq, quantised.AWQ_SETTINGS)
+    assert sum(".experts." in name for name in weights) > 10
+    model, _ = truedraft.load(str(tmp_path))
+    mixture.save_pretrained(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    save_file({**tensors, **weights}, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    assert sum(isinstance(w, PackedTensor) for w in stored(model).values()) >= 8
+    given = dict(**ragged(plain, 3), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    expected = plain.generate(**given)
+    assert torch.equal(model.generate(**given), expected)
+    assert torch.equal(truedraft.accelerate(model).generate(**given), expected)
 
 
 def test_shards_and_settings_are_read(tmp_path: Path) -> None:
@@ -259,6 +282,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     (path / "model.safetensors").unlink()
     with pytest.raises(Refused, match=r"has no model\.safetensors"):
         truedraft.load(str(path))
+    pytest.importorskip("gguf", reason="gguf is not installed")
     (tmp_path / "m.gguf").write_bytes(b"no tensors")
     with pytest.raises(Refused, match="cannot be loaded"):
         truedraft.load(str(tmp_path / "m.gguf"))
