@@ -34,10 +34,10 @@ class Integers:
     def of_codes(
         cls, codes: Tensor, half: int, scales: Tensor, zeros: Tensor, group_of: Tensor | None = None
     ) -> Integers:
-        """Unsigned codes that stand for (code - zero) * scale; half: what is subtracted to make them signed."""
+        """Codes (uint8) that stand for (code - zero) * scale; half: what is subtracted to make them signed."""
         away = half - zeros.float()
         offsets = away * scales.float() if away.any() else None
-        return cls((codes.short() - half).to(torch.int8), scales.float(), offsets, group_of)
+        return cls((codes - half).view(torch.int8), scales.float(), offsets, group_of)
 
     def rows(self, order: Tensor) -> Integers:
         """Its rows in another order."""

@@ -16,14 +16,15 @@ BLOCKS: dict[str, Callable[[Tensor], Integers]] = {}  # of a matrix of bytes (ou
 def _block(name: str, size: int) -> Callable[[Callable[[Tensor], tuple[Tensor, ...]]], Callable[[Tensor], Integers]]:
     """A type of blocks of `size` bytes.
 
-    Its function maps blocks (n, size) to values (n, columns), scales (n, groups) and perhaps offsets (n, groups).
+    Its function maps blocks (n, size) to values of eight bits (n, columns), signed or wrapped around, scales
+    (n, groups) and perhaps offsets (n, groups).
     """
 
     def of(read: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], Integers]:
         @wraps(read)
         def integers(rows: Tensor) -> Integers:
             values, *factors = (part.reshape(len(rows), -1) for part in read(rows.reshape(-1, size)))
-            return Integers(values.to(torch.int8), *factors)
+            return Integers(values.view(torch.int8), *factors)
 
         BLOCKS[name] = integers
         return integers
@@ -65,7 +66,7 @@ def _q2_k(b: Tensor) -> tuple[Tensor, ...]:
 @_block("Q3_K", 110)
 def _q3_k(b: Tensor) -> tuple[Tensor, ...]:
     scales = _fields(b[:, 96:104], 4, 8) + 16 * _fields(b[:, 104:108], 2, 4) - 32
-    return _fields(b[:, 32:96], 2, 32) + 4 * _fields(b[:, :32], 1, 32) - 4, _half(b, 108) * scales
+    return _fields(b[:, 32:96], 2, 32) + 4 * _fields(b[:, :32], 1, 32) - 4, _half(b, 108) * scales.view(torch.int8)
 
 
 @_block("Q4_K", 144)
@@ -94,12 +95,12 @@ def _half(b: Tensor, at: int) -> Tensor:
 def _fields(part: Tensor, bits: int, width: int) -> Tensor:
     """Numbers of some bits: the lowest of `width` bytes, then the next of the same bytes, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return (part.unflatten(1, (-1, 1, width)) >> shifts & (1 << bits) - 1).flatten(1).short()
+    return (part.unflatten(1, (-1, 1, width)) >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _bits(part: Tensor) -> Tensor:
     """The bits of each byte, the lowest first."""
-    return (part[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1).short()
+    return (part[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
 def _of_eight(b: Tensor) -> tuple[Tensor, Tensor]:

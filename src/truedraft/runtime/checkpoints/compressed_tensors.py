@@ -70,4 +70,4 @@ def _unread(scheme: Mapping[str, Any]) -> str | None:
 
 
 def _signed(words: Tensor, bits: int) -> Tensor:
-    return (unpacked(words, bits).short() - (1 << (bits - 1))).to(torch.int8)
+    return (unpacked(words, bits) - (1 << (bits - 1))).view(torch.int8)
