@@ -20,6 +20,7 @@ _HOMES = {
     "View": "views._base",
     "accelerate": "accelerated",
     "build_corpus": "stores.building",
+    "load": "loading",
 }
 __all__ = sorted(_HOMES)
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from truedraft.control._base import Control as Control
     from truedraft.drafters._base import Drafter as Drafter
     from truedraft.errors import Refused as Refused
+    from truedraft.loading import load as load
     from truedraft.sampling import RowwiseProcessor as RowwiseProcessor
     from truedraft.stats import Report as Report
     from truedraft.stores.building import build_corpus as build_corpus

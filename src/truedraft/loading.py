@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import traceback
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft import assets
 from truedraft.errors import Note, Refused, why
-from truedraft.runtime import QUANTIZED
+from truedraft.runtime import QUANTIZED, checkpoints
 from truedraft.targets import kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from truedraft.runtime.checkpoints._base import Checkpoint
 
 TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm")  # files that tokenizers are read from
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -34,9 +37,14 @@ def load(
     """A decoder language model or an encoder-decoder in eval mode and its tokenizer, set up for generation.
 
     Embedded models run on the CPU, in float32 by default; others on the GPU where there is one. The weights
-    of any can be quantised, to "int8" or "int4".
+    of any can be quantised, to "int8" or "int4". Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ
+    or compressed-tensors, and files of GGUF.
 
     Args:
+        name: of an embedded model, a folder, a .gguf file, or a model on the hub.
+        dtype: "auto", "float32", "bfloat16" or "float16"; of the activations of quantised checkpoints, whose float16
+            is float32 by default.
+        quantize: "int8" or "int4".
         argument: the argument's name in messages.
         reads_sources: the command that needs an encoder-decoder, for messages; None where both kinds are accepted.
 
@@ -47,29 +55,32 @@ def load(
     Warns:
         Note: the checkpoint has tensors that its model does not use.
     """
-    source = check(name, dtype, quantize, argument)
+    source, whole = check(name, dtype, quantize, argument), f"{argument} {name!r}"
     import torch
     import transformers
     from transformers import AutoTokenizer
 
     embedded = name in assets.names()
-    options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
+    device = "cuda" if torch.cuda.is_available() and not embedded else "cpu"
+    folder, options = checkpoints.place(source)
     try:
-        config = transformers.AutoConfig.from_pretrained(source, **options)
-        _check_generative(f"{argument} {name!r}", config, reads_sources)
-        _check_tokenizer(f"{argument} {name!r}", source)
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+        _check_generative(whole, config, reads_sources)
+        _check_tokenizer(whole, source)
         side = {} if kinds.reads_sources(config) else {"padding_side": "left"}
-        tokenizer = AutoTokenizer.from_pretrained(source, **side, **options)
-        kind = kinds.auto_class(config)
-        precision = "float32" if embedded and dtype == "auto" else dtype
-        model: Any = _with_weights(kind, source, f"{argument} {name!r}", dtype=precision, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **side, **options)
+        quantised = checkpoints.opened(source, config, whole) if device == "cpu" else None
+        if quantised is not None:
+            model: Any = _with_integers(quantised, config, whole, source, dtype)
+        else:
+            precision = "float32" if embedded and dtype == "auto" else dtype
+            model = _with_weights(kinds.auto_class(config), folder, whole, dtype=precision, **options)
     except Refused:
         raise
     except Exception as e:  # a damaged folder makes the loaders raise any exception
         raise _unloadable(name, argument, source, e) from e
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    device = "cuda" if torch.cuda.is_available() and not embedded else "cpu"
     model = model.to(device).eval()
     if quantize is not None:
         from truedraft.runtime.quantize import quantize as quantized
@@ -101,19 +112,47 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         Refused: no such tokenizer, or a damaged one.
     """
     source = source_of(name, argument, whole=False)
+    folder, options = checkpoints.place(source)
     from transformers import AutoTokenizer, GPT2Tokenizer
 
     kind: Any = AutoTokenizer
     try:
-        files = {file.name for file in source.iterdir()} if isinstance(source, Path) else set()
+        files = {file.name for file in folder.iterdir()} if source is folder and isinstance(folder, Path) else set()
         if "merges.txt" in files and not files & {"config.json", "tokenizer_config.json", "tokenizer.json"}:
             kind = GPT2Tokenizer
-        return kind.from_pretrained(source, local_files_only=isinstance(source, Path))
+        return kind.from_pretrained(folder, **options)
     except Exception as e:  # a damaged folder makes the loaders raise any exception
         raise _unloadable(name, argument, source, e) from e
 
 
-def _with_weights(kind: Any, source: Path | str, model: str, **options: Any) -> PreTrainedModel:
+def config_of(source: Path | str) -> Any:
+    """The configuration of a model."""
+    import transformers
+
+    folder, options = checkpoints.place(source)
+    return transformers.AutoConfig.from_pretrained(folder, **options)
+
+
+def _with_integers(checkpoint: Checkpoint, config: Any, model: str, source: Path | str, dtype: str) -> PreTrainedModel:
+    """A model whose linear layers have the integers of a quantised checkpoint."""
+    import torch
+    from transformers import GenerationConfig
+
+    with torch.device("meta"):
+        empty = kinds.auto_class(config).from_config(config)
+    if dtype == "auto":
+        dtype = "bfloat16" if config.dtype == torch.bfloat16 else "float32"
+    tensors = checkpoint.tensors(empty, getattr(torch, dtype))
+    loaded = _with_weights(type(empty), None, model, config=config, state_dict=tensors, dtype=getattr(torch, dtype))
+    if plain := checkpoint.finished(loaded):
+        warnings.warn(f"{model}: {_some(plain)} could not stay integers and take the memory of plain weights", Note, 3)
+    loaded.config.name_or_path = str(source)
+    with contextlib.suppress(OSError):  # it has none
+        loaded.generation_config = GenerationConfig.from_pretrained(source, local_files_only=isinstance(source, Path))
+    return loaded
+
+
+def _with_weights(kind: Any, source: Path | str | None, model: str, **options: Any) -> PreTrainedModel:
     """A model whose weights are all from its checkpoint: `from_pretrained` would initialise missing ones at random."""
     try:
         loaded, info = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
@@ -161,7 +200,7 @@ def _unloadable(name: str, argument: str, source: Path | str, error: Exception) 
 
 
 def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
-    """The folder of a model's name, or the name itself for the hub.
+    """The folder of a model's name, or its file of GGUF, or the name itself for the hub.
 
     whole: the folder must contain a model.
 
@@ -169,12 +208,12 @@ def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
         Refused: there is no such folder, or no model in it.
     """
     if not name:
-        raise Refused(f"{argument} is empty: give a folder, a name on the hub, or an embedded model")
+        raise Refused(f"{argument} is empty: give a folder, a .gguf file, a name on the hub, or an embedded model")
     if name in assets.names():
         return assets.path(name)
     folder = Path(name).expanduser()
     if folder.exists():
-        if whole:
+        if whole and not checkpoints.is_gguf(folder):
             _check_config(folder, f"{argument} {name!r} is no model of transformers")
         return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -197,7 +236,11 @@ def _check_config(folder: Path, no_model: str) -> None:
 
 def _check_tokenizer(model: str, source: Path | str) -> None:
     """Raises Refused where a folder has none: the messages of transformers are unclear there."""
-    if isinstance(source, Path) and not any(found for name in TOKENIZERS for found in source.glob(name)):
+    if (
+        isinstance(source, Path)
+        and source.is_dir()
+        and not any(found for name in TOKENIZERS for found in source.glob(name))
+    ):
         raise Refused(f"{model} has no tokenizer: save it in the model's folder, tokenizer.save_pretrained(folder)")
 
 

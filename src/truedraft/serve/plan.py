@@ -14,6 +14,7 @@ from truedraft.bench.sizes import size_of
 from truedraft.continuous import DRAFTS
 from truedraft.errors import Refused
 from truedraft.layout import labelled
+from truedraft.runtime import checkpoints
 from truedraft.runtime._base import PROMPT
 from truedraft.serve.config import ServeConfig
 from truedraft.targets import kinds
@@ -58,10 +59,11 @@ def planned(config: ServeConfig) -> list[Part]:
 
 
 def _model(config: ServeConfig) -> tuple[list[Part], Any]:
-    import transformers
-
     source = loading.check(config.model, config.dtype, config.quantize)
-    model_config: Any = transformers.AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path))
+    model_config = loading.config_of(source)
+    if isinstance(source, Path) and checkpoints.is_quantised(source, model_config):
+        files = [source] if source.is_file() else list(source.glob("*.safetensors"))
+        return [Part("weights", sum(file.stat().st_size for file in files), "quantised, as they are")], model_config
     if config.stretched is not None:
         layers, hidden = size_of(config.stretched, config.model)
         from truedraft.bench.stretched import stretched_config

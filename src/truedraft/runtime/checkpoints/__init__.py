@@ -1,0 +1,82 @@
+"""Quantised checkpoints of others, read as they are: their integers become the weights of linear layers."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.errors import Note, Refused
+
+if TYPE_CHECKING:
+    from truedraft.runtime.checkpoints._base import Checkpoint
+
+FOLDERS = {"gptq": "gptq.Gptq", "awq": "awq.Awq", "compressed-tensors": "compressed_tensors.CompressedTensors"}
+ENDING = ".gguf"
+
+
+def place(source: Path | str) -> tuple[Path | str, dict[str, Any]]:
+    """Where `transformers` reads a model, and with which options: a file of GGUF is one of its folder.
+
+    Raises:
+        Refused: it is such a file, and the package that reads it is not installed.
+    """
+    options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
+    if not (isinstance(source, Path) and is_gguf(source)):
+        return source, options
+    _check_installed("gguf", f"{str(source)!r}")
+    return source.parent, {**options, "gguf_file": source.name}
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ENDING and path.is_file()
+
+
+def is_quantised(source: Path | str, config: Any) -> bool:
+    """Whether a model is one of the formats that are read here."""
+    return (isinstance(source, Path) and is_gguf(source)) or _method(config) in FOLDERS
+
+
+def opened(source: Path | str, config: Any, model: str) -> Checkpoint | None:
+    """The quantised checkpoint of a folder, a file of GGUF or a name on the hub; None where it is not read here.
+
+    Args:
+        config: what `transformers` read; where there is a checkpoint it is that of the plain model from then on.
+        model: how messages name it.
+
+    Raises:
+        Refused: the format has something that is not supported, or a package is not installed.
+    """
+    if not is_quantised(source, config):
+        return None
+    _check_installed("torchao", model)
+    if (method := _method(config)) not in FOLDERS:
+        from truedraft.runtime.checkpoints.gguf import Gguf
+
+        file = Gguf(Path(source), config, model)
+        if file.stays_packed:
+            return file
+        text = f"{model}: transformers reads matrices of this architecture into plain weights, which take more memory"
+        warnings.warn(text, Note, stacklevel=3)
+        return None
+    from truedraft.runtime.checkpoints._base import Files
+
+    module, _, kind = FOLDERS[str(method)].partition(".")
+    settings = config.quantization_config
+    folder: Checkpoint = getattr(import_module(f"{__name__}.{module}"), kind)(
+        Files(source, local_files_only=isinstance(source, Path)), settings, model
+    )
+    del config.quantization_config
+    return folder
+
+
+def _method(config: Any) -> str | None:
+    settings = getattr(config, "quantization_config", None)
+    return settings.get("quant_method") if isinstance(settings, dict) else None
+
+
+def _check_installed(package: str, model: str) -> None:
+    if find_spec(package) is None:
+        raise Refused(f"{model} is read with {package}, which is not installed: pip install 'truedraft[quantize]'")

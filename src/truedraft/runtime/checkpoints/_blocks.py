@@ -1,0 +1,111 @@
+"""Blocks of GGUF as integers with scales: `BLOCKS`, by the name of their type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import Tensor
+
+from truedraft.runtime.checkpoints._base import Integers
+
+BLOCKS: dict[str, Callable[[Tensor], Integers]] = {}  # of a matrix of bytes (out, blocks * size)
+
+
+def _block(name: str, size: int) -> Callable[[Callable[[Tensor], tuple[Tensor, ...]]], Callable[[Tensor], Integers]]:
+    """A type of blocks of `size` bytes.
+
+    Its function maps blocks (n, size) to values of eight bits (n, columns), signed or wrapped around, scales
+    (n, groups) and perhaps offsets (n, groups).
+    """
+
+    def of(read: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], Integers]:
+        @wraps(read)
+        def integers(rows: Tensor) -> Integers:
+            values, *factors = (part.reshape(len(rows), -1) for part in read(rows.reshape(-1, size)))
+            return Integers(values.view(torch.int8), *factors)
+
+        BLOCKS[name] = integers
+        return integers
+
+    return of
+
+
+@_block("Q4_0", 18)
+def _q4_0(b: Tensor) -> tuple[Tensor, ...]:
+    return _fields(b[:, 2:], 4, 16) - 8, _half(b, 0)
+
+
+@_block("Q4_1", 20)
+def _q4_1(b: Tensor) -> tuple[Tensor, ...]:
+    scale = _half(b, 0)
+    return _fields(b[:, 4:], 4, 16) - 8, scale, 8 * scale + _half(b, 2)
+
+
+@_block("Q5_0", 22)
+def _q5_0(b: Tensor) -> tuple[Tensor, ...]:
+    return _fields(b[:, 6:], 4, 16) + 16 * _bits(b[:, 2:6]) - 16, _half(b, 0)
+
+
+@_block("Q5_1", 24)
+def _q5_1(b: Tensor) -> tuple[Tensor, ...]:
+    return _fields(b[:, 8:], 4, 16) + 16 * _bits(b[:, 4:8]), _half(b, 0), _half(b, 2)
+
+
+@_block("Q8_0", 34)
+def _q8_0(b: Tensor) -> tuple[Tensor, ...]:
+    return b[:, 2:].view(torch.int8), _half(b, 0)
+
+
+@_block("Q2_K", 84)
+def _q2_k(b: Tensor) -> tuple[Tensor, ...]:
+    return _fields(b[:, 16:80], 2, 32), _half(b, 80) * (b[:, :16] & 15), -_half(b, 82) * (b[:, :16] >> 4)
+
+
+@_block("Q3_K", 110)
+def _q3_k(b: Tensor) -> tuple[Tensor, ...]:
+    scales = _fields(b[:, 96:104], 4, 8) + 16 * _fields(b[:, 104:108], 2, 4) - 32
+    return _fields(b[:, 32:96], 2, 32) + 4 * _fields(b[:, :32], 1, 32) - 4, _half(b, 108) * scales.view(torch.int8)
+
+
+@_block("Q4_K", 144)
+def _q4_k(b: Tensor) -> tuple[Tensor, ...]:
+    scale, least = _of_eight(b)
+    return _fields(b[:, 16:], 4, 32) - 8, scale, 8 * scale - least
+
+
+@_block("Q5_K", 176)
+def _q5_k(b: Tensor) -> tuple[Tensor, ...]:
+    scale, least = _of_eight(b)
+    return _fields(b[:, 48:], 4, 32) + 16 * _fields(b[:, 16:48], 1, 32), scale, -least
+
+
+@_block("Q6_K", 210)
+def _q6_k(b: Tensor) -> tuple[Tensor, ...]:
+    values = _fields(b[:, :128], 4, 64) + 16 * _fields(b[:, 128:192], 2, 32) - 32
+    return values, _half(b, 208) * b[:, 192:208].view(torch.int8)
+
+
+def _half(b: Tensor, at: int) -> Tensor:
+    """The number of 16 bits at a byte of each block, as (n, 1) of fp32."""
+    return b[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _fields(part: Tensor, bits: int, width: int) -> Tensor:
+    """Numbers of some bits: the lowest of `width` bytes, then the next of the same bytes, and so on."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return (part.unflatten(1, (-1, 1, width)) >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _bits(part: Tensor) -> Tensor:
+    """The bits of each byte, the lowest first."""
+    return (part[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+
+
+def _of_eight(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and least values of eight groups: numbers of six bits, of which the last four pairs are split."""
+    low, high, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scales = torch.cat([low & 63, rest & 15 | low >> 6 << 4], 1)
+    least = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], 1)
+    return _half(b, 0) * scales, _half(b, 2) * least
