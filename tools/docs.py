@@ -36,7 +36,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "heads": lambda document: figures.heads(),
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
-    "peers": lambda document, model: figures.peers(model),
+    "peers": lambda document, model, weights: figures.peers(model, weights),
     "speeds": lambda document: figures.speeds(),
     "serve": lambda document, part: figures.serve(part),
     "serve-settings": lambda document: serving.settings(),

@@ -123,11 +123,11 @@ def _turn(one: dict[str, Any]) -> list[str]:
     return [f"{one['mean_acceptance_length']:.2f}", str(one["tokens_per_second"]), over]
 
 
-def peers(model: str) -> list[str]:
+def peers(model: str, weights: str) -> list[str]:
     """Engines on one model, by mode and text: tokens per second, and those of truedraft as a multiple."""
     ways: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for one in _results("peers"):
-        if one["model"].replace(" ", "") == model:
+        if (one["model"].replace(" ", ""), one["dtype"]) == (model, weights):
             ways.setdefault((one["engine"], one["mode"]), {})[one["text"]] = one
     texts = ("copy-heavy", "no repeats")
     return _table(
@@ -147,11 +147,11 @@ def speeds() -> list[str]:
     """Tokens per second of every engine that was run with and without drafts, model by model."""
     plain, lookup = "plain", "prompt lookup, 10"
     ways = ((plain, "copy-heavy"), (lookup, "copy-heavy"), (lookup, "no repeats"))
-    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    found: dict[tuple[str, str, str], dict[tuple[str, str], float]] = {}
     for one in _results("peers"):
-        found.setdefault((one["model"], one["engine"]), {})[one["mode"], one["text"]] = one["tokens_per_second"]
+        found.setdefault((one["model"], one["dtype"], one["engine"]), {})[one["mode"], one["text"]] = one["tokens_per_second"]
     return _table(
-        ["model", "engine", "plain", "prompt lookup of 10, copies", "prompt lookup of 10, no repeats"],
+        ["model", "weights", "engine", "plain", "prompt lookup of 10, copies", "prompt lookup of 10, no repeats"],
         [[*who, *(str(has[way]) for way in ways)] for who, has in found.items() if all(way in has for way in ways)],
     )
 
