@@ -194,7 +194,7 @@ def test_length_limit_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_quantised_models_prefill_by_compiled_passes() -> None:
-    """torchao dequantises them in every call of a layer."""
+    """Their own forward multiplies by the same products, or dequantises in every call of a layer."""
     pytest.importorskip("torchao")
     model = tiny.__wrapped__("llama", torch.float32)
     assert DecoderTarget(model).long == LONG

@@ -149,7 +149,8 @@ def speeds() -> list[str]:
     ways = ((plain, "copy-heavy"), (lookup, "copy-heavy"), (lookup, "no repeats"))
     found: dict[tuple[str, str, str], dict[tuple[str, str], float]] = {}
     for one in _results("peers"):
-        found.setdefault((one["model"], one["dtype"], one["engine"]), {})[one["mode"], one["text"]] = one["tokens_per_second"]
+        of_engine = found.setdefault((one["model"], one["dtype"], one["engine"]), {})
+        of_engine[one["mode"], one["text"]] = one["tokens_per_second"]
     return _table(
         ["model", "weights", "engine", "plain", "prompt lookup of 10, copies", "prompt lookup of 10, no repeats"],
         [[*who, *(str(has[way]) for way in ways)] for who, has in found.items() if all(way in has for way in ways)],

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime._base import PROMPT, Runner
-from truedraft.runtime.embedding import check_embeddings_given, embedded
+from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
@@ -293,7 +293,7 @@ class CompiledPass(Runner):
             fp32 logits (*shape, V), and the hidden states (nodes, H) by layer.
 
         Raises:
-            Refused: there is no such layer; or see `check_embeddings_given`.
+            Refused: there is no such layer.
         """
         n, m = len(nodes), len(gather)
         kept = {layer: torch.empty(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
@@ -302,8 +302,6 @@ class CompiledPass(Runner):
         buffers = [*self._buffers, logits.data_ptr(), *[kept[layer].data_ptr() for layer in hidden]]
         strides = [*self._strides, *[kept[layer].shape[1] for layer in hidden]]
         room = [*self._room, logits.numel(), *[kept[layer].numel() for layer in hidden]]
-        if embeds is not None:
-            check_embeddings_given(self.model)
         embedded = None if embeds is None else embeds.float().contiguous()
         if embedded is not None and embedded.shape != (n, self._hidden):
             raise ValueError(f"embeddings {tuple(embedded.shape)} for {n} nodes of width {self._hidden}")

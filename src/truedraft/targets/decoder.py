@@ -92,7 +92,7 @@ class DecoderTarget:
         return get_layer_types_and_kwargs(self.config)[0]
 
     def _long(self) -> int | None:
-        quantised = any(type(p).__module__.startswith("torchao.") for p in self.model.parameters())
+        quantised = any(hasattr(p, "qdata") for p in self.model.parameters())
         compiled = not quantised and isinstance(self.runner, CompiledPass | LinearsPass)
         return long_prompt(self.dtype, self.config.hidden_size) if compiled else None
 
