@@ -19,7 +19,7 @@ from truedraft.runtime.weights import Weight, fields, padded
 from truedraft.targets.decoder import DecoderTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
-SETS = {"AVX2": 2, "AVX-512": 5, "AVX-512 with bf16": 6}
+SETS = {"AVX2": 2, "AVX-512": 5, "AVX-512 with bf16": 6, "AMX": 7}
 WIDTHS = (*range(1, 18), 24, 63, 64, 65, 130)
 
 
@@ -40,6 +40,11 @@ def integers(out: int, width: int, bits: int, group: int | None) -> Weight:
     return Weight(values, torch.rand(out, *([width // group] if group else [])) / most, None)
 
 
+def grouped(width: int) -> int:
+    """Columns of a group: as many as the tiles of AMX have, where they divide the width."""
+    return 32 if width % 32 == 0 else 16
+
+
 IN_PLACE = {
     Form.FLOAT: lambda out, width: Weight(torch.randn(out, width), None, None),
     Form.BF16: lambda out, width: Weight(torch.randn(out, width).bfloat16(), None, None),
@@ -50,16 +55,16 @@ IN_PANELS = {
     Form.PANEL_FLOAT: IN_PLACE[Form.FLOAT],
     Form.PANEL_BF16: IN_PLACE[Form.BF16],
     Form.PANEL_INT8: IN_PLACE[Form.INT8],
-    Form.PANEL_INT4: lambda out, width: integers(out, width, 4, 16),
+    Form.PANEL_INT4: lambda out, width: integers(out, width, 4, grouped(width)),
 }
 WEIGHTS = {
     **{form.name.lower(): make for form, make in IN_PLACE.items()},
     **{form.name.lower(): lambda out, width, make=make: panels(make(out, width)) for form, make in IN_PANELS.items()},
-    "panel_int8 in groups": lambda out, width: panels(integers(out, width, 8, 16)),
-    "panel_int8 with offsets": lambda out, width: with_offsets(integers(out, width, 8, 16)),
-    "panel_int4 with offsets": lambda out, width: with_offsets(integers(out, width, 4, 16)),
-    "panel_int4 with offsets in fp16": lambda out, width: in_fp16(with_offsets(integers(out, width, 4, 16))),
-    "panel_int8 in fp16": lambda out, width: in_fp16(panels(integers(out, width, 8, 16))),
+    "panel_int8 in groups": lambda out, width: panels(integers(out, width, 8, grouped(width))),
+    "panel_int8 with offsets": lambda out, width: with_offsets(integers(out, width, 8, grouped(width))),
+    "panel_int4 with offsets": lambda out, width: with_offsets(integers(out, width, 4, grouped(width))),
+    "panel_int4 with offsets in fp16": lambda out, width: in_fp16(with_offsets(integers(out, width, 4, grouped(width)))),
+    "panel_int8 in fp16": lambda out, width: in_fp16(panels(integers(out, width, 8, grouped(width)))),
     "panel_int4 with one group": lambda out, width: panels(integers(out, width, 4, width)),
 }
 
@@ -107,7 +112,7 @@ def plain(weight: Weight) -> Tensor:
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize(("out", "width"), [(1, 16), (16, 48), (53, 80), (200, 304)])
+@pytest.mark.parametrize(("out", "width"), [(1, 16), (16, 48), (53, 96), (200, 304)])
 def test_a_product_is_that_of_torch_with_the_same_bits_at_any_width(
     instructions: None, kind: str, out: int, width: int, narrow: bool
 ) -> None:

@@ -407,6 +407,8 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
   }
   if ((width + 15) / 16 % 2) _mm256_storeu_si256((__m256i *)(to + (width + 15) / 16 * 16), _mm256_setzero_si256());
 }
+
+#include "tiles.inc"
 #else
 #include "neon_bf16.inc"
 #endif
@@ -417,14 +419,13 @@ enum Form { FLOAT, BFLOAT, INT8, GROUPED, PANELS, PANEL_FLOAT = PANELS, PANEL_BF
 typedef void (*Linear)(const void *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const Factors *);
 static Linear linears[FORMS] = {linear_float_avx2, linear_bf16_avx2, linear_int8_avx2, linear_grouped_avx2,
                                 panels_float_avx2, panels_bf16_avx2, panels_int8_avx2, panels_int4_avx2};
-static const Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = panels_bf16_units,
-                                       [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
+static Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = panels_bf16_units,
+                                 [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
 typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
 static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
-static void (*multiply_of[2])(float *, int64_t) = {multiply_avx2, multiply_avx2}; /* likewise */
+static int64_t (*multiply_of[2])(float *, int64_t) = {multiply_avx2, multiply_avx2}; /* likewise */
 static const int64_t bits_of[FORMS] = {32, 16, 8, 8, 32, 16, 8, 4};
 static const int64_t columns_of[FORMS] = {1, 1, 1, 1, 1, 2, 4, 8}; /* a row has a multiple of so many */
-static int lanes = 8; /* of a vector of fp32 */
 static int units;     /* where the model computes in bf16, products by the instruction for it, with x in bf16 */
 
 /* ---------------------------------------------------------------- the list of operations */
@@ -1798,20 +1799,22 @@ int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *
 
 typedef struct {
   int bfloat;
-  int64_t steps;
+  int64_t steps, operations; /* of a thread */
 } Multiplied;
 
 static void multiply(void *given, int self, int threads) {
-  const Multiplied *m = given;
+  Multiplied *m = given;
   float numbers[RUNNING * 16] = {0};
-  (void)self, (void)threads;
-  multiply_of[m->bfloat](numbers, m->steps);
+  (void)threads;
+  const int64_t operations = multiply_of[m->bfloat](numbers, m->steps);
+  if (!self) m->operations = operations;
 }
 
 /* Has all threads multiply numbers in registers, by the instruction for this form of weights; the operations done. */
 int64_t truedraft_multiply(int form, int64_t steps, int threads) {
-  in_team(threads, multiply, &(Multiplied){form == BFLOAT, steps});
-  return steps * threads * RUNNING * lanes * (units && form == BFLOAT ? 4 : 2);
+  Multiplied m = {form == BFLOAT, steps, 0};
+  in_team(threads, multiply, &m);
+  return m.operations * threads;
 }
 
 /* The layout of the structures in memory, to detect a stale build. */
@@ -1826,8 +1829,12 @@ int64_t truedraft_layout(void) {
    linears[PANEL_BFLOAT] = panels_bf16_##set, linears[PANEL_INT8] = panels_int8_##set,                                   \
    linears[PANEL_INT4] = panels_int4_##set, values_of[0] = values_float_##set, values_of[1] = values_bf16_##set,         \
    multiply_of[0] = multiply_of[1] = multiply_##set)
+#define USE_FOR_BF16(set)                                                                                               \
+  (by_units[PANEL_BFLOAT] = panels_bf16_##set, by_units[PANEL_INT8] = panels_int8_##set,                                 \
+   by_units[PANEL_INT4] = panels_int4_##set, multiply_of[1] = multiply_##set)
 
-/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512; 6 also those for bf16. */
+/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512; 6 also those for bf16; 7
+   also those for tiles of bf16. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
 #ifdef __x86_64__
@@ -1838,12 +1845,16 @@ int truedraft_choose(int wanted) {
   units = wanted >= 6 && wide && __builtin_cpu_supports("avx512bf16");
   if (wide) USE(avx512);
   else USE(avx2);
-  lanes = wide ? 16 : 8;
+  if (units) USE_FOR_BF16(units);
+  if (units && wanted >= 7 && has_tiles()) {
+    USE_FOR_BF16(tiles);
+    return 7;
+  }
 #else
   const int wide = 0;
   units = wanted >= 6 && multiplies_bf16();
   USE(avx2);
+  if (units) USE_FOR_BF16(units);
 #endif
-  if (units) multiply_of[1] = multiply_units;
   return units ? 6 : wide ? 5 : 2;
 }
