@@ -33,8 +33,8 @@ from truedraft.views._base import View
 
 # Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: where
 # both have the same instructions, in fp32 on Intel processors, for which torch's matrix products are tuned, in bf16
-# with instructions that compiled passes do not use, and in bf16 without any.
-LONG = {"equal": 8192, "intel": 256, "amx_bf16": 32, "widened": 16384}
+# by tiles, which torch keeps busier, and in bf16 without instructions for it.
+LONG = {"equal": 8192, "intel": 256, "amx_bf16": 1536, "widened": 16384}
 WIDE = 768
 ROOM = 4 << 30  # most bytes of activations for a prompt read in one call;
 PART = 2048  # tokens per call of longer prompts
