@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -41,7 +42,7 @@ if sys.platform in ("linux", "darwin") and platform.machine() in ("x86_64", "aar
         Extension(
             "truedraft.runtime.native._pass",
             sources=[f"{native}/pass.c"],
-            depends=[f"{native}/{name}.inc" for name in ("linear", "panels", "tiles", "recurrent", "team", "neon", "neon_bf16")],
+            depends=glob(f"{native}/*.inc"),
             # products and sums stay apart where the source keeps them apart: results are to be the same everywhere
             extra_compile_args=["-O3", "-ffp-contract=off", "-pthread", OPENMP],
             extra_link_args=["-pthread", OPENMP],

@@ -40,9 +40,9 @@ def integers(out: int, width: int, bits: int, group: int | None) -> Weight:
     return Weight(values, torch.rand(out, *([width // group] if group else [])) / most, None)
 
 
-def grouped(width: int) -> int:
-    """Columns of a group: as many as the tiles of AMX have, where they divide the width."""
-    return 32 if width % 32 == 0 else 16
+def in_groups(out: int, width: int, bits: int) -> Weight:
+    """Integers in groups of as many columns as AMX's tiles have, where they divide the width, or half as many."""
+    return integers(out, width, bits, 16 if width % 32 else 32)
 
 
 IN_PLACE = {
@@ -55,16 +55,16 @@ IN_PANELS = {
     Form.PANEL_FLOAT: IN_PLACE[Form.FLOAT],
     Form.PANEL_BF16: IN_PLACE[Form.BF16],
     Form.PANEL_INT8: IN_PLACE[Form.INT8],
-    Form.PANEL_INT4: lambda out, width: integers(out, width, 4, grouped(width)),
+    Form.PANEL_INT4: lambda out, width: in_groups(out, width, 4),
 }
 WEIGHTS = {
     **{form.name.lower(): make for form, make in IN_PLACE.items()},
     **{form.name.lower(): lambda out, width, make=make: panels(make(out, width)) for form, make in IN_PANELS.items()},
-    "panel_int8 in groups": lambda out, width: panels(integers(out, width, 8, grouped(width))),
-    "panel_int8 with offsets": lambda out, width: with_offsets(integers(out, width, 8, grouped(width))),
-    "panel_int4 with offsets": lambda out, width: with_offsets(integers(out, width, 4, grouped(width))),
-    "panel_int4 with offsets in fp16": lambda out, width: in_fp16(with_offsets(integers(out, width, 4, grouped(width)))),
-    "panel_int8 in fp16": lambda out, width: in_fp16(panels(integers(out, width, 8, grouped(width)))),
+    "panel_int8 in groups": lambda out, width: panels(in_groups(out, width, 8)),
+    "panel_int8 with offsets": lambda out, width: with_offsets(in_groups(out, width, 8)),
+    "panel_int4 with offsets": lambda out, width: with_offsets(in_groups(out, width, 4)),
+    "panel_int4 with offsets in fp16": lambda out, width: in_fp16(with_offsets(in_groups(out, width, 4))),
+    "panel_int8 in fp16": lambda out, width: in_fp16(panels(in_groups(out, width, 8))),
     "panel_int4 with one group": lambda out, width: panels(integers(out, width, 4, width)),
 }
 
