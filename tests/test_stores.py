@@ -20,7 +20,7 @@ from truedraft.stores._cursor import SEPARATOR, Cursor, Sizes
 from truedraft.stores._native import library
 from truedraft.stores._pure import PythonAutomaton
 from truedraft.stores.automaton import Automaton, CompiledAutomaton, automaton
-from truedraft.stores.likeliest import largest, likeliest
+from truedraft.stores.likeliest import largest, largest_on_demand, likeliest, two_largest
 from truedraft.stores.successors import Successors
 from truedraft.tree import DraftTree
 
@@ -336,3 +336,19 @@ def test_largest_is_the_first_maximum_and_minus_one_for_nan(shape: tuple[int, ..
     expected = scores.nan_to_num(0).argmax(-1)
     expected[(0,) * expected.dim()] = -1
     assert largest(scores) == expected.tolist() and largest(scores.double()) == expected.tolist()
+    if scores.dim() == 3:
+        for found in (largest_on_demand(scores), largest_on_demand(scores.double())):
+            assert [[line[node] for node in range(len(line))] for line in found] == expected.tolist()
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (3, 700), (2, 3, 64), (2, 4, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_largest_of_some_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for _ in range(10):
+        scores = torch.randn(*shape, dtype=dtype).mul(2).round()  # with ties
+        scores[(0,) * (scores.dim() - 1)][1:] = -torch.inf
+        places = torch.randint(scores[..., 0].numel(), (5,)).tolist() + [0]
+        wide = torch.nn.functional.pad(scores, (0, 9), value=99.0)[..., : shape[-1]]
+        expected = scores.flatten(0, -2)[places].topk(2).values
+        assert torch.equal(two_largest(scores, places), expected) and torch.equal(two_largest(wide, places), expected)

@@ -121,8 +121,8 @@ class ArgmaxRule(NodeRule):
 
     def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
-    ) -> list[list[int]] | None:
-        """The token at every node, where all can be computed at once and at less cost; else None.
+    ) -> Sequence[Sequence[int]] | None:
+        """The token at every node, where each depends on its logits alone; else None. They may be found when read.
 
         logits: (rows, nodes, V) before logits processors.
         """

@@ -20,7 +20,7 @@ from truedraft.sampling import Laws
 from truedraft.stores.likeliest import two_largest
 from truedraft.tree import Accepted, DraftTree, Row
 
-BUFFERED = 1 << 18  # numbers in buffered keys beyond which these are reduced: many passes at once cost less each
+TOGETHER = 256  # passes whose largest keys are kept in tensors of their own
 
 
 class NearTies(Delegate):
@@ -38,29 +38,25 @@ class NearTies(Delegate):
     laws: Laws
     margin: float
     _again: Callable[[Row], Tensor] | None
-    _keys: list[tuple[Tensor, Sequence[Sequence[int]] | None]]  # buffered keys, and the paths in use; None for all
-    _buffered: int  # numbers in these
-    _best: list[Tensor]  # (k, 2) each: the two largest keys of each chosen token, of passes reduced together
+    _best: list[Tensor]  # (k, 2) each: the two largest keys of each chosen token
 
     def __init__(self, rule: ArgmaxRule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
         super().__init__(rule)
         self.laws, self.margin = laws, 2 * noise * laws.gain
         self._again = again
-        self._keys, self._buffered, self._best = [], 0, []
+        self._best = []
 
     @property
     def rate(self) -> float | None:
         """The fraction of the chosen tokens that were near-ties; None where keys were not given."""
-        if self._keys:
-            self._reduce()
         return float(self._near(torch.cat(self._best)).double().mean()) if self._best else None
 
     def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
-    ) -> list[list[int]] | None:
+    ) -> Sequence[Sequence[int]] | None:
         if self._again is not None:
             return None
-        tokens: list[list[int]] | None = self.inner.decide_all_nodes(logits, rows, trees, laws, chance)
+        tokens: Sequence[Sequence[int]] | None = self.inner.decide_all_nodes(logits, rows, trees, laws, chance)
         return tokens
 
     def choose(
@@ -70,9 +66,9 @@ class NearTies(Delegate):
         places = [i for i, row in enumerate(rows) if not row.ended]  # ended rows emit padding
         if (keys := self.inner.keys(scores, chance)) is None or not places:
             return tokens
-        self._buffer(keys if len(places) == len(rows) else keys[places], None)
+        best = self._largest(keys, places)
         if self._again is not None:
-            near = self._near(self._reduce()).tolist()
+            near = self._near(best).tolist()
             for i in (place for place, close in zip(places, near, strict=True) if close):
                 again = self.laws.again(rows[i], self._again(rows[i])[None])
                 tokens[i] = self.inner.choose(again, [candidates[i]], [rows[i]], chance)[0]
@@ -85,21 +81,15 @@ class NearTies(Delegate):
             found = pass_.followed(pass_.tokens)
             if (keys := self.inner.keys(pass_.scores.logits, pass_.chance)) is not None:
                 paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(pass_.rows, found, strict=True)]
-                if any(paths):
-                    self._buffer(keys, paths)
-        if self._buffered > BUFFERED:
-            self._reduce()
+                if places := [b * keys.shape[1] + node for b, path in enumerate(paths) for node in path]:
+                    self._largest(keys, places)
         return found
 
-    def _buffer(self, keys: Tensor, paths: Sequence[Sequence[int]] | None) -> None:
-        self._keys.append((keys, paths))
-        self._buffered += keys.numel()
-
-    def _reduce(self) -> Tensor:
-        """(k, 2): the two largest keys of each token chosen since the last reduction."""
-        chosen = [keys if paths is None else _on(keys, paths) for keys, paths in self._keys]
-        self._best.append(two_largest(torch.cat(chosen)))
-        self._keys, self._buffered = [], 0
+    def _largest(self, keys: Tensor, places: Sequence[int]) -> Tensor:
+        """(k, 2): the two largest of the keys (..., V) at k places, where a token was chosen; kept for `rate`."""
+        if len(self._best) == TOGETHER:
+            self._best = [torch.cat(self._best)]
+        self._best.append(two_largest(keys, places))
         return self._best[-1]
 
     def _near(self, best: Tensor) -> Tensor:
@@ -110,11 +100,3 @@ class NearTies(Delegate):
 def _emitted(row: Row, count: int) -> int:
     """The number of the last `count` tokens of a row that are not padding after its end."""
     return count if row.end is None else max(count - len(row.tokens) + row.end, 0)
-
-
-def _on(keys: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """(k, V) keys at the nodes of the paths; not copied where they are the first nodes of one row."""
-    if len(paths) == 1 and paths[0][-1] == len(paths[0]) - 1:
-        return keys[0, : len(paths[0])]
-    places = [b * keys.shape[1] + node for b, path in enumerate(paths) for node in path]
-    return keys.flatten(0, 1).index_select(0, torch.tensor(places, device=keys.device))

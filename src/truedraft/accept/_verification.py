@@ -223,10 +223,11 @@ def agreed(tree: DraftTree, tokens: Sequence[int]) -> Verdict:
 
     tokens: (nodes,) the chosen next token at every node.
     """
-    path = [0]
-    while (below := tree.child(path[-1], tokens[path[-1]])) is not None:
+    path, token = [0], tokens[0]
+    while (below := tree.child(path[-1], token)) is not None:
         path.append(below)
-    return path, tokens[path[-1]]
+        token = tokens[below]
+    return path, token
 
 
 def first_children(tree: DraftTree) -> list[int]:

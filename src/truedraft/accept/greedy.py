@@ -17,7 +17,7 @@ from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
-from truedraft.stores.likeliest import largest
+from truedraft.stores.likeliest import largest, largest_on_demand
 from truedraft.tree import DraftTree, PreferredDrafts, Row
 
 
@@ -42,5 +42,5 @@ class Greedy(ArgmaxRule):
 
     def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
-    ) -> list[list[int]] | None:
-        return largest(logits) if laws.raw else None
+    ) -> Sequence[Sequence[int]] | None:
+        return largest_on_demand(logits) if laws.raw else None

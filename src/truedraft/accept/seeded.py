@@ -48,7 +48,7 @@ class Seeded(ArgmaxRule):
 
     def decide_all_nodes(
         self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
-    ) -> list[list[int]] | None:
+    ) -> Sequence[Sequence[int]] | None:
         noise = chance.noise_at_nodes(logits, rows, trees) if laws.apart else None
         if noise is None:
             return None

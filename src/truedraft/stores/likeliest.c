@@ -54,6 +54,28 @@ void truedraft_succeed(const float *score, int64_t rows, int64_t width, int64_t 
     }
 }
 
+static inline void two_of(float *first, float *second, float x) {
+    const float less = x > *first ? *first : x;
+    *first = x > *first ? x : *first;
+    *second = less > *second ? less : *second;
+}
+
+/* out: the two largest of each of `count` rows, those at `place`, -INFINITY where there is none; NaN are left out. */
+void truedraft_two_largest(const float *score, int64_t width, int64_t stride, const int32_t *place, int64_t count,
+                           float *out) {
+    for (int64_t r = 0; r < count; r++, out += 2) {
+        const float *row = score + place[r] * stride;
+        float first[BLOCK], second[BLOCK];
+        for (int j = 0; j < BLOCK; j++) first[j] = second[j] = -INFINITY;
+        int64_t from = 0;
+        for (; from + BLOCK <= width; from += BLOCK)
+            for (int j = 0; j < BLOCK; j++) two_of(first + j, second + j, row[from + j]);
+        for (int j = 0; from + j < width; j++) two_of(first + j, second + j, row[from + j]);
+        out[0] = out[1] = -INFINITY;
+        for (int j = 0; j < BLOCK; j++) two_of(out, out + 1, first[j]), two_of(out, out + 1, second[j]);
+    }
+}
+
 /* out: the place of the first largest of each row, -1 where one is NaN. */
 void truedraft_largest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t *out) {
     for (int64_t r = 0; r < rows; r++, score += stride) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_int32
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,34 @@ def largest(scores: Tensor) -> list:
     return [out[at : at + each] for at in range(0, rows, each)]
 
 
+def largest_on_demand(scores: Tensor) -> Sequence[Sequence[int]]:
+    """`largest` of scores (rows, nodes, width), each index found when it is read: of a draft, few are."""
+    if (found := lines(scores)) is None:
+        return largest(scores)
+    flat, rows, width, stride = found
+    nodes = scores.shape[1]
+    return [_Largest(flat, first, nodes, width, stride) for first in range(0, rows, nodes)]
+
+
+class _Largest(Sequence[int]):
+    """The index of the first largest in each of the lines [first, first + nodes) of scores (lines, width)."""
+
+    def __init__(self, scores: Tensor, first: int, nodes: int, width: int, stride: int):
+        self._scores, self._nodes, self._width, self._stride = scores, nodes, width, stride
+        self._address = scores.data_ptr() + 4 * first * stride
+        self._found = (c_int32 * 1)()
+
+    def __len__(self) -> int:
+        return self._nodes
+
+    def __getitem__(self, node: Any) -> Any:
+        if not 0 <= node < self._nodes:
+            raise IndexError(node)
+        line = self._address + 4 * node * self._stride
+        library().truedraft_largest(line, 1, self._width, self._stride, self._found)  # type: ignore[union-attr]
+        return self._found[0]
+
+
 def likeliest(scores: Tensor, count: int) -> list[list[int]]:
     """The indices of the `count` largest scores of each row of (rows, width), the largest first.
 
@@ -60,10 +90,11 @@ def likeliest(scores: Tensor, count: int) -> list[list[int]]:
     return [found[at : at + count] for at in range(0, rows * count, count)]
 
 
-def two_largest(scores: Tensor) -> Tensor:
-    """(rows, 2): the two largest scores of each row of (rows, width); on a GPU without synchronisation."""
-    if scores.device.type == "cpu":
-        places = likeliest(scores, 2)
-        if all(len(row) == 2 for row in places):
-            return scores.gather(1, torch.tensor(places))
-    return scores.topk(2, -1).values
+def two_largest(scores: Tensor, places: Sequence[int]) -> Tensor:
+    """(k, 2): the two largest of the rows at k places of scores (..., width); on a GPU without synchronisation."""
+    if (found := lines(scores)) is None:
+        return scores.flatten(0, -2).index_select(0, torch.tensor(places, device=scores.device)).topk(2, -1).values
+    flat, _, width, stride = found
+    best, at, lib = torch.empty(len(places), 2), (c_int32 * len(places))(*places), library()
+    lib.truedraft_two_largest(flat.data_ptr(), width, stride, at, len(places), best.data_ptr())  # type: ignore[union-attr]
+    return best
