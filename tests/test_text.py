@@ -19,8 +19,8 @@ SETTINGS = [  # greedy decoding has no warpers
 
 
 def cases() -> Iterator[tuple[str, str, int, str]]:
-    """Trials: the full product. Registered drafters: every setting once, by both rules, alone and in a batch in turn, so
-    that together they have the full product; test_matrix.py has more settings. Presets: once for each rule."""
+    """Trials: the full product. Registered drafters: every setting once, by both rules, alone and in a batch in turn;
+    together they have the full product, and test_matrix.py has more settings. Presets: once for each rule."""
     for name in (*TRIALS, "plain"):
         yield from ((name, rule, rows, processors) for rule, processors in SETTINGS for rows in ROWS)
     ways = [(rule, rows) for rows in ROWS for rule in RULES]
