@@ -57,7 +57,8 @@ def test_every_node_has_the_logits_of_its_path(
 )
 def test_text(architecture: str, rule: str, length: int) -> None:
     model = tiny(architecture, FP32)
-    for name, rows in (("oracle", 3), ("noise", 3), ("suffix", 1), ("plain", 3)):
+    drafts = [("oracle", 3), ("noise", 3), ("suffix", 1), ("plain", 3)]
+    for name, rows in drafts if length > 7 else drafts[:2]:
         text_net(model, name, ragged(model, rows), max_new_tokens=length, **{"do_sample": False, **RULES[rule]})
 
 
