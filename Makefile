@@ -5,14 +5,20 @@ PYTHONS ?= python3.11 python3.13
 VENV ?= .venv
 BIN = $(VENV)/bin
 PROMPT ?=
+NAME = 'import sys; print("python%d.%d" % sys.version_info[:2])'
+OWN = $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c $(NAME) 2> /dev/null)
+OTHERS = $(call runs,$(filter-out $(OWN),$(PYTHONS)))
+
+# for two processes on two cores: one thread in each where a test asks for no more, and none that waits by spinning
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test lint test-pythons bench real fuzz sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/truedraft demo $(if $(PROMPT),--prompt '$(PROMPT)')
 
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
+test: lint $(if $(filter test-pythons,$(MAKECMDGOALS)),$(OTHERS:%=venvs/%))
+	$(PYTEST) -m 'not slow'
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check -q .
@@ -20,17 +26,23 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 	$(BIN)/python tools/docs.py --check
 
-# The part of the suite that is marked `pythons`, under the oldest and the newest Python promised, in venvs of their own
-test-pythons: $(addprefix pythons/,$(notdir $(call runs,$(PYTHONS))))
-	@for python in $(filter-out $(call runs,$(PYTHONS)),$(PYTHONS)); do echo "skipped: there is no $$python here"; done
+# The part of the suite that is marked `pythons`, under the oldest and the newest Python promised: the package as users
+# install it, in venvs of their own. That of $(VENV) is left out, as `make test` runs this part too. Both goals at once
+# (make -j 2 test test-pythons) make these venvs during `lint`, and then run one suite after the other.
+test-pythons: $(OTHERS:%=pythons/%)
+	@for python in $(filter-out $(OWN) $(OTHERS),$(PYTHONS)); do echo "skipped: there is no $$python here"; done
 
-pythons/%:
-	$(filter %$*,$(PYTHONS)) -m venv $(VENV)/pythons/$*
-	$(VENV)/pythons/$*/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[dev]'
-	OMP_NUM_THREADS=1 $(VENV)/pythons/$*/bin/python -m pytest -m pythons
+pythons/% venvs/%: private BIN = $(VENV)/pythons/$*/bin
+
+pythons/%: venvs/% $(filter test,$(MAKECMDGOALS))
+	$(PYTEST) -m pythons
+
+venvs/%: $(VENV)/dev
+	$* -m venv $(VENV)/pythons/$*
+	$(INSTALL) '.[dev]'
 
 real: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(PYTEST) -m slow
 
 fuzz: $(VENV)/dev
 	$(BIN)/python tools/fuzz.py
@@ -41,20 +53,16 @@ sanitize: $(VENV)/dev
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/generate.py
 
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE = $(wildcard src/truedraft/runtime/native/*.c src/truedraft/runtime/native/*.inc src/truedraft/stores/*.c)
 
-$(VENV)/ready: pyproject.toml setup.py constraints.txt $(NATIVE)
+$(VENV)/ready $(VENV)/dev: pyproject.toml setup.py constraints.txt $(NATIVE)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { \
 	  echo "truedraft needs Python 3.11, 3.12 or 3.13, and $(or $(PYTHON),python3) is" \
 	    "$$($(or $(PYTHON),false) --version 2> /dev/null || echo not there): make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) .
-	touch $@
-
-$(VENV)/dev: $(VENV)/ready
-	$(INSTALL) '.[dev]'
-	touch $@
+	$(INSTALL) --editable '.$(if $(filter %/dev,$@),[dev])'
+	touch $(VENV)/ready $@
 
 clean:
 	rm -rf $(VENV)

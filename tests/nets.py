@@ -252,14 +252,19 @@ def node_net(
         scores = score(trees, *under)
         if under:
             return scores
+        texts: dict[int, list[tuple[list[int], int, list[int]]]] = {}  # by length: (text, row, path to a leaf)
         for b, tree in enumerate(trees):
             for leaf in (i for i, below in enumerate(tree.shape.children) if not below):
                 path = list(tree.path(leaf))
                 ids = current_rows[b].tokens[:-1] + [tree.tokens[i] for i in path]
-                with torch.no_grad():
-                    plain = model(torch.tensor([ids]), use_cache=False).logits[0, -len(path) :].double()
+                texts.setdefault(len(ids), []).append((ids, b, path))
+        for alike in texts.values():  # without padding
+            with torch.no_grad():
+                found = model(torch.tensor([ids for ids, _, _ in alike]), use_cache=False).logits
+            for (_, b, path), logits in zip(alike, found, strict=True):
+                plain = logits[-len(path) :].double()
                 error = (scores.logits[b, path].double() - plain).abs().amax(-1) / plain.std(-1)
-                assert error.max() <= tolerance, f"a node of {tree.parent} is off by {error.max():.2g}"
+                assert error.max() <= tolerance, f"a node of {trees[b].parent} is off by {error.max():.2g}"
                 compared += len(path)
         return scores
 

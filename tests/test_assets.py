@@ -44,7 +44,7 @@ def test_embedded_heads_draft_for_nano_and_for_nano_stretched(method: str, hidde
     model, tokenizer = loaded("nano")
     prompts = [case.text for case in cases(None, None, None)]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    given = dict(max_new_tokens=60, do_sample=False)
+    given = dict(max_new_tokens=40, do_sample=False)
     expected = generated(model, inputs, **given).text
     target = model if hidden == 256 else stretched(model, layers=7, hidden=hidden)
     for draft in (method, f"{method}:{assets.HEADS[method]}"):
@@ -76,7 +76,7 @@ def test_drafts_change_no_token(name: str, draft: str) -> None:
     model, tokenizer = loaded(name)
     prompts = [case.text for case in cases(None, None, None)]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    given = dict(max_new_tokens=60, do_sample=False)
+    given = dict(max_new_tokens=40, do_sample=False)
     expected = generated(model, inputs, **given).text
     small = loaded("nano-draft")[0]
     fast = truedraft.accelerate(model, tokenizer, draft=drafter(draft, model, small=small), control="fixed")

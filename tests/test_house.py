@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nets import REGISTERED, RULES
+from nets import PROCESSORS, REGISTERED, RULES
 from test_text import ROWS, SETTINGS, cases
 from truedraft import registry
 from truedraft.card import Range, Switch, values_of
@@ -70,9 +70,10 @@ def test_presets_can_be_built() -> None:
 
 def test_every_registered_drafter_and_preset_has_its_cases() -> None:
     covered = {name: [case[1:] for case in cases() if case[0] == name] for name in REGISTERED}
+    product = {(rule, rows, processors) for rule, processors in SETTINGS for rows in ROWS}
     for name in registry.names("drafters"):
-        assert {(rule, processors) for rule, _, processors in covered[name]} == set(SETTINGS)
-        assert {(rule, rows) for rule, rows, _ in covered[name]} == {(rule, rows) for rule in RULES for rows in ROWS}
+        assert [{*values} for values in zip(*covered[name], strict=True)] == [{*RULES}, {*ROWS}, {*PROCESSORS}]
+    assert {case for name in registry.names("drafters") for case in covered[name]} == product
     for name in registry.presets("drafters"):
         assert {rule for rule, _, _ in covered[name]} == set(RULES)
 
