@@ -344,6 +344,12 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "mamba2": {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
                "state_size": 8, "n_groups": 2, "chunk_size": 8, "bos_token_id": 1, "eos_token_id": None,
                "pad_token_id": 0},
+    "minimax": {  # factors default to 1, which would hide a missing one; decays of a prompt in blocks of five
+        **_THREE, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "head_dim": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 5, "linear_attn_alpha_factor": 0.9,
+        "linear_attn_beta_factor": 1.3, "full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.8,
+        "mlp_alpha_factor": 1.1, "mlp_beta_factor": 0.7,
+    },
     "zaya": {**_COMMON},
     "kimi_linear": {**_THREE, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
     "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8},

@@ -172,7 +172,7 @@ class RowCache(Cache):
 
     def __init__(self, layers: int, slots: int, capacity: int):
         self.cursor = CacheCursor(slots, capacity)
-        super().__init__(layers=[RowLayer(self.cursor) for _ in range(layers)])
+        Cache.__init__(self, layers=[RowLayer(self.cursor) for _ in range(layers)])
 
     @property
     def lengths(self) -> list[int]:

@@ -26,7 +26,7 @@ from truedraft.runtime.mixture_programs import MIXTURES
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
 from truedraft.runtime.sequential_programs import SEQUENTIAL
-from truedraft.runtime.state_programs import lfm, olmo_hybrid, qwen3_5
+from truedraft.runtime.state_programs import lfm, minimax, olmo_hybrid, qwen3_5
 from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import Copies, NotCompilable
 
@@ -244,6 +244,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "lfm2": lfm,
     "lfm2_moe": lfm,
     "lfm3": lfm,
+    "minimax": minimax,
 }
 
 

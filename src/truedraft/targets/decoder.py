@@ -50,6 +50,7 @@ class DecoderTarget:
 
     Attributes:
         runner: computes the passes.
+        pads: whether padding does not change the model's text; if it does, padded prompts are refused.
         ignorable: model inputs that have no effect where they are all zeros, such as token type ids.
         long: prompts of this many tokens or more are read by the model's own forward; None where `runner` reads all.
         fallback_reason: why the model's own forward is used though something faster was requested.
@@ -61,7 +62,7 @@ class DecoderTarget:
     family: ClassVar[Family] = "decoder"
     reads_sources: ClassVar[bool] = False
     output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
-    branching = croppable = True
+    branching = croppable = pads = True
     noise = 0.0
     _copied: Panels | None = None
     _cache_class: ClassVar[type[RowCache | Seq2SeqCache]] = RowCache
@@ -215,7 +216,7 @@ class DecoderTarget:
         return {name: value for name, value in given.items() if name not in self.ignorable or bool(value.any())}
 
     def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
-        return text_prompts(input_ids, given, self.window)
+        return text_prompts(input_ids, given, self.window, self.pads)
 
     def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
         return [Prompt(torch.tensor(row.tokens, device=self.device)) for row in rows]

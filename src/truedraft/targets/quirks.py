@@ -40,11 +40,18 @@ def _routed_encoder(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _hidden_window(config: PreTrainedConfig) -> str | None:
+    if config.model_type == "minimax" and config.sliding_window is not None:
+        return "attends within a sliding window in layers that its configuration calls full_attention"
+    return None
+
+
 # Each: config -> why the model cannot be hosted exactly, or None.
 REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
     _prefix,
     _counted_keys,
     _routed_encoder,
+    _hidden_window,
 ]
 
 
