@@ -143,7 +143,6 @@ ARCHITECTURES |= {
         n_layers=2,
         n_heads=4,
         max_seq_len=128,
-        use_cache=True,
         bos_token_id=1,
         eos_token_id=None,
     ),
