@@ -112,7 +112,7 @@ class ForwardPass(Runner):
         for start, end in spans:
             cursor.lengths[first:] = [start] * len(batch)
             cursor.begin(first, first + len(batch), end - start, self.device)
-            positions = torch.arange(start, end, device=self.device)[None].expand(len(batch), -1)
+            positions = torch.arange(start, end, device=self.device).repeat(len(batch), 1)
             with by_row(self._changing, len(batch[0])):
                 logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
             for layer, read in parts.items():

@@ -18,10 +18,13 @@ class Positions:
     """Within a block, a decoder uses given positions; outside of it, it is unchanged.
 
     Supported are tables of positions (`embed_positions`: BART, Marian, Pegasus, M2M100, Whisper) and biases by distance
-    (`compute_bias`: T5 and models derived from it).
+    (`compute_bias`: T5 and models derived from it). A decoder without either that takes positions as an argument is
+    left as it is.
+
+    given: whether it takes them so.
 
     Raises:
-        Refused: it has neither.
+        Refused: it has none of these.
     """
 
     def __init__(self, decoder: nn.Module, pad: int):
@@ -31,11 +34,13 @@ class Positions:
             for m in decoder.modules()
             if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False)
         ]
-        self.pad = pad
-        if self.embedding is None and not self.biases:
+        self.pad, self._dtype = pad, next(decoder.parameters()).dtype
+        own = self.embedding is not None or bool(self.biases)
+        self.given = not own and "position_ids" in inspect.signature(decoder.forward).parameters
+        if not own and not self.given:
             raise Refused(
                 f"{type(decoder).__name__} cannot be hosted exactly: its positions come neither from a table "
-                "(embed_positions) nor as biases by distance (T5's)"
+                "(embed_positions) nor as biases by distance (T5's), and are no argument of its forward"
             )
 
     def refresh(self, count: int, device: torch.device) -> None:
@@ -63,7 +68,8 @@ class Positions:
         assert self.embedding is not None
         ids = torch.full((1, count), token, device=device)
         _, argument, *_ = inspect.signature(type(self.embedding).forward).parameters
-        return self.embedding(ids.shape if argument == "input_ids_shape" else ids).reshape(count, -1)
+        given: Any = {"input_ids_shape": ids.shape, "inputs_embeds": ids[:, :, None].to(self._dtype)}.get(argument, ids)
+        return self.embedding(given).reshape(count, -1)
 
     @contextmanager
     def at(self, ids: Tensor, positions: Tensor, places: Tensor) -> Iterator[None]:

@@ -102,7 +102,7 @@ class CrossAttentionPass(CompiledPass):
         sources = [row[seen.bool()] for row, seen in zip(states, source_mask, strict=True)]
         for layer, (op, keys, values) in zip(cache.sources, self.program.crosses, strict=True):
             for slot, source in enumerate(sources, first):
-                layer.put(slot, *(_heads(made(source), op.heads) for made in (keys, values)))
+                layer.put(slot, *(_heads(made(source), op.kv_heads) for made in (keys, values)))
         self._point()
 
     def _point(self) -> None:

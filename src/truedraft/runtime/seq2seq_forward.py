@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass, LinearsPass, Output
+from truedraft.runtime.modules import source_width
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.positions import Positions, table_size
 from truedraft.runtime.seq2seq import padded_sources
@@ -55,7 +56,7 @@ class Seq2SeqPass(ForwardPass):
         )
 
     def _one_token(self) -> dict[str, Any]:
-        width = self.model.get_encoder().config.hidden_size
+        width = source_width(self.model)
         source = torch.zeros(1, 1, width, dtype=self.model.dtype, device=self.device)
         return {
             "encoder_outputs": BaseModelOutput(last_hidden_state=source),
@@ -75,6 +76,8 @@ class Seq2SeqPass(ForwardPass):
         cursor, cache = self.cache.cursor, self.cache
         rows = slice(cursor.first, cursor.last)
         given = {"attention_mask": cache.source_mask[rows]} if self._masks_sources else {}
+        if self._positions.given:
+            given["decoder_position_ids"] = positions
         return self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=cache.states[rows]),
             decoder_input_ids=inputs["input_ids"],

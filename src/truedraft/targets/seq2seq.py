@@ -18,11 +18,12 @@ from transformers.modeling_outputs import BaseModelOutput
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
+from truedraft.runtime.modules import source_width
 from truedraft.runtime.panels import panels_of
 from truedraft.runtime.positions import table_size
 from truedraft.runtime.seq2seq import CompiledEncoderPass, CompiledSeq2SeqPass, padded_sources
 from truedraft.runtime.seq2seq_forward import Seq2SeqLinearsPass, Seq2SeqPass
-from truedraft.runtime.seq2seq_programs import layers_of
+from truedraft.runtime.seq2seq_programs import layer_types_of
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.inputs import check_sources, source_prompts, states_of
@@ -47,7 +48,7 @@ class Seq2SeqTarget(DecoderTarget):
     _linears_class = Seq2SeqLinearsPass
 
     def _layer_types(self) -> list[str]:
-        return ["full_attention"] * layers_of(self.model.get_decoder())
+        return layer_types_of(self.model.get_decoder())
 
     def _runner(self, runtime: str) -> tuple[Runner, str | None]:
         self._encoder: CompiledEncoderPass | None = None
@@ -178,5 +179,5 @@ class Seq2SeqTarget(DecoderTarget):
 
     def prompt(self, ids: Tensor) -> Prompt:
         generator = torch.Generator().manual_seed(0)
-        states = torch.randn(SOURCE, self.config.hidden_size, generator=generator).to(self.device, self.dtype)
+        states = torch.randn(SOURCE, source_width(self.model), generator=generator).to(self.device, self.dtype)
         return Prompt(ids, states=states, source_mask=torch.ones(SOURCE, dtype=torch.long, device=self.device))
