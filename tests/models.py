@@ -354,6 +354,23 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8},
 }  # fmt: skip
 
+# Decoders of encoder-decoders by themselves, whose positions count padding. Their encoders' layers are none of theirs.
+_DECODER: dict[str, Any] = dict(
+    vocab_size=V, d_model=32, encoder_layers=3, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+    eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None, init_std=0.1,
+)  # fmt: skip
+COUNTING: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bart", "mbart", "pegasus", "plbart", "blenderbot", "blenderbot-small", "marian"), _DECODER),
+    **dict.fromkeys(("mvp", "bigbird_pegasus", "trocr"), _DECODER),
+    "whisper": {
+        **{k: v for k, v in _DECODER.items() if k != "max_position_embeddings"},
+        "max_target_positions": 128,
+        "max_source_positions": 16,
+        "num_mel_bins": 8,
+    },
+}
+
 # Text models that exist only inside a vision model: the type of that model.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 INSIDE = {
@@ -420,7 +437,7 @@ def tiny(
 ) -> PreTrainedModel:
     """A model of an architecture with random weights, the matrices multiplied by `sharpen`."""
     torch.manual_seed(7)
-    text = {**(ARCHITECTURES | RECURRENT)[architecture], "vocab_size": vocabulary}
+    text = {**(ARCHITECTURES | RECURRENT | COUNTING)[architecture], "vocab_size": vocabulary}
     if layers is not None:
         text[next(name for name in ("n_layer", "n_layers", "num_layers", "num_hidden_layers") if name in text)] = layers
         if "attention_types" in text:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
 from truedraft.runtime.overrides import Override, overridden
+from truedraft.runtime.padded import Padded
 
 
 class Positions:
@@ -43,6 +45,11 @@ class Positions:
                 "(embed_positions) nor as biases by distance (T5's), and are no argument of its forward"
             )
 
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Positions:
+        """Those of a model's decoder."""
+        return cls(model.get_decoder(), model.config.pad_token_id or 0)
+
     def refresh(self, count: int, device: torch.device) -> None:
         """Read the first `count` entries of the table through the decoder's own lookup."""
         if (table := self.table(count, device)) is not None:
@@ -72,8 +79,9 @@ class Positions:
         return self.embedding(given).reshape(count, -1)
 
     @contextmanager
-    def at(self, ids: Tensor, positions: Tensor, places: Tensor) -> Iterator[None]:
-        """A pass over nodes `ids` at `positions`, (rows, width), and cached positions `places`, (rows, extent)."""
+    def at(self, nodes: Padded, extent: int) -> Iterator[None]:
+        """A pass over nodes that attend to the first `extent` positions of their rows."""
+        ids, positions = nodes.ids, nodes.positions
         overrides: list[Override] = []
         if self.embedding is not None:
             here = self._table[positions]
@@ -81,10 +89,15 @@ class Positions:
                 here = torch.where((ids == self.pad)[:, :, None], self._blank, here)
             overrides.append((self.embedding, "forward", lambda *args, **kwargs: here))
         for module in self.biases:
-            bias = _biases(module, places[:, None] - positions[:, :, None]).permute(0, 3, 1, 2)
+            bias = _biases(module, nodes.placed(extent)[:, None] - positions[:, :, None]).permute(0, 3, 1, 2)
             overrides.append((module, "compute_bias", lambda *args, _bias=bias, **kwargs: _bias))
         with overridden(overrides):
             yield
+
+
+def has_table(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder adds positions from a table."""
+    return hasattr(model.get_decoder(), "embed_positions")
 
 
 def table_size(stack: Any) -> int | None:

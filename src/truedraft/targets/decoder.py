@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from truedraft.caches.prefixes import Prefixes
@@ -29,7 +28,7 @@ from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long
 from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.weights import NotCompilable
-from truedraft.targets.hostable import check_hosted, check_runtime
+from truedraft.targets.hostable import check_hosted, check_runtime, layer_types
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
 from truedraft.targets.memory import check_room, free_memory
@@ -90,7 +89,7 @@ class DecoderTarget:
         self._reader = self._prompt_class(self.model, self.layer_types, self.window)
 
     def _layer_types(self) -> list[str]:
-        return get_layer_types_and_kwargs(self.config)[0]
+        return layer_types(self.model)
 
     def _long(self) -> int | None:
         quantised = any(hasattr(p, "qdata") for p in self.model.parameters())

@@ -60,7 +60,8 @@ def learned_positions(config: PreTrainedConfig) -> int | None:
     if config.model_type == "mpt":  # biases for its longest text
         return config.max_seq_len
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
-    return None if rotary else getattr(config, "max_position_embeddings", None)
+    names = ("max_target_positions", "max_position_embeddings")  # Whisper's
+    return None if rotary else next((size for name in names if (size := getattr(config, name, None))), None)
 
 
 # Kinds of rotary scaling whose frequencies change with the length of a text, and what it takes to follow the change.
