@@ -24,7 +24,7 @@ from truedraft.runtime.forward import SPANS
 ROWS, LONGEST, END = 3, 48, 5
 MOST = 14  # new tokens of a request
 DECODERS = [name for name in EVERY if name not in ("oracle", "probes", "taps")] + ["auto"]
-BY_TABLE = ["bart", "whisper"]  # their positions come from a table, by index
+OTHERS = ["bart", "whisper", "glm_moe_dsa"]  # with positions from a table, by index; with keys of indexers
 COUNTED = ["bloom", "falcon_alibi", "mpt", "gpt_neo"]  # their own forward counts keys by index, not by position
 TINIEST = np.finfo(np.float32).tiny
 
@@ -108,9 +108,7 @@ def pieces_of(positions: int | None) -> Iterator[None]:
 def kind_of(engine: ContinuousEngine) -> str:
     of = engine.model.config.model_type
     kinds = (
-        kind
-        for kind in (*RECURRENT, *COUNTED, *BY_TABLE)
-        if TYPES.get(kind, kind) == of and model(kind) is engine.model
+        kind for kind in (*RECURRENT, *COUNTED, *OTHERS) if TYPES.get(kind, kind) == of and model(kind) is engine.model
     )
     return next(kinds, engine._target.family)
 

@@ -41,6 +41,10 @@ SIZES = {
 _HEADS = {"head_dim": 8}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 _GROUPS = {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2}
+_INDEXERS = {
+    "index_n_heads": 16,
+    "index_topk": 5,
+}  # of fewer heads, many keys have equal scores, of which any is chosen
 _NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
 _MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
 # Further settings that some model types need.
@@ -71,6 +75,8 @@ FURTHER: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "hybrid_layer_ids": [1],
     },
+    **dict.fromkeys(("axk2", "glm_moe_dsa", "hy_v4"), _INDEXERS),
+    "deepseek_v32": {**_INDEXERS, "topk_group": 1},
     "kimi_linear": _GROUPS,
     "bailing_hybrid": _GROUPS,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},

@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 V = 61
-PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta"}  # lists in configurations
+PER_LAYER = {"layer_types", "mlp_layer_types", "indexer_types", "layer_rope_theta"}  # lists in configurations
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,
@@ -280,6 +280,8 @@ ARCHITECTURES |= {
 _LATENTS: dict[str, Any] = dict(
     num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=24
 )
+# no two keys have equal scores, of which any may be chosen: with many heads, and without an embedding of zeros
+_INDEXERS: dict[str, Any] = dict(index_n_heads=16, index_head_dim=16, index_topk=5, pad_token_id=None)
 ARCHITECTURES |= {
     "deepseek_v2": {
         **_COMMON,
@@ -291,6 +293,8 @@ ARCHITECTURES |= {
     },
     "deepseek_v3": {**_COMMON, **_LATENTS, **_SCORED},
     "glm4_moe_lite": {**_COMMON, **_LATENTS, **_SCORED, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v32": {**_COMMON, **_LATENTS, **_SCORED, **_INDEXERS},
+    "glm_moe_dsa": {**_COMMON, **_LATENTS, **_SCORED, **_INDEXERS, "indexer_types": ["full", "shared"]},
     "youtu": {**_COMMON, **_LATENTS, "initializer_range": 0.02},
     "minicpm3": {**_COMMON, **_LATENTS, "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 20},
 }
@@ -409,7 +413,8 @@ TYPES = {  # architectures that are a kind of a model type
 }
 
 VARIANTS = {"gemma4_moe"}  # of a type with a program, whose configurations have little in common
-SHARING = {"gemma4_text"}  # layers read the keys and values of others, so that none can be skipped
+# layers read the keys and values of others, or what their indexers choose, so that none can be skipped
+SHARING = {"gemma4_text", "glm_moe_dsa"}
 BY_TOKEN = {"gemma4_text"}  # layers have embeddings of their own of each token, so that none can be given
 # in bf16, of the spread of the logits: scores of normalised queries are not scaled, so that attention is sharp
 ROUGH = {"gemma4_text": 0.2, "gemma4_moe": 0.2, "gemma4_unified_text": 0.2}
@@ -421,7 +426,7 @@ NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "o
 NO_FP64 |= {"mpt", "gpt_neo"}  # attention in fp32
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
-NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"}
 NO_FP64 |= {"gemma4_moe", "hunyuan_v1_moe", "mellum", "hy_v3", "minimax_m2", "afmoe", "cohere2_moe"}
 NO_FP64 |= {"granite_swa", "vaultgemma"}  # NaN at padding by their own attention
 

@@ -13,11 +13,11 @@ from transformers import TextStreamer
 
 import truedraft
 from arrivals import (
-    BY_TABLE,
     COUNTED,
     DECODERS,
     END,
     LONGEST,
+    OTHERS,
     ROWS,
     added,
     check,
@@ -72,7 +72,7 @@ def test_drafters_in_one_batch_of_encoder_decoders(events: list[tuple[int, int, 
     run_events(["auto", "plain", "draft-model", "token-recycling", "iad"], events, "encoder-decoder")
 
 
-@pytest.mark.parametrize("architecture", [*RECURRENT, *COUNTED, *BY_TABLE])
+@pytest.mark.parametrize("architecture", [*RECURRENT, *COUNTED, *OTHERS])
 def test_requests_of_an_architecture_have_their_text_alone(architecture: str) -> None:
     rng = random.Random(architecture)
     for runtime in RUNTIMES:

@@ -238,8 +238,8 @@ class ForwardPass(Runner):
         if "chunked_attention" in self.layer_types:
             kind, reach = "chunked_attention", nodes.beside
         near = seen if extent <= self.window else seen & reach(extent, self.window)
-        if "full_attention" in self.layer_types:
-            return {"full_attention": self._attention_mask(seen), kind: self._attention_mask(near)}
+        if whole := {"full_attention", "indexed_attention"}.intersection(self.layer_types):
+            return {**dict.fromkeys(whole, self._attention_mask(seen)), kind: self._attention_mask(near)}
         return self._attention_mask(near)
 
     def _attention_mask(self, seen: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from truedraft.caches.prefixes import Prefixes
-from truedraft.caches.rows import RowCache
+from truedraft.caches.rows import IndexedCache, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import NoRoom, Refused
 from truedraft.runtime._base import Runner
@@ -246,7 +246,8 @@ class DecoderTarget:
 
     def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
         check_room(self.config, self._cached_layers, rows, capacity, self.dtype, self.device)
-        return self._cache_class(self._cached_layers, rows, capacity)
+        made = IndexedCache if "indexed_attention" in self.layer_types else self._cache_class
+        return made(self._cached_layers, rows, capacity)
 
     @property
     def reserved(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from truedraft.errors import Refused
 WITHOUT_POSITIONS = {"bloom", "mpt"}
 
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
-HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 
 
 def window_of(config: PreTrainedConfig, kinds: Sequence[str]) -> int | None:
