@@ -200,7 +200,8 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
         "means the tokens of `model.generate`, greedy and sampled. Models that also read images or sounds are hosted",
         "for texts, through their text part; an image or a sound is refused by the name of its argument. A model is",
         "compared with its own `generate` on your machine before it is trusted, so one of another configuration may be",
-        "hosted where this one is refused, and the other way round.",
+        "hosted where this one is refused, and the other way round. Where padding changes a model's text, only",
+        "prompts without it are hosted.",
     ]
     for title, expected in (
         ("By the compiled pass", "compiled"),

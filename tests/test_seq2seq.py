@@ -139,7 +139,7 @@ def test_trained_drafters_match_generate(name: str, kind: str, sample: bool, con
     assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("kind", ["bart", "t5", "m2m_100"])
+@pytest.mark.parametrize("kind", ["bart", "t5", "m2m_100", "t5gemma"])
 @pytest.mark.parametrize(
     "settings",
     [
