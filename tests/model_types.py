@@ -56,6 +56,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48},
     "xmod": {"default_language": "en_XX"},
     "mamba2": {"num_heads": 8},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -87,6 +88,9 @@ FURTHER: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 8}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
 }
+
+# Further inputs that some model types need.
+INPUTS: dict[str, dict[str, torch.Tensor]] = {"udop": {"bbox": torch.zeros(2, 9, 4)}}
 
 
 def classes() -> list[tuple[str, str]]:
@@ -154,15 +158,27 @@ def built(kind: str, name: str) -> PreTrainedModel:
     return model
 
 
-def _generated(model: Any, sample: bool, padded: bool) -> torch.Tensor:
+def _inputs(model: Any, padded: bool) -> dict[str, torch.Tensor]:
+    """Two texts, or two sounds, the first of which is shorter and padded."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, V - 8, (2, 9), generator=generator)
-    mask = torch.ones_like(ids)
+    name = model.main_input_name if model.config.is_encoder_decoder else "input_ids"
+    if name == "input_ids":
+        given, short = torch.randint(3, V - 8, (2, 9), generator=generator), slice(4)
+    elif name == "input_values":
+        given, short = torch.randn(2, 4000, generator=generator), slice(2500, None)
+    else:
+        channels = getattr(model.get_encoder().config, "num_mel_bins", 80)
+        given, short = torch.randn(2, 64, channels, generator=generator), slice(40, None)
+    mask = torch.ones(given.shape[:2], dtype=torch.long)
     if padded:
-        ids[0, :4] = mask[0, :4] = 0
+        given[0, short] = mask[0, short] = 0
+    return {name: given, "attention_mask": mask, **INPUTS.get(model.config.model_type, {})}
+
+
+def _generated(model: Any, inputs: dict[str, torch.Tensor], sample: bool) -> torch.Tensor:
     torch.manual_seed(5)
     settings: dict[str, Any] = dict(max_new_tokens=10, min_new_tokens=10, do_sample=sample, num_beams=1)
-    return model.generate(input_ids=ids, attention_mask=mask, **settings)
+    return model.generate(**inputs, **settings)
 
 
 def outcome(kind: str, name: str) -> tuple[str, str]:
@@ -180,12 +196,13 @@ def outcome(kind: str, name: str) -> tuple[str, str]:
     try:
         fast = truedraft.accelerate(model)
         padded = fast.target.pads
-        found = [_generated(fast, sample, padded) for sample in (False, True)]
+        inputs = _inputs(model, padded)
+        found = [_generated(fast, inputs, sample) for sample in (False, True)]
     except Refused as why:
         assert str(why) and "\n" not in str(why)
         return "refused", str(why)
     for sample, text in zip((False, True), found, strict=True):
-        assert torch.equal(text, _generated(model, sample, padded)), f"{name} gives other tokens (do_sample={sample})"
+        assert torch.equal(text, _generated(model, inputs, sample)), f"{name} gives other tokens (do_sample={sample})"
     made = "compiled" if fast.target.runtime.startswith("compiled pass") else "own forward"
     return made, "" if padded else "prompts without padding only"
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
@@ -17,7 +16,7 @@ from truedraft.runtime.forward import ForwardPass, LinearsPass, Output
 from truedraft.runtime.modules import source_width
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.positions import Positions
-from truedraft.runtime.seq2seq import padded_sources
+from truedraft.runtime.seq2seq import EncoderOutput, padded_sources
 from truedraft.runtime.tapping import one_token
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
@@ -56,7 +55,7 @@ class Seq2SeqPass(ForwardPass):
         width = source_width(self.model)
         source = torch.zeros(1, 1, width, dtype=self.model.dtype, device=self.device)
         return {
-            "encoder_outputs": BaseModelOutput(last_hidden_state=source),
+            "encoder_outputs": EncoderOutput(last_hidden_state=source),
             "decoder_input_ids": one_token(self.model),
         }
 
@@ -75,7 +74,7 @@ class Seq2SeqPass(ForwardPass):
         if self._positions.given:
             given["decoder_position_ids"] = positions
         return self.model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=cache.states[rows]),
+            encoder_outputs=EncoderOutput(cache.states[rows], attention_mask=cache.source_mask[rows]),
             decoder_input_ids=inputs["input_ids"],
             decoder_attention_mask=mask,
             past_key_values=cache,

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.states import StateCache
 from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass
+from truedraft.runtime.seq2seq import EncoderOutput
 from truedraft.targets._base import Target
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import check_hosted, keeps_states
@@ -224,7 +224,7 @@ def _plain(target: DecoderTarget, texts: Sequence[list[int]], prompts: Sequence[
         return _generated(model, texts, last, device).float()
     rows = []
     for text, prompt in zip(texts, prompts, strict=True):
-        states = BaseModelOutput(last_hidden_state=prompt.states[None])  # type: ignore[index]
+        states = EncoderOutput(last_hidden_state=prompt.states[None])  # type: ignore[index]
         ids = torch.tensor([text], device=device)
         rows.append(model(encoder_outputs=states, decoder_input_ids=ids, use_cache=False).logits[0, -last:])
     return torch.stack(rows).float()

@@ -156,8 +156,10 @@ def source_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], sources: 
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is not None and (mask.shape != input_ids.shape or not bool(mask.all())):
         raise Refused("decoder_attention_mask has gaps: give decoder_input_ids of one length, without padding")
-    states = model_kwargs["encoder_outputs"].last_hidden_state
-    source_mask = model_kwargs.get("attention_mask")
+    encoded = model_kwargs["encoder_outputs"]
+    states, source_mask = encoded.last_hidden_state, getattr(encoded, "attention_mask", None)
+    if source_mask is None:
+        source_mask = model_kwargs.get("attention_mask")
     if source_mask is None:
         source_mask = states.new_ones(states.shape[:2])
     if source_mask.shape != states.shape[:2]:
