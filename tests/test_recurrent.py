@@ -116,6 +116,7 @@ def test_a_draft_model_with_states_is_refused() -> None:
         ("jamba", "JambaForCausalLM", "do not continue from a state over several tokens"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM", "keeps its states outside of the cache"),
         ("rwkv", "RwkvForCausalLM", "has no argument position_ids"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", "makes keys of whole windows of tokens"),
         ("xlstm", "xLSTMForCausalLM", "has no argument position_ids"),
     ],
 )

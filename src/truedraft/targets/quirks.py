@@ -46,12 +46,20 @@ def _hidden_window(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _compressed_keys(config: PreTrainedConfig) -> str | None:
+    kinds = getattr(config, "layer_types", None) or ()
+    if not {"compressed_sparse_attention", "heavily_compressed_attention"}.isdisjoint(kinds):
+        return "makes keys of whole windows of tokens, which would have to be made again for each path through a draft"
+    return None
+
+
 # Each: config -> why the model cannot be hosted exactly, or None.
 REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
     _prefix,
     _counted_keys,
     _routed_encoder,
     _hidden_window,
+    _compressed_keys,
 ]
 
 
