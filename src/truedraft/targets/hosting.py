@@ -71,6 +71,10 @@ def _refused(model: Any, what: str) -> Iterator[None]:
         raise Refused(f"{type(model).__name__} cannot be hosted exactly: {what} ({reason[:300]})") from error
 
 
+class _Differs(Refused):
+    """A pass has other logits than plain decoding."""
+
+
 def check_exact(target: DecoderTarget) -> None:
     """Compare a tree pass with plain decoding along its paths, for this model on this machine.
 
@@ -83,7 +87,7 @@ def check_exact(target: DecoderTarget) -> None:
     ids = _ids(target, 13)
     try:
         _compare(target, ids, [ids[:4], []])
-    except Refused:
+    except _Differs:
         if target.reads_sources:
             raise
         _compare(target, ids, [ids[:4], ids[9:]])
@@ -120,7 +124,7 @@ def _compare(target: DecoderTarget, ids: list[int], befores: list[list[int]]) ->
     )  # in bf16 rounding may decide a near-tie of experts differently
     if int((errors <= tolerance).logical_not().sum()) > strays:
         also = "" if target.branching else ", its layers do not continue from a state over several tokens at once"
-        raise Refused(
+        raise _Differs(
             f"{type(model).__name__} cannot be hosted exactly: a {form} pass differs from plain decoding by "
             f"{float(errors.max()):.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or "
             f"positions{also}"
