@@ -24,6 +24,7 @@ from truedraft.runtime.forward import SPANS
 ROWS, LONGEST, END = 3, 48, 5
 MOST = 14  # new tokens of a request
 DECODERS = [name for name in EVERY if name not in ("oracle", "probes", "taps")] + ["auto"]
+OTHERS = ["bart", "whisper", "glm_moe_dsa"]  # with positions from a table, by index; with keys of indexers
 COUNTED = ["bloom", "falcon_alibi", "mpt", "gpt_neo"]  # their own forward counts keys by index, not by position
 TINIEST = np.finfo(np.float32).tiny
 
@@ -106,7 +107,9 @@ def pieces_of(positions: int | None) -> Iterator[None]:
 
 def kind_of(engine: ContinuousEngine) -> str:
     of = engine.model.config.model_type
-    kinds = (kind for kind in (*RECURRENT, *COUNTED) if TYPES.get(kind, kind) == of and model(kind) is engine.model)
+    kinds = (
+        kind for kind in (*RECURRENT, *COUNTED, *OTHERS) if TYPES.get(kind, kind) == of and model(kind) is engine.model
+    )
     return next(kinds, engine._target.family)
 
 

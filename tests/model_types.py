@@ -41,6 +41,10 @@ SIZES = {
 _HEADS = {"head_dim": 8}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 _GROUPS = {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2}
+_INDEXERS = {
+    "index_n_heads": 16,
+    "index_topk": 5,
+}  # of fewer heads, many keys have equal scores, of which any is chosen
 _NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
 _MROPE = {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}}
 # Further settings that some model types need.
@@ -52,6 +56,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48},
     "xmod": {"default_language": "en_XX"},
     "mamba2": {"num_heads": 8},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -71,6 +76,8 @@ FURTHER: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "hybrid_layer_ids": [1],
     },
+    **dict.fromkeys(("axk2", "glm_moe_dsa", "hy_v4"), _INDEXERS),
+    "deepseek_v32": {**_INDEXERS, "topk_group": 1},
     "kimi_linear": _GROUPS,
     "bailing_hybrid": _GROUPS,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -81,6 +88,9 @@ FURTHER: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 8}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
 }
+
+# Further inputs that some model types need.
+INPUTS: dict[str, dict[str, torch.Tensor]] = {"udop": {"bbox": torch.zeros(2, 9, 4)}}
 
 
 def classes() -> list[tuple[str, str]]:
@@ -148,18 +158,32 @@ def built(kind: str, name: str) -> PreTrainedModel:
     return model
 
 
-def _generated(model: Any, sample: bool) -> torch.Tensor:
+def _inputs(model: Any, padded: bool) -> dict[str, torch.Tensor]:
+    """Two texts, or two sounds, the first of which is shorter and padded."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, V - 8, (2, 9), generator=generator)
-    mask = torch.ones_like(ids)
-    ids[0, :4] = mask[0, :4] = 0
+    name = model.main_input_name if model.config.is_encoder_decoder else "input_ids"
+    if name == "input_ids":
+        given, short = torch.randint(3, V - 8, (2, 9), generator=generator), slice(4)
+    elif name == "input_values":
+        given, short = torch.randn(2, 4000, generator=generator), slice(2500, None)
+    else:
+        channels = getattr(model.get_encoder().config, "num_mel_bins", 80)
+        given, short = torch.randn(2, 64, channels, generator=generator), slice(40, None)
+    mask = torch.ones(given.shape[:2], dtype=torch.long)
+    if padded:
+        given[0, short] = mask[0, short] = 0
+    return {name: given, "attention_mask": mask, **INPUTS.get(model.config.model_type, {})}
+
+
+def _generated(model: Any, inputs: dict[str, torch.Tensor], sample: bool) -> torch.Tensor:
     torch.manual_seed(5)
     settings: dict[str, Any] = dict(max_new_tokens=10, min_new_tokens=10, do_sample=sample, num_beams=1)
-    return model.generate(input_ids=ids, attention_mask=mask, **settings)
+    return model.generate(**inputs, **settings)
 
 
 def outcome(kind: str, name: str) -> tuple[str, str]:
-    """The outcome of a class: ("compiled", "") or ("own forward", ""), ("refused", why), or ("not built", why).
+    """The outcome of a class: "compiled" or "own forward", with the limit of its prompts or ""; ("refused", why); or
+    ("not built", why).
 
     Raises:
         AssertionError: other tokens than those of the model's own `generate`.
@@ -171,13 +195,16 @@ def outcome(kind: str, name: str) -> tuple[str, str]:
         return "not built", " ".join(f"{type(error).__name__}: {error}".split())
     try:
         fast = truedraft.accelerate(model)
-        found = [_generated(fast, sample) for sample in (False, True)]
+        padded = fast.target.pads
+        inputs = _inputs(model, padded)
+        found = [_generated(fast, inputs, sample) for sample in (False, True)]
     except Refused as why:
         assert str(why) and "\n" not in str(why)
         return "refused", str(why)
     for sample, text in zip((False, True), found, strict=True):
-        assert torch.equal(text, _generated(model, sample)), f"{name} gives other tokens (do_sample={sample})"
-    return ("compiled" if fast.target.runtime.startswith("compiled pass") else "own forward"), ""
+        assert torch.equal(text, _generated(model, inputs, sample)), f"{name} gives other tokens (do_sample={sample})"
+    made = "compiled" if fast.target.runtime.startswith("compiled pass") else "own forward"
+    return made, "" if padded else "prompts without padding only"
 
 
 def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
@@ -190,7 +217,8 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
         "means the tokens of `model.generate`, greedy and sampled. Models that also read images or sounds are hosted",
         "for texts, through their text part; an image or a sound is refused by the name of its argument. A model is",
         "compared with its own `generate` on your machine before it is trusted, so one of another configuration may be",
-        "hosted where this one is refused, and the other way round.",
+        "hosted where this one is refused, and the other way round. Where padding changes a model's text, only",
+        "prompts without it are hosted.",
     ]
     for title, expected in (
         ("By the compiled pass", "compiled"),

@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 V = 61
-PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta"}  # lists in configurations
+PER_LAYER = {"layer_types", "mlp_layer_types", "indexer_types", "layer_rope_theta"}  # lists in configurations
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,
@@ -143,7 +143,6 @@ ARCHITECTURES |= {
         n_layers=2,
         n_heads=4,
         max_seq_len=128,
-        use_cache=True,
         bos_token_id=1,
         eos_token_id=None,
     ),
@@ -281,6 +280,8 @@ ARCHITECTURES |= {
 _LATENTS: dict[str, Any] = dict(
     num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=24
 )
+# no two keys have equal scores, of which any may be chosen: with many heads, and without an embedding of zeros
+_INDEXERS: dict[str, Any] = dict(index_n_heads=16, index_head_dim=16, index_topk=5, pad_token_id=None)
 ARCHITECTURES |= {
     "deepseek_v2": {
         **_COMMON,
@@ -292,6 +293,8 @@ ARCHITECTURES |= {
     },
     "deepseek_v3": {**_COMMON, **_LATENTS, **_SCORED},
     "glm4_moe_lite": {**_COMMON, **_LATENTS, **_SCORED, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v32": {**_COMMON, **_LATENTS, **_SCORED, **_INDEXERS},
+    "glm_moe_dsa": {**_COMMON, **_LATENTS, **_SCORED, **_INDEXERS, "indexer_types": ["full", "shared"]},
     "youtu": {**_COMMON, **_LATENTS, "initializer_range": 0.02},
     "minicpm3": {**_COMMON, **_LATENTS, "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 20},
 }
@@ -344,10 +347,33 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "mamba2": {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
                "state_size": 8, "n_groups": 2, "chunk_size": 8, "bos_token_id": 1, "eos_token_id": None,
                "pad_token_id": 0},
+    "minimax": {  # factors default to 1, which would hide a missing one; decays of a prompt in blocks of five
+        **_THREE, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "head_dim": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 5, "linear_attn_alpha_factor": 0.9,
+        "linear_attn_beta_factor": 1.3, "full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.8,
+        "mlp_alpha_factor": 1.1, "mlp_beta_factor": 0.7,
+    },
     "zaya": {**_COMMON},
     "kimi_linear": {**_THREE, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
     "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8},
 }  # fmt: skip
+
+# Decoders of encoder-decoders by themselves, whose positions count padding. Their encoders' layers are none of theirs.
+_DECODER: dict[str, Any] = dict(
+    vocab_size=V, d_model=32, encoder_layers=3, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+    eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None, init_std=0.1,
+)  # fmt: skip
+COUNTING: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bart", "mbart", "pegasus", "plbart", "blenderbot", "blenderbot-small", "marian"), _DECODER),
+    **dict.fromkeys(("mvp", "bigbird_pegasus", "trocr"), _DECODER),
+    "whisper": {
+        **{k: v for k, v in _DECODER.items() if k != "max_position_embeddings"},
+        "max_target_positions": 128,
+        "max_source_positions": 16,
+        "num_mel_bins": 8,
+    },
+}
 
 # Text models that exist only inside a vision model: the type of that model.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -387,7 +413,8 @@ TYPES = {  # architectures that are a kind of a model type
 }
 
 VARIANTS = {"gemma4_moe"}  # of a type with a program, whose configurations have little in common
-SHARING = {"gemma4_text"}  # layers read the keys and values of others, so that none can be skipped
+# layers read the keys and values of others, or what their indexers choose, so that none can be skipped
+SHARING = {"gemma4_text", "glm_moe_dsa"}
 BY_TOKEN = {"gemma4_text"}  # layers have embeddings of their own of each token, so that none can be given
 # in bf16, of the spread of the logits: scores of normalised queries are not scaled, so that attention is sharp
 ROUGH = {"gemma4_text": 0.2, "gemma4_moe": 0.2, "gemma4_unified_text": 0.2}
@@ -399,7 +426,7 @@ NO_FP64 = {"bloom", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "o
 NO_FP64 |= {"mpt", "gpt_neo"}  # attention in fp32
 NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
-NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"}
 NO_FP64 |= {"gemma4_moe", "hunyuan_v1_moe", "mellum", "hy_v3", "minimax_m2", "afmoe", "cohere2_moe"}
 NO_FP64 |= {"granite_swa", "vaultgemma"}  # NaN at padding by their own attention
 
@@ -415,7 +442,7 @@ def tiny(
 ) -> PreTrainedModel:
     """A model of an architecture with random weights, the matrices multiplied by `sharpen`."""
     torch.manual_seed(7)
-    text = {**(ARCHITECTURES | RECURRENT)[architecture], "vocab_size": vocabulary}
+    text = {**(ARCHITECTURES | RECURRENT | COUNTING)[architecture], "vocab_size": vocabulary}
     if layers is not None:
         text[next(name for name in ("n_layer", "n_layers", "num_layers", "num_hidden_layers") if name in text)] = layers
         if "attention_types" in text:

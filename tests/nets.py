@@ -235,10 +235,14 @@ def text_net(
 
 
 def node_net(
-    model: PreTrainedModel, name: str, rows: int = 3, tolerance: float = 1e-6, steps: int = 16, **kwargs: Any
-) -> int:
-    """At every pass every node's logits equal a plain forward over its path, no cache; returns the nodes compared."""
-    inputs = ragged(model, rows)
+    model: PreTrainedModel, name: str, rows: int = 3, tolerance: float = 1e-6, steps: int = 16,
+    inputs: dict[str, torch.Tensor] | None = None, **kwargs: Any,
+) -> int:  # fmt: skip
+    """At every pass every node's logits equal a plain forward over its path, no cache; returns the nodes compared.
+
+    inputs: by default prompts of different lengths.
+    """
+    inputs = inputs or ragged(model, rows)
     kwargs = dict(max_new_tokens=steps, do_sample=False, **kwargs)
     expected = generated(model, inputs, **kwargs).text
     draft = drafter(name, model, expected, padding_of(inputs))

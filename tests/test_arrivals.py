@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from transformers import TextStreamer
 
 import truedraft
-from arrivals import COUNTED, DECODERS, END, LONGEST, ROWS, added, check, decoded_alone, model, prompts, run_events
+from arrivals import (
+    COUNTED,
+    DECODERS,
+    END,
+    LONGEST,
+    OTHERS,
+    ROWS,
+    added,
+    check,
+    decoded_alone,
+    model,
+    prompts,
+    run_events,
+)
 from models import RECURRENT
 from nets import REGISTERED, drafter
 from truedraft.errors import Refused
@@ -59,7 +72,7 @@ def test_drafters_in_one_batch_of_encoder_decoders(events: list[tuple[int, int, 
     run_events(["auto", "plain", "draft-model", "token-recycling", "iad"], events, "encoder-decoder")
 
 
-@pytest.mark.parametrize("architecture", [*RECURRENT, *COUNTED])
+@pytest.mark.parametrize("architecture", [*RECURRENT, *COUNTED, *OTHERS])
 def test_requests_of_an_architecture_have_their_text_alone(architecture: str) -> None:
     rng = random.Random(architecture)
     for runtime in RUNTIMES:

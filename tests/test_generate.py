@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import truedraft
 from drafters_for_tests import Noise
 from models import ARCHITECTURES, ragged, tiny
-from nets import Counting, text_net
+from nets import RULES, Counting, text_net
 from truedraft import Refused, registry
 
 
@@ -86,6 +87,15 @@ def test_arguments_of_generate_keep_working() -> None:
     text_net(
         model, "noise", inputs, max_new_tokens=9, sequence_bias=[[[5], 4.0]], forced_eos_token_id=7, do_sample=True
     )
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["settings", "its own generation config"])
+def test_a_model_configured_without_a_cache_has_one(own: bool) -> None:
+    model = tiny("mpt", torch.float32)
+    assert model.generation_config.use_cache is False
+    settings = {"generation_config": copy.deepcopy(model.generation_config)} if own else {}
+    for rule in RULES.values():
+        text_net(model, "oracle", ragged(model, 3), max_new_tokens=20, **{"do_sample": False, **rule}, **settings)
 
 
 def test_return_sequences_share_a_prompt(fast: truedraft.Accelerated) -> None:
@@ -179,6 +189,10 @@ BAD: dict[str, tuple[Callable[[truedraft.Accelerated], Any], str]] = {
         "output_attentions",
     ),
     "no cache": (lambda f: f.generate(_IDS, use_cache=False, max_new_tokens=4), "use_cache=False"),
+    "no cache in a configuration of the caller's": (
+        lambda f: f.generate(_IDS, GenerationConfig(use_cache=False), max_new_tokens=4),
+        "use_cache=False",
+    ),
     "another cache": (
         lambda f: f.generate(_IDS, cache_implementation="static", max_new_tokens=4),
         "cache_implementation",

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import truedraft
 from drafters_for_tests import Sampler
 from matrix import SPELT
 from model_types import built
 from models import RECURRENT, ragged, tiny
-from nets import EVERY, PROCESSORS, RULES, drafter, node_net, text_net
+from nets import EVERY, PROCESSORS, RULES, SEED, drafter, node_net, text_net
 from served import running
 from truedraft import DraftTree, Refused
 from truedraft.caches.states import StateCache
@@ -26,6 +27,7 @@ from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt, Taps
 
 FP32 = torch.float32  # in which transformers computes recurrent states, whatever the dtype of the model
+LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 CONVOLUTIONAL = ["lfm2", "lfm2_moe", "lfm3"]
 REFUSED = {
     "lookahead": "reads guesses beside its draft",
@@ -119,14 +121,38 @@ def test_a_draft_model_with_states_is_refused() -> None:
         ("falcon_mamba", "FalconMambaForCausalLM", "do not continue from a state over several tokens"),
         ("jamba", "JambaForCausalLM", "do not continue from a state over several tokens"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM", "keeps its states outside of the cache"),
-        ("minimax", "MiniMaxForCausalLM", "uses cache of its own"),
         ("rwkv", "RwkvForCausalLM", "has no argument position_ids"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", "makes keys of whole windows of tokens"),
         ("xlstm", "xLSTMForCausalLM", "has no argument position_ids"),
     ],
 )
 def test_models_whose_states_cannot_be_passed_on_are_refused(kind: str, name: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         truedraft.accelerate(built(kind, name))
+
+
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+def test_padding_that_changes_a_text_is_refused(runtime: str) -> None:
+    """MiniMax, whose own decoding attends to padding where its first layer keeps no keys."""
+    config = CONFIG_MAPPING["minimax"](**{**RECURRENT["minimax"], "layer_types": LINEAR_FIRST})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    fast = truedraft.accelerate(model, control="fixed", runtime=runtime)
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5], [9, 8, 7, 9, 8, 7, 9]])
+    for sample in (False, True):
+        found = []
+        for kind in (model, fast):
+            torch.manual_seed(SEED)
+            found.append(kind.generate(ids, max_new_tokens=20, do_sample=sample))
+        assert torch.equal(*found)
+    with pytest.raises(Refused, match="padding changes this model's text"):
+        fast.generate(**ragged(model, 2), max_new_tokens=5)
+
+
+def test_a_window_that_the_kinds_of_layers_do_not_name_is_refused() -> None:
+    config = CONFIG_MAPPING["minimax"](**RECURRENT["minimax"], sliding_window=9)
+    with pytest.raises(Refused, match="attends within a sliding window"):
+        truedraft.accelerate(AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_embeddings_and_prompts_of_one_token() -> None:
@@ -138,7 +164,7 @@ def test_embeddings_and_prompts_of_one_token() -> None:
         assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "lfm3"])
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "lfm3", "minimax"])
 def test_long_prompts_and_near_ties_that_are_computed_again(architecture: str) -> None:
     model = tiny(architecture, FP32)
     fast = truedraft.accelerate(

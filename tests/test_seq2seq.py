@@ -23,7 +23,20 @@ _T5: dict[str, Any] = dict(
     vocab_size=V, d_model=32, d_kv=8, num_layers=2, num_decoder_layers=2, num_heads=4, d_ff=48, pad_token_id=0,
     eos_token_id=1, decoder_start_token_id=0, relative_attention_num_buckets=8, relative_attention_max_distance=20,
 )  # fmt: skip
+_GEMMA: dict[str, Any] = dict(
+    vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    intermediate_size=48, query_pre_attn_scalar=8, sliding_window=9, pad_token_id=0, eos_token_id=2, bos_token_id=1,
+)  # fmt: skip
+_VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
 ARCHITECTURES = {
+    "t5gemma": dict(encoder=_GEMMA, decoder=_GEMMA, vocab_size=V, decoder_start_token_id=1, tie_word_embeddings=False),
+    "t5gemma2": dict(
+        encoder={"text_config": _GEMMA, "vision_config": _VISION},
+        decoder=_GEMMA,
+        decoder_start_token_id=1,
+        tie_word_embeddings=False,
+    ),
+    "pegasus_x": {**_BART, "block_size": 4},
     **dict.fromkeys(("bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot", "plbart"), _BART),
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _T5),
 }
@@ -56,6 +69,19 @@ def sources() -> dict[str, torch.Tensor]:
         if missing:
             ids[row, -missing:], mask[row, -missing:] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_an_encoder_wider_than_its_decoder(side: str, runtime: str) -> None:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["t5gemma"](**{**ARCHITECTURES["t5gemma"], "encoder": {**_GEMMA, "hidden_size": 48}})
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    given = sources() if side == "right" else {name: x.flip(1) for name, x in sources().items()}
+    fast = truedraft.accelerate(model, draft=drafter("gad", model), control="fixed", runtime=runtime)
+    for sample in (False, True):
+        expected, found = both(fast, do_sample=sample, **given)
+        assert torch.equal(expected, found)
 
 
 @cache
@@ -113,7 +139,7 @@ def test_trained_drafters_match_generate(name: str, kind: str, sample: bool, con
     assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("kind", ["bart", "t5", "m2m_100"])
+@pytest.mark.parametrize("kind", ["bart", "t5", "m2m_100", "t5gemma"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -192,7 +218,7 @@ _PROPHET = dict(
     [
         ("prophetnet", _PROPHET, "neither from a table"),
         ("switch_transformers", {**_T5, "num_experts": 2}, "routing"),
-        ("pegasus_x", _BART, "differs from plain decoding"),
+        ("fsmt", {**_BART, "langs": ["en", "de"], "src_vocab_size": V, "tgt_vocab_size": V}, "differs from plain"),
     ],
 )
 def test_unsupported_models_are_refused(kind: str, config: dict[str, Any], message: str) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils import parametrize
-from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, MarianConfig, MarianMTModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForSpeechSeq2Seq,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    MarianConfig,
+    MarianMTModel,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 import models as decoders
@@ -18,6 +26,11 @@ from model_types import built
 from test_seq2seq import _BART, both, sources, tiny
 from truedraft import Refused
 
+_MOONSHINE: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2,
+    encoder_num_attention_heads=4, decoder_num_attention_heads=4, encoder_num_key_value_heads=4,
+    decoder_num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+)  # fmt: skip
 SHORT: dict[str, Any] = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
 
 
@@ -215,3 +228,25 @@ def test_invalid_sources_are_refused(kind: str, case: str) -> None:
 def test_models_with_a_generate_of_their_own_are_refused(kind: str, name: str) -> None:
     with pytest.raises(Refused, match=f"{name} cannot be hosted exactly: it overrides generate"):
         truedraft.accelerate(built(kind, name))
+
+
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+def test_sounds_of_different_lengths(runtime: str) -> None:
+    """The encoder shortens them, and returns the mask of its states."""
+    torch.manual_seed(0)
+    model = AutoModelForSpeechSeq2Seq.from_config(CONFIG_MAPPING["moonshine"](**_MOONSHINE)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    mask = torch.ones(3, 9000, dtype=torch.long)
+    mask[1, 5000:], mask[2, 2000:] = 0, 0
+    sounds = torch.randn(3, 9000, generator=torch.Generator().manual_seed(1)) * mask
+    fast = truedraft.accelerate(model, control="fixed", runtime=runtime)
+    for settings in ({}, {"do_sample": True}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}):
+        found = []
+        for generate in (model.generate, fast.generate):
+            torch.manual_seed(4)
+            found.append(generate(input_values=sounds, attention_mask=mask, **{**SHORT, **settings}))
+        assert torch.equal(*found)
+    assert not fast.target.shared_vocabulary

@@ -118,7 +118,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
     assert error < (1e-4 if dtype == torch.float32 else 0.25)  # the tolerance of hosting a model
 
 
-@pytest.mark.parametrize("kind", sorted(set(SEQ2SEQ_PROGRAMS) - {"longt5"}))
+@pytest.mark.parametrize("kind", sorted(set(SEQ2SEQ_PROGRAMS) - {"longt5", "t5gemma"}))
 @BOTH
 def test_the_compiled_encoder_matches_the_models(kind: str, dtype: torch.dtype) -> None:
     """Padding at the end, in front and on both sides; its states are zero."""

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry, reports
 from truedraft.accept._base import Rule, extra_probes
-from truedraft.call.arguments import Document, check_arguments, check_settings, sources_of, with_stop_strings
+from truedraft.call.arguments import Document, check_arguments, check_settings, for_decode_loop, sources_of
 from truedraft.call.outcome import cut, output
 from truedraft.call.prepared import Call, Prepared, request_of
 from truedraft.call.rechecking import check_ties
@@ -198,7 +198,7 @@ class Accelerated(StandIn):
             check_arguments(self.target, inputs, kwargs)
             if self.target.changed:
                 self.target = hosted(self.model, *self._hosting)
-            kwargs = with_stop_strings(self.target.encoded(inputs, kwargs), self.model, self.tokenizer)
+            kwargs = for_decode_loop(self.target.encoded(inputs, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             try:
                 return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
 from truedraft.accept._base import Rule, extra_probes
-from truedraft.call.arguments import Document, check_arguments, check_settings, noise_of, sources_of, with_stop_strings
+from truedraft.call.arguments import Document, check_arguments, check_settings, for_decode_loop, noise_of, sources_of
 from truedraft.call.outcome import cut
 from truedraft.call.prepared import Call, Prepared, request_of
 from truedraft.call.surroundings import also_exclusive, defaults, exclusive
@@ -193,7 +193,7 @@ class ContinuousEngine:
                 raise Refused("assistant_model selects a drafter: give it as draft=")
             check_arguments(target, ids, kwargs)
             self._check_first()
-            kwargs = with_stop_strings(target.encoded(ids, kwargs), self.model, self.tokenizer)
+            kwargs = for_decode_loop(target.encoded(ids, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
             self._waiting.append(added)

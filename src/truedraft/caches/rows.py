@@ -159,6 +159,24 @@ class RowLayer(SlotLayer):
             kept[[one, other], :, :length] = kept[[other, one], :, :length]
 
 
+class IndexedLayer(RowLayer):
+    """The same with keys of an indexer, which chooses the positions that a token attends to."""
+
+    def __init__(self, cursor: CacheCursor):
+        super().__init__(cursor)
+        self.indexer = RowLayer(cursor)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the indexer's keys of the pass, (rows, width, size); returns all of its rows, (rows, extent, size)."""
+        keys = indexer_key_states[:, None]
+        return self.indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    def keep(self, slot: int, first: int, places: Tensor) -> None:
+        super().keep(slot, first, places)
+        if self.indexer.is_initialized:
+            self.indexer.keep(slot, first, places)
+
+
 class RowCache(Cache):
     """The layers of `RowLayer` under one cursor.
 
@@ -172,7 +190,7 @@ class RowCache(Cache):
 
     def __init__(self, layers: int, slots: int, capacity: int):
         self.cursor = CacheCursor(slots, capacity)
-        super().__init__(layers=[RowLayer(self.cursor) for _ in range(layers)])
+        Cache.__init__(self, layers=[RowLayer(self.cursor) for _ in range(layers)])
 
     @property
     def lengths(self) -> list[int]:
@@ -281,3 +299,16 @@ class RowCache(Cache):
     @property
     def _kept(self) -> list[Tensor]:
         return [kept for layer in self.attention if layer.is_initialized for kept in (layer.keys, layer.values)]
+
+
+class IndexedCache(RowCache):
+    """A `RowCache` of which all layers may have indexers."""
+
+    def __init__(self, layers: int, slots: int, capacity: int):
+        super().__init__(0, slots, capacity)
+        self._indexed = [IndexedLayer(self.cursor) for _ in range(layers)]
+        self.layers = list(self._indexed)
+
+    @property
+    def attention(self) -> list[RowLayer]:
+        return self.layers + [layer.indexer for layer in self._indexed if layer.indexer.is_initialized]

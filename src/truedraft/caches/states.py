@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from truedraft.caches.rows import CacheCursor, RowCache, RowLayer
 from truedraft.tree import Prompt
@@ -228,6 +229,21 @@ class StateCache(RowCache):
     def discard(self, slot: int) -> None:
         super().discard(slot)
         self._rows.pop(slot, None)
+
+
+class LightningCache(StateCache, MiniMaxCache):
+    """The same by the methods in which the layers of MiniMax read and write their states."""
+
+    linear_cache: Any = ()
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        layer: Any = self.layers[layer_idx]
+        return layer.recurrent_states[0]
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        layer: Any = self.layers[layer_idx]
+        layer.update_recurrent_state(linear_cache)
+        layer.has_previous_state[0] = True
 
 
 def _layer(kind: str, count: int, cursor: CacheCursor) -> Any:

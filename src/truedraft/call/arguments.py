@@ -75,7 +75,23 @@ def _check_neutral(values: Mapping[str, Any]) -> None:
             raise Refused(f"{name}={value!r}: {why}")
 
 
-def with_stop_strings(
+def for_decode_loop(
+    kwargs: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
+    """The arguments of a call of `generate` whose decode loop is truedraft's: with a cache, which some models are
+    configured without, unless the caller declines it; and with stop strings as a criterion.
+
+    Raises:
+        Refused: there are stop strings and no tokenizer.
+    """
+    config = kwargs.get("generation_config")
+    default = model.generation_config.use_cache
+    if kwargs.get("use_cache") is None and getattr(config, "use_cache", None) in (None, default):
+        kwargs = {**kwargs, "use_cache": True}
+    return _with_stop_strings(kwargs, model, tokenizer)
+
+
+def _with_stop_strings(
     kwargs: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
     """The arguments with stop strings as a criterion: `generate` passes no tokenizer on to a decode loop.

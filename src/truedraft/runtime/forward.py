@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from truedraft.runtime.linears import Linears
 from truedraft.runtime.local import local
 from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
+from truedraft.runtime.positions import Positions, has_table, table_size
 from truedraft.runtime.rotary import by_row, changes
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
@@ -54,12 +55,18 @@ class ForwardPass(Runner):
 
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         self.model, self.layer_types, self.window = model, layer_types, window
-        self._cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._cut_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+        self._positions = self._substituted()
         self._shares = "dummy" in layer_types
         self._by_position = [*biased(model), *local(model), *tempered(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
         self._taps: LayerTaps | None = None
+
+    def _substituted(self) -> Positions | None:
+        """What the model computes of indices in the cache, where its forward takes no positions."""
+        return None if self._takes_positions or not has_table(self.model) else Positions.of(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +78,10 @@ class ForwardPass(Runner):
 
     def attach(self, cache: RowCache | Seq2SeqCache | None) -> None:
         self.cache: RowCache | Seq2SeqCache = cache  # type: ignore[assignment]
+        if cache is not None and self._positions is not None:
+            limit = table_size(self.model.get_decoder())
+            count = cache.cursor.capacity if limit is None else min(cache.cursor.capacity, limit)
+            self._positions.refresh(count, self.device)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
@@ -112,7 +123,7 @@ class ForwardPass(Runner):
         for start, end in spans:
             cursor.lengths[first:] = [start] * len(batch)
             cursor.begin(first, first + len(batch), end - start, self.device)
-            positions = torch.arange(start, end, device=self.device)[None].expand(len(batch), -1)
+            positions = torch.arange(start, end, device=self.device).repeat(len(batch), 1)
             with by_row(self._changing, len(batch[0])):
                 logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
             for layer, read in parts.items():
@@ -167,8 +178,15 @@ class ForwardPass(Runner):
         embeds: (rows, width, H) instead of the nodes' tokens.
         """
         inputs = {"input_ids": nodes.ids} if embeds is None else {"inputs_embeds": embeds}
-        with overridden(rule(nodes, extent) for rule in self._by_position), by_row(self._changing):
+        with self._placed(nodes, extent), by_row(self._changing):
             return self.forward(inputs, self.mask(nodes, extent), nodes.positions, taps)
+
+    @contextmanager
+    def _placed(self, nodes: Padded, extent: int) -> Iterator[None]:
+        """A context in which what the model computes of indices in the cache is computed of positions."""
+        own = nullcontext() if self._positions is None else self._positions.at(nodes, extent)
+        with own, overridden(rule(nodes, extent) for rule in self._by_position):
+            yield
 
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.
@@ -197,10 +215,11 @@ class ForwardPass(Runner):
 
     def call(self, inputs: dict[str, Any], mask: Any, positions: Tensor) -> Any:
         """The model's own output."""
+        given = {"position_ids": positions} if self._takes_positions else {}
         return self.model(
             **inputs,
+            **given,
             attention_mask=mask,
-            position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
@@ -219,8 +238,8 @@ class ForwardPass(Runner):
         if "chunked_attention" in self.layer_types:
             kind, reach = "chunked_attention", nodes.beside
         near = seen if extent <= self.window else seen & reach(extent, self.window)
-        if "full_attention" in self.layer_types:
-            return {"full_attention": self._attention_mask(seen), kind: self._attention_mask(near)}
+        if whole := {"full_attention", "indexed_attention"}.intersection(self.layer_types):
+            return {**dict.fromkeys(whole, self._attention_mask(seen)), kind: self._attention_mask(near)}
         return self._attention_mask(near)
 
     def _attention_mask(self, seen: Tensor) -> Tensor:

@@ -42,3 +42,8 @@ def outputs_of(layer: Any) -> int:
 def eps_of(norm: Any) -> float:
     """What a norm adds to the mean of the squares."""
     return getattr(norm, "variance_epsilon", None) or norm.eps
+
+
+def source_width(model: Any) -> int:
+    """Width of the encoder's output of an encoder-decoder."""
+    return getattr(model.get_encoder(), "config", model.config).get_text_config().hidden_size

@@ -9,19 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
 from truedraft.runtime.overrides import Override, overridden
+from truedraft.runtime.padded import Padded
 
 
 class Positions:
     """Within a block, a decoder uses given positions; outside of it, it is unchanged.
 
     Supported are tables of positions (`embed_positions`: BART, Marian, Pegasus, M2M100, Whisper) and biases by distance
-    (`compute_bias`: T5 and models derived from it).
+    (`compute_bias`: T5 and models derived from it). A decoder without either that takes positions as an argument is
+    left as it is.
+
+    given: whether it takes them so.
 
     Raises:
-        Refused: it has neither.
+        Refused: it has none of these.
     """
 
     def __init__(self, decoder: nn.Module, pad: int):
@@ -31,12 +36,19 @@ class Positions:
             for m in decoder.modules()
             if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False)
         ]
-        self.pad = pad
-        if self.embedding is None and not self.biases:
+        self.pad, self._dtype = pad, next(decoder.parameters()).dtype
+        own = self.embedding is not None or bool(self.biases)
+        self.given = not own and "position_ids" in inspect.signature(decoder.forward).parameters
+        if not own and not self.given:
             raise Refused(
                 f"{type(decoder).__name__} cannot be hosted exactly: its positions come neither from a table "
-                "(embed_positions) nor as biases by distance (T5's)"
+                "(embed_positions) nor as biases by distance (T5's), and are no argument of its forward"
             )
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Positions:
+        """Those of a model's decoder."""
+        return cls(model.get_decoder(), model.config.pad_token_id or 0)
 
     def refresh(self, count: int, device: torch.device) -> None:
         """Read the first `count` entries of the table through the decoder's own lookup."""
@@ -63,11 +75,13 @@ class Positions:
         assert self.embedding is not None
         ids = torch.full((1, count), token, device=device)
         _, argument, *_ = inspect.signature(type(self.embedding).forward).parameters
-        return self.embedding(ids.shape if argument == "input_ids_shape" else ids).reshape(count, -1)
+        given: Any = {"input_ids_shape": ids.shape, "inputs_embeds": ids[:, :, None].to(self._dtype)}.get(argument, ids)
+        return self.embedding(given).reshape(count, -1)
 
     @contextmanager
-    def at(self, ids: Tensor, positions: Tensor, places: Tensor) -> Iterator[None]:
-        """A pass over nodes `ids` at `positions`, (rows, width), and cached positions `places`, (rows, extent)."""
+    def at(self, nodes: Padded, extent: int) -> Iterator[None]:
+        """A pass over nodes that attend to the first `extent` positions of their rows."""
+        ids, positions = nodes.ids, nodes.positions
         overrides: list[Override] = []
         if self.embedding is not None:
             here = self._table[positions]
@@ -75,10 +89,15 @@ class Positions:
                 here = torch.where((ids == self.pad)[:, :, None], self._blank, here)
             overrides.append((self.embedding, "forward", lambda *args, **kwargs: here))
         for module in self.biases:
-            bias = _biases(module, places[:, None] - positions[:, :, None]).permute(0, 3, 1, 2)
+            bias = _biases(module, nodes.placed(extent)[:, None] - positions[:, :, None]).permute(0, 3, 1, 2)
             overrides.append((module, "compute_bias", lambda *args, _bias=bias, **kwargs: _bias))
         with overridden(overrides):
             yield
+
+
+def has_table(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder adds positions from a table."""
+    return hasattr(model.get_decoder(), "embed_positions")
 
 
 def table_size(stack: Any) -> int | None:

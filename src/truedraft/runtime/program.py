@@ -271,14 +271,14 @@ class Program:
         shared = dict(heads=config.num_attention_heads, head=head_of(attention))
         self.op(OpKind.GATE, src=gates, dst="a", mode=SIGMOID, k_at=first, step=step, **shared)
 
-    def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
+    def cross(self, attention: Any, config: Any, keys: Any, values: Any, *, cap: float = 0.0) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""
         head = head_of(attention)
         if head % 8:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
-        count = config.num_attention_heads
         added = self.op(
-            OpKind.CROSS, src="q", dst="a", scale=attention.scaling, heads=count, kv_heads=count, head=head, step=head
+            OpKind.CROSS, src="q", dst="a", scale=attention.scaling, cap=cap, heads=config.num_attention_heads,
+            kv_heads=kv_heads(config), head=head, step=head,
         )  # fmt: skip
         self.crosses.append((added, keys, values))
 

@@ -24,9 +24,9 @@ from truedraft.runtime.gemma_programs import GEMMA
 from truedraft.runtime.mamba_programs import MAMBA
 from truedraft.runtime.mixture_programs import MIXTURES
 from truedraft.runtime.program import Program
-from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
+from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layer_types_of
 from truedraft.runtime.sequential_programs import SEQUENTIAL
-from truedraft.runtime.state_programs import lfm, olmo_hybrid, qwen3_5
+from truedraft.runtime.state_programs import lfm, minimax, olmo_hybrid, qwen3_5
 from truedraft.runtime.text import text_of
 from truedraft.runtime.weights import Copies, NotCompilable
 
@@ -244,6 +244,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "lfm2": lfm,
     "lfm2_moe": lfm,
     "lfm3": lfm,
+    "minimax": minimax,
 }
 
 
@@ -267,7 +268,7 @@ def compile_seq2seq(model: Any, encoder: bool, copied: Copies | None = None) -> 
         raise NotCompilable("its encoder attends locally only")
     programs = {name: partial(make, encoder=encoder) for name, make in SEQ2SEQ_PROGRAMS.items()}
     stack = model.get_encoder() if encoder else model.get_decoder()
-    return _compiled(model, model, programs, ["full_attention"] * layers_of(stack), copied)
+    return _compiled(model, model, programs, layer_types_of(stack), copied)
 
 
 def _compiled(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
@@ -20,6 +22,13 @@ from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import Prompt, Scores, Taps
 
 CPU = torch.device("cpu")
+
+
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """The output of an encoder, with the mask of its states, (rows, length), which decoders of sounds read there."""
+
+    attention_mask: Tensor | None = None
 
 
 class CompiledStackPass(CompiledPass):
@@ -102,7 +111,7 @@ class CrossAttentionPass(CompiledPass):
         sources = [row[seen.bool()] for row, seen in zip(states, source_mask, strict=True)]
         for layer, (op, keys, values) in zip(cache.sources, self.program.crosses, strict=True):
             for slot, source in enumerate(sources, first):
-                layer.put(slot, *(_heads(made(source), op.heads) for made in (keys, values)))
+                layer.put(slot, *(_heads(made(source), op.kv_heads) for made in (keys, values)))
         self._point()
 
     def _point(self) -> None:

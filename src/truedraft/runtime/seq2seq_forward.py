@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass, LinearsPass, Output
+from truedraft.runtime.modules import source_width
 from truedraft.runtime.padded import Padded
-from truedraft.runtime.positions import Positions, table_size
-from truedraft.runtime.seq2seq import padded_sources
+from truedraft.runtime.positions import Positions
+from truedraft.runtime.seq2seq import EncoderOutput, padded_sources
 from truedraft.runtime.tapping import one_token
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
 from truedraft.views._base import View
@@ -28,17 +28,14 @@ class Seq2SeqPass(ForwardPass):
 
     cache: Seq2SeqCache
 
+    _positions: Positions
+
     def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], window: int | None):
         super().__init__(model, layer_types, window)
-        self._positions = Positions(model.get_decoder(), model.config.pad_token_id or 0)
         self._masks_sources = "attention_mask" in inspect.signature(model.forward).parameters  # not with audio sources
 
-    def attach(self, cache: Seq2SeqCache | None) -> None:  # type: ignore[override]
-        super().attach(cache)
-        if cache is not None:
-            limit = table_size(self.model.get_decoder())
-            count = cache.cursor.capacity if limit is None else min(cache.cursor.capacity, limit)
-            self._positions.refresh(count, self.device)
+    def _substituted(self) -> Positions:
+        return Positions.of(self.model)
 
     def read_source(self, states: Tensor, source_mask: Tensor) -> None:
         """Add the sources of new rows; see `CrossAttentionPass`. The first pass computes their keys and values."""
@@ -55,10 +52,10 @@ class Seq2SeqPass(ForwardPass):
         )
 
     def _one_token(self) -> dict[str, Any]:
-        width = self.model.get_encoder().config.hidden_size
+        width = source_width(self.model)
         source = torch.zeros(1, 1, width, dtype=self.model.dtype, device=self.device)
         return {
-            "encoder_outputs": BaseModelOutput(last_hidden_state=source),
+            "encoder_outputs": EncoderOutput(last_hidden_state=source),
             "decoder_input_ids": one_token(self.model),
         }
 
@@ -68,15 +65,16 @@ class Seq2SeqPass(ForwardPass):
     def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Output:
         if all(self.cache.is_updated.values()):
             self.cache.show()
-        with self._positions.at(nodes.ids, nodes.positions, nodes.placed(extent)):
-            return super().forward_nodes(nodes, extent, taps, embeds)
+        return super().forward_nodes(nodes, extent, taps, embeds)
 
     def call(self, inputs: dict[str, Any], mask: Any, positions: Tensor) -> Any:
         cursor, cache = self.cache.cursor, self.cache
         rows = slice(cursor.first, cursor.last)
         given = {"attention_mask": cache.source_mask[rows]} if self._masks_sources else {}
+        if self._positions.given:
+            given["decoder_position_ids"] = positions
         return self.model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=cache.states[rows]),
+            encoder_outputs=EncoderOutput(cache.states[rows], attention_mask=cache.source_mask[rows]),
             decoder_input_ids=inputs["input_ids"],
             decoder_attention_mask=mask,
             past_key_values=cache,

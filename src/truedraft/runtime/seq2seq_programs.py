@@ -6,11 +6,16 @@ See `programs.py`; a decoder's nodes also attend to the encoder's output, whose 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from truedraft.errors import Refused
+from truedraft.runtime.modules import kv_heads
 from truedraft.runtime.program import Program
+from truedraft.runtime.weights import NotCompilable
 
 NORMED_BEFORE = ("mbart", "pegasus", "blenderbot", "m2m_100")  # pre-norm; the others of the BART family are post-norm
 
@@ -96,14 +101,50 @@ def t5(p: Program, model: Any, encoder: bool = False) -> None:
     p.end(model, last)
 
 
+def t5gemma(p: Program, model: Any, encoder: bool = False) -> None:
+    """T5Gemma, the decoder: Gemma 2 with attention to the source in each layer, and norms around that too."""
+    if encoder:
+        raise NotCompilable("its encoder attends within windows to both sides")
+    body = model.get_decoder()
+    c, heads = body.config, body.config.num_attention_heads
+    head, cap = body.layers[0].self_attn.head_dim, c.attn_logit_softcapping or 0.0
+    decoder = SimpleNamespace(config=c, get_output_embeddings=model.get_output_embeddings)
+    norm = partial(p.rms_norm, offset=1.0)
+
+    def leave(src: str, last: Any, after: Any) -> None:
+        p.linear(src, "t", last)
+        norm("t", "t", after)
+        p.add("x", "t", "x")
+
+    p.rotary = body.rotary_emb
+    p.buffers(decoder, c.intermediate_size, heads * head, kv_heads(c) * head)
+    p.embed(body.embed_tokens, torch.tensor(c.hidden_size**0.5, dtype=p.dtype).item())
+    for i, layer in enumerate(body.layers):
+        own, cross, mlp = layer.self_attn, layer.cross_attn, layer.mlp
+        norm("x", "h", layer.pre_self_attn_layernorm)
+        p.qkv("h", own, c)
+        p.attend(i, own, c, cap=cap)
+        leave("a", own.o_proj, layer.post_self_attn_layernorm)
+        norm("x", "h", layer.pre_cross_attn_layernorm)
+        p.linear("h", "q", cross.q_proj)
+        p.cross(cross, c, cross.k_proj, cross.v_proj, cap=cap)
+        leave("a", cross.o_proj, layer.post_cross_attn_layernorm)
+        norm("x", "h", layer.pre_feedforward_layernorm)
+        p.gated("h", mlp, c.hidden_activation)
+        leave("g", mlp.down_proj, layer.post_feedforward_layernorm)
+        p.outputs.append(len(p.ops) - 1)
+    p.end(decoder, lambda src, dst: norm(src, dst, body.norm), c.final_logit_softcapping or 0.0)
+
+
 SEQ2SEQ_PROGRAMS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("bart", "mbart", "plbart", "marian", "pegasus", "blenderbot", "m2m_100"), bart),
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), t5),
+    "t5gemma": t5gemma,
 }
 
 
-def layers_of(stack: Any) -> int:
-    """Number of layers of an encoder or a decoder.
+def layer_types_of(stack: Any) -> list[str]:
+    """The kind of each layer of an encoder or a decoder.
 
     Raises:
         Refused: `stack` is another model without a list of layers.
@@ -113,4 +154,4 @@ def layers_of(stack: Any) -> int:
         raise Refused(
             f"{type(stack).__name__} cannot be hosted exactly as one half of a model: its layers are not known"
         )
-    return len(layers)
+    return getattr(getattr(stack, "config", None), "layer_types", None) or ["full_attention"] * len(layers)

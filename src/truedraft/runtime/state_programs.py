@@ -1,4 +1,5 @@
-"""Programs of models with states: layers of the gated delta rule or of short convolutions among those of attention."""
+"""Programs of models with states: layers of the gated delta rule, of short convolutions or of lightning attention among
+those of attention."""
 
 from __future__ import annotations
 
@@ -143,6 +144,64 @@ def lfm(p: Program, model: Any) -> None:
             leave("g", feed.down_proj, getattr(layer, "post_ffn_norm", None))
         p.outputs.append(len(p.ops) - 1)
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.embedding_norm))
+
+
+def minimax(p: Program, model: Any) -> None:
+    """MiniMax: lightning attention or attention, and then a mixture of experts; residuals begin behind the norms."""
+    c, layers = model.config, model.model.layers
+    mixtures.reserve(p, (layer.mlp for layer in layers))
+    attending = layers[0].self_attn
+    inputs = c.num_attention_heads * attending.head_dim
+    for name, width in (("grouped", 3 * inputs), ("mixed", 3 * inputs), ("gates", inputs)):
+        p.buffer(name, width)
+    p.begin(model, 0, attention=attending)
+    count = 0
+    for layer in layers:
+        attention = layer.self_attn
+        p.rms_norm("x", "h", layer.input_layernorm)
+        if layer.block_type == "linear_attention":
+            _lightning(p, "h", attention, c)
+            last = attention.out_proj
+        else:
+            p.qkv("h", attention, c)
+            p.attend(count, attention, c)
+            last = attention.o_proj
+            count += 1
+        p.copy("h", "x", layer.attn_alpha_factor)
+        p.linear("a", "x", last, add=True, scale=layer.attn_beta_factor)
+        p.rms_norm("x", "h", layer.post_attention_layernorm)
+        p.copy("h", "x", layer.mlp_alpha_factor)
+        mixtures.routed(p, "h", layer.mlp, c.hidden_act, exact=True)
+        p.copy("t", "t", layer.mlp_beta_factor)
+        p.add("x", "t", "x")
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.norm))
+
+
+def _lightning(p: Program, src: str, layer: Any, c: Any) -> None:
+    """Lightning attention: a matrix of each head decays at a rate of its own and takes up the outer product of a key
+    and a value. The result, normalised and gated, is in "a"."""
+    heads, size = layer.num_attention_heads, layer.head_dim
+    if size % 8:
+        raise NotCompilable(f"heads of {size} numbers, not a multiple of eight")
+    width = heads * size
+    p.linear(src, "gates", layer.output_gate, wait=False)
+    p.linear(src, "grouped", layer.qkv_proj)
+    p.op(OpKind.ACTIVATE, src="grouped", dst="grouped", inner=3 * width, mode=p.activation(c.hidden_act))
+    for part in range(3):  # queries, keys and values, which are side by side in each head
+        p.op(
+            OpKind.PICK, src="grouped", dst="mixed", heads=heads, head=size, step=3 * size, k_at=part * size,
+            v_at=part * width, wait=part == 2,
+        )  # fmt: skip
+    kept = torch.exp(-layer.slope_rate).flatten().float()
+    p.kept.append(rates := torch.cat([kept, torch.ones(heads)]))
+    op = p.op(
+        OpKind.RECUR, src="mixed", dst="a", heads=heads, kv_heads=heads, head=size, step=size, k_at=width,
+        v_at=2 * width, other_bias=rates.data_ptr(),
+    )  # fmt: skip
+    p.states.append((op, (heads, size, size), padded_to_16(2 * width + 2 * heads)))
+    p.rms_norm("a", "a", layer.norm)
+    p.gate("gates", layer, c, 0, size)
 
 
 class _Named:

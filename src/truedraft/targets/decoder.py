@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from truedraft.caches.prefixes import Prefixes
-from truedraft.caches.rows import RowCache
+from truedraft.caches.rows import IndexedCache, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import NoRoom, Refused
 from truedraft.runtime._base import Runner
@@ -29,7 +28,7 @@ from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long
 from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.weights import NotCompilable
-from truedraft.targets.hostable import check_hosted, check_runtime
+from truedraft.targets.hostable import check_hosted, check_runtime, layer_types
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
 from truedraft.targets.memory import check_room, free_memory
@@ -50,6 +49,7 @@ class DecoderTarget:
 
     Attributes:
         runner: computes the passes.
+        pads: whether padding does not change the model's text; if it does, padded prompts are refused.
         ignorable: model inputs that have no effect where they are all zeros, such as token type ids.
         long: prompts of this many tokens or more are read by the model's own forward; None where `runner` reads all.
         fallback_reason: why the model's own forward is used though something faster was requested.
@@ -61,7 +61,7 @@ class DecoderTarget:
     family: ClassVar[Family] = "decoder"
     reads_sources: ClassVar[bool] = False
     output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
-    branching = croppable = True
+    branching = croppable = pads = True
     noise = 0.0
     _copied: Panels | None = None
     _cache_class: ClassVar[type[RowCache | Seq2SeqCache]] = RowCache
@@ -89,7 +89,7 @@ class DecoderTarget:
         self._reader = self._prompt_class(self.model, self.layer_types, self.window)
 
     def _layer_types(self) -> list[str]:
-        return get_layer_types_and_kwargs(self.config)[0]
+        return layer_types(self.model)
 
     def _long(self) -> int | None:
         quantised = any(hasattr(p, "qdata") for p in self.model.parameters())
@@ -215,7 +215,7 @@ class DecoderTarget:
         return {name: value for name, value in given.items() if name not in self.ignorable or bool(value.any())}
 
     def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
-        return text_prompts(input_ids, given, self.window)
+        return text_prompts(input_ids, given, self.window, self.pads)
 
     def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
         return [Prompt(torch.tensor(row.tokens, device=self.device)) for row in rows]
@@ -246,7 +246,8 @@ class DecoderTarget:
 
     def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
         check_room(self.config, self._cached_layers, rows, capacity, self.dtype, self.device)
-        return self._cache_class(self._cached_layers, rows, capacity)
+        made = IndexedCache if "indexed_attention" in self.layer_types else self._cache_class
+        return made(self._cached_layers, rows, capacity)
 
     @property
     def reserved(self) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.states import MIXED_LAYERS, STATE_LAYERS
 from truedraft.errors import Refused
+from truedraft.runtime.positions import has_table
+from truedraft.runtime.seq2seq_programs import layer_types_of
 from truedraft.targets.kinds import family_of, reads_sources
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, WITHOUT_POSITIONS, switches
 
@@ -44,6 +46,13 @@ def keeps_states(config: Any) -> bool:
     return not (STATE_LAYERS | MIXED_LAYERS).isdisjoint(kinds)
 
 
+def layer_types(model: Any) -> list[str]:
+    """The kind of each layer of a decoder; in those of encoder-decoders the configuration counts the encoder's."""
+    if has_table(model):
+        return layer_types_of(model.get_decoder())
+    return get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0]
+
+
 def check_hosted(model: Any) -> None:
     """Raises Refused, in one sentence, where a model cannot be hosted exactly."""
     name = type(model).__name__
@@ -64,7 +73,9 @@ def check_hosted(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     stateful = keeps_states(model.config)
     for needed in NEEDED_FOR_STATES if stateful else NEEDED[family_of(model.config)]:
-        if parameters.keys().isdisjoint(needed.split(" or ")) and config.model_type not in WITHOUT_POSITIONS:
+        if parameters.keys().isdisjoint(needed.split(" or ")) and not (
+            needed == "position_ids" and (config.model_type in WITHOUT_POSITIONS or has_table(model))
+        ):
             raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which trees need")
     hosted = HOSTED_LAYERS | STATE_LAYERS | MIXED_LAYERS | {"dummy"} if stateful else HOSTED_LAYERS
     kinds = get_layer_types_and_kwargs(config)[0]

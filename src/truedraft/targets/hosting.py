@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.states import StateCache
 from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass
+from truedraft.runtime.seq2seq import EncoderOutput
 from truedraft.targets._base import Target
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import check_hosted, keeps_states
@@ -71,19 +71,34 @@ def _refused(model: Any, what: str) -> Iterator[None]:
         raise Refused(f"{type(model).__name__} cannot be hosted exactly: {what} ({reason[:300]})") from error
 
 
-@torch.no_grad()
+class _Differs(Refused):
+    """A pass has other logits than plain decoding."""
+
+
 def check_exact(target: DecoderTarget) -> None:
     """Compare a tree pass with plain decoding along its paths, for this model on this machine.
 
-    Sets `target.noise`: the largest difference between the logits of both, at least the rounding of the largest logit.
+    Sets `target.noise`: the largest difference between the logits of both, at least the rounding of the largest logit;
+    and `target.pads`, where only prompts without padding agree.
 
     Raises:
         Refused: the model ignores the tree mask or the positions, or its own `generate` fails to continue a text.
     """
+    ids = _ids(target, 13)
+    try:
+        _compare(target, ids, [ids[:4], []])
+    except _Differs:
+        if target.reads_sources:
+            raise
+        _compare(target, ids, [ids[:4], ids[9:]])
+        target.pads = False
+
+
+@torch.no_grad()
+def _compare(target: DecoderTarget, ids: list[int], befores: list[list[int]]) -> None:
+    """The comparison of `check_exact`, of trees over `ids` behind two texts, the shorter of which `generate` pads."""
     model = target.model
-    ids = _ids(target, 9)
-    prompt, tree = ids[:4], DraftTree((ids[4], *ids[5:9]), (-1, 0, 0, 1, 2))
-    befores = [prompt, []]
+    tree = DraftTree((ids[4], *ids[5:9]), (-1, 0, 0, 1, 2))
     prompts = [target.prompt(torch.tensor([*before, ids[4]], device=target.device)) for before in befores]
     cases = [(row, tree.path(leaf)) for row in range(len(prompts)) for leaf in (3, 4)]
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
@@ -109,10 +124,10 @@ def check_exact(target: DecoderTarget) -> None:
     )  # in bf16 rounding may decide a near-tie of experts differently
     if int((errors <= tolerance).logical_not().sum()) > strays:
         also = "" if target.branching else ", its layers do not continue from a state over several tokens at once"
-        raise Refused(
+        raise _Differs(
             f"{type(model).__name__} cannot be hosted exactly: a {form} pass differs from plain decoding by "
             f"{float(errors.max()):.2g} standard deviations of the logits (allowed {tolerance}): it ignores mask or "
-            f"positions{also}, or padding changes its text"
+            f"positions{also}"
         )
 
 
@@ -213,7 +228,7 @@ def _plain(target: DecoderTarget, texts: Sequence[list[int]], prompts: Sequence[
         return _generated(model, texts, last, device).float()
     rows = []
     for text, prompt in zip(texts, prompts, strict=True):
-        states = BaseModelOutput(last_hidden_state=prompt.states[None])  # type: ignore[index]
+        states = EncoderOutput(last_hidden_state=prompt.states[None])  # type: ignore[index]
         ids = torch.tensor([text], device=device)
         rows.append(model(encoder_outputs=states, decoder_input_ids=ids, use_cache=False).logits[0, -last:])
     return torch.stack(rows).float()

@@ -107,12 +107,15 @@ def _form(value: Any) -> str:
     return f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def text_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int | None) -> list[Prompt]:
+def text_prompts(
+    input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int | None, pads: bool
+) -> list[Prompt]:  # fmt: skip
     """Each row's prompt without its padding.
 
     Args:
         model_kwargs: the other model inputs that `generate` passes to a decode loop.
         window: of a model with sliding windows, which count masked positions too.
+        pads: whether padding does not change the model's text.
 
     Raises:
         Refused: a row is padded on the right, or empty; or an input is not supported.
@@ -126,6 +129,11 @@ def text_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int
     if mask is not None:
         if not bool(mask[:, -1].all()):
             raise Refused("attention_mask ends in 0: pad on the left (tokenizer.padding_side = 'left')")
+        if not pads and not bool(mask.all()):
+            raise Refused(
+                "attention_mask has zeros, and padding changes this model's text: give prompts of one length, or each "
+                "in a call of its own"
+            )
         if window is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
             raise Refused(
                 "attention_mask has gaps, which this model's sliding windows count: mask only padding on the left"
@@ -148,8 +156,10 @@ def source_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], sources: 
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is not None and (mask.shape != input_ids.shape or not bool(mask.all())):
         raise Refused("decoder_attention_mask has gaps: give decoder_input_ids of one length, without padding")
-    states = model_kwargs["encoder_outputs"].last_hidden_state
-    source_mask = model_kwargs.get("attention_mask")
+    encoded = model_kwargs["encoder_outputs"]
+    states, source_mask = encoded.last_hidden_state, getattr(encoded, "attention_mask", None)
+    if source_mask is None:
+        source_mask = model_kwargs.get("attention_mask")
     if source_mask is None:
         source_mask = states.new_ones(states.shape[:2])
     if source_mask.shape != states.shape[:2]:

@@ -12,7 +12,7 @@ from truedraft.errors import Refused
 WITHOUT_POSITIONS = {"bloom", "mpt"}
 
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
-HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 
 
 def window_of(config: PreTrainedConfig, kinds: Sequence[str]) -> int | None:
@@ -40,11 +40,26 @@ def _routed_encoder(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _hidden_window(config: PreTrainedConfig) -> str | None:
+    if config.model_type == "minimax" and config.sliding_window is not None:
+        return "attends within a sliding window in layers that its configuration calls full_attention"
+    return None
+
+
+def _compressed_keys(config: PreTrainedConfig) -> str | None:
+    kinds = getattr(config, "layer_types", None) or ()
+    if not {"compressed_sparse_attention", "heavily_compressed_attention"}.isdisjoint(kinds):
+        return "makes keys of whole windows of tokens, which would have to be made again for each path through a draft"
+    return None
+
+
 # Each: config -> why the model cannot be hosted exactly, or None.
 REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
     _prefix,
     _counted_keys,
     _routed_encoder,
+    _hidden_window,
+    _compressed_keys,
 ]
 
 
@@ -53,7 +68,8 @@ def learned_positions(config: PreTrainedConfig) -> int | None:
     if config.model_type == "mpt":  # biases for its longest text
         return config.max_seq_len
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
-    return None if rotary else getattr(config, "max_position_embeddings", None)
+    names = ("max_target_positions", "max_position_embeddings")  # Whisper's
+    return None if rotary else next((size for name in names if (size := getattr(config, name, None))), None)
 
 
 # Kinds of rotary scaling whose frequencies change with the length of a text, and what it takes to follow the change.

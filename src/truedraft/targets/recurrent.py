@@ -10,7 +10,7 @@ from typing import ClassVar
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.drafted import DraftedStateCache
-from truedraft.caches.states import StateCache
+from truedraft.caches.states import LightningCache, StateCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.chains import CARRY, ChainPass, ChainPromptPass, LinearsChainPass
@@ -56,7 +56,8 @@ class RecurrentTarget(DecoderTarget):
             return DraftedStateCache(cached_layers(self.config), rows, capacity)
         kinds, options = get_layer_types_and_kwargs(self.config)
         check_room(self.config, cached_layers(self.config), rows, capacity + CARRY, self.dtype, self.device)
-        return StateCache(kinds, [given.get("number_of_states", 1) for given in options], rows, capacity + CARRY)
+        cache = LightningCache if self.config.model_type == "minimax" else StateCache
+        return cache(kinds, [given.get("number_of_states", 1) for given in options], rows, capacity + CARRY)
 
     @property
     def carried(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from truedraft.targets.memory import check_room
 from truedraft.tree import Row
@@ -38,7 +38,7 @@ class Reference:
         cut = "logits_to_keep" in parameters
         self._cache = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._last: dict[str, Any] = {"logits_to_keep": 1} if cut else {}
-        self._read: dict[int, tuple[int, DynamicCache, Tensor]] = {}  # row -> tokens read, their KV, logits of the last
+        self._read: dict[int, tuple[int, Cache, Tensor]] = {}  # row -> tokens read, their KV, logits of the last
 
     @torch.no_grad()
     def __call__(self, row: Row) -> Tensor:
@@ -52,12 +52,12 @@ class Reference:
         self._read[row.index] = len(row.tokens), cache, logits
         return logits
 
-    def _prefilled(self, row: Row) -> tuple[int, DynamicCache, Tensor]:
-        cache = DynamicCache(config=self.config)
+    def _prefilled(self, row: Row) -> tuple[int, Cache, Tensor]:
+        cache = DynamicCache(config=self.config) if self.model._supports_default_dynamic_cache() else None
         prompt = row.given
         if prompt is not None and prompt.embeds is not None:
             given = {"inputs_embeds": prompt.embeds[None]}
         else:
             given = {"input_ids": torch.tensor([row.tokens[: row.prompt]], device=self.device)}
         out = self.model(**given, **{self._cache: cache}, use_cache=True, **self._last)
-        return row.prompt, cache, out.logits[0, -1]
+        return row.prompt, out[self._cache], out.logits[0, -1]

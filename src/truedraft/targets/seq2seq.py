@@ -13,16 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateEncoderDecoderOutput
-from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
+from truedraft.runtime.modules import source_width
 from truedraft.runtime.panels import panels_of
 from truedraft.runtime.positions import table_size
-from truedraft.runtime.seq2seq import CompiledEncoderPass, CompiledSeq2SeqPass, padded_sources
+from truedraft.runtime.seq2seq import CompiledEncoderPass, CompiledSeq2SeqPass, EncoderOutput, padded_sources
 from truedraft.runtime.seq2seq_forward import Seq2SeqLinearsPass, Seq2SeqPass
-from truedraft.runtime.seq2seq_programs import layers_of
+from truedraft.runtime.seq2seq_programs import layer_types_of
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.inputs import check_sources, source_prompts, states_of
@@ -47,7 +47,7 @@ class Seq2SeqTarget(DecoderTarget):
     _linears_class = Seq2SeqLinearsPass
 
     def _layer_types(self) -> list[str]:
-        return ["full_attention"] * layers_of(self.model.get_decoder())
+        return layer_types_of(self.model.get_decoder())
 
     def _runner(self, runtime: str) -> tuple[Runner, str | None]:
         self._encoder: CompiledEncoderPass | None = None
@@ -92,7 +92,7 @@ class Seq2SeqTarget(DecoderTarget):
         """Arguments of `generate` with the encoder's output, where a compiled pass computes it or it was given as a
         tuple of states."""
         if isinstance(encoded := given.get("encoder_outputs"), tuple | list):
-            return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states_of(encoded))}
+            return {**given, "encoder_outputs": EncoderOutput(last_hidden_state=states_of(encoded))}
         ids = given.get("input_ids") if inputs is None else inputs
         source_mask = given.get("attention_mask")
         if (
@@ -111,7 +111,7 @@ class Seq2SeqTarget(DecoderTarget):
             states = self._encoder.states(ids, source_mask)
         except (NotCompilable, IndexError):
             return given
-        return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
+        return {**given, "encoder_outputs": EncoderOutput(last_hidden_state=states)}
 
     def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
         return source_prompts(input_ids, given, sources)
@@ -144,6 +144,8 @@ class Seq2SeqTarget(DecoderTarget):
 
     @property
     def shared_vocabulary(self) -> bool:
+        if self.model.main_input_name != "input_ids":
+            return False  # sources are sounds
         encoder, decoder = (
             len(half.get_input_embeddings().weight) for half in (self.model.get_encoder(), self.model.get_decoder())
         )
@@ -178,5 +180,5 @@ class Seq2SeqTarget(DecoderTarget):
 
     def prompt(self, ids: Tensor) -> Prompt:
         generator = torch.Generator().manual_seed(0)
-        states = torch.randn(SOURCE, self.config.hidden_size, generator=generator).to(self.device, self.dtype)
+        states = torch.randn(SOURCE, source_width(self.model), generator=generator).to(self.device, self.dtype)
         return Prompt(ids, states=states, source_mask=torch.ones(SOURCE, dtype=torch.long, device=self.device))

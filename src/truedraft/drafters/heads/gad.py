@@ -34,6 +34,7 @@ from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters.heads._filling import FillerCache, filler_cache
 from truedraft.drafters.heads._nn import CacheUpdate, CrossAttentionLayer, PositionEncoding, attention_bias
 from truedraft.errors import Refused
+from truedraft.runtime.modules import source_width
 from truedraft.targets._base import Target
 from truedraft.targets.kinds import family_of
 from truedraft.tree import Accepted, DraftTree, Row, Scores
@@ -78,7 +79,7 @@ class MaskFiller(nn.Module):
         """An untrained filler with the hidden size of a target."""
         size = model.get_decoder().get_input_embeddings().embedding_dim
         heads = gcd(size // 2, model.config.get_text_config(decoder=True).num_attention_heads)
-        return cls(FillerShape(layers, masks, size, heads, model.config.hidden_size), model, dropout)
+        return cls(FillerShape(layers, masks, size, heads, source_width(model)), model, dropout)
 
     @cached_property
     def config(self) -> SimpleNamespace:

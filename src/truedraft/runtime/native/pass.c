@@ -474,7 +474,8 @@ typedef struct {
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
                                            ROUTE: added to the weights where experts are chosen, or NULL, and factors
                                            of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL;
-                                           RECUR: (heads,), of the values that are added to the result, or NULL */
+                                           RECUR: (heads,), of the values that are added to the result, or NULL, and rates
+                                           of all tokens, as in rows of `other`, or NULL */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head); latents and the rotated parts of keys; CONVOLVE, RECUR: states, and what drafts
@@ -1549,7 +1550,8 @@ static int states_fit(const Op *op, const Pass *pass) {
          within(op->v_at, 0, MOST) && fits(pass, op->src, op->q_at + op->kv_heads * op->head, pass->nodes) &&
          fits(pass, op->src, op->k_at + op->kv_heads * op->head, pass->nodes) &&
          fits(pass, op->src, op->v_at + op->heads * op->step, pass->nodes) &&
-         fits(pass, op->other, 2 * op->heads, pass->nodes) && fits(pass, op->dst, op->heads * op->step, pass->nodes);
+         (op->other_bias || fits(pass, op->other, 2 * op->heads, pass->nodes)) &&
+         fits(pass, op->dst, op->heads * op->step, pass->nodes);
 }
 
 /* Whether an operation stays within the buffers, for as many nodes as the pass has. */
