@@ -307,6 +307,7 @@ _DELTA = dict(
 _SPARSE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8)
 _STEP = 1e-6  # transformers lengthens time steps to a least one in passes of several tokens only: here, none is shorter
+_ONE = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 _LATENT = dict(
     num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_group=1,
     topk_group=1, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, pad_token_id=0,
@@ -344,10 +345,18 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "mamba2": {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
                "state_size": 8, "n_groups": 2, "chunk_size": 8, "bos_token_id": 1, "eos_token_id": None,
                "pad_token_id": 0},
+    "mamba": {**_ONE, "state_size": 8, "time_step_scale": 0.1},
+    "falcon_mamba": {**_ONE, "state_size": 16},
+    "jamba": {**_THREE, "mamba_d_state": 8, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4,
+              "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "zamba": {**_NO_GQA, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+              "num_key_value_heads": 4, "mamba_d_state": 16, "initializer_range": 0.035},  # or states hardly matter
     "zaya": {**_COMMON},
     "kimi_linear": {**_THREE, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
     "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8},
 }  # fmt: skip
+
+RATES = "A_log", "dt_proj_bias"  # matrices that are logarithms of how fast states change
 
 # Text models that exist only inside a vision model: the type of that model.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -434,7 +443,7 @@ def tiny(
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and name.endswith("weight") and not parameter.any():  # or any expert may be chosen
                 parameter.normal_(std=0.02)
-            if parameter.ndim >= 2:
+            if parameter.ndim >= 2 and not name.endswith(RATES):
                 parameter.mul_(sharpen)
     return model.to(dtype)
 

@@ -22,6 +22,7 @@ from truedraft.chains import chained
 from truedraft.runtime import chains
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.hosting import hosted
+from truedraft.targets.quirks import RESTARTING
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt, Taps
 
@@ -109,9 +110,6 @@ def test_a_draft_model_with_states_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "why"),
     [
-        ("mamba", "MambaForCausalLM", "do not continue from a state over several tokens"),
-        ("falcon_mamba", "FalconMambaForCausalLM", "do not continue from a state over several tokens"),
-        ("jamba", "JambaForCausalLM", "do not continue from a state over several tokens"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM", "keeps its states outside of the cache"),
         ("minimax", "MiniMaxForCausalLM", "uses cache of its own"),
         ("rwkv", "RwkvForCausalLM", "has no argument position_ids"),
@@ -121,6 +119,12 @@ def test_a_draft_model_with_states_is_refused() -> None:
 def test_models_whose_states_cannot_be_passed_on_are_refused(kind: str, name: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         truedraft.accelerate(built(kind, name))
+
+
+@pytest.mark.parametrize("architecture", sorted(RESTARTING))
+def test_forwards_that_restart_are_refused_without_compiled_passes(architecture: str) -> None:
+    with pytest.raises(Refused, match="does not continue from a state over several tokens"):
+        truedraft.accelerate(tiny(architecture, FP32), runtime="stock")
 
 
 def test_embeddings_and_prompts_of_one_token() -> None:
@@ -205,7 +209,7 @@ def test_the_carry_is_what_was_accepted_behind_the_snapshot(architecture: str) -
     assert rows.carries == none
 
 
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("architecture", [name for name in RECURRENT if name not in RESTARTING])
 def test_a_pass_that_is_not_committed_changes_nothing(architecture: str) -> None:
     rows = Rows(architecture, [[5, 6, 7]])
     for draft in ([3], [9], [4, 5], [3]):

@@ -11,6 +11,9 @@ from truedraft.errors import Refused
 # Model types whose forward takes no positions: only the biases of keys depend on them; see `runtime/alibi.py`.
 WITHOUT_POSITIONS = {"bloom", "mpt"}
 
+# Model types whose forward over several tokens begins at states of zeros, whatever the cache holds.
+RESTARTING = {"mamba", "falcon_mamba", "jamba", "zamba"}
+
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
 HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 

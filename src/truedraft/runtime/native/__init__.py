@@ -54,6 +54,7 @@ class OpKind(enum.IntEnum):
     PICK = 27
     HEADS = 28
     LATENT = 29
+    SCAN = 30
 
 
 class Failure(enum.IntEnum):
