@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
+
 V = 61
 PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta"}  # lists in configurations
 _COMMON: dict[str, Any] = dict(
@@ -351,11 +353,14 @@ RECURRENT: dict[str, dict[str, Any]] = {
               "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
     "zamba": {**_NO_GQA, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
               "num_key_value_heads": 4, "mamba_d_state": 16, "initializer_range": 0.035},  # or states hardly matter
+    "recurrent_gemma": {**_COMMON, "num_hidden_layers": 3, "block_types": ["recurrent", "attention", "recurrent"],
+                        "intermediate_size": 96, "attention_window_size": 9},
     "zaya": {**_COMMON},
     "kimi_linear": {**_THREE, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
     "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8},
 }  # fmt: skip
 
+COMPILED_ALONE = RESTARTING | STATES_OUTSIDE  # their own forward does not continue from a state as chains need it
 RATES = "A_log", "dt_proj_bias"  # matrices that are logarithms of how fast states change
 
 # Text models that exist only inside a vision model: the type of that model.
@@ -449,11 +454,13 @@ def tiny(
 
 
 def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, left-padded, each with a repeated phrase, so that lookup drafters match."""
+    """Prompts of different lengths, left-padded, or of one length where padding would be read as text; each with a
+    repeated phrase, so that lookup drafters match."""
     g = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     phrases = torch.randint(3, vocabulary, (rows, 6), generator=g).tolist()
-    prompts = [(p * 3)[: 5 + 3 * i] for i, p in enumerate(phrases)]
+    same = model.config.model_type in STATES_OUTSIDE
+    prompts = [(p * 3)[: 5 + 3 * (rows if same else i)] for i, p in enumerate(phrases)]
     longest = max(map(len, prompts))
     return {
         "input_ids": torch.tensor([[0] * (longest - len(p)) + p for p in prompts]),

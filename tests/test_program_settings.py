@@ -14,7 +14,6 @@ from truedraft import DraftTree
 from truedraft.runtime import native
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import keeps_states
-from truedraft.targets.quirks import RESTARTING
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt
 from whole import Whole
@@ -29,6 +28,7 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("mamba", {"use_bias": True, "residual_in_fp32": False, "use_conv_bias": False, "time_step_rank": 5}),
     ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "num_experts": 1}),
     ("zamba", {"mamba_proj_bias": True, "n_mamba_heads": 1}),
+    ("recurrent_gemma", {"attention_bias": True, "num_key_value_heads": 1, "lru_width": 64, "conv1d_width": 3}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": None}),
     ("bamba", {"mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True}),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
@@ -47,6 +47,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba2", {"time_step_limit": (0.0, 0.5)}, r"time steps are limited to 0.0 to 0.5"),
     ("zamba", {"mamba_d_state": 8}, "not a multiple of sixteen"),
     ("mamba", {"hidden_size": 34}, "68 numbers"),
+    ("recurrent_gemma", {"num_attention_heads": 8, "num_key_value_heads": 8}, "heads of 4"),
     ("nemotron_h", {"time_step_min": 0.1}, "time steps are limited to 0.1"),
     ("nemotron_h", {"n_group": 2}, "chosen by groups"),
     ("nemotron_h", {"moe_latent_size": 16}, "not of the sizes of its router"),
@@ -74,7 +75,7 @@ def made(architecture: str, changes: dict[str, Any]) -> PreTrainedModel:
 
 
 def target_of(model: PreTrainedModel, runtime: str) -> Any:
-    if runtime == "stock" and model.config.model_type in RESTARTING:
+    if runtime == "stock" and model.config.model_type in models.COMPILED_ALONE:
         return Whole(model)
     kind = RecurrentTarget if keeps_states(model.config) else DecoderTarget
     return kind(model, runtime, strict=runtime == "auto")

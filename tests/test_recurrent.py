@@ -13,7 +13,7 @@ import truedraft
 from drafters_for_tests import Sampler
 from matrix import SPELT
 from model_types import built
-from models import RECURRENT, ragged, tiny
+from models import COMPILED_ALONE, RECURRENT, ragged, tiny
 from nets import EVERY, PROCESSORS, RULES, drafter, node_net, text_net
 from served import running
 from truedraft import DraftTree, Refused
@@ -22,7 +22,7 @@ from truedraft.chains import chained
 from truedraft.runtime import chains
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.hosting import hosted
-from truedraft.targets.quirks import RESTARTING
+from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt, Taps
 
@@ -110,7 +110,6 @@ def test_a_draft_model_with_states_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "why"),
     [
-        ("recurrent_gemma", "RecurrentGemmaForCausalLM", "keeps its states outside of the cache"),
         ("minimax", "MiniMaxForCausalLM", "uses cache of its own"),
         ("rwkv", "RwkvForCausalLM", "has no argument position_ids"),
         ("xlstm", "xLSTMForCausalLM", "has no argument position_ids"),
@@ -125,6 +124,23 @@ def test_models_whose_states_cannot_be_passed_on_are_refused(kind: str, name: st
 def test_forwards_that_restart_are_refused_without_compiled_passes(architecture: str) -> None:
     with pytest.raises(Refused, match="does not continue from a state over several tokens"):
         truedraft.accelerate(tiny(architecture, FP32), runtime="stock")
+
+
+@pytest.mark.parametrize("architecture", sorted(STATES_OUTSIDE))
+def test_states_outside_of_a_cache(architecture: str) -> None:
+    """Padding is text to their `generate`, and their own forward cannot be taken back, nor their rows be read anew."""
+    model, ids = tiny(architecture, FP32), torch.tensor([[3, 5, 6], [7, 8, 9]])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    fast = truedraft.accelerate(model, draft=drafter("noise", model))
+    with pytest.raises(Refused, match="reads padding as text: give prompts of one length"):
+        fast.generate(ids, attention_mask=mask, max_new_tokens=3)
+    if architecture == "recurrent_gemma":
+        with pytest.raises(Refused, match="reads behind the text before: give two tokens or more"):
+            fast.generate(ids[:, :1], max_new_tokens=3)
+    with pytest.raises(Refused, match="ties='recheck' needs a model whose cache holds its states"):
+        truedraft.accelerate(model, ties="recheck").generate(ids, max_new_tokens=3)
+    with pytest.raises(Refused, match="keeps its states outside of the cache"):
+        truedraft.accelerate(model, runtime="stock")
 
 
 def test_embeddings_and_prompts_of_one_token() -> None:
@@ -209,7 +225,7 @@ def test_the_carry_is_what_was_accepted_behind_the_snapshot(architecture: str) -
     assert rows.carries == none
 
 
-@pytest.mark.parametrize("architecture", [name for name in RECURRENT if name not in RESTARTING])
+@pytest.mark.parametrize("architecture", [name for name in RECURRENT if name not in COMPILED_ALONE])
 def test_a_pass_that_is_not_committed_changes_nothing(architecture: str) -> None:
     rows = Rows(architecture, [[5, 6, 7]])
     for draft in ([3], [9], [4, 5], [3]):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FalconConfig, PreTrainedModel
 
 import truedraft
-from models import ARCHITECTURES, BY_TOKEN, RECURRENT, ROUGH, VARIANTS, V, ragged, tiny
+from models import ARCHITECTURES, BY_TOKEN, COMPILED_ALONE, RECURRENT, ROUGH, VARIANTS, V, ragged, tiny
 from truedraft import DraftTree, Refused
 from truedraft.chains import chained
 from truedraft.errors import NoRoom
@@ -22,7 +22,6 @@ from truedraft.runtime.forward import processor
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import keeps_states
-from truedraft.targets.quirks import RESTARTING
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt, Taps
 from whole import Whole
@@ -54,7 +53,7 @@ def target_of(architecture: str, dtype: torch.dtype, runtime: str = "auto") -> D
 
 
 def made(model: PreTrainedModel, runtime: str, strict: bool) -> Any:
-    if runtime == "stock" and model.config.model_type in RESTARTING:
+    if runtime == "stock" and model.config.model_type in COMPILED_ALONE:
         return Whole(model)
     return (RecurrentTarget if keeps_states(model.config) else DecoderTarget)(model, runtime, strict)
 

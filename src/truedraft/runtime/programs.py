@@ -24,6 +24,7 @@ from truedraft.runtime.gemma_programs import GEMMA
 from truedraft.runtime.mamba_programs import MAMBA
 from truedraft.runtime.mixture_programs import MIXTURES
 from truedraft.runtime.program import Program
+from truedraft.runtime.scan_programs import SCANS
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layers_of
 from truedraft.runtime.sequential_programs import SEQUENTIAL
 from truedraft.runtime.state_programs import lfm, olmo_hybrid, qwen3_5
@@ -240,6 +241,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "qwen3_5_moe_text": qwen3_5,
     "qwen3_next": qwen3_5,
     **MAMBA,
+    **SCANS,
     "olmo_hybrid": olmo_hybrid,
     "lfm2": lfm,
     "lfm2_moe": lfm,

@@ -19,7 +19,7 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import check_hosted, keeps_states
 from truedraft.targets.inputs import BLANK
 from truedraft.targets.kinds import family_of
-from truedraft.targets.quirks import RESTARTING
+from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import DraftTree, Prompt
@@ -84,7 +84,7 @@ def check_exact(target: DecoderTarget) -> None:
     model = target.model
     ids = _ids(target, 9)
     prompt, tree = ids[:4], DraftTree((ids[4], *ids[5:9]), (-1, 0, 0, 1, 2))
-    befores = [prompt, []]
+    befores = [prompt, prompt[::-1] if target.config.model_type in STATES_OUTSIDE else []]
     prompts = [target.prompt(torch.tensor([*before, ids[4]], device=target.device)) for before in befores]
     cases = [(row, tree.path(leaf)) for row in range(len(prompts)) for leaf in (3, 4)]
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25

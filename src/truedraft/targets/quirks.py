@@ -14,6 +14,9 @@ WITHOUT_POSITIONS = {"bloom", "mpt"}
 # Model types whose forward over several tokens begins at states of zeros, whatever the cache holds.
 RESTARTING = {"mamba", "falcon_mamba", "jamba", "zamba"}
 
+# Model types whose states are outside of any cache of transformers, and whose `generate` reads padding as text.
+STATES_OUTSIDE = {"recurrent_gemma"}
+
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
 HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 

@@ -5,8 +5,10 @@ The compiled pass scores trees; the model's own forward chains, from snapshots o
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from truedraft.caches.drafted import DraftedStateCache
@@ -19,7 +21,9 @@ from truedraft.runtime.states import CompiledStatePass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.memory import cached_layers, check_room
+from truedraft.targets.quirks import STATES_OUTSIDE
 from truedraft.targets.reference import Reference
+from truedraft.tree import Prompt
 
 ATTENDING = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # what layers with state attend to
 
@@ -58,6 +62,18 @@ class RecurrentTarget(DecoderTarget):
         check_room(self.config, cached_layers(self.config), rows, capacity + CARRY, self.dtype, self.device)
         return StateCache(kinds, [given.get("number_of_states", 1) for given in options], rows, capacity + CARRY)
 
+    def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
+        """Raises Refused, too, where the text of `generate` would not be that of each prompt alone."""
+        prompts, embeds = super().prompts_of(input_ids, given, sources), given.get("inputs_embeds")
+        name, lengths = type(self.model).__name__, set(map(len, prompts))
+        if self._states_outside and lengths != {(input_ids if embeds is None else embeds).shape[1]}:
+            raise Refused(f"a prompt is padded, and {name}.generate reads padding as text: give prompts of one length")
+        if self.config.model_type == "recurrent_gemma" and 1 in lengths:
+            raise Refused(
+                f"a prompt of one token, which {name}.generate reads behind the text before: give two tokens or more"
+            )
+        return prompts
+
     @property
     def carried(self) -> int:
         if not isinstance(self.cache, StateCache):
@@ -68,7 +84,16 @@ class RecurrentTarget(DecoderTarget):
     def prefixes(self, limit: int, shared: bool) -> None:
         """None: a prefix could only be used with the states at its end, which are not kept."""
 
+    @property
+    def _states_outside(self) -> bool:
+        return self.config.model_type in STATES_OUTSIDE
+
     def reference(self, rows: int, capacity: int) -> Reference:
+        if self._states_outside:
+            raise Refused(
+                f"ties='recheck' needs a model whose cache holds its states, which that of {type(self.model).__name__} "
+                "does not: leave it out"
+            )
         return Reference(self.model, self.config, cached_layers(self.config), rows, capacity)
 
     def crop(self, slot: int, length: int) -> None:

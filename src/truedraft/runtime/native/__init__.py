@@ -55,6 +55,7 @@ class OpKind(enum.IntEnum):
     HEADS = 28
     LATENT = 29
     SCAN = 30
+    UNIT = 31
 
 
 class Failure(enum.IntEnum):

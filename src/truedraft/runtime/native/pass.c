@@ -432,7 +432,7 @@ static int units;     /* where the model computes in bf16, products by the instr
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
   ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM,
-  PICK, HEADS, LATENT, SCAN
+  PICK, HEADS, LATENT, SCAN, UNIT
 };
 
 typedef struct {
@@ -445,7 +445,7 @@ typedef struct {
                      HEADS: 1 = factors are (in, out); LATENT: 1 = one rounding;
                      ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both,
                      4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively;
-                     COMBINE: 1 = products are not rounded */
+                     COMBINE: 1 = products are not rounded; SCAN: which recurrence */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
                                                     CONVOLVE: head inputs of a channel; SCAN: heads parts of the
@@ -470,14 +470,15 @@ typedef struct {
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   int64_t groups;                       /* LINEAR, GATED: of columns that share a scale */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL;
-                                           SCAN: logarithms of rates (head, in) */
+                                           SCAN: logarithms of rates (head, in); UNIT: of channels (in,) */
   const void *scales, *second_scales;   /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
   const void *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
                                            ROUTE: added to the weights where experts are chosen, or NULL, and factors
                                            of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL;
-                                           SCAN: of time steps, and of the inputs that are added to the result */
+                                           SCAN: of time steps, and of the inputs that are added to the result; UNIT: of the
+                                           gates of inputs and of what is kept */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head); latents and the rotated parts of keys; CONVOLVE, RECUR, SCAN: states, and what drafts
@@ -1390,6 +1391,7 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
       return;
     }
     case RATES: rates_row(op, pass, task); return;
+    case UNIT: unit_row(op, pass, task); return;
     case RECUR: recur(op, pass, task / op->kv_heads, task % op->kv_heads, worker); return;
     case SCAN: {
       const int64_t slices = op->heads * slices_of_head(op);
@@ -1554,7 +1556,9 @@ static int states_fit(const Op *op, const Pass *pass) {
     return op->weight && within(op->head, 1, TAPS) && within(op->mode, -1, SIGMOID) && op->in % L == 0 &&
            fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, pass->nodes) && op->src != op->dst;
   if (op->kind == SCAN)
-    return op->weight && op->bias && op->other_bias && within(op->in, 1, MOST) && within(op->heads, 1, op->in) &&
+    return (op->mode == LINEAR_UNIT || (op->bias && op->other_bias)) && (op->mode != SELECTIVE || op->weight) &&
+           within(op->mode, SELECTIVE, WKV) && (op->mode != WKV || op->head == 3) &&
+           within(op->in, 1, MOST) && within(op->heads, 1, op->in) &&
            op->in % op->heads == 0 && op->in / op->heads % L == 0 && within(op->head, 1, MOST / op->heads) &&
            within(op->k_at, 0, MOST) && within(op->q_at, 0, MOST) && fits(pass, op->src, op->in, pass->nodes) &&
            fits(pass, op->other, op->in, pass->nodes) &&
@@ -1631,6 +1635,10 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case RATES:
       return within(op->heads, 1, MOST / 2) && op->bias && op->other_bias && fits(pass, op->src, op->heads, nodes) &&
              fits(pass, op->other, op->heads, nodes) && fits(pass, op->dst, 2 * op->heads, nodes);
+    case UNIT:
+      return op->weight && op->bias && op->other_bias && within(op->in, 1, MOST) && op->in % L == 0 &&
+             within(op->k_at, 0, MOST) && within(op->v_at, 0, MOST) && fits(pass, op->src, op->in, nodes) &&
+             fits(pass, op->other, op->k_at + op->in, nodes) && fits(pass, op->dst, op->v_at + op->in, nodes);
     case GATED_NORM:
       return op->weight && within(op->head, 1, MOST) && op->head % L == 0 && within(op->heads, 1, MOST / op->head) &&
              fits(pass, op->src, op->heads * op->head, nodes) && fits(pass, op->other, op->heads * op->head, nodes) &&
