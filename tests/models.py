@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
+from truedraft.targets.quirks import MIXING_ROWS, RESTARTING, STATES_OUTSIDE
 
 V = 61
 PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta"}  # lists in configurations
@@ -355,13 +355,14 @@ RECURRENT: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 4, "mamba_d_state": 16, "initializer_range": 0.035},  # or states hardly matter
     "recurrent_gemma": {**_COMMON, "num_hidden_layers": 3, "block_types": ["recurrent", "attention", "recurrent"],
                         "intermediate_size": 96, "attention_window_size": 9},
+    "rwkv": {**_ONE, "num_hidden_layers": 3, "intermediate_size": 64, "rescale_every": 2},
     "zaya": {**_COMMON},
     "kimi_linear": {**_THREE, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
     "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8},
 }  # fmt: skip
 
 COMPILED_ALONE = RESTARTING | STATES_OUTSIDE  # their own forward does not continue from a state as chains need it
-RATES = "A_log", "dt_proj_bias"  # matrices that are logarithms of how fast states change
+UNSHARPENED = "A_log", "dt_proj_bias", "_mix_key", "_mix_value", "_mix_receptance"  # how fast states change, and shares
 
 # Text models that exist only inside a vision model: the type of that model.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -448,14 +449,15 @@ def tiny(
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and name.endswith("weight") and not parameter.any():  # or any expert may be chosen
                 parameter.normal_(std=0.02)
-            if parameter.ndim >= 2 and not name.endswith(RATES):
+            if parameter.ndim >= 2 and not name.endswith(UNSHARPENED):
                 parameter.mul_(sharpen)
     return model.to(dtype)
 
 
 def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, left-padded, or of one length where padding would be read as text; each with a
-    repeated phrase, so that lookup drafters match."""
+    """Prompts of different lengths, left-padded, or of one length where padding would be read as text, or one alone
+    where rows would read each other; each with a repeated phrase, so that lookup drafters match."""
+    rows = 1 if model.config.model_type in MIXING_ROWS else rows
     g = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     phrases = torch.randint(3, vocabulary, (rows, 6), generator=g).tolist()

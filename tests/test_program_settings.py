@@ -29,6 +29,7 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "num_experts": 1}),
     ("zamba", {"mamba_proj_bias": True, "n_mamba_heads": 1}),
     ("recurrent_gemma", {"attention_bias": True, "num_key_value_heads": 1, "lru_width": 64, "conv1d_width": 3}),
+    ("rwkv", {"rescale_every": 0, "tie_word_embeddings": True}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": None}),
     ("bamba", {"mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True}),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
@@ -48,6 +49,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("zamba", {"mamba_d_state": 8}, "not a multiple of sixteen"),
     ("mamba", {"hidden_size": 34}, "68 numbers"),
     ("recurrent_gemma", {"num_attention_heads": 8, "num_key_value_heads": 8}, "heads of 4"),
+    ("rwkv", {"hidden_size": 36}, "36 channels"),
     ("nemotron_h", {"time_step_min": 0.1}, "time steps are limited to 0.1"),
     ("nemotron_h", {"n_group": 2}, "chosen by groups"),
     ("nemotron_h", {"moe_latent_size": 16}, "not of the sizes of its router"),
@@ -67,7 +69,7 @@ def made(architecture: str, changes: dict[str, Any]) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and not name.endswith(models.RATES):
+            if parameter.ndim > 1 and not name.endswith(models.UNSHARPENED):
                 parameter.mul_(3.0)
             else:
                 parameter.add_(0.3 * torch.randn(parameter.shape))

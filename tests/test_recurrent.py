@@ -111,8 +111,7 @@ def test_a_draft_model_with_states_is_refused() -> None:
     ("kind", "name", "why"),
     [
         ("minimax", "MiniMaxForCausalLM", "uses cache of its own"),
-        ("rwkv", "RwkvForCausalLM", "has no argument position_ids"),
-        ("xlstm", "xLSTMForCausalLM", "has no argument position_ids"),
+        ("xlstm", "xLSTMForCausalLM", "in a cache of its own, .* and has no compiled pass"),
     ],
 )
 def test_models_whose_states_cannot_be_passed_on_are_refused(kind: str, name: str, why: str) -> None:
@@ -129,11 +128,13 @@ def test_forwards_that_restart_are_refused_without_compiled_passes(architecture:
 @pytest.mark.parametrize("architecture", sorted(STATES_OUTSIDE))
 def test_states_outside_of_a_cache(architecture: str) -> None:
     """Padding is text to their `generate`, and their own forward cannot be taken back, nor their rows be read anew."""
-    model, ids = tiny(architecture, FP32), torch.tensor([[3, 5, 6], [7, 8, 9]])
-    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    model, ids = tiny(architecture, FP32), torch.tensor([[3, 5, 6]])
     fast = truedraft.accelerate(model, draft=drafter("noise", model))
     with pytest.raises(Refused, match="reads padding as text: give prompts of one length"):
-        fast.generate(ids, attention_mask=mask, max_new_tokens=3)
+        fast.generate(ids, attention_mask=torch.tensor([[0, 1, 1]]), max_new_tokens=3)
+    if architecture == "rwkv":
+        with pytest.raises(Refused, match=r"2 rows, which .* lets read each other's states: give one prompt at a time"):
+            fast.generate(ids.expand(2, 3), max_new_tokens=3)
     if architecture == "recurrent_gemma":
         with pytest.raises(Refused, match="reads behind the text before: give two tokens or more"):
             fast.generate(ids[:, :1], max_new_tokens=3)

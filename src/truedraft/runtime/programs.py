@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.cache_utils import get_layer_types_and_kwargs
 
-from truedraft.caches.states import STATE_LAYERS
+from truedraft.caches.states import STATE_LAYERS, layer_kinds
 from truedraft.runtime import mixtures
 from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
@@ -258,7 +257,7 @@ def compile_program(model: Any, copied: Copies | None = None) -> Program:
         NotCompilable: the compiled pass cannot replace the model's forward; says why.
     """
     text = text_of(model)
-    kinds = get_layer_types_and_kwargs(text.config)[0]
+    kinds = layer_kinds(text.config)
     attending = [kind for kind in kinds if kind not in STATE_LAYERS and kind != "dummy"]
     return _compiled(model, text, PROGRAMS, attending, copied)
 

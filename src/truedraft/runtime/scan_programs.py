@@ -1,4 +1,4 @@
-"""Programs of models whose states are of single channels: RecurrentGemma."""
+"""Programs of models whose states are of single channels: RecurrentGemma and RWKV."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from truedraft.runtime.native import Form, OpKind
-from truedraft.runtime.program import Program
+from truedraft.runtime.program import ACTIVATIONS, SIGMOID, Program
 from truedraft.runtime.state_programs import convolve
 from truedraft.runtime.weights import NotCompilable, padded_to_16, plain
 
@@ -80,4 +82,68 @@ def scan(p: Program, src: str, other: str, dst: str, channels: int, numbers: int
     p.states.append((op, (numbers, padded_to_16(channels)), 2 * padded_to_16(channels)))
 
 
-SCANS: dict[str, Callable[[Program, Any], None]] = {"recurrent_gemma": recurrent_gemma}
+def rwkv(p: Program, model: Any) -> None:
+    """RWKV 4: decaying means of values, and feed-forwards, both over means of a token's input and that before it."""
+    c, body = model.config, model.rwkv
+    body._rescale_layers()  # divides weights in place, as the first forward does
+    width = c.attention_hidden_size
+    for name, numbers in (
+        ("means of keys", c.hidden_size), ("means of values", c.hidden_size), ("means", c.hidden_size),
+        ("key", width), ("value", width), ("receptance", max(width, c.hidden_size)), ("o", width),
+    ):  # fmt: skip
+        p.buffer(name, numbers)
+    p.buffers(model, c.intermediate_size, 0, 0)
+    p.embed(body.embeddings)
+    p.layer_norm("x", "x", body.blocks[0].pre_ln)
+    p.outputs.clear()  # the first hidden states of its forward are those after the first block
+    for i, block in enumerate(body.blocks):
+        p.layer_norm("x", "h", block.ln1)
+        _mixed_times(p, "h", block.attention)
+        p.linear("o", "x", block.attention.output, add=True)
+        p.layer_norm("x", "h", block.ln2)
+        feed = block.feed_forward
+        _mean(p, "h", "means of keys", feed.time_mix_key, wait=False)
+        _mean(p, "h", "means", feed.time_mix_receptance)
+        p.linear("means of keys", "g", feed.key, wait=False)
+        p.linear("means", "receptance", feed.receptance)
+        p.op(OpKind.ACTIVATE, src="g", dst="g", inner=c.intermediate_size, mode=ACTIVATIONS["relu2"])
+        p.op(OpKind.ACTIVATE, src="receptance", dst="receptance", inner=c.hidden_size, mode=SIGMOID, wait=False)
+        p.linear("g", "t", feed.value)
+        p.op(OpKind.MULTIPLY, src="t", other="receptance", dst="t", inner=c.hidden_size)
+        p.add("x", "t", "x")
+        if c.rescale_every > 0 and (i + 1) % c.rescale_every == 0:
+            p.copy("x", "x", 0.5)
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_out))
+
+
+def _mixed_times(p: Program, src: str, attention: Any) -> None:
+    """Means of the values so far, weighted by exponentials of keys, times receptances, in "o"."""
+    width, decay = attention.attention_hidden_size, attention.time_decay
+    _mean(p, src, "means of keys", attention.time_mix_key, wait=False)
+    _mean(p, src, "means of values", attention.time_mix_value, wait=False)
+    _mean(p, src, "means", attention.time_mix_receptance)
+    p.linear("means of keys", "key", attention.key, wait=False)
+    p.linear("means of values", "value", attention.value, wait=False)
+    p.linear("means", "receptance", attention.receptance)
+    p.op(OpKind.ACTIVATE, src="receptance", dst="receptance", inner=width, mode=SIGMOID, wait=False)
+    scan(
+        p, "key", "value", "o", width, 3, mode=2, bias=p.small(attention.time_first), other_bias=p.small(decay),
+        form=Form.BF16 if decay.dtype == torch.bfloat16 else Form.FLOAT,
+    )  # fmt: skip
+    p.op(OpKind.MULTIPLY, src="o", other="receptance", dst="o", inner=width)
+
+
+def _mean(p: Program, src: str, dst: str, weights: Any, wait: bool = True) -> None:
+    """The mean of a token's input and that of the token before, with so much of the former in each channel."""
+    channels = weights.numel()
+    if channels % 8:
+        raise NotCompilable(f"{channels} channels, not a multiple of eight")
+    rows = torch.zeros(2, padded_to_16(channels))
+    p.kept.append(rows)
+    p.copy_into(rows[1, :channels], weights.view(-1))
+    op = p.op(OpKind.CONVOLVE, src=src, dst=dst, inner=channels, head=2, weight=rows.data_ptr(), mode=-2, wait=wait)
+    p.states.append((op, (1, padded_to_16(channels)), padded_to_16(channels)))
+
+
+SCANS: dict[str, Callable[[Program, Any], None]] = {"recurrent_gemma": recurrent_gemma, "rwkv": rwkv}

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from truedraft.caches.prefixes import Prefixes
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
+from truedraft.caches.states import layer_kinds
 from truedraft.errors import NoRoom, Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.compiled import CompiledPass
@@ -89,7 +89,7 @@ class DecoderTarget:
         self._reader = self._prompt_class(self.model, self.layer_types, self.window)
 
     def _layer_types(self) -> list[str]:
-        return get_layer_types_and_kwargs(self.config)[0]
+        return layer_kinds(self.config)
 
     def _long(self) -> int | None:
         quantised = any(hasattr(p, "qdata") for p in self.model.parameters())

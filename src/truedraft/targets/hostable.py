@@ -6,9 +6,8 @@ import inspect
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
-from truedraft.caches.states import MIXED_LAYERS, STATE_LAYERS
+from truedraft.caches.states import MIXED_LAYERS, STATE_LAYERS, layer_kinds
 from truedraft.errors import Refused
 from truedraft.targets.kinds import family_of, reads_sources
 from truedraft.targets.quirks import HOSTED_LAYERS, REFUSALS, WITHOUT_POSITIONS, switches
@@ -18,7 +17,7 @@ NEEDED = {
     "decoder": ("position_ids", "past_key_values", "attention_mask"),
     "encoder-decoder": ("encoder_outputs", "past_key_values", "decoder_attention_mask"),
 }
-NEEDED_FOR_STATES = ("past_key_values or cache_params", "attention_mask")
+NEEDED_FOR_STATES = ("past_key_values or cache_params or state", "attention_mask")
 
 
 def _drops(module: Any) -> bool:
@@ -40,7 +39,7 @@ def keeps_states(config: Any) -> bool:
     """Whether decoders with such a configuration have layers whose states follow one text (`caches/states.py`)."""
     if reads_sources(config):
         return False
-    kinds = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+    kinds = layer_kinds(config.get_text_config(decoder=True))
     return not (STATE_LAYERS | MIXED_LAYERS).isdisjoint(kinds)
 
 
@@ -67,7 +66,7 @@ def check_hosted(model: Any) -> None:
         if parameters.keys().isdisjoint(needed.split(" or ")) and config.model_type not in WITHOUT_POSITIONS:
             raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which trees need")
     hosted = HOSTED_LAYERS | STATE_LAYERS | MIXED_LAYERS | {"dummy"} if stateful else HOSTED_LAYERS
-    kinds = get_layer_types_and_kwargs(config)[0]
+    kinds = layer_kinds(config)
     while kinds and kinds[-1] == "dummy":  # read the keys and values of layers before them
         kinds = kinds[:-1]
     foreign = set(kinds) - hosted

@@ -232,6 +232,8 @@ def _generated(
 
     blank: an input to pass zeros for.
     """
+    if len(texts) > 1 and model.config.model_type in STATES_OUTSIDE:
+        return torch.cat([_generated(model, [text], last, device, blank) for text in texts])
     longest = max(map(len, texts))
     pad = next(i for i in range(longest) if i not in texts[0])
     ids = torch.tensor([[pad] * (longest - len(text)) + text for text in texts], device=device)

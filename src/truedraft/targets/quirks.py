@@ -15,7 +15,10 @@ WITHOUT_POSITIONS = {"bloom", "mpt"}
 RESTARTING = {"mamba", "falcon_mamba", "jamba", "zamba"}
 
 # Model types whose states are outside of any cache of transformers, and whose `generate` reads padding as text.
-STATES_OUTSIDE = {"recurrent_gemma"}
+STATES_OUTSIDE = {"recurrent_gemma", "rwkv"}
+
+# Model types whose `generate` lets rows of a batch read each other's states.
+MIXING_ROWS = {"rwkv"}
 
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
 HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -46,11 +49,18 @@ def _routed_encoder(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _own_states(config: PreTrainedConfig) -> str | None:
+    if config.model_type == "xlstm":
+        return "keeps its states in a cache of its own, which cannot be taken back, and has no compiled pass"
+    return None
+
+
 # Each: config -> why the model cannot be hosted exactly, or None.
 REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
     _prefix,
     _counted_keys,
     _routed_encoder,
+    _own_states,
 ]
 
 

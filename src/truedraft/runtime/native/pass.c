@@ -477,7 +477,8 @@ typedef struct {
                                            ROUTE: added to the weights where experts are chosen, or NULL, and factors
                                            of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL;
-                                           SCAN: of time steps, and of the inputs that are added to the result; UNIT: of the
+                                           SCAN: of time steps, and of the inputs that are added to the result, or bonus and
+                                           logarithm of a decay; UNIT: of the
                                            gates of inputs and of what is kept */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
@@ -1553,7 +1554,8 @@ static int heads_fit(const Op *op, int64_t share) {
 static int states_fit(const Op *op, const Pass *pass) {
   if (!op->keys || !op->values || pass->rows < 1) return 0;
   if (op->kind == CONVOLVE)
-    return op->weight && within(op->head, 1, TAPS) && within(op->mode, -1, SIGMOID) && op->in % L == 0 &&
+    return op->weight && within(op->head, 1, TAPS) && within(op->mode, MEAN, SIGMOID) &&
+           (op->mode != MEAN || op->head == 2) && op->in % L == 0 &&
            fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, pass->nodes) && op->src != op->dst;
   if (op->kind == SCAN)
     return (op->mode == LINEAR_UNIT || (op->bias && op->other_bias)) && (op->mode != SELECTIVE || op->weight) &&
