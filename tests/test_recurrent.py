@@ -72,6 +72,31 @@ def test_processors(settings: str, rule: str) -> None:
     text_net(model, "oracle", ragged(model, 3), max_new_tokens=30, **given)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("architecture", ["jamba", "recurrent_gemma", "rwkv"])
+def test_penalties(architecture: str, rule: str) -> None:
+    model = tiny(architecture, FP32)
+    given = {"do_sample": False, **RULES[rule], **PROCESSORS["penalties"]}
+    text_net(model, "oracle", ragged(model, 3), max_new_tokens=20, **given)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "jamba"])
+def test_near_ties_of_models_whose_forward_restarts(architecture: str) -> None:
+    model = tiny(architecture, FP32)
+    fast = truedraft.accelerate(model, draft=drafter("noise", model), control="fixed", ties="recheck")
+    fast.target.noise = 10.0
+    inputs = ragged(model, 3)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+    assert fast.report().near_ties
+
+
+def test_a_text_outgrows_the_positions_of_a_configuration_that_has_none() -> None:
+    model = tiny.__wrapped__("jamba", FP32)
+    model.config.max_position_embeddings = 20
+    text_net(model, "oracle", ragged(model, 2), max_new_tokens=24, do_sample=False)
+
+
 @pytest.mark.parametrize(
     ("architecture", "runtime", "name"),
     [

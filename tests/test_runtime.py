@@ -132,7 +132,8 @@ def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: 
 @BOTH
 @pytest.mark.parametrize(
     ("architecture", "lengths"),
-    [("qwen3", (40, 7)), ("qwen2_moe", (120, 90)), ("deepseek_v3", (90, 7)), ("zamba", (40, 7))],
+    [("qwen3", (40, 7)), ("qwen2_moe", (120, 90)), ("deepseek_v3", (90, 7))]
+    + [(name, (40, 7)) for name in ("zamba", "recurrent_gemma", "rwkv")],
 )
 def test_threads_and_splits_of_the_prompt_change_no_bit(
     architecture: str, lengths: tuple[int, ...], dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
