@@ -17,6 +17,7 @@ from transformers.models.auto import modeling_auto
 
 import truedraft
 from truedraft import Refused
+from truedraft.targets.quirks import STATES_OUTSIDE
 
 V = 97
 MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
@@ -78,6 +79,13 @@ FURTHER: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("axk2", "glm_moe_dsa", "hy_v4"), _INDEXERS),
     "deepseek_v32": {**_INDEXERS, "topk_group": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba": {
+        "layers_block_type": ["hybrid", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
     "kimi_linear": _GROUPS,
     "bailing_hybrid": _GROUPS,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -172,6 +180,8 @@ def _inputs(model: Any, padded: bool) -> dict[str, torch.Tensor]:
     mask = torch.ones(given.shape[:2], dtype=torch.long)
     if padded:
         given[0, short] = mask[0, short] = 0
+    if model.config.model_type in STATES_OUTSIDE:  # their `generate` reads padding, or other rows
+        given, mask = given[1:], mask[1:]
     return {name: given, "attention_mask": mask, **INPUTS.get(model.config.model_type, {})}
 
 
@@ -213,12 +223,13 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
         "# Models",
         "",
         f"Every class of `transformers` {transformers.__version__} that its tables of language models name, built tiny",
-        "with random weights and given a batch of two texts (`python tools/models.py`; held by a slow test). Hosted",
-        "means the tokens of `model.generate`, greedy and sampled. Models that also read images or sounds are hosted",
-        "for texts, through their text part; an image or a sound is refused by the name of its argument. A model is",
-        "compared with its own `generate` on your machine before it is trusted, so one of another configuration may be",
-        "hosted where this one is refused, and the other way round. Where padding changes a model's text, only",
-        "prompts without it are hosted.",
+        "with random weights and given a batch of two texts (`python tools/models.py`; held by a slow test), or one",
+        "where `generate` reads padding or other rows (RecurrentGemma, RWKV). Hosted means the tokens of",
+        "`model.generate`, greedy and sampled. Models that also read images or sounds are hosted for texts, through",
+        "their text part; an image or a sound is refused by the name of its argument. A model is compared with its own",
+        "`generate` on your machine before it is trusted, so one of another configuration may be hosted where this one",
+        "is refused, and the other way round. Where padding changes a model's text, only prompts without it are",
+        "hosted.",
     ]
     for title, expected in (
         ("By the compiled pass", "compiled"),

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from truedraft.targets.quirks import MIXING_ROWS, RESTARTING, STATES_OUTSIDE
+
 V = 61
 PER_LAYER = {"layer_types", "mlp_layer_types", "indexer_types", "layer_rope_theta"}  # lists in configurations
 _COMMON: dict[str, Any] = dict(
@@ -310,6 +312,7 @@ _DELTA = dict(
 _SPARSE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8)
 _STEP = 1e-6  # transformers lengthens time steps to a least one in passes of several tokens only: here, none is shorter
+_ONE = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 _LATENT = dict(
     num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_group=1,
     topk_group=1, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, pad_token_id=0,
@@ -353,6 +356,15 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "linear_attn_beta_factor": 1.3, "full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.8,
         "mlp_alpha_factor": 1.1, "mlp_beta_factor": 0.7,
     },
+    "mamba": {**_ONE, "state_size": 8, "time_step_scale": 0.1},
+    "falcon_mamba": {**_ONE, "state_size": 16},
+    "jamba": {**_THREE, "mamba_d_state": 8, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4,
+              "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "zamba": {**_NO_GQA, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+              "num_key_value_heads": 4, "mamba_d_state": 16, "initializer_range": 0.035},  # or states hardly matter
+    "recurrent_gemma": {**_COMMON, "num_hidden_layers": 3, "block_types": ["recurrent", "attention", "recurrent"],
+                        "intermediate_size": 96, "attention_window_size": 9},
+    "rwkv": {**_ONE, "num_hidden_layers": 3, "intermediate_size": 64, "rescale_every": 2},
     "zaya": {**_COMMON},
     "kimi_linear": {**_THREE, **_LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
     "bailing_hybrid": {**_THREE, **_LATENT, "head_dim": 8},
@@ -374,6 +386,8 @@ COUNTING: dict[str, dict[str, Any]] = {
         "num_mel_bins": 8,
     },
 }
+COMPILED_ALONE = RESTARTING | STATES_OUTSIDE  # their own forward does not continue from a state as chains need it
+UNSHARPENED = "A_log", "dt_proj_bias", "_mix_key", "_mix_value", "_mix_receptance"  # how fast states change, and shares
 
 # Text models that exist only inside a vision model: the type of that model.
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -461,17 +475,20 @@ def tiny(
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and name.endswith("weight") and not parameter.any():  # or any expert may be chosen
                 parameter.normal_(std=0.02)
-            if parameter.ndim >= 2:
+            if parameter.ndim >= 2 and not name.endswith(UNSHARPENED):
                 parameter.mul_(sharpen)
     return model.to(dtype)
 
 
 def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, left-padded, each with a repeated phrase, so that lookup drafters match."""
+    """Prompts of different lengths, left-padded, or of one length where padding would be read as text, or one alone
+    where rows would read each other; each with a repeated phrase, so that lookup drafters match."""
+    rows = 1 if model.config.model_type in MIXING_ROWS else rows
     g = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     phrases = torch.randint(3, vocabulary, (rows, 6), generator=g).tolist()
-    prompts = [(p * 3)[: 5 + 3 * i] for i, p in enumerate(phrases)]
+    same = model.config.model_type in STATES_OUTSIDE
+    prompts = [(p * 3)[: 5 + 3 * (rows if same else i)] for i, p in enumerate(phrases)]
     longest = max(map(len, prompts))
     return {
         "input_ids": torch.tensor([[0] * (longest - len(p)) + p for p in prompts]),

@@ -26,7 +26,7 @@ from arrivals import (
     prompts,
     run_events,
 )
-from models import RECURRENT
+from models import COMPILED_ALONE, RECURRENT
 from nets import REGISTERED, drafter
 from truedraft.errors import Refused
 from truedraft.runtime import latency
@@ -76,6 +76,8 @@ def test_drafters_in_one_batch_of_encoder_decoders(events: list[tuple[int, int, 
 def test_requests_of_an_architecture_have_their_text_alone(architecture: str) -> None:
     rng = random.Random(architecture)
     for runtime in RUNTIMES:
+        if runtime == "stock" and architecture in COMPILED_ALONE:
+            continue
         events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(16)]
         drafts = ["auto", "noise", "plain", "token-recycling", "sampler"]
         run_events(drafts, events, architecture, runtime, rng.randint(1, 16), rng.choice((0, PREFIX_BYTES)))

@@ -51,6 +51,8 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.CONVOLVE: ("src", "dst", "inner", "head"),
     OpKind.RATES: ("src", "other", "dst", "heads"),
     OpKind.RECUR: ("src", "other", "dst", "heads", "kv_heads", "head", "step", "k_at", "v_at", "q_at"),
+    OpKind.SCAN: ("src", "other", "dst", "inner", "heads", "head", "k_at", "q_at"),
+    OpKind.UNIT: ("src", "other", "dst", "inner", "k_at", "v_at"),
     OpKind.GATED_NORM: ("src", "other", "dst", "heads", "head"),
     OpKind.PICK: ("src", "dst", "heads", "head", "step", "k_at", "v_at"),
 }
@@ -135,7 +137,7 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     assert run(ops, count, given, 0, threads) == run(ops, 0, given, share, threads) == Failure.OP
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "lfm3", "qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize("kind", [*KINDS, "lfm3", "qwen3_next", "granitemoehybrid", "jamba", "recurrent_gemma"])
 def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
     ops, count, given, share, threads, _target = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import keeps_states
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt
+from whole import Whole
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 COMPUTED: list[tuple[str, dict[str, Any]]] = [
@@ -24,6 +25,11 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {"mlp_only_layers": [1], "linear_num_key_heads": 4}),
     ("olmo_hybrid", {"linear_allow_neg_eigval": False, "rope_parameters": None}),
     ("mamba2", {"use_bias": True, "residual_in_fp32": False, "n_groups": 1}),
+    ("mamba", {"use_bias": True, "residual_in_fp32": False, "use_conv_bias": False, "time_step_rank": 5}),
+    ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "num_experts": 1}),
+    ("zamba", {"mamba_proj_bias": True, "n_mamba_heads": 1}),
+    ("recurrent_gemma", {"attention_bias": True, "num_key_value_heads": 1, "lru_width": 64, "conv1d_width": 3}),
+    ("rwkv", {"rescale_every": 0, "tie_word_embeddings": True}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": None}),
     ("bamba", {"mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True}),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
@@ -40,6 +46,10 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon_h1", {"mamba_rms_norm": True}, "normalised before they are gated"),
     ("mamba2", {"time_step_limit": (0.0, 0.5)}, r"time steps are limited to 0.0 to 0.5"),
+    ("zamba", {"mamba_d_state": 8}, "not a multiple of sixteen"),
+    ("mamba", {"hidden_size": 34}, "68 numbers"),
+    ("recurrent_gemma", {"num_attention_heads": 8, "num_key_value_heads": 8}, "heads of 4"),
+    ("rwkv", {"hidden_size": 36}, "36 channels"),
     ("nemotron_h", {"time_step_min": 0.1}, "time steps are limited to 0.1"),
     ("nemotron_h", {"n_group": 2}, "chosen by groups"),
     ("nemotron_h", {"moe_latent_size": 16}, "not of the sizes of its router"),
@@ -58,12 +68,17 @@ def made(architecture: str, changes: dict[str, Any]) -> PreTrainedModel:
     config = CONFIG_MAPPING[architecture](**{**settings, **changes})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn(parameter.shape))
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and not name.endswith(models.UNSHARPENED):
+                parameter.mul_(3.0)
+            else:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
     return model
 
 
-def target_of(model: PreTrainedModel, runtime: str) -> DecoderTarget:
+def target_of(model: PreTrainedModel, runtime: str) -> Any:
+    if runtime == "stock" and model.config.model_type in models.COMPILED_ALONE:
+        return Whole(model)
     kind = RecurrentTarget if keeps_states(model.config) else DecoderTarget
     return kind(model, runtime, strict=runtime == "auto")
 

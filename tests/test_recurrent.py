@@ -14,7 +14,7 @@ import truedraft
 from drafters_for_tests import Sampler
 from matrix import SPELT
 from model_types import built
-from models import RECURRENT, ragged, tiny
+from models import COMPILED_ALONE, RECURRENT, ragged, tiny
 from nets import EVERY, PROCESSORS, RULES, SEED, drafter, node_net, text_net
 from served import running
 from truedraft import DraftTree, Refused
@@ -23,6 +23,7 @@ from truedraft.chains import chained
 from truedraft.runtime import chains
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.hosting import hosted
+from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt, Taps
 
@@ -74,6 +75,31 @@ def test_processors(settings: str, rule: str) -> None:
     text_net(model, "oracle", ragged(model, 3), max_new_tokens=30, **given)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("architecture", ["jamba", "recurrent_gemma", "rwkv"])
+def test_penalties(architecture: str, rule: str) -> None:
+    model = tiny(architecture, FP32)
+    given = {"do_sample": False, **RULES[rule], **PROCESSORS["penalties"]}
+    text_net(model, "oracle", ragged(model, 3), max_new_tokens=20, **given)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "jamba"])
+def test_near_ties_of_models_whose_forward_restarts(architecture: str) -> None:
+    model = tiny(architecture, FP32)
+    fast = truedraft.accelerate(model, draft=drafter("noise", model), control="fixed", ties="recheck")
+    fast.target.noise = 10.0
+    inputs = ragged(model, 3)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+    assert fast.report().near_ties
+
+
+def test_a_text_outgrows_the_positions_of_a_configuration_that_has_none() -> None:
+    model = tiny.__wrapped__("jamba", FP32)
+    model.config.max_position_embeddings = 20
+    text_net(model, "oracle", ragged(model, 2), max_new_tokens=24, do_sample=False)
+
+
 @pytest.mark.parametrize(
     ("architecture", "runtime", "name", "rule"),
     [
@@ -117,13 +143,8 @@ def test_a_draft_model_with_states_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "why"),
     [
-        ("mamba", "MambaForCausalLM", "do not continue from a state over several tokens"),
-        ("falcon_mamba", "FalconMambaForCausalLM", "do not continue from a state over several tokens"),
-        ("jamba", "JambaForCausalLM", "do not continue from a state over several tokens"),
-        ("recurrent_gemma", "RecurrentGemmaForCausalLM", "keeps its states outside of the cache"),
-        ("rwkv", "RwkvForCausalLM", "has no argument position_ids"),
         ("deepseek_v4", "DeepseekV4ForCausalLM", "makes keys of whole windows of tokens"),
-        ("xlstm", "xLSTMForCausalLM", "has no argument position_ids"),
+        ("xlstm", "xLSTMForCausalLM", "in a cache of its own, .* and has no compiled pass"),
     ],
 )
 def test_models_whose_states_cannot_be_passed_on_are_refused(kind: str, name: str, why: str) -> None:
@@ -153,6 +174,31 @@ def test_a_window_that_the_kinds_of_layers_do_not_name_is_refused() -> None:
     config = CONFIG_MAPPING["minimax"](**RECURRENT["minimax"], sliding_window=9)
     with pytest.raises(Refused, match="attends within a sliding window"):
         truedraft.accelerate(AutoModelForCausalLM.from_config(config).eval())
+
+
+@pytest.mark.parametrize("architecture", sorted(RESTARTING))
+def test_forwards_that_restart_are_refused_without_compiled_passes(architecture: str) -> None:
+    with pytest.raises(Refused, match="does not continue from a state over several tokens"):
+        truedraft.accelerate(tiny(architecture, FP32), runtime="stock")
+
+
+@pytest.mark.parametrize("architecture", sorted(STATES_OUTSIDE))
+def test_states_outside_of_a_cache(architecture: str) -> None:
+    """Padding is text to their `generate`, and their own forward cannot be taken back, nor their rows be read anew."""
+    model, ids = tiny(architecture, FP32), torch.tensor([[3, 5, 6]])
+    fast = truedraft.accelerate(model, draft=drafter("noise", model))
+    with pytest.raises(Refused, match="reads padding as text: give prompts of one length"):
+        fast.generate(ids, attention_mask=torch.tensor([[0, 1, 1]]), max_new_tokens=3)
+    if architecture == "rwkv":
+        with pytest.raises(Refused, match=r"2 rows, which .* lets read each other's states: give one prompt at a time"):
+            fast.generate(ids.expand(2, 3), max_new_tokens=3)
+    if architecture == "recurrent_gemma":
+        with pytest.raises(Refused, match="reads behind the text before: give two tokens or more"):
+            fast.generate(ids[:, :1], max_new_tokens=3)
+    with pytest.raises(Refused, match="ties='recheck' needs a model whose cache holds its states"):
+        truedraft.accelerate(model, ties="recheck").generate(ids, max_new_tokens=3)
+    with pytest.raises(Refused, match="keeps its states outside of the cache"):
+        truedraft.accelerate(model, runtime="stock")
 
 
 def test_embeddings_and_prompts_of_one_token() -> None:
@@ -237,7 +283,7 @@ def test_the_carry_is_what_was_accepted_behind_the_snapshot(architecture: str) -
     assert rows.carries == none
 
 
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("architecture", [name for name in RECURRENT if name not in COMPILED_ALONE])
 def test_a_pass_that_is_not_committed_changes_nothing(architecture: str) -> None:
     rows = Rows(architecture, [[5, 6, 7]])
     for draft in ([3], [9], [4, 5], [3]):

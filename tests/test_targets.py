@@ -13,7 +13,6 @@ from transformers import (
     BertConfig,
     GenerationConfig,
     LlamaConfig,
-    MambaConfig,
 )
 
 import truedraft
@@ -30,10 +29,6 @@ REFUSED = {
     "not generative": (
         lambda: AutoModel.from_config(BertConfig(**_SMALL, intermediate_size=32)).eval(),
         "not generative",
-    ),
-    "recurrent state": (
-        lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=1)).eval(),
-        "cannot be hosted exactly",
     ),
     "training mode": (
         lambda: AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, intermediate_size=32)).train(),

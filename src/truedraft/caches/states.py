@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DummyLayer, LinearAttentionLayer, get_layer_types_and_kwargs
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from truedraft.caches.rows import CacheCursor, RowCache, RowLayer
@@ -22,6 +23,15 @@ from truedraft.tree import Prompt
 
 STATE_LAYERS = {"conv", "linear_attention"}  # kinds of layers with states and no keys and values,
 MIXED_LAYERS = {"hybrid", "hybrid_sliding"}  # and with both
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """The kind of each layer of a decoder, as in `layer_types` of a configuration; that of RWKV does not have them."""
+    if config.model_type == "rwkv":
+        return ["linear_attention"] * config.num_hidden_layers
+    kinds: list[str] = get_layer_types_and_kwargs(config)[0]
+    return kinds
+
 
 States = list[Tensor | None]  # of one row in one layer: the inputs of its convolutions, then its recurrent states
 

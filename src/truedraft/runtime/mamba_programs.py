@@ -1,28 +1,23 @@
-"""Programs of models with layers of Mamba 2, which advance their states by state-space duality."""
+"""Programs of models with layers of Mamba (`mixers.py`), alone or among those of attention."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from truedraft.runtime import mixtures
+from truedraft.runtime.mixers import mixer, reserve
 from truedraft.runtime.native import OpKind
-from truedraft.runtime.program import ACTIVATIONS, Program
-from truedraft.runtime.state_programs import attending_of, convolve
-from truedraft.runtime.weights import NotCompilable, padded_to_16
-
-# Some models lengthen time steps to a least one in passes of several tokens, and not in those of one. The compiled pass
-# follows the latter throughout; a longer least step than this is refused.
-LEAST_STEP = 1e-3
+from truedraft.runtime.program import Program
+from truedraft.runtime.state_programs import attending_of
+from truedraft.runtime.weights import NotCompilable
 
 
-def mamba2(p: Program, model: Any) -> None:
-    """Mamba 2: no attention; in a bf16 model, hidden states may be kept in fp32 between the layers."""
+def mamba(p: Program, model: Any) -> None:
+    """Mamba, Falcon Mamba and Mamba 2: no attention; a bf16 model may keep hidden states in fp32 between the layers."""
     c, body = model.config, model.backbone
     exact = c.residual_in_fp32
     for layer in body.layers:
@@ -78,15 +73,17 @@ def granite_hybrid(p: Program, model: Any) -> None:
 
 
 def bamba(p: Program, model: Any) -> None:
-    """Bamba: Mamba 2 or attention, and then a feed-forward."""
+    """Bamba: Mamba 2 or attention, and then a feed-forward; with Mamba 1 and mixtures of experts, Jamba."""
     c = model.config
     layers = model.model.layers
+    feeds = [mixtures.of_jamba(layer) for layer in layers]
+    mixtures.reserve(p, feeds)
     for layer in layers:
         if hasattr(layer, "mamba"):
             reserve(p, layer.mamba)
-    p.begin(model, c.intermediate_size, attention=attending_of(layers))
+    p.begin(model, 0, attention=attending_of(layers))
     count = 0
-    for layer in layers:
+    for layer, feed in zip(layers, feeds, strict=True):
         p.rms_norm("x", "h", layer.input_layernorm)
         if hasattr(layer, "mamba"):
             mixer(p, "h", layer.mamba)
@@ -97,8 +94,12 @@ def bamba(p: Program, model: Any) -> None:
             p.linear("a", "x", layer.self_attn.o_proj, add=True)
             count += 1
         p.rms_norm("x", "h", layer.pre_ff_layernorm)
-        p.gated("h", layer.feed_forward, c.hidden_act)
-        p.linear("g", "x", layer.feed_forward.down_proj, add=True)
+        if hasattr(feed, "experts"):
+            mixtures.routed(p, "h", feed, c.hidden_act, mode=False)
+            p.add("x", "t", "x")
+        else:
+            p.gated("h", feed, c.hidden_act)
+            p.linear("g", "x", feed.down_proj, add=True)
         p.outputs.append(len(p.ops) - 1)
     p.end(model, lambda src, dst: p.rms_norm(src, dst, model.model.final_layernorm))
 
@@ -189,28 +190,29 @@ def nemotron_h(p: Program, model: Any) -> None:
     p.end(model, lambda src, dst: norm(src, dst, body.norm_f))
 
 
-def zamba2(p: Program, model: Any) -> None:
-    """Zamba 2: Mamba 2; in some layers, attention and a feed-forward that several of these share, over the hidden state
-    beside the embedding, are added to its input. The shared ones have adapters for each layer."""
+def zamba(p: Program, model: Any) -> None:
+    """Zamba: Mamba 1, or in Zamba 2 Mamba 2; in some layers, attention and a feed-forward that several of these share,
+    over the hidden state beside the embedding, are added to its input. In Zamba 2, the shared ones have adapters for
+    each layer."""
     c, body = model.config, model.model
-    hybrids = [layer for layer in body.layers if hasattr(layer, "shared_transformer")]
-    if not hybrids:
+    shared = [getattr(layer, "shared_transformer", getattr(layer, "shared_transf", None)) for layer in body.layers]
+    attention = next((block.self_attn for block in shared if block is not None), None)
+    if attention is None:
         raise NotCompilable("none of its layers attends")
     for layer in body.layers:
         reserve(p, getattr(layer, "mamba_decoder", layer).mamba)
-    attention = hybrids[0].shared_transformer.self_attn
-    for name, width in (
-        ("embedded", c.hidden_size), ("both", 2 * c.hidden_size), ("adapted", c.adapter_rank),
-        ("up", c.intermediate_size),
-    ):  # fmt: skip
+    for name, width in (("embedded", c.hidden_size), ("both", 2 * c.hidden_size)):
         p.buffer(name, width)
+    if c.model_type == "zamba2":
+        p.buffer("adapted", c.adapter_rank)
+        p.buffer("up", c.intermediate_size)
     p.begin(model, c.intermediate_size, attention=attention)
     p.copy("x", "embedded")
     count = 0
-    for layer in body.layers:
+    for layer, block in zip(body.layers, shared, strict=True):
         mamba, src = layer, "x"
-        if hasattr(layer, "shared_transformer"):
-            _shared(p, layer.shared_transformer, c, count)
+        if block is not None:
+            _shared(p, block, c, count)
             p.linear("h", "t", layer.linear)
             p.add("x", "t", "t")
             mamba, src = layer.mamba_decoder, "t"
@@ -229,7 +231,7 @@ def _shared(p: Program, block: Any, c: Any, count: int) -> None:
         p.op(OpKind.PICK, src=src, dst="both", heads=1, head=width, step=width, v_at=at, wait=at != 0)
     p.rms_norm("both", "both", block.input_layernorm)
     p.qkv("both", attention, c)
-    if c.use_shared_attention_adapter:
+    if getattr(c, "use_shared_attention_adapter", False):
         for name in "qkv":
             first, last = getattr(attention, f"linear_{name}_adapter_list")[count]
             p.linear("both", "adapted", first)
@@ -237,6 +239,15 @@ def _shared(p: Program, block: Any, c: Any, count: int) -> None:
     p.attend(count, attention, c)
     p.linear("a", "t", attention.o_proj)
     p.rms_norm("t", "t", block.pre_ff_layernorm)
+    if hasattr(mlp, "gate_up_proj_adapter_list"):
+        _adapted(p, mlp, c, count)
+    else:
+        p.gated("t", mlp, c.hidden_act)
+    p.linear("g", "h", mlp.down_proj)
+
+
+def _adapted(p: Program, mlp: Any, c: Any, count: int) -> None:
+    """The hidden activations of a feed-forward with an adapter of the hybrid layer with this number, in "g"."""
     first, last = mlp.gate_up_proj_adapter_list[count]
     inner = c.intermediate_size
     p.linear("t", "adapted", first, wait=False)
@@ -246,70 +257,17 @@ def _shared(p: Program, block: Any, c: Any, count: int) -> None:
         p.linear("adapted", name, last, rows, add=True, wait=name == "up")
     p.op(OpKind.ACTIVATE, src="g", dst="g", inner=inner, mode=p.activation(c.hidden_act))
     p.op(OpKind.MULTIPLY, src="g", other="up", dst="g", inner=inner)
-    p.linear("g", "h", mlp.down_proj)
-
-
-def reserve(p: Program, layer: Any) -> None:
-    """Buffers for `mixer`."""
-    values, heads = layer.intermediate_size, layer.num_heads
-    for name, numbers in (("mixed", layer.conv_dim), ("convolved", layer.conv_dim), ("z", values), ("o", values)):
-        p.buffer(name, numbers)
-    for name, numbers in (("steps", heads), ("rates", 2 * heads)):
-        p.buffer(name, numbers)
-
-
-def mixer(p: Program, src: str, layer: Any, factors: Sequence[float] = (1.0,) * 5) -> None:
-    """A layer of Mamba 2 but for its last projection: a matrix of each head decays and takes up the outer product of a
-    key and a value. The result, gated and normalised, is in "o".
-
-    factors: of the gates, values, keys, queries and time steps, as they are projected.
-    """
-    heads, width, groups, size = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
-    values, keys = layer.intermediate_size, groups * size
-    if width % 8 or size % 8 or values != heads * width:
-        raise NotCompilable(f"heads of {size} and {width} numbers, not multiples of eight, or not {values} in all")
-    least, most = getattr(layer, "time_step_limit", None) or (0.0, math.inf)
-    if least > LEAST_STEP or most != math.inf:
-        raise NotCompilable(f"its time steps are limited to {least} to {most}")
-    ends = [values, values + layer.conv_dim, values + layer.conv_dim + heads]
-    p.linear(src, "z", layer.in_proj, (0, ends[0]), scale=factors[0], wait=False)
-    if set(factors[1:4]) == {1.0}:
-        p.linear(src, "mixed", layer.in_proj, (ends[0], ends[1]), wait=False)
-    else:
-        at = ends[0]
-        for name, rows, factor in zip(("", " keys", " queries"), (values, keys, keys), factors[1:4], strict=True):
-            p.linear(src, f"mixed{name}", layer.in_proj, (at, at + rows), scale=factor, wait=False)
-            at += rows
-    p.linear(src, "steps", layer.in_proj, (ends[1], ends[2]), scale=factors[4])
-    convolve(p, "mixed", "convolved", layer.conv1d, p.activation(layer.activation))
-    p.op(
-        OpKind.RATES, src="steps", other="steps", dst="rates", heads=heads, mode=False, bias=p.small(layer.dt_bias),
-        other_bias=p.small(layer.A_log),
-    )  # fmt: skip
-    op = p.op(
-        OpKind.RECUR, src="convolved", other="rates", dst="o", heads=heads, kv_heads=groups, head=size, step=width,
-        v_at=0, k_at=values, q_at=values + keys, mode=False, bias=p.small(layer.D), narrow=False,
-    )  # fmt: skip
-    p.states.append((op, (heads, size, width), padded_to_16(keys + values + 2 * heads)))
-    norm = layer.norm
-    if isinstance(norm, nn.Identity):
-        p.op(OpKind.ACTIVATE, src="z", dst="z", inner=values, mode=ACTIVATIONS["silu"])
-        p.op(OpKind.MULTIPLY, src="o", other="z", dst="o", inner=values)
-        return
-    if getattr(norm, "norm_before_gate", False):
-        raise NotCompilable("its layers of Mamba are normalised before they are gated")
-    together = getattr(norm, "group_size", values // groups)
-    p.op(
-        OpKind.GATED_NORM, src="o", other="z", dst="o", heads=values // together, head=together,
-        weight=p.small(norm.weight), eps=norm.variance_epsilon, mode=ACTIVATIONS["silu"], norm_last=True,
-    )  # fmt: skip
 
 
 MAMBA: dict[str, Callable[[Program, Any], None]] = {
-    "mamba2": mamba2,
+    "mamba": mamba,
+    "falcon_mamba": mamba,
+    "mamba2": mamba,
     "granitemoehybrid": granite_hybrid,
     "bamba": bamba,
+    "jamba": bamba,
     "falcon_h1": falcon_h1,
     "nemotron_h": nemotron_h,
-    "zamba2": zamba2,
+    "zamba": zamba,
+    "zamba2": zamba,
 }

@@ -208,6 +208,12 @@ def of_granite(layer: Any) -> Any:
     return shared if moe is None else SimpleNamespace(gate=moe.router, experts=moe.experts, shared_expert=shared)
 
 
+def of_jamba(layer: Any) -> Any:
+    """The feed-forward of a layer of Jamba by the names of others."""
+    moe = layer.feed_forward
+    return SimpleNamespace(gate=moe.router, experts=moe.experts) if hasattr(moe, "experts") else moe
+
+
 def with_correction(layer: Any) -> Any:
     """The feed-forward of a layer by the names of DeepSeek 3, where a mixture and not its router has the correction."""
     mlp = layer.mlp

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.cache_utils import get_layer_types_and_kwargs
 
-from truedraft.caches.states import STATE_LAYERS
+from truedraft.caches.states import STATE_LAYERS, layer_kinds
 from truedraft.runtime import mixtures
 from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
@@ -24,6 +23,7 @@ from truedraft.runtime.gemma_programs import GEMMA
 from truedraft.runtime.mamba_programs import MAMBA
 from truedraft.runtime.mixture_programs import MIXTURES
 from truedraft.runtime.program import Program
+from truedraft.runtime.scan_programs import SCANS
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layer_types_of
 from truedraft.runtime.sequential_programs import SEQUENTIAL
 from truedraft.runtime.state_programs import lfm, minimax, olmo_hybrid, qwen3_5
@@ -240,6 +240,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "qwen3_5_moe_text": qwen3_5,
     "qwen3_next": qwen3_5,
     **MAMBA,
+    **SCANS,
     "olmo_hybrid": olmo_hybrid,
     "lfm2": lfm,
     "lfm2_moe": lfm,
@@ -257,7 +258,7 @@ def compile_program(model: Any, copied: Copies | None = None) -> Program:
         NotCompilable: the compiled pass cannot replace the model's forward; says why.
     """
     text = text_of(model)
-    kinds = get_layer_types_and_kwargs(text.config)[0]
+    kinds = layer_kinds(text.config)
     attending = [kind for kind in kinds if kind not in STATE_LAYERS and kind != "dummy"]
     return _compiled(model, text, PROGRAMS, attending, copied)
 

@@ -6,9 +6,8 @@ import inspect
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
-from truedraft.caches.states import MIXED_LAYERS, STATE_LAYERS
+from truedraft.caches.states import MIXED_LAYERS, STATE_LAYERS, layer_kinds
 from truedraft.errors import Refused
 from truedraft.runtime.positions import has_table
 from truedraft.runtime.seq2seq_programs import layer_types_of
@@ -20,7 +19,7 @@ NEEDED = {
     "decoder": ("position_ids", "past_key_values", "attention_mask"),
     "encoder-decoder": ("encoder_outputs", "past_key_values", "decoder_attention_mask"),
 }
-NEEDED_FOR_STATES = ("past_key_values or cache_params", "attention_mask")
+NEEDED_FOR_STATES = ("past_key_values or cache_params or state", "attention_mask")
 
 
 def _drops(module: Any) -> bool:
@@ -42,7 +41,7 @@ def keeps_states(config: Any) -> bool:
     """Whether decoders with such a configuration have layers whose states follow one text (`caches/states.py`)."""
     if reads_sources(config):
         return False
-    kinds = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+    kinds = layer_kinds(config.get_text_config(decoder=True))
     return not (STATE_LAYERS | MIXED_LAYERS).isdisjoint(kinds)
 
 
@@ -50,7 +49,7 @@ def layer_types(model: Any) -> list[str]:
     """The kind of each layer of a decoder; in those of encoder-decoders the configuration counts the encoder's."""
     if has_table(model):
         return layer_types_of(model.get_decoder())
-    return get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0]
+    return layer_kinds(model.config.get_text_config(decoder=True))
 
 
 def check_hosted(model: Any) -> None:
@@ -78,7 +77,7 @@ def check_hosted(model: Any) -> None:
         ):
             raise Refused(f"{name} cannot be hosted exactly: its forward has no argument {needed}, which trees need")
     hosted = HOSTED_LAYERS | STATE_LAYERS | MIXED_LAYERS | {"dummy"} if stateful else HOSTED_LAYERS
-    kinds = get_layer_types_and_kwargs(config)[0]
+    kinds = layer_kinds(config)
     while kinds and kinds[-1] == "dummy":  # read the keys and values of layers before them
         kinds = kinds[:-1]
     foreign = set(kinds) - hosted

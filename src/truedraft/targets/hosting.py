@@ -19,6 +19,7 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import check_hosted, keeps_states
 from truedraft.targets.inputs import BLANK
 from truedraft.targets.kinds import family_of
+from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import DraftTree, Prompt
@@ -86,7 +87,7 @@ def check_exact(target: DecoderTarget) -> None:
     """
     ids = _ids(target, 13)
     try:
-        _compare(target, ids, [ids[:4], []])
+        _compare(target, ids, [ids[:4], ids[9:] if target.config.model_type in STATES_OUTSIDE else []])
     except _Differs:
         if target.reads_sources:
             raise
@@ -139,6 +140,11 @@ def _on_tree(target: DecoderTarget, prompts: Sequence[Prompt], tree: DraftTree) 
 
 def _on_chains(target: DecoderTarget, prompts: Sequence[Prompt], tree: DraftTree) -> Tensor:
     """The same by chains: one to each leaf, and then, from where the last one was accepted in part, its rest."""
+    if target.config.model_type in RESTARTING:
+        raise Refused(
+            f"{type(target.model).__name__} cannot be hosted exactly: its own forward does not continue from a state "
+            f"over several tokens at once, and there is no compiled pass ({target.fallback_reason or 'runtime=stock'})"
+        )
     rows = len(prompts)
     scores = [target.prefill(prompts).logits[:, 0]] * len(tree)
     if not (isinstance(target.cache, StateCache) and target.cache.filled):
@@ -241,6 +247,8 @@ def _generated(
 
     blank: an input to pass zeros for.
     """
+    if len(texts) > 1 and model.config.model_type in STATES_OUTSIDE:
+        return torch.cat([_generated(model, [text], last, device, blank) for text in texts])
     longest = max(map(len, texts))
     pad = next(i for i in range(longest) if i not in texts[0])
     ids = torch.tensor([[pad] * (longest - len(text)) + text for text in texts], device=device)

@@ -6,9 +6,8 @@ from typing import Any
 
 import psutil
 import torch
-from transformers.cache_utils import get_layer_types_and_kwargs
 
-from truedraft.caches.states import STATE_LAYERS
+from truedraft.caches.states import STATE_LAYERS, layer_kinds
 from truedraft.errors import NoRoom
 
 
@@ -26,7 +25,7 @@ def check_room(
 
 def cached_layers(config: Any) -> int:
     """Number of layers with keys and values."""
-    kinds = get_layer_types_and_kwargs(config)[0]
+    kinds = layer_kinds(config)
     return len(kinds) - sum(kind in STATE_LAYERS or kind == "dummy" for kind in kinds)
 
 

@@ -11,6 +11,15 @@ from truedraft.errors import Refused
 # Model types whose forward takes no positions: only the biases of keys depend on them; see `runtime/alibi.py`.
 WITHOUT_POSITIONS = {"bloom", "mpt"}
 
+# Model types whose forward over several tokens begins at states of zeros, whatever the cache holds.
+RESTARTING = {"mamba", "falcon_mamba", "jamba", "zamba"}
+
+# Model types whose states are outside of any cache of transformers, and whose `generate` reads padding as text.
+STATES_OUTSIDE = {"recurrent_gemma", "rwkv"}
+
+# Model types whose `generate` lets rows of a batch read each other's states.
+MIXING_ROWS = {"rwkv"}
+
 # Kinds of layers in which the KV of a node depends on its path alone, so that branches can share a prefix.
 HOSTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 
@@ -53,6 +62,12 @@ def _compressed_keys(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _own_states(config: PreTrainedConfig) -> str | None:
+    if config.model_type == "xlstm":
+        return "keeps its states in a cache of its own, which cannot be taken back, and has no compiled pass"
+    return None
+
+
 # Each: config -> why the model cannot be hosted exactly, or None.
 REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
     _prefix,
@@ -60,6 +75,7 @@ REFUSALS: list[Callable[[PreTrainedConfig], str | None]] = [
     _routed_encoder,
     _hidden_window,
     _compressed_keys,
+    _own_states,
 ]
 
 

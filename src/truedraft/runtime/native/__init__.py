@@ -54,6 +54,8 @@ class OpKind(enum.IntEnum):
     PICK = 27
     HEADS = 28
     LATENT = 29
+    SCAN = 30
+    UNIT = 31
 
 
 class Failure(enum.IntEnum):

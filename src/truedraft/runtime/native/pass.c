@@ -433,7 +433,7 @@ static int units;     /* where the model computes in bf16, products by the instr
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
   ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM,
-  PICK, HEADS, LATENT
+  PICK, HEADS, LATENT, SCAN, UNIT
 };
 
 typedef struct {
@@ -446,10 +446,11 @@ typedef struct {
                      HEADS: 1 = factors are (in, out); LATENT: 1 = one rounding;
                      ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both,
                      4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively;
-                     COMBINE: 1 = products are not rounded */
+                     COMBINE: 1 = products are not rounded; SCAN: which recurrence */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
-                                                    CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row;
+                                                    CONVOLVE: head inputs of a channel; SCAN: heads parts of the
+                                                    channels, each with its own keys, and head numbers of a state; GATE, GATED_NORM: of the row;
                                                     LATENT, ATTEND: head latents and, where `in` is not 0, `in`
                                                     rotated numbers of a key, one for all heads; HEADS: of the row;
                                                     PREPARE: kv_heads 0 where there are queries only; RMS_NORM: heads
@@ -460,7 +461,8 @@ typedef struct {
                                            GATE: from head to head in the row of the gates, the first at k_at; 1 where
                                            each has one; PICK: from part to part of src, from k_at on, to v_at of dst */
   int64_t kv_step;                      /* ... and in those of k and v; LATENT, HEADS: in those of the result ... */
-  int64_t k_at, v_at, q_at;             /* ... which begin here in theirs; RECUR: and queries, all in one row; LATENT, HEADS:
+  int64_t k_at, v_at, q_at;             /* ... which begin here in theirs; RECUR: and queries, all in one row; SCAN: keys and
+                                           queries, in the rows of `other`; LATENT, HEADS:
                                            k_at is of the numbers that they read of a head, v_at of the rows of its
                                            factor, `apart` from head to head */
   int64_t experts, top;                 /* number of experts, 0 for none, and of experts per node */
@@ -468,17 +470,21 @@ typedef struct {
                                            COLUMNS: from row to row of the weights, (in, apart) per expert */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   int64_t groups;                       /* LINEAR, GATED: of columns that share a scale */
-  const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
+  const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL;
+                                           SCAN: logarithms of rates (head, in); UNIT: of channels (in,) */
   const void *scales, *second_scales;   /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
   const void *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
                                            ROUTE: added to the weights where experts are chosen, or NULL, and factors
                                            of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL, and rates
-                                           of all tokens, as in rows of `other`, or NULL */
+                                           of all tokens, as in rows of `other`, or NULL;
+                                           SCAN: of time steps, and of the inputs that are added to the result, or bonus and
+                                           logarithm of a decay; UNIT: of the
+                                           gates of inputs and of what is kept */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
-  void *keys, *values;                  /* (slots, kv_heads, capacity, head); latents and the rotated parts of keys; CONVOLVE, RECUR: states, and what drafts
+  void *keys, *values;                  /* (slots, kv_heads, capacity, head); latents and the rotated parts of keys; CONVOLVE, RECUR, SCAN: states, and what drafts
                                            bring to them (slots, drafted, ...) */
   const float *cosine, *sine;           /* (positions, rotary) */
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
@@ -663,7 +669,7 @@ AVX2 static void layer_norm(const Op *op, const float *x, float *y) {
  * `op` from `first` on. */
 typedef struct {
   float *scores, *queries, *extras;
-  float *vectors, *states;              /* RECUR: directions of queries and keys; states of a slice of a head */
+  float *vectors, *states;              /* RECUR: directions of queries and keys, SCAN: rates; states of a slice of a head */
   int64_t *holders;
   uint32_t *keys;
   bf16 *x;
@@ -1107,6 +1113,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 /* ---------------------------------------------------------------- layers with states */
 
 #include "recurrent.inc"
+#include "scans.inc"
 
 /* ---------------------------------------------------------------- mixtures of experts */
 
@@ -1331,6 +1338,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
     case PLAN: return 1;
     case CONVOLVE: return pass->rows * ((op->in + CHANNELS - 1) / CHANNELS);
     case RECUR: return pass->rows * op->kv_heads;
+    case SCAN: return pass->rows * op->heads * slices_of_head(op);
     case ACTIVATE:
     case GLU: return op->experts ? nodes * op->top : nodes;
     case ATTEND:
@@ -1386,7 +1394,13 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
       return;
     }
     case RATES: rates_row(op, pass, task); return;
+    case UNIT: unit_row(op, pass, task); return;
     case RECUR: recur(op, pass, task / op->kv_heads, task % op->kv_heads, worker); return;
+    case SCAN: {
+      const int64_t slices = op->heads * slices_of_head(op);
+      scan(op, pass, task / slices, task % slices, worker);
+      return;
+    }
     case GATED_NORM: gated_norm(op, pass, task); return;
     case GLU: clamped_glu(op, pass, task); return;
     case XIELU: xielu(op, ROW(op->src, task), ROW(op->dst, task)); return;
@@ -1434,9 +1448,9 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
     if (own - pass->settled[i] > drafts) drafts = own - pass->settled[i];
   }
   for (int64_t i = 0; i < count; i++)
-    if (ops[i].kind == RECUR && ops[i].head > size) size = ops[i].head;
+    if ((ops[i].kind == RECUR || ops[i].kind == SCAN) && ops[i].head > size) size = ops[i].head;
   if (size) {
-    r.vectors = whole_lines(2 * nodes * size);
+    r.vectors = whole_lines((2 * nodes + SLICE) * size);
     r.states = whole_lines((drafts + 1) * size * SLICE);
     r.holders = whole_lines(2 * (3 * drafts + 1)); /* of 64 bits */
   }
@@ -1542,8 +1556,19 @@ static int heads_fit(const Op *op, int64_t share) {
 static int states_fit(const Op *op, const Pass *pass) {
   if (!op->keys || !op->values || pass->rows < 1) return 0;
   if (op->kind == CONVOLVE)
-    return op->weight && within(op->head, 1, TAPS) && within(op->mode, -1, SIGMOID) && op->in % L == 0 &&
+    return op->weight && within(op->head, 1, TAPS) && within(op->mode, MEAN, SIGMOID) &&
+           (op->mode != MEAN || op->head == 2) && op->in % L == 0 &&
            fits(pass, op->src, op->in, pass->nodes) && fits(pass, op->dst, op->in, pass->nodes) && op->src != op->dst;
+  if (op->kind == SCAN)
+    return (op->mode == LINEAR_UNIT || (op->bias && op->other_bias)) && (op->mode != SELECTIVE || op->weight) &&
+           within(op->mode, SELECTIVE, WKV) && (op->mode != WKV || op->head == 3) &&
+           within(op->in, 1, MOST) && within(op->heads, 1, op->in) &&
+           op->in % op->heads == 0 && op->in / op->heads % L == 0 && within(op->head, 1, MOST / op->heads) &&
+           within(op->k_at, 0, MOST) && within(op->q_at, 0, MOST) && fits(pass, op->src, op->in, pass->nodes) &&
+           fits(pass, op->other, op->in, pass->nodes) &&
+           fits(pass, op->other, op->k_at + op->heads * op->head, pass->nodes) &&
+           fits(pass, op->other, op->q_at + op->heads * op->head, pass->nodes) &&
+           fits(pass, op->dst, op->in, pass->nodes) && op->src != op->dst && op->other != op->dst;
   return within(op->head, 1, MOST) && op->head % L == 0 && within(op->step, 1, MOST) && op->step % L == 0 &&
          within(op->kv_heads, 1, MOST / op->head) && within(op->heads, 1, MOST / op->step) &&
          op->heads % op->kv_heads == 0 && within(op->q_at, 0, MOST) && within(op->k_at, 0, MOST) &&
@@ -1610,10 +1635,15 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              fits(pass, op->dst, op->heads * op->head, nodes) && op->window >= 0 &&
              (op->kind == ATTEND || (pass->source_lengths && pass->sources > 0));
     case CONVOLVE:
-    case RECUR: return states_fit(op, pass);
+    case RECUR:
+    case SCAN: return states_fit(op, pass);
     case RATES:
       return within(op->heads, 1, MOST / 2) && op->bias && op->other_bias && fits(pass, op->src, op->heads, nodes) &&
              fits(pass, op->other, op->heads, nodes) && fits(pass, op->dst, 2 * op->heads, nodes);
+    case UNIT:
+      return op->weight && op->bias && op->other_bias && within(op->in, 1, MOST) && op->in % L == 0 &&
+             within(op->k_at, 0, MOST) && within(op->v_at, 0, MOST) && fits(pass, op->src, op->in, nodes) &&
+             fits(pass, op->other, op->k_at + op->in, nodes) && fits(pass, op->dst, op->v_at + op->in, nodes);
     case GATED_NORM:
       return op->weight && within(op->head, 1, MOST) && op->head % L == 0 && within(op->heads, 1, MOST / op->head) &&
              fits(pass, op->src, op->heads * op->head, nodes) && fits(pass, op->other, op->heads * op->head, nodes) &&
