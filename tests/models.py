@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 V = 61
-PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta"}  # lists in configurations
+PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta", "no_rope_layers"}  # lists in configurations
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,
@@ -167,6 +167,20 @@ ARCHITECTURES |= {
         "sliding_window": 9,
         "layer_types": _KINDS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+ARCHITECTURES |= {
+    "llama4_text": {
+        **_COMMON,
+        **_EXPERTS,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "attention_chunk_size": 7,
+        "no_rope_layers": [1, 0, 1],
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "moe_layers": [1, 2],
+        "intermediate_size_mlp": 40,
     },
 }
 

@@ -61,6 +61,7 @@ def cut(model: PreTrainedModel, skipped: Sequence[int]) -> Any:
     """A copy of the model without some of its decoder layers, with a matching configuration."""
     made: Any = copy.deepcopy(model)
     body, config = made.get_decoder(), made.config.get_text_config(decoder=True)
+    body = getattr(body, "model", body)  # Llama 4's decoder is a language model
     name = next(name for name in ("layers", "h", "block", "blocks") if hasattr(body, name))
     layers = list(getattr(body, name))
     kept = [i for i in range(len(layers)) if i not in skipped]

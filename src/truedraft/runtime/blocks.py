@@ -124,6 +124,16 @@ def spread(rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
     return tables
 
 
+def complexes_of(rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    """The tables of a rotary embedding that gives complex numbers, one for each pair of neighbours."""
+
+    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        turns = rotary(like, positions)
+        return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
+
+    return tables
+
+
 def rotate_by_layer(p: Program, model: Any) -> None:
     """The rotary embedding of each layer, where each has its own base or zero, for none."""
     if hasattr(model.model, "rotary_embs"):

@@ -196,14 +196,14 @@ class CompiledPass(Runner):
                 if op.kind in (OpKind.PREPARE, OpKind.LATENT) and rotary is not None and at not in p.unrotated:
                     cos, sin = self._tables(rotary, p.layer_types[at], cache.cursor.capacity, self.model.dtype)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
-                if op.kind == OpKind.PREPARE and p.factor is not None:
+                if op.kind == OpKind.PREPARE and at in p.factored:
                     op.factor = self._factors(cache.cursor.capacity).data_ptr()
         self._variants: dict[tuple[tuple[int, ...], frozenset[int]], ctypes.Array[Op]] = {}
 
     def _factors(self, capacity: int) -> Tensor:
         """The factor of the queries at every position; fp32."""
         if len(self._factor) < capacity and self.program.factor is not None:
-            self._factor = self.program.factor(torch.arange(capacity)).to(self.program.dtype).float()
+            self._factor = self.program.factor(torch.arange(capacity)).float()
         return self._factor
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from truedraft.runtime import latents, mixtures
-from truedraft.runtime.blocks import blocks, experts, final, rotate_by_layer
+from truedraft.runtime.blocks import blocks, complexes_of, experts, final, rotate_by_layer
 from truedraft.runtime.program import Program
 
 
@@ -144,6 +144,40 @@ def gpt_oss(p: Program, model: Any) -> None:
     final(p, model, norm)
 
 
+def llama4(p: Program, model: Any) -> None:
+    """Llama 4: attention within parts of the text with norms over each head after the rotation, or to all of it without
+    a rotation, its queries scaled by their positions; mixtures of experts whose inputs are scaled, dense layers among
+    them."""
+    c, layers = model.config, model.model.layers
+    first = layers[0].self_attn
+    p.unrotated = {i for i, layer in enumerate(layers) if not layer.self_attn.use_rope}
+    if first.attn_temperature_tuning:
+        p.factored = p.unrotated
+        p.factor = lambda at: torch.log1p(torch.floor((at + 1.0) / first.floor_scale)) * first.attn_scale + 1.0
+
+    def mixed(src: str, index: int, attention: Any) -> str:
+        per_head = 0.0 if hasattr(attention, "qk_norm") else None
+        p.qkv(src, attention, c)
+        p.attend(index, attention, c, per_head=per_head, norms_last=True, once=True, interleaved=True)
+        return "a"
+
+    def feed(src: str, layer: Any) -> Any:
+        if layer.is_moe_layer:
+            mixtures.scaled(p, src, layer.feed_forward, c.hidden_act)
+            return None
+        p.gated(src, layer.feed_forward, c.hidden_act)
+        return layer.feed_forward.down_proj
+
+    for layer in layers:
+        if layer.is_moe_layer:
+            mixtures.reserve_scaled(p, layer.feed_forward)
+        else:
+            p.buffer("g", layer.feed_forward.down_proj.in_features)
+    p.begin(model, 0, rotary=complexes_of(model.model.rotary_emb))
+    blocks(p, model, p.rms_norm, feed, mixed=mixed)
+    final(p, model, p.rms_norm)
+
+
 MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "dots1": dots1,
     "deepseek_v2": deepseek,
@@ -162,6 +196,7 @@ MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "granitemoe_swa": granite_moe,
     "granitemoeshared": granite_moe,
     "gpt_oss": gpt_oss,
+    "llama4_text": llama4,
     "mixtral": mixtral,
     "qwen2_moe": mixtral,
     "qwen3_moe": mixtral,

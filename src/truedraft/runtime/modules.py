@@ -17,7 +17,7 @@ def head_of(attention: Any) -> int:
 
 def head_norms(attention: Any) -> tuple[Any, Any]:
     """The norms over each head of the queries and of the keys; None where it has no keys of its own."""
-    for names in (("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")):
+    for names in (("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"), ("qk_norm", "qk_norm")):
         if hasattr(attention, names[0]):
             return getattr(attention, names[0]), getattr(attention, names[1])
     return attention.q_norm, getattr(attention, "k_norm", None)

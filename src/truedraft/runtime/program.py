@@ -18,6 +18,7 @@ ACTIVATIONS = {
     "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
 }  # fmt: skip
 SIGMOID = 4
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # by kind of attention
 
 
 @dataclass
@@ -55,7 +56,8 @@ class Program:
     rotary: Any = None  # what computes cosines and sines, if anything does
     rotaries: dict[int, Any] = field(default_factory=dict)  # the same of single layers
     unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
-    factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions
+    factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions; rounded
+    factored: set[int] = field(default_factory=set)  # layers whose queries have it
     vocab_size: int = 0  # rows of the embedding
     activations: set[str] = field(default_factory=set)  # of its feed-forwards, by their names in configurations
     positions: Tensor | None = None  # that the embedding adds
@@ -238,13 +240,12 @@ class Program:
         gated: a buffer with the queries of each head before the gates of its result.
         shared: keys and values are those that the cached layer `index` has, made by another layer.
         """
-        head = head_of(attention)
+        head, kind = head_of(attention), self.layer_types[index]
         if head % 8:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
         sizes: dict[str, Any] = dict(
             heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head,
             step=3 * head if fused else 2 * head if gated else head, kv_step=3 * head if fused else head,
-            window=config.sliding_window if self.layer_types[index] == "sliding_attention" else 0,
         )  # fmt: skip
         norms: dict[str, Any] = {}
         if per_head is not None:
@@ -261,7 +262,10 @@ class Program:
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
         sinks = self.small(getattr(attention, "sinks", None))
-        self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **sizes)
+        self.op(
+            OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **sizes,
+            window=getattr(config, WINDOWS[kind]) if kind in WINDOWS else 0, mode=kind == "chunked_attention",
+        )  # fmt: skip
         if gated:
             self.gate(gated, attention, config, head, 2 * head)
 

@@ -50,7 +50,8 @@ def ministral3(p: Program, model: Any) -> None:
     """Ministral 3: Llama with queries scaled by their positions."""
     rope = model.config.rope_parameters
     beta, length = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
-    p.factor = lambda positions: 1 + beta * torch.log(1 + torch.floor(positions / length))
+    p.factor = lambda positions: (1 + beta * torch.log(1 + torch.floor(positions / length))).to(p.dtype)
+    p.factored = set(range(len(model.model.layers)))
     llama(p, model)
 
 

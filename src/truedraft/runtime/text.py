@@ -15,6 +15,8 @@ class TextModel:
 
     def __init__(self, whole: Any):
         body = whole.get_decoder()
+        if hasattr(body, "lm_head"):  # Llama 4's is a language model
+            body = body.model
         self.config = whole.config.get_text_config(decoder=True)
         self.dtype = whole.dtype
         self.get_input_embeddings, self.get_output_embeddings = whole.get_input_embeddings, whole.get_output_embeddings

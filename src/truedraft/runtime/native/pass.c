@@ -444,8 +444,10 @@ typedef struct {
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR, COLUMNS: 1 = added to dst; EMBED: 1 = scales all;
                      HEADS: 1 = factors are (in, out); LATENT: 1 = one rounding;
                      ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both,
-                     4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively;
-                     COMBINE: 1 = products are not rounded */
+                     4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively,
+                     6 = sigmoids of the scores that experts are chosen by; DEAL: 1 = times the experts' weights;
+                     COMBINE: 1 = products are not rounded, 2 = without weights;
+                     ATTEND: 1 = a node sees its own part of the positions, of `window` each */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
                                                     CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row;
@@ -1032,6 +1034,13 @@ static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int6
   for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
 }
 
+/* The first position that a node may see. */
+IN int64_t first_seen(const Op *op, int64_t position) {
+  if (!op->window) return 0;
+  const int64_t first = op->mode ? position / op->window * op->window : position - op->window + 1;
+  return first < 0 ? 0 : first;
+}
+
 /* One head of keys and values, for the nodes of one group and the query heads that share it. A row of scores holds those
  * of the places from `start` on; then only those that the node sees, in the order of its path. */
 AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t kv, Worker *worker) {
@@ -1048,12 +1057,12 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   int64_t low[MANY], start = INT64_MAX, shared = INT64_MAX, end = 0;
 #define EXTRAS(i, e)                                                             \
   for (int64_t e = pass->extra_from[i]; e < pass->extra_from[(i) + !cross]; e++) \
-    if (!op->window || pass->extra_position[e] > pass->position[i] - op->window)
+    if (!op->window || pass->extra_position[e] >= first_seen(op, pass->position[i]))
 #define LEAST(a, b) a = (b) < a ? (b) : a
 #define MOST_OF(a, b) a = (b) > a ? (b) : a
   for (int64_t i = from; i < to; i++) {
-    const int64_t first = op->window ? pass->position[i] - op->window + 1 : 0;
-    low[i - from] = first < 0 ? 0 : first > base[i] ? base[i] : first;
+    const int64_t first = first_seen(op, pass->position[i]);
+    low[i - from] = first > base[i] ? base[i] : first;
     LEAST(start, low[i - from]);
     LEAST(shared, base[i]);
     MOST_OF(end, base[i]);
@@ -1160,9 +1169,9 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
     }
     return;
   }
-  const int sigmoids = op->mode & 2, stepwise = op->narrow && !op->norm_once;
+  const int sigmoids = op->mode & 2, last = op->mode & 4, stepwise = op->narrow && !op->norm_once;
   if (!sigmoids) softmax(p, op->experts, 1.0f, 0.0f, NULL);
-  for (int64_t e = 0; sigmoids && e < op->experts; e += L)
+  for (int64_t e = 0; sigmoids && !last && e < op->experts; e += L)
     _mm256_storeu_ps(p + e, keep8(rounded(activated(_mm256_loadu_ps(p + e), SIGMOID), stepwise), op->experts - e));
   if (op->heads) drop_groups(op, p, w);
   for (int64_t k = 0; k < op->top; k++) {
@@ -1181,6 +1190,7 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   if (part[0] < op->cap) part[0] = op->cap;
   for (int64_t k = 0; k < op->top; k += L) {
     __m256 v = _mm256_loadu_ps(w + k);
+    if (last) v = activated(v, SIGMOID);
     if (op->mode & 1) v = _mm256_div_ps(v, _mm256_set1_ps(part[0]));
     v = rounded(v, op->scale == 1.0f ? op->narrow : stepwise);
     if (op->scale != 1.0f) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
@@ -1203,6 +1213,18 @@ static void planned(const Op *op, int64_t nodes, Plan *plan) {
   for (int64_t i = 0; i < nodes * op->top; i++) row[i] = next[row[i]]++;
 }
 
+/* The row of a node to its experts. */
+AVX2 static void deal(const Op *op, const Pass *pass, int64_t node) {
+  const float *x = ROW(op->src, node), *w = ROW(op->other, node);
+  for (int64_t i = 0; i < op->top; i++) {
+    float *y = ROW(op->dst, pass->plan->row[node * op->top + i]);
+    for (int64_t k = 0; k < op->in; k += L) {
+      const __m256 v = _mm256_loadu_ps(x + k);
+      _mm256_storeu_ps(y + k, op->mode ? rounded(_mm256_mul_ps(v, _mm256_set1_ps(w[i])), op->narrow) : v);
+    }
+  }
+}
+
 /* The sum of the experts' outputs at a node, each times its weight, by rank; without experts, the node's own row. */
 AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
   const int64_t *row = op->experts ? pass->plan->row + node * op->top : &node;
@@ -1211,8 +1233,8 @@ AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
   for (int64_t k = 0; k < op->in; k += L) {
     __m256 total = _mm256_setzero_ps();
     for (int64_t i = 0; i < op->top; i++) {
-      const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(ROW(op->src, row[i]) + k), _mm256_set1_ps(w[i]));
-      total = _mm256_add_ps(total, rounded(v, op->narrow && !op->mode));
+      const __m256 x = _mm256_loadu_ps(ROW(op->src, row[i]) + k), v = _mm256_mul_ps(x, _mm256_set1_ps(w[i]));
+      total = _mm256_add_ps(total, op->mode == 2 ? x : rounded(v, op->narrow && !op->mode));
     }
     _mm256_storeu_ps(y + k, rounded(total, op->narrow));
   }
@@ -1330,6 +1352,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
     case CONVOLVE: return pass->rows * ((op->in + CHANNELS - 1) / CHANNELS);
     case RECUR: return pass->rows * op->kv_heads;
     case ACTIVATE:
+    case MULTIPLY:
     case GLU: return op->experts ? nodes * op->top : nodes;
     case ATTEND:
     case CROSS: return pass->groups * op->kv_heads;
@@ -1371,10 +1394,7 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
       return;
     case ROUTE: route(op, pass, task); return;
     case PLAN: planned(op, pass->nodes, pass->plan); return;
-    case DEAL:
-      for (const int64_t *row = pass->plan->row + task * op->top, *end = row + op->top; row < end; row++)
-        memcpy(ROW(op->dst, *row), ROW(op->src, task), sizeof(float) * (size_t)op->in);
-      return;
+    case DEAL: deal(op, pass, task); return;
     case COMBINE: combine(op, pass, task); return;
     case GATE: gate(op, pass, task); return;
     case PICK: pick(op, pass, task); return;
@@ -1626,6 +1646,8 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              fits(pass, op->src, (op->heads - 1) * op->step + op->k_at + op->head, nodes) &&
              fits(pass, op->dst, op->v_at + op->heads * op->head, nodes);
     case MULTIPLY:
+      return fits(pass, op->src, op->in, dealt) && fits(pass, op->other, op->in, dealt) &&
+             fits(pass, op->dst, op->in, dealt) && (!op->experts || top > 0);
     case ADD:
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->other, op->in, nodes) &&
              fits(pass, op->dst, op->in, nodes);
@@ -1648,7 +1670,9 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case GLU:
       return within(op->in, 1, MOST / 2) && fits(pass, op->src, 2 * op->in, dealt) && fits(pass, op->dst, op->in, dealt);
     case PLAN: return top > 0 && !op->tail;
-    case DEAL: return top > 0 && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, dealt);
+    case DEAL:
+      return top > 0 && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, dealt) &&
+             (op->mode ? fits(pass, op->other, top, nodes) : within(op->other, 0, pass->buffers - 1));
     case COMBINE:
       return top > 0 && fits(pass, op->src, op->in, dealt) && fits(pass, op->other, top, nodes) &&
              fits(pass, op->dst, op->in, nodes);
