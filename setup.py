@@ -7,6 +7,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 native = "src/truedraft/runtime/native"
+FILES = "linear", "panels", "recurrent", "streams", "team", "neon", "neon_bf16"
 
 
 class Build(build_ext):
@@ -41,7 +42,7 @@ if sys.platform in ("linux", "darwin") and platform.machine() in ("x86_64", "aar
         Extension(
             "truedraft.runtime.native._pass",
             sources=[f"{native}/pass.c"],
-            depends=[f"{native}/{name}.inc" for name in ("linear", "panels", "recurrent", "team", "neon", "neon_bf16")],
+            depends=[f"{native}/{name}.inc" for name in FILES],
             # products and sums stay apart where the source keeps them apart: results are to be the same everywhere
             extra_compile_args=["-O3", "-ffp-contract=off", "-pthread", OPENMP],
             extra_link_args=["-pthread", OPENMP],

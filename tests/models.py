@@ -10,7 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 V = 61
-PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta", "no_rope_layers"}  # lists in configurations
+PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta", "no_rope_layers"}
+PER_LAYER |= {"activation_sparsity_pattern", "intermediate_size"}  # lists in configurations, or one number of all
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,
@@ -271,6 +272,18 @@ ARCHITECTURES |= {
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 5.0,
     },
+    "gemma3n_text": {
+        **_COMMON,
+        **_FOUR,
+        **_OWN,
+        "vocab_size_per_layer_input": 40,
+        "intermediate_size": [48, 40, 48, 40],
+        "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0],
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "altup_num_inputs": 3,
+        "final_logit_softcapping": 5.0,
+    },
     "gemma4_unified_text": {
         **_COMMON,
         "sliding_window": 9,
@@ -401,8 +414,12 @@ TYPES = {  # architectures that are a kind of a model type
 }
 
 VARIANTS = {"gemma4_moe"}  # of a type with a program, whose configurations have little in common
-SHARING = {"gemma4_text"}  # layers read the keys and values of others, so that none can be skipped
-BY_TOKEN = {"gemma4_text"}  # layers have embeddings of their own of each token, so that none can be given
+SHARING = {"gemma3n_text", "gemma4_text"}  # layers read the keys and values of others, so that none can be skipped
+BY_TOKEN = {
+    "gemma3n_text",
+    "gemma4_text",
+}  # layers have embeddings of their own of each token, so that none can be given
+STREAMS = {"gemma3n_text"}  # layers have several hidden states of each token, which are not tapped
 # in bf16, of the spread of the logits: scores of normalised queries are not scaled, so that attention is sharp
 ROUGH = {"gemma4_text": 0.2, "gemma4_moe": 0.2, "gemma4_unified_text": 0.2}
 
@@ -437,7 +454,7 @@ def tiny(
         if "num_kv_shared_layers" in text:
             text["num_kv_shared_layers"] = max(0, layers - 2)
         for name in PER_LAYER & text.keys():
-            text[name] = (text[name] * layers)[:layers]
+            text[name] = (text[name] * layers)[:layers] if isinstance(text[name], list) else text[name]
     if (whole := INSIDE.get(architecture)) is not None:
         config = CONFIG_MAPPING[whole](text_config=text, vision_config=_VISION, image_token_id=2, video_token_id=2)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
@@ -450,7 +467,14 @@ def tiny(
                 parameter.normal_(std=0.02)
             if parameter.ndim >= 2:
                 parameter.mul_(sharpen)
+            elif name.endswith("correct_output_scale"):  # zeros, which would hide what is scaled
+                parameter.normal_(1.0, 0.3)
     return model.to(dtype)
+
+
+def tapped(architecture: str, *layers: int) -> tuple[int, ...]:
+    """The layers, where those of an architecture can be tapped."""
+    return () if architecture in STREAMS else layers
 
 
 def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import truedraft
 from drafters_for_tests import HiddenReader
 from model_types import built
-from models import ARCHITECTURES, V, ragged, tiny
+from models import ARCHITECTURES, STREAMS, V, ragged, tiny
 from test_seq2seq import ARCHITECTURES as SEQ2SEQ
 from test_seq2seq import tiny as tiny_seq2seq
 from truedraft import DraftTree, Refused
@@ -117,10 +117,17 @@ def net(target: DecoderTarget, lengths: Sequence[int] = (7, 1, 12)) -> None:
 
 
 @pytest.mark.parametrize("kind", PASSES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in STREAMS])
 def test_layers_are_those_of_a_plain_forward(architecture: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SMALLEST", 0)
     net(target_of(architecture, kind))
+
+
+@pytest.mark.parametrize("kind", ["stock", "compiled"])
+@pytest.mark.parametrize("architecture", sorted(STREAMS))
+def test_several_hidden_states_of_a_token_are_not_tapped(architecture: str, kind: str) -> None:
+    with pytest.raises(Refused, match="a layer has several of each token"):
+        target_of(architecture, kind).check_taps(Taps((1,)))
 
 
 @pytest.mark.parametrize("kind", PASSES)

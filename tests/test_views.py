@@ -72,7 +72,7 @@ def cut(model: PreTrainedModel, skipped: Sequence[int]) -> Any:
                 if hasattr(module, index):
                     setattr(module, index, new)
     for listed in PER_LAYER:
-        if getattr(config, listed, None):
+        if isinstance(getattr(config, listed, None), list):
             setattr(config, listed, [getattr(config, listed)[i] for i in kept])
     if model.config.is_encoder_decoder:
         setattr(config, "decoder_layers" if hasattr(config, "decoder_layers") else "num_decoder_layers", len(kept))

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
+from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime._base import PROMPT, Runner
 from truedraft.runtime.embedding import embedded
@@ -23,7 +24,7 @@ from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rotary_tables import RotaryTables
 from truedraft.runtime.skipping import check_own_keys
-from truedraft.runtime.tapping import layer_number
+from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import View
@@ -244,6 +245,8 @@ class CompiledPass(Runner):
     def check_taps(self, taps: Taps) -> None:
         for layer in taps.hidden:
             layer_number(layer, len(self.program.outputs) - 1)
+        if taps.hidden and not self.program.tapped:
+            raise Refused(several_streams(type(self.model).__name__))
 
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.

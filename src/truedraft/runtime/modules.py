@@ -34,6 +34,12 @@ def kv_heads(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
+def inner_size(config: Any) -> int:
+    """Numbers inside of a feed-forward, at most."""
+    size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return size if isinstance(size, int) else max(size)
+
+
 def outputs_of(layer: Any) -> int:
     """Number of outputs of a linear layer."""
     return layer.nf if type(layer) is Conv1D else layer.out_features

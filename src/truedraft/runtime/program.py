@@ -53,6 +53,7 @@ class Program:
     # operations with states; the size of a state, and of what a token brings to it
     states: list[tuple[Op, tuple[int, ...], int]] = field(default_factory=list)
     head_from: int = 0  # the ops from here on read the gathered nodes
+    tapped: bool = True  # "x" is all of a layer's hidden state
     rotary: Any = None  # what computes cosines and sines, if anything does
     rotaries: dict[int, Any] = field(default_factory=dict)  # the same of single layers
     unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
@@ -87,11 +88,11 @@ class Program:
             self.widths["logits"] = self.widths.pop("logits")  # allocated per pass: the last one
         self.rows[name] = max(rows, self.rows.get(name, 0))
 
-    def part(self, name: str, of: str, column: int) -> None:
-        """A name for the columns of a buffer from `column` on."""
+    def part(self, name: str, of: str, column: int, width: int = 0) -> None:
+        """A name for the columns of a buffer from `column` on, all or `width` of them."""
         if column % 16:
             raise NotCompilable(f"hidden states of {column} numbers, not a multiple of sixteen")
-        self.buffer(name, self.widths[of] - column)
+        self.buffer(name, width or self.widths[of] - column)
         self.parts[name] = of, column
 
     @property

@@ -20,6 +20,7 @@ from truedraft.caches.states import STATE_LAYERS
 from truedraft.runtime import mixtures
 from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
+from truedraft.runtime.gemma3n_program import gemma3n
 from truedraft.runtime.gemma_programs import GEMMA
 from truedraft.runtime.mamba_programs import MAMBA
 from truedraft.runtime.mixture_programs import MIXTURES
@@ -225,6 +226,7 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     **SEQUENTIAL,
     **MIXTURES,
     **GEMMA,
+    "gemma3n_text": gemma3n,
     "phi": phi,
     "cohere": cohere,
     "cohere2": cohere,

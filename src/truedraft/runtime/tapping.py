@@ -43,7 +43,10 @@ class LayerTaps:
         self._model: Any = model
         self._inputs = {"input_ids": one_token(model)} if inputs is None else inputs
         self._name = type(model).__name__
-        self.blocks = len(self._returned()) - 1
+        returned = self._returned()
+        if returned[0].ndim > 3:
+            raise Refused(several_streams(self._name))
+        self.blocks = len(returned) - 1
         self._layers: Sequence[nn.Module] = blocks_of(model, self.blocks) or ()
         self._final = True
         if not (self._layers and self._equal(range(-1, self.blocks + 1))):
@@ -139,6 +142,11 @@ class LayerTaps:
         if not states:
             raise Refused(f"the hidden states of {self._name} cannot be tapped: its forward returns none")
         return states
+
+
+def several_streams(name: str) -> str:
+    """Why no layer of a model is tapped whose blocks pass several hidden states to each other."""
+    return f"the hidden states of {name} cannot be tapped: a layer has several of each token"
 
 
 def one_token(model: Any) -> Tensor:

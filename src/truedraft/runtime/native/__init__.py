@@ -54,6 +54,9 @@ class OpKind(enum.IntEnum):
     PICK = 27
     HEADS = 28
     LATENT = 29
+    MIX = 30
+    MATCH = 31
+    EXCEED = 32
 
 
 class Failure(enum.IntEnum):

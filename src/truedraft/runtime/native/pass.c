@@ -34,7 +34,7 @@ typedef uint16_t bf16;
 #include "team.inc"
 
 enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192 };
-enum { KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256 };
+enum { KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256, STREAMS = 8 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -432,7 +432,7 @@ static int units;     /* where the model computes in bf16, products by the instr
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
   ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM,
-  PICK, HEADS, LATENT
+  PICK, HEADS, LATENT, MIX, MATCH, EXCEED
 };
 
 typedef struct {
@@ -447,14 +447,17 @@ typedef struct {
                      4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively,
                      6 = sigmoids of the scores that experts are chosen by; DEAL: 1 = times the experts' weights;
                      COMBINE: 1 = products are not rounded, 2 = without weights;
-                     ATTEND: 1 = a node sees its own part of the positions, of `window` each */
+                     ATTEND: 1 = a node sees its own part of the positions, of `window` each;
+                     MIX: 1 = added to dst */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
                                                     CONVOLVE: head inputs of a channel; GATE, GATED_NORM: of the row;
                                                     LATENT, ATTEND: head latents and, where `in` is not 0, `in`
                                                     rotated numbers of a key, one for all heads; HEADS: of the row;
                                                     PREPARE: kv_heads 0 where there are queries only; RMS_NORM: heads
-                                                    parts of a row, each by itself, or 0 for one;
+                                                    parts of a row, each by itself, or 0 for one; MIX: parts of src
+                                                    and of dst, and size of these; EMBED: heads tokens of the table,
+                                                    of which the first stands for all others, or 0 where it has all;
                                                     ROUTE: groups of experts, those kept, experts that a group is
                                                     judged by */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
@@ -474,7 +477,8 @@ typedef struct {
   const void *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
                                            ROUTE: added to the weights where experts are chosen, or NULL, and factors
-                                           of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL;
+                                           of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL, and
+                                           likewise (in,); MIX: (kv_heads, heads), in the place of `other`, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
@@ -482,7 +486,8 @@ typedef struct {
                                            bring to them (slots, drafted, ...) */
   const float *cosine, *sine;           /* (positions, rotary) */
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
-  float eps, scale, cap;                /* ROUTE: added to the sum, factor of the weights, least sum */
+  float eps, scale, cap;                /* ROUTE: added to the sum, factor of the weights, least sum; MIX: eps is added to
+                                           the coefficients; MATCH: eps is the least mean */
   int32_t norm_once;                    /* PREPARE: the norms round once; ROUTE: the router computes in fp32 */
   int32_t form;                         /* LINEAR, GATED: of the weights; ROUTE: of the bias */
   int32_t shift;                        /* GROUPED: a group is 2^shift columns; EMBED: of the positions;
@@ -602,12 +607,12 @@ AVX2 IN __m256 row8(const void *row, int64_t k, int64_t width, int narrow) {
 }
 
 AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
-  const int64_t width = op->in, bytes = width * (op->narrow ? 2 : 4);
+  const int64_t width = op->in, bytes = width * (op->narrow ? 2 : 4), token = pass->embeds ? 0 : pass->token[node];
   const void *given = pass->embeds ? (const void *)(pass->embeds + node * width)
-                                   : (const void *)((const char *)op->weight + pass->token[node] * bytes);
+                                   : (const char *)op->weight + (op->heads && token >= op->heads ? 0 : token) * bytes;
   const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds), narrow = op->narrow && !pass->embeds;
   const char *placed = NULL;
-  if (op->second && (pass->embeds || pass->token[node] != op->blank)) {
+  if (op->second && (pass->embeds || token != op->blank)) {
     const int64_t at = pass->position[node] + op->shift;
     placed = (const char *)op->second + (at < op->out ? at : op->out - 1) * bytes;
   }
@@ -1115,6 +1120,8 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 
 #include "recurrent.inc"
 
+#include "streams.inc"
+
 /* ---------------------------------------------------------------- mixtures of experts */
 
 /* What an expert is chosen by: its score and a correction, which its weight is without. */
@@ -1301,7 +1308,11 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
       case ACTIVATE: v = activated(v, op->mode); break;
       case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
       case MULTIPLY: v = _mm256_mul_ps(v, _mm256_loadu_ps(z + k)); break;
-      case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->bias ? *op->bias : op->scale)); break;
+      case SCALE: {
+        const __m256 one = _mm256_set1_ps(op->bias ? *op->bias : op->scale);
+        v = _mm256_mul_ps(v, op->other_bias ? _mm256_loadu_ps(op->other_bias + k) : one);
+        break;
+      }
       case CLAMP: /* NaN stays NaN */
         v = _mm256_max_ps(_mm256_set1_ps(-op->cap), _mm256_min_ps(_mm256_set1_ps(op->cap), v));
         break;
@@ -1408,6 +1419,9 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
     case GATED_NORM: gated_norm(op, pass, task); return;
     case GLU: clamped_glu(op, pass, task); return;
     case XIELU: xielu(op, ROW(op->src, task), ROW(op->dst, task)); return;
+    case MIX: mix(op, pass, task); return;
+    case MATCH: match(op, ROW(op->src, task), ROW(op->other, task), ROW(op->dst, task)); return;
+    case EXCEED: exceed(op, ROW(op->src, task), ROW(op->dst, task)); return;
     default: elementwise(op, pass, task);
   }
 }
@@ -1648,6 +1662,13 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case MULTIPLY:
       return fits(pass, op->src, op->in, dealt) && fits(pass, op->other, op->in, dealt) &&
              fits(pass, op->dst, op->in, dealt) && (!op->experts || top > 0);
+    case MIX:
+      return within(op->heads, 1, STREAMS) && within(op->kv_heads, 1, STREAMS) && within(op->head, 1, MOST) &&
+             op->head % L == 0 && fits(pass, op->src, op->heads * op->head, nodes) &&
+             fits(pass, op->dst, op->kv_heads * op->head, nodes) &&
+             (op->bias ? within(op->other, 0, pass->buffers - 1) : fits(pass, op->other, op->heads * op->kv_heads, nodes));
+    case EXCEED: return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
+    case MATCH:
     case ADD:
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->other, op->in, nodes) &&
              fits(pass, op->dst, op->in, nodes);
