@@ -7,7 +7,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Emu3ForCausalLM,
+    PreTrainedModel,
+)
 
 V = 61
 PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta", "no_rope_layers"}
@@ -383,14 +389,46 @@ INSIDE = {
     "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen3_vl_text": "qwen3_vl",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
+    "glm4v_text": "glm4v",
+    "glm_ocr_text": "glm_ocr",
+    "glm4v_moe_text": "glm4v_moe",
+    "paddleocr_vl_text": "paddleocr_vl",
 }
 ARCHITECTURES |= {
     "qwen2_vl_text": {**_COMMON, "rope_parameters": _MROPE},
     "qwen2_5_vl_text": {**_COMMON, "rope_parameters": _MROPE},
     "qwen3_vl_text": {**_COMMON, "head_dim": 8, "rope_parameters": _MROPE},
     "qwen3_vl_moe_text": {**ARCHITECTURES["qwen3_moe"], "rope_parameters": _MROPE},
+    "glm4v_text": {**_COMMON, "rope_parameters": _MROPE},
+    "glm_ocr_text": {**_COMMON, "head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [3, 2, 3]}},
+    "glm4v_moe_text": {**ARCHITECTURES["glm4_moe"], "rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}},
+    "paddleocr_vl_text": {**_COMMON, "head_dim": 8, "use_bias": True, "rope_parameters": _MROPE},
 }
+del ARCHITECTURES["glm4v_moe_text"]["use_qk_norm"]
 _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
+_TALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+ARCHITECTURES |= {
+    "emu3_text_model": {**_COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "phi4_multimodal": {
+        **_COMMON,
+        "original_max_position_embeddings": 128,
+        "vision_config": {**_TALL, "image_size": 28, "crop_size": 28},
+        "audio_config": {
+            **_TALL,
+            "num_blocks": 2,
+            "ext_pw_out_channel": 16,
+            "depthwise_separable_out_channel": 16,
+            "nemo_conv_channels": 16,
+        },
+    },
+    "aria_text": {
+        **_COMMON,
+        "moe_num_experts": 5,
+        "moe_topk": 2,
+        "moe_num_shared_experts": 2,
+    },
+}
+CLASSES = {"emu3_text_model": Emu3ForCausalLM}  # of text models that no table of classes has by their configurations
 
 _LONGROPE = {
     "rope_type": "longrope",
@@ -432,6 +470,7 @@ NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
 NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 NO_FP64 |= {"gemma4_moe", "hunyuan_v1_moe", "mellum", "hy_v3", "minimax_m2", "afmoe", "cohere2_moe"}
+NO_FP64 |= {"aria_text", "glm4v_moe_text"}
 NO_FP64 |= {"granite_swa", "vaultgemma"}  # NaN at padding by their own attention
 
 
@@ -460,7 +499,8 @@ def tiny(
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
     else:
         config = CONFIG_MAPPING[TYPES.get(architecture, architecture)](**text)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        make = CLASSES[architecture]._from_config if architecture in CLASSES else AutoModelForCausalLM.from_config
+        model = make(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and name.endswith("weight") and not parameter.any():  # or any expert may be chosen

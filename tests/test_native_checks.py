@@ -58,7 +58,7 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
 }
 KINDS = [
     "llama", "mixtral", "dots1", "deepseek_v3", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus",
-    "llama4_text", "gemma3n_text", "bart", "t5",
+    "llama4_text", "gemma3n_text", "bloom", "bart", "t5",
 ]  # fmt: skip
 
 

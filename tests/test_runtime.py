@@ -272,7 +272,7 @@ def test_norms_and_biases_changed_in_place_are_used(architecture: str) -> None:
 
 
 @WIDE
-@pytest.mark.parametrize("architecture", ["llama", "bloom", "qwen3_5_text"])
+@pytest.mark.parametrize("architecture", ["llama", "persimmon", "qwen3_5_text"])
 def test_copies_give_way_to_the_cache(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.__wrapped__(architecture, torch.float32)
     monkeypatch.setattr("truedraft.runtime.linears.SMALLEST", 0)
@@ -328,7 +328,7 @@ def _several_heads() -> torch.nn.Module:
 
 
 UNSUITED = {
-    "no program": (lambda: tiny("bloom", torch.float32), "no program for bloom"),
+    "no program": (lambda: tiny("persimmon", torch.float32), "no program for persimmon"),
     "dtype": (lambda: tiny("llama", torch.float64), "neither float32 nor bfloat16"),
     "an adapter": (_adapted, "_Adapted where a linear layer stood"),
     "experts of another kind": (_other_experts, "_Other among its experts"),

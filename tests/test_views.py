@@ -165,7 +165,7 @@ def test_the_logits_of_the_compiled_pass_are_those_of_a_cut_model(architecture: 
 @COMPILED
 def test_linear_layers_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SMALLEST", 0)
-    target = DecoderTarget(deep("bloom", torch.float32))
+    target = DecoderTarget(deep("persimmon", torch.float32))
     assert isinstance(target.runner, LinearsPass)
     check_against_cut(target, (0, 2), 1e-3)
 

@@ -163,18 +163,32 @@ def llama4(p: Program, model: Any) -> None:
 
     def feed(src: str, layer: Any) -> Any:
         if layer.is_moe_layer:
-            mixtures.scaled(p, src, layer.feed_forward, c.hidden_act)
+            mixtures.by_columns(p, src, layer.feed_forward, c.hidden_act, True, c.hidden_act)
             return None
         p.gated(src, layer.feed_forward, c.hidden_act)
         return layer.feed_forward.down_proj
 
     for layer in layers:
         if layer.is_moe_layer:
-            mixtures.reserve_scaled(p, layer.feed_forward)
+            mixtures.reserve_columns(p, layer.feed_forward)
         else:
             p.buffer("g", layer.feed_forward.down_proj.in_features)
     p.begin(model, 0, rotary=complexes_of(model.model.rotary_emb))
     blocks(p, model, p.rms_norm, feed, mixed=mixed)
+    final(p, model, p.rms_norm)
+
+
+def aria(p: Program, model: Any) -> None:
+    """Aria: Llama with mixtures of experts beside a feed-forward."""
+    c = model.config
+
+    def feed(src: str, layer: Any) -> None:
+        mixtures.by_columns(p, src, layer.mlp, c.hidden_act, False, "silu")
+
+    for layer in model.model.layers:
+        mixtures.reserve_columns(p, layer.mlp)
+    p.begin(model, 0)
+    blocks(p, model, p.rms_norm, feed)
     final(p, model, p.rms_norm)
 
 
@@ -186,6 +200,7 @@ MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "youtu": deepseek,
     "minicpm3": deepseek,
     "glm4_moe": dots1,
+    "glm4v_moe_text": dots1,
     "solar_open": dots1,
     "hy_v3": dots1,
     "afmoe": afmoe,
@@ -197,6 +212,7 @@ MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "granitemoeshared": granite_moe,
     "gpt_oss": gpt_oss,
     "llama4_text": llama4,
+    "aria_text": aria,
     "mixtral": mixtral,
     "qwen2_moe": mixtral,
     "qwen3_moe": mixtral,

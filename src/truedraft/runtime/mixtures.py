@@ -199,45 +199,48 @@ def clamped(p: Program, src: str, mlp: Any) -> None:
     p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, **to)
 
 
-def reserve_scaled(p: Program, moe: Any) -> None:
-    """Buffers for `scaled`."""
+def reserve_columns(p: Program, moe: Any) -> None:
+    """Buffers for `by_columns`."""
     count, inner, hidden = moe.experts.down_proj.shape
+    top, shared = moe.router.top_k, _beside(moe)
     for name, width, rows in (
-        ("router", count, 1), ("routing", moe.top_k, 1), ("dealt", hidden, moe.top_k), ("inner", inner, moe.top_k),
-        ("both", inner, moe.top_k), ("g", moe.shared_expert.down_proj.in_features, 1),
+        ("router", count, 1), ("routing", top, 1), ("dealt", hidden, top), ("inner", inner, top), ("both", inner, top),
+        ("g", shared.down_proj.in_features, 1),
     ):  # fmt: skip
         p.buffer(name, width, rows)
 
 
-def scaled(p: Program, src: str, moe: Any, activation: str) -> None:
-    """A mixture of experts with weights (in, out), whose inputs are scaled by the sigmoids of their scores, beside a
-    feed-forward; the result is in "t", and "h" is overwritten."""
-    experts = moe.experts
+def by_columns(p: Program, src: str, moe: Any, activation: str, inputs: bool, experts_activation: str) -> None:
+    """A mixture of experts with weights (in, out), beside a feed-forward; the result is in "t", and "h" is overwritten.
+
+    inputs: those of experts are scaled by the sigmoids of their scores, not their outputs by a softmax over them.
+    """
+    experts, shared = moe.experts, _beside(moe)
     both, last, rows = (plain(w, p.dtype) for w in (experts.gate_up_proj, experts.down_proj, moe.router.weight))
     count, inner, hidden = last.shape
     if both.shape != (count, hidden, 2 * inner) or rows.shape != (count, hidden) or inner % 8 or hidden % 8:
         raise NotCompilable("its experts are not of the sizes of its router, or of multiples of eight")
     p.kept += [both, last]
-    to: dict[str, Any] = dict(experts=count, top=moe.top_k)
+    to: dict[str, Any] = dict(experts=count, top=moe.router.top_k)
     form = Form.BF16 if p.narrow else Form.FLOAT
     p.op(OpKind.LINEAR, src=src, dst="router", **p.read(p.copy_of(Weight(rows, None, None))), wait=False)
-    p.gated(src, moe.shared_expert, activation)
-    p.op(OpKind.ROUTE, src="router", dst="routing", mode=6, **to)
+    p.gated(src, shared, activation)
+    p.op(OpKind.ROUTE, src="router", dst="routing", mode=6 if inputs else 1, **to)
     p.op(OpKind.PLAN, **to)
-    p.op(OpKind.DEAL, src=src, other="routing", dst="dealt", inner=hidden, mode=1, **to)
+    p.op(OpKind.DEAL, src=src, other="routing", dst="dealt", inner=hidden, mode=inputs, **to)
     for dst, first in (("inner", 0), ("both", inner)):
         p.op(
             OpKind.COLUMNS, src="dealt", dst=dst, weight=both[..., first:].data_ptr(), inner=hidden, out=inner,
             form=form, apart=2 * inner, wait=first > 0, **to,
         )  # fmt: skip
-    p.op(OpKind.ACTIVATE, src="inner", dst="inner", inner=inner, mode=p.activation(activation), **to)
+    p.op(OpKind.ACTIVATE, src="inner", dst="inner", inner=inner, mode=p.activation(experts_activation), **to)
     p.op(OpKind.MULTIPLY, src="inner", other="both", dst="inner", inner=inner, **to)
-    p.linear("g", "h", moe.shared_expert.down_proj, wait=False)
+    p.linear("g", "h", shared.down_proj, wait=False)
     p.op(
         OpKind.COLUMNS, src="inner", dst="dealt", weight=last.data_ptr(), inner=inner, out=hidden, form=form,
         apart=hidden, **to,
     )  # fmt: skip
-    p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=2, **to)
+    p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=2 * inputs, **to)
     p.add("t", "h", "t")
 
 

@@ -59,6 +59,8 @@ class Program:
     unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
     factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions; rounded
     factored: set[int] = field(default_factory=set)  # layers whose queries have it
+    lean: Callable[[Tensor], Tensor] | None = None  # biases of keys, by their positions; (heads, positions)
+    aside: list[Any] = field(default_factory=list)  # modules that read other things than text
     vocab_size: int = 0  # rows of the embedding
     activations: set[str] = field(default_factory=set)  # of its feed-forwards, by their names in configurations
     positions: Tensor | None = None  # that the embedding adds
@@ -265,7 +267,8 @@ class Program:
         sinks = self.small(getattr(attention, "sinks", None))
         self.op(
             OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **sizes,
-            window=getattr(config, WINDOWS[kind]) if kind in WINDOWS else 0, mode=kind == "chunked_attention",
+            window=getattr(config, WINDOWS[kind]) if kind in WINDOWS else 0,
+            mode=(kind == "chunked_attention") + 2 * (self.lean is not None),
         )  # fmt: skip
         if gated:
             self.gate(gated, attention, config, head, 2 * head)

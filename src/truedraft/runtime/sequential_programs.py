@@ -32,12 +32,18 @@ from truedraft.runtime.weights import NotCompilable
 
 
 def llama(p: Program, model: Any) -> None:
-    """Llama, Mistral, Ministral, Qwen 2, Phi 3, Seed-OSS; with norms over each head, Qwen 3."""
+    """Llama, Mistral, Ministral, Qwen 2, Phi 3, Seed-OSS, Emu 3; with norms over each head, Qwen 3."""
     c = model.config
     p.begin(model, c.intermediate_size)
     per_head = 0.0 if c.model_type.startswith("qwen3") else None
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), per_head=per_head)
     final(p, model, p.rms_norm)
+
+
+def phi4_multimodal(p: Program, model: Any) -> None:
+    """Phi-4 multimodal: Llama with part of each head rotated."""
+    p.aside = [model.model.embed_tokens_extend]
+    llama(p, model)
 
 
 def smollm3(p: Program, model: Any) -> None:
@@ -126,12 +132,12 @@ def apertus(p: Program, model: Any) -> None:
 
 
 def glm(p: Program, model: Any) -> None:
-    """GLM and, with norms around each block, GLM 4: neighbours rotated together, in part of each head."""
-    c = model.config
+    """GLM and, with norms around each block, GLM 4, GLM-4V, GLM-OCR: neighbours rotate together, in part of a head."""
+    c, rotary = model.config, model.model.rotary_emb
     norms: Norms = BEFORE
-    if c.model_type == "glm4":
+    if c.model_type != "glm":
         norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-    p.begin(model, c.intermediate_size, rotary=spread(model.model.rotary_emb))
+    p.begin(model, c.intermediate_size, rotary=spread(rotary) if c.model_type in ("glm", "glm4") else rotary)
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), norms, interleaved=True)
     final(p, model, p.rms_norm)
 
@@ -277,6 +283,8 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "ernie4_5_moe": ernie,
     "glm": glm,
     "glm4": glm,
+    "glm4v_text": glm,
+    "glm_ocr_text": glm,
     "helium": helium,
     "qwen2": llama,
     "qwen2_vl_text": llama,
@@ -284,6 +292,9 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "qwen3": llama,
     "qwen3_vl_text": llama,
     "phi3": llama,
+    "phi4_multimodal": phi4_multimodal,
+    "emu3_text_model": llama,
+    "paddleocr_vl_text": llama,
     "gemma": gemma,
     "gemma2": gemma,
     "gemma3_text": gemma,

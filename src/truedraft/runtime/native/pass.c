@@ -447,7 +447,8 @@ typedef struct {
                      4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively,
                      6 = sigmoids of the scores that experts are chosen by; DEAL: 1 = times the experts' weights;
                      COMBINE: 1 = products are not rounded, 2 = without weights;
-                     ATTEND: 1 = a node sees its own part of the positions, of `window` each;
+                     ATTEND: 1 = a node sees its own part of the positions, of `window` each, 2 = biases are by the
+                     positions of keys, and are added to scaled scores, the sums rounded;
                      MIX: 1 = added to dst */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
@@ -475,7 +476,7 @@ typedef struct {
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL */
   const void *scales, *second_scales;   /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
   const void *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
-  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
+  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance, or by position;
                                            ROUTE: added to the weights where experts are chosen, or NULL, and factors
                                            of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL, and
                                            likewise (in,); MIX: (kv_heads, heads), in the place of `other`, or NULL;
@@ -1033,16 +1034,19 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap, const floa
   for (int64_t j = 0; j < n; j += L) _mm256_storeu_ps(s + j, _mm256_mul_ps(_mm256_loadu_ps(s + j), r));
 }
 
-/* Adds the relative position biases of a head to its scores, for n positions from `low` on. */
-static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int64_t n, float *s) {
+/* Adds the position biases of a head to its scores, for n positions from `low` on. */
+AVX2 static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int64_t n, float *s) {
   const float *bias = op->bias + head * op->out;
-  for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
+  if (op->mode & 2)
+    for (int64_t j = 0; j < n; j++) s[j] = nearest(s[j] * op->scale + bias[low + j], op->narrow);
+  else
+    for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
 }
 
 /* The first position that a node may see. */
 IN int64_t first_seen(const Op *op, int64_t position) {
   if (!op->window) return 0;
-  const int64_t first = op->mode ? position / op->window * op->window : position - op->window + 1;
+  const int64_t first = op->mode & 1 ? position / op->window * op->window : position - op->window + 1;
   return first < 0 ? 0 : first;
 }
 
@@ -1097,7 +1101,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
       }
       memcpy(s + plain, worker->extras, sizeof(float) * (size_t)n);
       if (op->bias) lean(op, kv * share + h, pass->position[i], low[i - from], plain, s);
-      softmax(s, plain + n, op->scale, op->cap, op->sinks ? op->sinks + kv * share + h : NULL);
+      softmax(s, plain + n, op->kind == ATTEND && op->mode & 2 ? 1.0f : op->scale, op->cap, op->sinks ? op->sinks + kv * share + h : NULL);
       memset(row, 0, sizeof(float) * (size_t)(low[i - from] - start));
     }
   float *y = worker->queries;
@@ -1703,10 +1707,11 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
 
 /* Whether the relative position biases cover all distances that a node sees. */
 static int biases_fit(const Op *op, const Pass *pass, int64_t node) {
+  const int keys = op->mode & 2;
   const int64_t at = pass->position[node] + op->shift;
-  if (at >= op->out || at - (pass->base[node] - 1) < 0) return 0;
+  if (keys ? pass->base[node] > op->out : at >= op->out || at - (pass->base[node] - 1) < 0) return 0;
   for (int64_t e = pass->extra_from[node]; e < pass->extra_from[node + 1]; e++)
-    if (!within(at - pass->extra_position[e], 0, op->out - 1)) return 0;
+    if (!within(keys ? pass->extra_position[e] : at - pass->extra_position[e], 0, op->out - 1)) return 0;
   return 1;
 }
 
