@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from truedraft.runtime.blocks import final
 from truedraft.runtime.gemma_programs import (
@@ -25,7 +26,7 @@ from truedraft.runtime.gemma_programs import (
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
 from truedraft.runtime.text import TextModel
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import Derived, NotCompilable
 
 LEAST = torch.tensor(1e-5)  # of the mean of the squares of a hidden state
 
@@ -36,14 +37,14 @@ def gemma3n(p: Program, model: Any) -> None:
     c, body = model.config, model.model
     if c.altup_active_idx != 0:
         raise NotCompilable("its layers do not compute the first of its hidden states")
-    if isinstance(model, TextModel):
-        raise NotCompilable("its tokens of images and sounds have embeddings of another table")
     of, norm = sources(c), partial(p.rms_norm, once=True)
     p.tapped = False
     p.rotary = body.rotary_emb
     _reserve(p, c, body.layers[0].self_attn.head_dim)
     p.buffers(model, max(c.intermediate_size), p.widths["q"], p.widths["k"])
     p.embed(model.get_input_embeddings(), embedding_scale(model.get_input_embeddings(), p))
+    if isinstance(model, TextModel):
+        _embed_soft(p, model.whole.model)
     embed_by_layer(p, model)
     for stream, projection in _others(body.altup_projections):
         p.linear("x", "t", projection)
@@ -72,6 +73,25 @@ def gemma3n(p: Program, model: Any) -> None:
     mean = p.small(torch.full((count,), 1 / count))
     p.op(OpKind.MIX, src="streams", dst="x", bias=mean, heads=count, kv_heads=1, head=c.hidden_size)
     final(p, model, norm, c.final_logit_softcapping or 0.0)
+
+
+def _embed_soft(p: Program, whole: Any) -> None:
+    """The embeddings of tokens that stand for images and sounds."""
+    vision, audio = whole.embed_vision, whole.embed_audio
+    first, second, count = vision.vocab_offset, audio.vocab_offset, p.vocab_size
+    if first >= count:
+        return
+    if not first < second <= first + vision.vocab_size or not second < count <= second + audio.vocab_size:
+        raise NotCompilable("its tokens of images and sounds are not those of their tables")
+
+    @torch.no_grad()
+    def made() -> Tensor:
+        parts = ((vision, torch.arange(first, second)), (audio, torch.arange(second, count)))
+        return torch.cat([embedder(input_ids=ids) for embedder, ids in parts]).contiguous()
+
+    table = Derived(made, [*vision.parameters(), *audio.parameters()])
+    p.derived.append(table)
+    p.ops[0].heads, p.ops[0].offsets = first, table.tensor.data_ptr()
 
 
 def _others(projections: Iterable[Any]) -> Iterable[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from truedraft.runtime.modules import eps_of, head_norms, head_of, kv_heads, outputs_of, weight_of
 from truedraft.runtime.native import Form, Op, OpKind
-from truedraft.runtime.weights import Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
+from truedraft.runtime.weights import Copies, Derived, NotCompilable, Weight, fields, linear_weight, padded, plain
 
 ACTIVATIONS = {
     "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
@@ -50,7 +50,6 @@ class Program:
     outputs: list[int] = field(default_factory=list)
     crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
     biased: list[tuple[Op, Any]] = field(default_factory=list)  # with biases by distance; the attention that has them
-    # operations with states; the size of a state, and of what a token brings to it
     states: list[tuple[Op, tuple[int, ...], int]] = field(default_factory=list)
     head_from: int = 0  # the ops from here on read the gathered nodes
     tapped: bool = True  # "x" is all of a layer's hidden state
@@ -65,6 +64,7 @@ class Program:
     activations: set[str] = field(default_factory=set)  # of its feed-forwards, by their names in configurations
     positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
+    derived: list[Derived] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # source, copy, offset added
     sums: torch.dtype = torch.float32  # in which offsets are added
 
@@ -137,6 +137,8 @@ class Program:
 
     def refresh(self) -> None:
         """Copy weights, norms, biases and scales again where they may have been changed in place."""
+        for tensor in self.derived:
+            tensor.refresh()
         if self.copied is not None:
             self.copied.refresh()
         if not self.copies:

@@ -9,6 +9,7 @@ class TextModel:
     """The text part of a model, with the attributes that a causal language model of `transformers` has.
 
     Attributes:
+        whole: the model.
         config: of the language model alone.
         dtype: of the whole model.
     """
@@ -17,7 +18,7 @@ class TextModel:
         body = whole.get_decoder()
         if hasattr(body, "lm_head"):  # Llama 4's is a language model
             body = body.model
-        self.config = whole.config.get_text_config(decoder=True)
+        self.whole, self.config = whole, whole.config.get_text_config(decoder=True)
         self.dtype = whole.dtype
         self.get_input_embeddings, self.get_output_embeddings = whole.get_input_embeddings, whole.get_output_embeddings
         vars(self)[body.base_model_prefix or "model"] = body

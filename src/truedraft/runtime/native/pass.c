@@ -457,8 +457,9 @@ typedef struct {
                                                     rotated numbers of a key, one for all heads; HEADS: of the row;
                                                     PREPARE: kv_heads 0 where there are queries only; RMS_NORM: heads
                                                     parts of a row, each by itself, or 0 for one; MIX: parts of src
-                                                    and of dst, and size of these; EMBED: heads tokens of the table,
-                                                    of which the first stands for all others, or 0 where it has all;
+                                                    and of dst, and size of these; EMBED: heads tokens of the table, or
+                                                    0 where it has all: the others are in `offsets`, not to be scaled,
+                                                    or where that is NULL the first stands for them;
                                                     ROUTE: groups of experts, those kept, experts that a group is
                                                     judged by */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
@@ -609,9 +610,12 @@ AVX2 IN __m256 row8(const void *row, int64_t k, int64_t width, int narrow) {
 
 AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
   const int64_t width = op->in, bytes = width * (op->narrow ? 2 : 4), token = pass->embeds ? 0 : pass->token[node];
-  const void *given = pass->embeds ? (const void *)(pass->embeds + node * width)
-                                   : (const char *)op->weight + (op->heads && token >= op->heads ? 0 : token) * bytes;
-  const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds), narrow = op->narrow && !pass->embeds;
+  const int further = !pass->embeds && op->heads && token >= op->heads;
+  const char *row = further && op->offsets ? (const char *)op->offsets + (token - op->heads) * bytes
+                                           : (const char *)op->weight + (further ? 0 : token) * bytes;
+  const void *given = pass->embeds ? (const void *)(pass->embeds + node * width) : row;
+  const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds) && !(further && op->offsets);
+  const int narrow = op->narrow && !pass->embeds;
   const char *placed = NULL;
   if (op->second && (pass->embeds || token != op->blank)) {
     const int64_t at = pass->position[node] + op->shift;
