@@ -393,6 +393,8 @@ INSIDE = {
     "glm_ocr_text": "glm_ocr",
     "glm4v_moe_text": "glm4v_moe",
     "paddleocr_vl_text": "paddleocr_vl",
+    "granite_docling_text": "granite_docling",
+    "molmo2_text": "molmo2",
 }
 ARCHITECTURES |= {
     "qwen2_vl_text": {**_COMMON, "rope_parameters": _MROPE},
@@ -406,7 +408,16 @@ ARCHITECTURES |= {
 }
 del ARCHITECTURES["glm4v_moe_text"]["use_qk_norm"]
 _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
+_IMAGES: dict[str, Any] = dict(vision_config=_VISION, image_token_id=2, video_token_id=2)
 _TALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+_HEADS = dict(num_key_value_heads=2, head_dim=8)
+BESIDE: dict[str, dict[str, Any]] = {  # the other parts of models with a text model, where they differ from the usual
+    "molmo2": dict(
+        vision_config={**_TALL, **_HEADS, "image_size": [28, 28], "num_position_embeddings": 4},
+        adapter_config={**_TALL, **_HEADS, "vision_feature_layer": [1, 0], "text_hidden_size": 32},
+    ),
+    "granite_docling": dict(vision_config={**_TALL, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}),
+}
 ARCHITECTURES |= {
     "emu3_text_model": {**_COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "phi4_multimodal": {
@@ -420,6 +431,49 @@ ARCHITECTURES |= {
             "depthwise_separable_out_channel": 16,
             "nemo_conv_channels": 16,
         },
+    },
+    "granite_docling_text": _GRANITE,
+    "molmo2_text": {
+        **_COMMON,
+        "head_dim": 8,
+        "additional_vocab_size": 8,
+        "rope_scaling_layers": [0],
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "xglm": dict(
+        vocab_size=V,
+        d_model=32,
+        num_layers=2,
+        attention_heads=4,
+        ffn_dim=48,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+    "biogpt": _NO_GQA,
+    "kolibri1": {
+        **{k: v for k, v in _COMMON.items() if k != "intermediate_size"},
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+    },
+    "flint": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+        "sliding_window": 9,
+        "layer_types": [*_KINDS, _KINDS[0]],
     },
     "aria_text": {
         **_COMMON,
@@ -470,7 +524,7 @@ NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
 NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 NO_FP64 |= {"gemma4_moe", "hunyuan_v1_moe", "mellum", "hy_v3", "minimax_m2", "afmoe", "cohere2_moe"}
-NO_FP64 |= {"aria_text", "glm4v_moe_text"}
+NO_FP64 |= {"aria_text", "glm4v_moe_text", "kolibri1", "flint", "xglm"}
 NO_FP64 |= {"granite_swa", "vaultgemma"}  # NaN at padding by their own attention
 
 
@@ -495,7 +549,7 @@ def tiny(
         for name in PER_LAYER & text.keys():
             text[name] = (text[name] * layers)[:layers] if isinstance(text[name], list) else text[name]
     if (whole := INSIDE.get(architecture)) is not None:
-        config = CONFIG_MAPPING[whole](text_config=text, vision_config=_VISION, image_token_id=2, video_token_id=2)
+        config = CONFIG_MAPPING[whole](text_config=text, **BESIDE.get(whole, _IMAGES))
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
     else:
         config = CONFIG_MAPPING[TYPES.get(architecture, architecture)](**text)

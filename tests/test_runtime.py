@@ -126,8 +126,12 @@ def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("architecture", "lengths"), [("qwen3", (40, 7)), ("qwen2_moe", (120, 90)), ("deepseek_v3", (90, 7))]
-)
+    ("architecture", "lengths"),
+    [
+        ("qwen3", (40, 7)), ("qwen2_moe", (120, 90)), ("deepseek_v3", (90, 7)), ("llama4_text", (120, 90)),
+        ("gemma3n_text", (40, 7)), ("bloom", (40, 7)),
+    ],
+)  # fmt: skip
 def test_threads_and_splits_of_the_prompt_change_no_bit(
     architecture: str, lengths: tuple[int, ...], dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +144,7 @@ def test_threads_and_splits_of_the_prompt_change_no_bit(
         torch.set_num_threads(count)
         monkeypatch.setattr("truedraft.runtime.compiled.PROMPT", part)
         target = target_of(architecture, dtype)
-        target.taps = Taps((0, 1, -1))
+        target.taps = Taps(tapped(architecture, 0, 1, -1))
         target.reserve(2, 160)
         read, scored = target.prefill(prompts), target.score([tree, tree])
         hidden = [state for s in (read, scored) for states in s.hidden.values() for state in states]

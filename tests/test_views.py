@@ -66,6 +66,8 @@ def cut(model: PreTrainedModel, skipped: Sequence[int]) -> Any:
     layers = list(getattr(body, name))
     kept = [i for i in range(len(layers)) if i not in skipped]
     setattr(body, name, nn.ModuleList(layers[i] for i in kept))
+    if hasattr(body, "rope_types"):  # of each layer
+        body.rope_types = [body.rope_types[i] for i in kept]
     for new, old in enumerate(kept):
         for module in layers[old].modules():
             for index in ("layer_idx", "layer_id"):

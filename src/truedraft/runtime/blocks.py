@@ -22,6 +22,7 @@ AFTER: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layern
 AROUND: Norms = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )  # fmt: skip
+OF_GLM: Norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
 def blocks(

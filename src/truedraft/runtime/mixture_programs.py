@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from truedraft.runtime import latents, mixtures
-from truedraft.runtime.blocks import blocks, complexes_of, experts, final, rotate_by_layer
+from truedraft.runtime.blocks import OF_GLM, blocks, complexes_of, experts, final, rotate_by_layer
 from truedraft.runtime.program import Program
 
 
@@ -178,6 +178,29 @@ def llama4(p: Program, model: Any) -> None:
     final(p, model, p.rms_norm)
 
 
+def kolibri(p: Program, model: Any) -> None:
+    """Kolibri 1: mixtures of experts, norms around every block and over each head; full attention does not rotate."""
+    c = model.config
+    attentions = [layer.self_attn for layer in model.model.layers]
+    p.unrotated = {i for i, a in enumerate(attentions) if a.sliding_window is not None and not a.is_sliding}
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0)
+    feed = experts(p, c.hidden_act, True, mixtures.by_scores)
+    blocks(p, model, p.rms_norm, feed, OF_GLM, per_head=0.0)
+    final(p, model, p.rms_norm)
+
+
+def flint(p: Program, model: Any) -> None:
+    """Flint: mixtures of experts, dense ones among them; norms over each head; full attention does not rotate."""
+    c, norm = model.config, partial(p.rms_norm, once=True)
+    p.unrotated = {i for i, layer in enumerate(model.model.layers) if layer.self_attn.sliding_window is None}
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0)
+    feed = experts(p, c.hidden_act, True, mixtures.uncorrected)
+    blocks(p, model, norm, feed, per_head=0.0, norms_once=True)
+    final(p, model, norm)
+
+
 def aria(p: Program, model: Any) -> None:
     """Aria: Llama with mixtures of experts beside a feed-forward."""
     c = model.config
@@ -213,6 +236,8 @@ MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "gpt_oss": gpt_oss,
     "llama4_text": llama4,
     "aria_text": aria,
+    "kolibri1": kolibri,
+    "flint": flint,
     "mixtral": mixtral,
     "qwen2_moe": mixtral,
     "qwen3_moe": mixtral,

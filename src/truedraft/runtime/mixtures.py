@@ -47,6 +47,16 @@ def balanced(p: Program, gate: Any) -> dict[str, Any]:
     )
 
 
+def by_scores(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of Kolibri 1: sigmoids of corrected scores, without the correction."""
+    return dict(bias=p.small(gate.e_score_correction_bias), mode=6 + bool(gate.norm_topk_prob), norm_once=True)
+
+
+def uncorrected(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of Flint: sigmoids."""
+    return dict(mode=2 + bool(gate.norm_topk_prob), norm_once=True)
+
+
 def limited(p: Program, gate: Any) -> dict[str, Any]:
     """The router of DeepSeek 2: a softmax, perhaps within the groups of the best experts."""
     if gate.topk_method not in ("greedy", "group_limited_greedy"):

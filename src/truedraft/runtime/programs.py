@@ -251,27 +251,36 @@ def bloom(p: Program, model: Any) -> None:
 
 
 def opt(p: Program, model: Any) -> None:
-    """OPT: learned positions, scaled queries, norms before the blocks."""
-    c, body = model.config, model.model.decoder
-    if not c.do_layer_norm_before or body.final_layer_norm is None or body.project_in or body.project_out:
+    """OPT, XGLM and BioGPT: positions from a table, norms before blocks; scaled queries, in BioGPT scaled scores."""
+    c = model.config
+    body = model.biogpt if c.model_type == "biogpt" else getattr(model.model, "decoder", model.model)
+    table, positions = body.embed_tokens, body.embed_positions
+    if c.model_type == "opt" and (
+        not c.do_layer_norm_before or body.final_layer_norm is None or body.project_in or body.project_out
+    ):
         raise NotCompilable("its norms are after the blocks, or its embeddings are projected")
-    attention = body.layers[0].self_attn
+    last = body.final_layer_norm if c.model_type == "opt" else body.layer_norm
+    if c.model_type == "xglm":
+        positions = SimpleNamespace(weight=positions.weights, offset=positions.offset)
+    layers, activation = body.layers, c.hidden_act if c.model_type == "biogpt" else c.activation_function
     p.begin(
-        model, c.ffn_dim, attention=attention, positions=body.embed_positions, offset=body.embed_positions.offset
+        model, outputs_of(layers[0].fc1), getattr(table, "embed_scale", 1.0), attention=layers[0].self_attn,
+        positions=positions, offset=positions.offset,
     )  # fmt: skip
-    for i, layer in enumerate(body.layers):
+    for i, layer in enumerate(layers):
         attention = layer.self_attn
+        queries, scores = (1.0, attention.scaling) if c.model_type == "biogpt" else (attention.scaling, 1.0)
         p.layer_norm("x", "h", layer.self_attn_layer_norm)
-        p.linear("h", "q", attention.q_proj, scale=attention.scaling, wait=False)
+        p.linear("h", "q", attention.q_proj, scale=queries, wait=False)
         p.linear("h", "k", attention.k_proj, wait=False)
         p.linear("h", "v", attention.v_proj)
-        p.attend(i, attention, c, scale=1.0)
+        p.attend(i, attention, c, scale=scores)
         p.linear("a", "x", attention.out_proj, add=True)
         p.layer_norm("x", "h", layer.final_layer_norm)
-        p.activated("h", layer.fc1, c.activation_function)
+        p.activated("h", layer.fc1, activation)
         p.linear("g", "x", layer.fc2, add=True)
         p.outputs.append(len(p.ops) - 1)
-    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.final_layer_norm))
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, last))
 
 
 PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
@@ -290,6 +299,8 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "falcon": falcon,
     "codegen": gptj,
     "opt": opt,
+    "xglm": opt,
+    "biogpt": opt,
     "gpt_neo": gpt_neo,
     "bloom": bloom,
     "qwen3_5_text": qwen3_5,

@@ -18,6 +18,7 @@ from truedraft.runtime.blocks import (
     AFTER,
     AROUND,
     BEFORE,
+    OF_GLM,
     Norms,
     blocks,
     experts,
@@ -44,6 +45,18 @@ def phi4_multimodal(p: Program, model: Any) -> None:
     """Phi-4 multimodal: Llama with part of each head rotated."""
     p.aside = [model.model.embed_tokens_extend]
     llama(p, model)
+
+
+def molmo2(p: Program, model: Any) -> None:
+    """Molmo 2: Llama with norms over each head, or over all queries and keys together, and before or after blocks; some
+    layers rotate as if texts were short."""
+    c, body = model.config, model.model
+    p.rotaries = {i: body.rotary_emb_unscaled for i, kind in enumerate(body.rope_types) if kind == "unscaled"}
+    norms: Norms = (None, "input_layernorm", None, "post_attention_layernorm") if c.norm_after else BEFORE
+    whole = p.rms_norm if c.qk_norm_type == "olmo" else None
+    p.begin(model, c.intermediate_size)
+    blocks(p, model, p.rms_norm, gate(p, c.hidden_act), norms, whole=whole, per_head=None if whole else 0.0)
+    final(p, model, p.rms_norm)
 
 
 def smollm3(p: Program, model: Any) -> None:
@@ -134,9 +147,7 @@ def apertus(p: Program, model: Any) -> None:
 def glm(p: Program, model: Any) -> None:
     """GLM and, with norms around each block, GLM 4, GLM-4V, GLM-OCR: neighbours rotate together, in part of a head."""
     c, rotary = model.config, model.model.rotary_emb
-    norms: Norms = BEFORE
-    if c.model_type != "glm":
-        norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    norms = BEFORE if c.model_type == "glm" else OF_GLM
     p.begin(model, c.intermediate_size, rotary=spread(rotary) if c.model_type in ("glm", "glm4") else rotary)
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), norms, interleaved=True)
     final(p, model, p.rms_norm)
@@ -307,6 +318,8 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "exaone_moe": exaone4,
     "granite": granite,
     "granite_swa": granite,
+    "granite_docling_text": granite,
+    "molmo2_text": molmo2,
     "hyperclovax": hyperclovax,
     "starcoder2": starcoder2,
     "nemotron": nemotron,

@@ -445,7 +445,7 @@ typedef struct {
                      HEADS: 1 = factors are (in, out); LATENT: 1 = one rounding;
                      ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both,
                      4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively,
-                     6 = sigmoids of the scores that experts are chosen by; DEAL: 1 = times the experts' weights;
+                     6, 7 = 2, 3 with experts chosen by their scores, not the sigmoids; DEAL: 1 = times the experts' weights;
                      COMBINE: 1 = products are not rounded, 2 = without weights;
                      ATTEND: 1 = a node sees its own part of the positions, of `window` each, 2 = biases are by the
                      positions of keys, and are added to scaled scores, the sums rounded;
@@ -1194,8 +1194,8 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
     for (int64_t e = 1; e < op->experts; e++)
       if (merit(op, p, e) > merit(op, p, best)) best = e;
     row[k] = best;
-    w[k] = p[best];
-    part[0] += p[best];
+    w[k] = last ? nearest(_mm256_cvtss_f32(activated(_mm256_set1_ps(p[best]), SIGMOID)), stepwise) : p[best];
+    part[0] += w[k];
     p[best] = -INFINITY;
   }
   if (sigmoids) { /* the sum is rounded, and what it is divided by */
@@ -1205,7 +1205,6 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
   if (part[0] < op->cap) part[0] = op->cap;
   for (int64_t k = 0; k < op->top; k += L) {
     __m256 v = _mm256_loadu_ps(w + k);
-    if (last) v = activated(v, SIGMOID);
     if (op->mode & 1) v = _mm256_div_ps(v, _mm256_set1_ps(part[0]));
     v = rounded(v, op->scale == 1.0f ? op->narrow : stepwise);
     if (op->scale != 1.0f) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
