@@ -17,7 +17,11 @@ from transformers import (
 
 V = 61
 PER_LAYER = {"layer_types", "mlp_layer_types", "layer_rope_theta", "no_rope_layers"}
-PER_LAYER |= {"activation_sparsity_pattern", "intermediate_size"}  # lists in configurations, or one number of all
+PER_LAYER |= {
+    "activation_sparsity_pattern",
+    "intermediate_size",
+    "num_attention_heads_per_layer",
+}  # lists in configurations, or one number of all
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,
@@ -475,6 +479,19 @@ ARCHITECTURES |= {
         "sliding_window": 9,
         "layer_types": [*_KINDS, _KINDS[0]],
     },
+    "laguna": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_attention_heads_per_layer": [2, 6],
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "moe_routed_scaling_factor": 1.7,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "aria_text": {
         **_COMMON,
         "moe_num_experts": 5,
@@ -524,7 +541,7 @@ NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
 NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 NO_FP64 |= {"gemma4_moe", "hunyuan_v1_moe", "mellum", "hy_v3", "minimax_m2", "afmoe", "cohere2_moe"}
-NO_FP64 |= {"aria_text", "glm4v_moe_text", "kolibri1", "flint", "xglm"}
+NO_FP64 |= {"aria_text", "glm4v_moe_text", "kolibri1", "flint", "laguna", "xglm"}
 NO_FP64 |= {"granite_swa", "vaultgemma"}  # NaN at padding by their own attention
 
 

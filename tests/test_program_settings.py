@@ -47,6 +47,7 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("phi4_multimodal", {"sliding_window": 9}),
     ("kolibri1", {"norm_topk_prob": False}),
     ("flint", {"norm_topk_prob": False, "attention_bias": True, "decoder_sparse_step": 2}),
+    ("laguna", {"gating": "per-element", "attention_bias": True}),
     ("xglm", {"scale_embedding": False, "activation_function": "relu"}),
     ("biogpt", {"scale_embedding": False, "hidden_act": "relu"}),
 ]
@@ -62,6 +63,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4_text", {"hidden_size_per_layer_input": 8}, "8 numbers, not a multiple of sixteen"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "attend to later ones"),
     ("gemma3n_text", {"altup_active_idx": 1}, "do not compute the first of its hidden states"),
+    ("laguna", {"moe_router_logit_softcapping": 5.0}, "scores of its experts are capped"),
     ("bloom", {"pretraining_tp": 2, "slow_but_exact": True}, "multiplies weights by parts"),
 ]
 

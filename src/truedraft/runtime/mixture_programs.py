@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from truedraft.runtime import latents, mixtures
 from truedraft.runtime.blocks import OF_GLM, blocks, complexes_of, experts, final, rotate_by_layer
-from truedraft.runtime.program import Program
+from truedraft.runtime.program import SOFTPLUS, Program
 
 
 def mixtral(p: Program, model: Any) -> None:
@@ -190,6 +191,32 @@ def kolibri(p: Program, model: Any) -> None:
     final(p, model, p.rms_norm)
 
 
+def laguna(p: Program, model: Any) -> None:
+    """Laguna: mixtures of experts as in dots.llm1, norms over each head, gated attention; layers differ in heads."""
+    c, of, layers = model.config, mixtures.of_laguna, model.model.layers
+    head = layers[0].self_attn.head_dim
+    sizes = [
+        SimpleNamespace(
+            num_attention_heads=count, num_key_value_heads=c.num_key_value_heads, sliding_window=c.sliding_window
+        )
+        for count in c.num_attention_heads_per_layer
+    ]
+
+    def mixed(src: str, index: int, attention: Any) -> str:
+        p.linear(src, "gates", attention.g_proj, wait=False)
+        p.qkv(src, attention, sizes[index])
+        p.attend(index, attention, sizes[index], per_head=0.0)
+        p.gate("gates", attention, sizes[index], 0, 1 if attention.gate_per_head else head, SOFTPLUS)
+        return "a"
+
+    mixtures.reserve(p, map(of, layers))
+    for name in ("q", "a", "gates"):
+        p.buffer(name, max(c.num_attention_heads_per_layer) * head)
+    p.begin(model, 0)
+    blocks(p, model, p.rms_norm, experts(p, c.hidden_act, False, mixtures.corrected, of), mixed=mixed)
+    final(p, model, p.rms_norm)
+
+
 def flint(p: Program, model: Any) -> None:
     """Flint: mixtures of experts, dense ones among them; norms over each head; full attention does not rotate."""
     c, norm = model.config, partial(p.rms_norm, once=True)
@@ -238,6 +265,7 @@ MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "aria_text": aria,
     "kolibri1": kolibri,
     "flint": flint,
+    "laguna": laguna,
     "mixtral": mixtral,
     "qwen2_moe": mixtral,
     "qwen3_moe": mixtral,

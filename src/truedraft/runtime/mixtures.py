@@ -123,6 +123,8 @@ def routed(
         p.linear("g", "h", shared.down_proj, wait=False)
     p.op(OpKind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
     p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=exact, **to)
+    if (factor := getattr(mlp, "factor", 1.0)) != 1.0:
+        p.copy("t", "t", factor)
     if shared_gate is not None:
         p.op(OpKind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
     if shared is not None:
@@ -277,6 +279,21 @@ def with_correction(layer: Any) -> Any:
         num_group=1, topk_group=1, rounded=scale is None,
     )  # fmt: skip
     return SimpleNamespace(gate=gate, experts=mlp.experts, shared_experts=getattr(mlp, "shared_experts", None))
+
+
+def of_laguna(layer: Any) -> Any:
+    """The feed-forward of a layer of Laguna by the names of others; factor: of what the experts give."""
+    mlp = layer.mlp
+    if not hasattr(mlp, "experts"):
+        return mlp
+    if mlp.gate.router_logit_softcapping > 0:
+        raise NotCompilable("the scores of its experts are capped")
+    gate = SimpleNamespace(
+        weight=mlp.gate.weight, top_k=mlp.gate.top_k, e_score_correction_bias=mlp.gate.e_score_correction_bias,
+        norm_topk_prob=True, routed_scaling_factor=1.0, num_group=1, topk_group=1, rounded=True,
+    )  # fmt: skip
+    factor = mlp.routed_scaling_factor
+    return SimpleNamespace(gate=gate, experts=mlp.experts, shared_experts=mlp.shared_experts, factor=factor)
 
 
 def of_phi(layer: Any) -> Any:

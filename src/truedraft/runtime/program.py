@@ -17,7 +17,7 @@ from truedraft.runtime.weights import Copies, Derived, NotCompilable, Weight, fi
 ACTIVATIONS = {
     "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
 }  # fmt: skip
-SIGMOID = 4
+SIGMOID, SOFTPLUS = 4, 6
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # by kind of attention
 
 
@@ -275,11 +275,11 @@ class Program:
         if gated:
             self.gate(gated, attention, config, head, 2 * head)
 
-    def gate(self, gates: str, attention: Any, config: Any, first: int, step: int) -> None:
-        """Multiply each head of "a" by the sigmoids of its gates, from column `first` on, `step` apart; where that is
+    def gate(self, gates: str, attention: Any, config: Any, first: int, step: int, mode: int = SIGMOID) -> None:
+        """Multiply each head of "a" by its activated gates, from column `first` on, `step` apart; where that is
         one, each head has one gate."""
         shared = dict(heads=config.num_attention_heads, head=head_of(attention))
-        self.op(OpKind.GATE, src=gates, dst="a", mode=SIGMOID, k_at=first, step=step, **shared)
+        self.op(OpKind.GATE, src=gates, dst="a", mode=mode, k_at=first, step=step, **shared)
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""
@@ -380,9 +380,7 @@ class Program:
         self.positions, embed = table, self.ops[0]
         embed.second, embed.shift, embed.out, embed.blank = table.data_ptr(), offset, len(table), blank
 
-    def end(
-        self, model: Any, norm: Callable[[str, str], None], cap: float = 0.0, scale: float = 1.0
-    ) -> None:  # fmt: skip
+    def end(self, model: Any, norm: Callable[[str, str], None], cap: float = 0.0, scale: float = 1.0) -> None:
         """The final norm, from one buffer to another, and the output head, on the gathered nodes."""
         self.head_from = len(self.ops)
         self.op(OpKind.GATHER, src="x", dst="t", inner=model.config.hidden_size)

@@ -146,7 +146,11 @@ AVX2 IN __m256 erf8(__m256 x) {
   return _mm256_div_ps(_mm256_mul_ps(x, p), q);
 }
 
-enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED };
+enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED, SOFTPLUS };
+
+AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded(_mm256_set1_ps(a), narrow)); }
+
+AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log1pf(expf(a)), narrow); }
 
 AVX2 IN __m256 activated(__m256 x, int kind) {
   __m256 one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
@@ -157,6 +161,12 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
     case RELU_SQUARED: {
       __m256 r = _mm256_max_ps(_mm256_setzero_ps(), x); /* NaN stays NaN */
       return _mm256_mul_ps(r, r);
+    }
+    case SOFTPLUS: {
+      float each[L];
+      _mm256_storeu_ps(each, x);
+      for (int i = 0; i < L; i++) each[i] = softplus(each[i], 0);
+      return _mm256_loadu_ps(each);
     }
     case GELU_TANH: {
       __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
@@ -170,10 +180,6 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
     }
   }
 }
-
-AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded(_mm256_set1_ps(a), narrow)); }
-
-AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log1pf(expf(a)), narrow); }
 
 /* ---------------------------------------------------------------- linear layers, per instruction set */
 
