@@ -29,6 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 SEEDS = {
     "afmoe": 0,
+    "kolibri1": 0,
     "gemma4_moe": 4,
     "lfm2_moe": 0,
     "qwen3_next": 0,
