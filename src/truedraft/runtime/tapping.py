@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
 from truedraft.runtime.overrides import Override, overridden
+from truedraft.runtime.text import decoder_of
 
 CALL = "_call_impl"  # what calling a module runs: its forward, own or replaced, and its hooks
 
@@ -112,8 +113,7 @@ class LayerTaps:
 
     @property
     def _decoder(self) -> Any:
-        decoder = self._model.get_decoder()
-        return self._model.base_model if decoder is self._model else decoder
+        return decoder_of(self._model)
 
     def _equal(self, layers: Iterable[int]) -> bool:
         """Whether the layers of a forward are recorded, and equal to those that it returns."""
