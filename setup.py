@@ -8,6 +8,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 native = "src/truedraft/runtime/native"
+FILES = "linear", "panels", "recurrent", "streams", "team", "neon", "neon_bf16"
 
 
 class Build(build_ext):

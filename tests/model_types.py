@@ -55,6 +55,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), _HEADS),
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48},
+    "codegen": {"n_embd": 64},
     "xmod": {"default_language": "en_XX"},
     "mamba2": {"num_heads": 8},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},

@@ -7,12 +7,23 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Emu3ForCausalLM,
+    PreTrainedModel,
+)
 
 from truedraft.targets.quirks import MIXING_ROWS, RESTARTING, STATES_OUTSIDE
 
 V = 61
-PER_LAYER = {"layer_types", "mlp_layer_types", "indexer_types", "layer_rope_theta"}  # lists in configurations
+PER_LAYER = {"layer_types", "mlp_layer_types", "indexer_types", "layer_rope_theta", "no_rope_layers"}
+PER_LAYER |= {
+    "activation_sparsity_pattern",
+    "intermediate_size",
+    "num_attention_heads_per_layer",
+}  # lists in configurations, or one number of all
 _COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=32,
@@ -171,6 +182,20 @@ ARCHITECTURES |= {
     },
 }
 
+ARCHITECTURES |= {
+    "llama4_text": {
+        **_COMMON,
+        **_EXPERTS,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "attention_chunk_size": 7,
+        "no_rope_layers": [1, 0, 1],
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "moe_layers": [1, 2],
+        "intermediate_size_mlp": 40,
+    },
+}
+
 _SCORED: dict[str, Any] = dict(
     num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=4, topk_group=2, n_shared_experts=2,
     first_k_dense_replace=1, routed_scaling_factor=1.7,
@@ -256,6 +281,18 @@ ARCHITECTURES |= {
         "global_head_dim": 16,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3n_text": {
+        **_COMMON,
+        **_FOUR,
+        **_OWN,
+        "vocab_size_per_layer_input": 40,
+        "intermediate_size": [48, 40, 48, 40],
+        "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0],
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "altup_num_inputs": 3,
         "final_logit_softcapping": 5.0,
     },
     "gemma4_unified_text": {
@@ -396,14 +433,113 @@ INSIDE = {
     "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen3_vl_text": "qwen3_vl",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
+    "glm4v_text": "glm4v",
+    "glm_ocr_text": "glm_ocr",
+    "glm4v_moe_text": "glm4v_moe",
+    "paddleocr_vl_text": "paddleocr_vl",
+    "granite_docling_text": "granite_docling",
+    "molmo2_text": "molmo2",
 }
 ARCHITECTURES |= {
     "qwen2_vl_text": {**_COMMON, "rope_parameters": _MROPE},
     "qwen2_5_vl_text": {**_COMMON, "rope_parameters": _MROPE},
     "qwen3_vl_text": {**_COMMON, "head_dim": 8, "rope_parameters": _MROPE},
     "qwen3_vl_moe_text": {**ARCHITECTURES["qwen3_moe"], "rope_parameters": _MROPE},
+    "glm4v_text": {**_COMMON, "rope_parameters": _MROPE},
+    "glm_ocr_text": {**_COMMON, "head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [3, 2, 3]}},
+    "glm4v_moe_text": {**ARCHITECTURES["glm4_moe"], "rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}},
+    "paddleocr_vl_text": {**_COMMON, "head_dim": 8, "use_bias": True, "rope_parameters": _MROPE},
 }
+del ARCHITECTURES["glm4v_moe_text"]["use_qk_norm"]
 _VISION = dict(depth=1, hidden_size=16, embed_dim=16, num_heads=2, intermediate_size=16, num_position_embeddings=16)
+_IMAGES: dict[str, Any] = dict(vision_config=_VISION, image_token_id=2, video_token_id=2)
+_TALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+_HEADS = dict(num_key_value_heads=2, head_dim=8)
+BESIDE: dict[str, dict[str, Any]] = {  # the other parts of models with a text model, where they differ from the usual
+    "molmo2": dict(
+        vision_config={**_TALL, **_HEADS, "image_size": [28, 28], "num_position_embeddings": 4},
+        adapter_config={**_TALL, **_HEADS, "vision_feature_layer": [1, 0], "text_hidden_size": 32},
+    ),
+    "granite_docling": dict(vision_config={**_TALL, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}),
+}
+ARCHITECTURES |= {
+    "emu3_text_model": {**_COMMON, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "phi4_multimodal": {
+        **_COMMON,
+        "original_max_position_embeddings": 128,
+        "vision_config": {**_TALL, "image_size": 28, "crop_size": 28},
+        "audio_config": {
+            **_TALL,
+            "num_blocks": 2,
+            "ext_pw_out_channel": 16,
+            "depthwise_separable_out_channel": 16,
+            "nemo_conv_channels": 16,
+        },
+    },
+    "granite_docling_text": _GRANITE,
+    "molmo2_text": {
+        **_COMMON,
+        "head_dim": 8,
+        "additional_vocab_size": 8,
+        "rope_scaling_layers": [0],
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "xglm": dict(
+        vocab_size=V,
+        d_model=32,
+        num_layers=2,
+        attention_heads=4,
+        ffn_dim=48,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+    "biogpt": _NO_GQA,
+    "kolibri1": {
+        **{k: v for k, v in _COMMON.items() if k != "intermediate_size"},
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+    },
+    "flint": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+        "sliding_window": 9,
+        "layer_types": [*_KINDS, _KINDS[0]],
+    },
+    "laguna": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_attention_heads_per_layer": [2, 6],
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "moe_routed_scaling_factor": 1.7,
+        "sliding_window": 9,
+        "layer_types": _KINDS,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "aria_text": {
+        **_COMMON,
+        "moe_num_experts": 5,
+        "moe_topk": 2,
+        "moe_num_shared_experts": 2,
+    },
+}
+CLASSES = {"emu3_text_model": Emu3ForCausalLM}  # of text models that no table of classes has by their configurations
 
 _LONGROPE = {
     "rope_type": "longrope",
@@ -428,8 +564,12 @@ TYPES = {  # architectures that are a kind of a model type
 
 VARIANTS = {"gemma4_moe"}  # of a type with a program, whose configurations have little in common
 # layers read the keys and values of others, or what their indexers choose, so that none can be skipped
-SHARING = {"gemma4_text", "glm_moe_dsa"}
-BY_TOKEN = {"gemma4_text"}  # layers have embeddings of their own of each token, so that none can be given
+SHARING = {"gemma3n_text", "gemma4_text", "glm_moe_dsa"}
+BY_TOKEN = {
+    "gemma3n_text",
+    "gemma4_text",
+}  # layers have embeddings of their own of each token, so that none can be given
+STREAMS = {"gemma3n_text"}  # layers have several hidden states of each token, which are not tapped
 # in bf16, of the spread of the logits: scores of normalised queries are not scaled, so that attention is sharp
 ROUGH = {"gemma4_text": 0.2, "gemma4_moe": 0.2, "gemma4_unified_text": 0.2}
 
@@ -442,6 +582,7 @@ NO_FP64 |= {"granitemoe", "granitemoeshared", "flex_olmo", "gpt_oss"}
 NO_FP64 |= {"dots1", "glm4_moe", "solar_open", "ernie4_5_moe", "granitemoe_swa", "exaone_moe"}
 NO_FP64 |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"}
 NO_FP64 |= {"gemma4_moe", "hunyuan_v1_moe", "mellum", "hy_v3", "minimax_m2", "afmoe", "cohere2_moe"}
+NO_FP64 |= {"aria_text", "glm4v_moe_text", "kolibri1", "flint", "laguna", "xglm"}
 NO_FP64 |= {"granite_swa", "vaultgemma"}  # NaN at padding by their own attention
 
 
@@ -464,20 +605,28 @@ def tiny(
         if "num_kv_shared_layers" in text:
             text["num_kv_shared_layers"] = max(0, layers - 2)
         for name in PER_LAYER & text.keys():
-            text[name] = (text[name] * layers)[:layers]
+            text[name] = (text[name] * layers)[:layers] if isinstance(text[name], list) else text[name]
     if (whole := INSIDE.get(architecture)) is not None:
-        config = CONFIG_MAPPING[whole](text_config=text, vision_config=_VISION, image_token_id=2, video_token_id=2)
+        config = CONFIG_MAPPING[whole](text_config=text, **BESIDE.get(whole, _IMAGES))
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
     else:
         config = CONFIG_MAPPING[TYPES.get(architecture, architecture)](**text)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        make = CLASSES[architecture]._from_config if architecture in CLASSES else AutoModelForCausalLM.from_config
+        model = make(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and name.endswith("weight") and not parameter.any():  # or any expert may be chosen
                 parameter.normal_(std=0.02)
             if parameter.ndim >= 2 and not name.endswith(UNSHARPENED):
                 parameter.mul_(sharpen)
+            elif name.endswith("correct_output_scale"):  # zeros, which would hide what is scaled
+                parameter.normal_(1.0, 0.3)
     return model.to(dtype)
+
+
+def tapped(architecture: str, *layers: int) -> tuple[int, ...]:
+    """The layers, where those of an architecture can be tapped."""
+    return () if architecture in STREAMS else layers
 
 
 def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -18,13 +18,15 @@ LIMIT = 128  # positions of the tiny models
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["oracle", "noise", "token-recycling"])
-@pytest.mark.parametrize("architecture", COUNTED)
-def test_text_up_to_the_last_position(architecture: str, name: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "runtime"), [*((name, "stock") for name in COUNTED), ("bloom", "auto"), ("gpt_neo", "auto")]
+)
+def test_text_up_to_the_last_position(architecture: str, runtime: str, name: str, rule: str) -> None:
     """Passes near the end reach past a model's tables; texts are longer than local windows."""
     model = tiny(architecture, torch.float32)
     inputs = ragged(model, 3)
     steps = LIMIT + 1 - inputs["input_ids"].shape[1]
-    text_net(model, name, inputs, max_new_tokens=steps, pad_token_id=0, **RULES[rule])
+    text_net(model, name, inputs, max_new_tokens=steps, pad_token_id=0, runtime=runtime, **RULES[rule])
 
 
 @pytest.mark.parametrize("architecture", ["mpt", "gpt_neo"])

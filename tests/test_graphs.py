@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
 import truedraft
-from models import ARCHITECTURES, V, ragged, tiny
+from models import ARCHITECTURES, V, ragged, tapped, tiny
 from nets import drafter, padding_of
 from truedraft import DraftTree, Refused
 from truedraft.runtime import graphs
@@ -96,8 +96,9 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
     model, rng = model_on(device, architecture), random.Random(3)
     both = [DecoderTarget(model, "auto"), DecoderTarget(model, "stock")]
     both[1].runner, both[1].fallback_reason = both[1]._stock(), None
+    layers = tapped(architecture, 0, 2, -1)
     for target in both:
-        target.taps = Taps((0, 2, -1))
+        target.taps = Taps(layers)
         target.reserve(4, 100)
         target.prefill(prompts(device, 5, 21, 1))
     rows = 3
@@ -107,7 +108,7 @@ def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, devi
         for row, tree in enumerate(trees):
             for mine, theirs in (
                 (captured.logits[row, : len(tree)], stock.logits[row, : len(tree)]),
-                *((captured.hidden[layer][row], stock.hidden[layer][row]) for layer in (0, 2, -1)),
+                *((captured.hidden[layer][row], stock.hidden[layer][row]) for layer in layers),
             ):
                 assert mine.shape == theirs.shape
                 assert (mine - theirs).abs().max() < 1e-5 * max(theirs.abs().max(), 1), (step, row)

@@ -17,7 +17,7 @@ from truedraft.targets.decoder import DecoderTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-WITHOUT_PROGRAM = ["bloom", "persimmon"]
+WITHOUT_PROGRAM = ["mpt", "persimmon"]
 
 
 @pytest.fixture(autouse=True)
@@ -113,11 +113,11 @@ def test_unsupported_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(Linears(nn.Linear(32, 32, dtype=torch.float64))) == 0
     monkeypatch.setattr(native, "library", lambda: None)
     assert len(Linears(nn.Linear(32, 32))) == 0
-    assert type(DecoderTarget(tiny("bloom", torch.float32)).runner) is ForwardPass
+    assert type(DecoderTarget(tiny("persimmon", torch.float32)).runner) is ForwardPass
 
 
 def test_the_stock_runtime_replaces_nothing() -> None:
-    model = tiny("bloom", torch.float32)
+    model = tiny("persimmon", torch.float32)
     fast = truedraft.accelerate(model, runtime="stock")
     seen: list[int] = []
     hook = model.register_forward_hook(lambda *_: seen.append(replaced(model)))

@@ -16,7 +16,8 @@ COMMON = {
     ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): "compiled",
     ("voxtral", "VoxtralForConditionalGeneration"): "compiled",
     ("aya_vision", "AyaVisionForConditionalGeneration"): "compiled",
-    ("codegen", "CodeGenForCausalLM"): "own forward",
+    ("codegen", "CodeGenForCausalLM"): "compiled",
+    ("persimmon", "PersimmonForCausalLM"): "own forward",
     ("git", "GitForCausalLM"): "own forward",  # without padding, which changes its output
     ("idefics", "IdeficsForVisionText2Text"): "refused",  # needs an image
     ("paligemma", "PaliGemmaForConditionalGeneration"): "refused",  # attends to later tokens, unless there is padding

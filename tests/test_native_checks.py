@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import RECURRENT, tiny
+from models import RECURRENT, SHARING, tiny
 from test_seq2seq import tiny as seq2seq
 from truedraft import DraftTree
 from truedraft.runtime import native
@@ -20,7 +20,6 @@ from truedraft.targets.seq2seq import Seq2SeqTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 WRONG = (-1, -(2**40), 2**20, 2**40, 2**62)
-KINDS = ["llama", "mixtral", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus", "bart", "t5"]
 PER_NODE = ("token", "slot", "position", "place", "base")
 READ = {  # fields that a kind of operation uses, and whose invalid values C can detect
     OpKind.EMBED: ("dst", "inner"),
@@ -39,7 +38,7 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.GATHER: ("src", "dst", "inner"),
     OpKind.ROUTE: ("src", "dst", "experts", "top", "heads", "kv_heads", "window"),
     OpKind.PLAN: ("top",),
-    OpKind.DEAL: ("src", "dst", "inner", "top"),
+    OpKind.DEAL: ("src", "other", "dst", "inner", "top"),
     OpKind.COMBINE: ("src", "other", "dst", "inner", "top"),
     OpKind.CLAMP: ("src", "dst", "inner"),
     OpKind.COLUMNS: ("src", "dst", "inner", "out", "form"),
@@ -55,10 +54,13 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.UNIT: ("src", "other", "dst", "inner", "k_at", "v_at"),
     OpKind.GATED_NORM: ("src", "other", "dst", "heads", "head"),
     OpKind.PICK: ("src", "dst", "heads", "head", "step", "k_at", "v_at"),
+    OpKind.MIX: ("src", "other", "dst", "heads", "kv_heads", "head"),
+    OpKind.MATCH: ("src", "other", "dst", "inner"),
+    OpKind.EXCEED: ("src", "dst", "inner"),
 }
 KINDS = [
     "llama", "mixtral", "dots1", "deepseek_v3", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus",
-    "bart", "t5",
+    "llama4_text", "gemma3n_text", "bloom", "bart", "t5",
 ]  # fmt: skip
 
 
@@ -68,7 +70,8 @@ class Taken(Exception):
 
 def arguments(kind: str) -> tuple[Any, ...]:
     """The arguments of a pass over two trees."""
-    model: Any = seq2seq(kind) if kind in ("bart", "t5") else tiny(kind, torch.float32)
+    layers = 2 if kind in SHARING else None  # whose keys are their own: an operation without keys has unused fields
+    model: Any = seq2seq(kind) if kind in ("bart", "t5") else tiny(kind, torch.float32, layers=layers)
     decoder = RecurrentTarget if kind in RECURRENT else DecoderTarget
     target = Seq2SeqTarget(model) if kind in ("bart", "t5") else decoder(model)
     target.reserve(2, 24)

@@ -24,7 +24,7 @@ COMPILED += [(name, torch.bfloat16) for name in PROGRAMS]
 
 @pytest.mark.parametrize(("architecture", "dtype"), COMPILED, ids=lambda value: str(value).removeprefix("torch."))
 def test_dtypes(architecture: str, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and architecture in ("afmoe", "gpt_oss", "phimoe"):
+    if dtype == torch.bfloat16 and architecture in ("afmoe", "gpt_oss", "kolibri1", "phimoe"):
         pytest.skip("in bf16 a near-tie of experts may be decided differently, and its experts differ much")
     # unsharpened: in bf16 the mask and positions are tested, not the error growth of large weights
     model = tiny(architecture, dtype, sharpen=1.0)

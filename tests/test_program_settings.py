@@ -42,6 +42,20 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_double_wide_mlp": False}),
     ("gemma4_text", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_bias": True}),
     ("zamba2", {"use_shared_attention_adapter": False, "use_mem_rope": False, "num_mem_blocks": 2}),
+    ("llama4_text", {"use_qk_norm": False, "attention_bias": True, "num_experts_per_tok": 1}),
+    ("llama4_text", {"floor_scale": 5, "attn_scale": 0.5, "interleave_moe_layer_step": 2, "moe_layers": None}),
+    ("llama4_text", {"attn_temperature_tuning": False, "floor_scale": 5}),
+    ("gemma3n_text", {"altup_correct_scale": False, "num_kv_shared_layers": 0, "attention_bias": True}),
+    ("gemma3n_text", {"altup_num_inputs": 4, "vocab_size_per_layer_input": models.V}),
+    ("bloom", {"apply_residual_connection_post_layernorm": True, "pretraining_tp": 2, "n_head": 2}),
+    ("gpt_neo", {"attention_types": [[["global"], 2]], "activation_function": "relu"}),
+    ("aria_text", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    ("phi4_multimodal", {"sliding_window": 9}),
+    ("kolibri1", {"norm_topk_prob": False}),
+    ("flint", {"norm_topk_prob": False, "attention_bias": True, "decoder_sparse_step": 2}),
+    ("laguna", {"gating": "per-element", "attention_bias": True}),
+    ("xglm", {"scale_embedding": False, "activation_function": "relu"}),
+    ("biogpt", {"scale_embedding": False, "hidden_act": "relu"}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon_h1", {"mamba_rms_norm": True}, "normalised before they are gated"),
@@ -58,6 +72,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4_text", {"vocab_size_per_layer_input": 40}, "embeddings of fewer tokens"),
     ("gemma4_text", {"hidden_size_per_layer_input": 8}, "8 numbers, not a multiple of sixteen"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "attend to later ones"),
+    ("gemma3n_text", {"altup_active_idx": 1}, "do not compute the first of its hidden states"),
+    ("laguna", {"moe_router_logit_softcapping": 5.0}, "scores of its experts are capped"),
+    ("bloom", {"pretraining_tp": 2, "slow_but_exact": True}, "multiplies weights by parts"),
 ]
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import truedraft
 from drafters_for_tests import HiddenReader
-from models import ARCHITECTURES, RECURRENT, ROUGH, V, ragged, tiny
+from models import ARCHITECTURES, RECURRENT, ROUGH, V, ragged, tapped, tiny
 from nets import text_net
 from truedraft import DraftTree
 from truedraft.runtime import forward, native
@@ -72,7 +72,7 @@ def test_long_prompt_has_the_same_bits_alone_and_in_a_batch(
         monkeypatch.setattr(forward, "ROOM", 0)
         monkeypatch.setattr(forward, "PART", part)
     target = DecoderTarget(tiny(architecture, dtype))
-    target.taps = Taps((0, 1, -1))
+    target.taps = Taps(tapped(architecture, 0, 1, -1))
     prompts = [
         prompt(37),
         prompt(5),
@@ -102,7 +102,7 @@ def test_both_ways_of_prefill_write_the_same_cache_up_to_rounding(
         monkeypatch.setattr(forward, "PART", part)
         for strict in (False, True):
             target = DecoderTarget(model, strict=strict)
-            target.taps = Taps((0, 1, 2, -1))
+            target.taps = Taps(tapped(architecture, 0, 1, 2, -1))
             prompts = [prompt(41, seed=SEED), prompt(30, seed=SEED + 1)]
             found.append(bits(target, prompts, 64))
             assert type(target.runner) is CompiledPass

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FalconConfig, PreTrainedModel
 
 import truedraft
-from models import ARCHITECTURES, BY_TOKEN, COMPILED_ALONE, RECURRENT, ROUGH, VARIANTS, V, ragged, tiny
+from models import ARCHITECTURES, BY_TOKEN, COMPILED_ALONE, RECURRENT, ROUGH, VARIANTS, V, ragged, tapped, tiny
 from truedraft import DraftTree, Refused
 from truedraft.chains import chained
 from truedraft.errors import NoRoom
@@ -31,6 +31,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 SEEDS = {
     "afmoe": 0,
+    "kolibri1": 0,
     "gemma4_moe": 4,
     "lfm2_moe": 0,
     "qwen3_next": 0,
@@ -132,9 +133,12 @@ def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: 
 @BOTH
 @pytest.mark.parametrize(
     ("architecture", "lengths"),
-    [("qwen3", (40, 7)), ("qwen2_moe", (120, 90)), ("deepseek_v3", (90, 7))]
-    + [(name, (40, 7)) for name in ("zamba", "recurrent_gemma", "rwkv")],
-)
+    [
+        ("qwen3", (40, 7)), ("qwen2_moe", (120, 90)), ("deepseek_v3", (90, 7)), ("llama4_text", (120, 90)),
+        ("gemma3n_text", (40, 7)), ("bloom", (40, 7)), ("zamba", (40, 7)), ("recurrent_gemma", (40, 7)),
+        ("rwkv", (40, 7)),
+    ],
+)  # fmt: skip
 def test_threads_and_splits_of_the_prompt_change_no_bit(
     architecture: str, lengths: tuple[int, ...], dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +151,7 @@ def test_threads_and_splits_of_the_prompt_change_no_bit(
         torch.set_num_threads(count)
         monkeypatch.setattr("truedraft.runtime.compiled.PROMPT", part)
         target = target_of(architecture, dtype)
-        target.taps = Taps((0, 1, -1))
+        target.taps = Taps(tapped(architecture, 0, 1, -1))
         target.reserve(2, 160)
         read, scored = target.prefill(prompts), target.score([tree, tree])
         hidden = [state for s in (read, scored) for states in s.hidden.values() for state in states]
@@ -165,7 +169,7 @@ def test_logits_are_those_of_the_forward_up_to_rounding(architecture: str, dtype
     results = []
     for runtime in ("auto", "stock"):
         target = target_of(architecture, dtype, runtime)
-        target.taps = Taps((0, 1) if architecture in SHORT else (0, 1, 2))
+        target.taps = Taps((0, 1) if architecture in SHORT else tapped(architecture, 0, 1, 2))
         target.reserve(2, 64)
         read, drafts = target.prefill(prompts), scorable(target, trees)
         scored = target.score(drafts)
@@ -278,7 +282,7 @@ def test_norms_and_biases_changed_in_place_are_used(architecture: str) -> None:
 
 
 @WIDE
-@pytest.mark.parametrize("architecture", ["llama", "bloom", "qwen3_5_text"])
+@pytest.mark.parametrize("architecture", ["llama", "persimmon", "qwen3_5_text"])
 def test_copies_give_way_to_the_cache(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.__wrapped__(architecture, torch.float32)
     monkeypatch.setattr("truedraft.runtime.linears.SMALLEST", 0)
@@ -334,7 +338,7 @@ def _several_heads() -> torch.nn.Module:
 
 
 UNSUITED = {
-    "no program": (lambda: tiny("bloom", torch.float32), "no program for bloom"),
+    "no program": (lambda: tiny("persimmon", torch.float32), "no program for persimmon"),
     "dtype": (lambda: tiny("llama", torch.float64), "neither float32 nor bfloat16"),
     "an adapter": (_adapted, "_Adapted where a linear layer stood"),
     "experts of another kind": (_other_experts, "_Other among its experts"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from models import ARCHITECTURES, NO_FP64, ragged, tiny
+from models import ARCHITECTURES, NO_FP64, STREAMS, ragged, tiny
 from nets import NAMES, PRESETS, PROCESSORS, REGISTERED, RULES, TRIALS, eos_inside, text_net, turn
+from truedraft.errors import Refused
 
 ROWS = (1, 5)
 SETTINGS = [  # greedy decoding has no warpers
@@ -86,7 +87,12 @@ EVERYWHERE = ["oracle", "probes", "taps", "draft-model"]  # together they use ev
 )
 def test_every_architecture(name: str, architecture: str) -> None:
     model = tiny(architecture, torch.float32 if architecture in NO_FP64 else torch.float64)
-    text_net(model, name, ragged(model, 3), max_new_tokens=14, do_sample=False)  # beyond the sliding windows
+    try:
+        text_net(model, name, ragged(model, 3), max_new_tokens=14, do_sample=False)  # beyond the sliding windows
+    except Refused as why:
+        if architecture not in STREAMS or "a layer has several of each token" not in str(why):
+            raise
+        pytest.skip("its layers are not tapped")
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)

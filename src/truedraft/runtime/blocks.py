@@ -22,6 +22,7 @@ AFTER: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layern
 AROUND: Norms = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )  # fmt: skip
+OF_GLM: Norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
 def blocks(
@@ -120,6 +121,16 @@ def spread(rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
         return tuple(
             table[..., : table.shape[-1] // 2].repeat_interleave(2, -1) for table in rotary(like, positions)
         )  # fmt: skip
+
+    return tables
+
+
+def complexes_of(rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    """The tables of a rotary embedding that gives complex numbers, one for each pair of neighbours."""
+
+    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        turns = rotary(like, positions)
+        return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
 
     return tables
 

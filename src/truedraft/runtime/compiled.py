@@ -15,15 +15,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
+from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime._base import PROMPT, Runner
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
+from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
-from truedraft.runtime.rotary_tables import RotaryTables
 from truedraft.runtime.skipping import check_own_keys
-from truedraft.runtime.tapping import layer_number
+from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import View
@@ -166,7 +167,7 @@ class CompiledPass(Runner):
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
         self._tables = RotaryTables()
-        self._factor = torch.empty(0)
+        self._along = PositionTables()
 
     def _compiled(self) -> Program:
         return compile_program(self.model, self.copied)
@@ -196,15 +197,12 @@ class CompiledPass(Runner):
                 if op.kind in (OpKind.PREPARE, OpKind.LATENT) and rotary is not None and at not in p.unrotated:
                     cos, sin = self._tables(rotary, p.layer_types[at], cache.cursor.capacity, self.model.dtype)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
-                if op.kind == OpKind.PREPARE and p.factor is not None:
-                    op.factor = self._factors(cache.cursor.capacity).data_ptr()
+                if op.kind == OpKind.PREPARE and at in p.factored and p.factor:
+                    op.factor = self._along(p.factor, cache.cursor.capacity).data_ptr()
+                if op.kind == OpKind.ATTEND and p.lean:
+                    biases = self._along(p.lean, cache.cursor.capacity)
+                    op.bias, op.out = biases.data_ptr(), biases.shape[-1]
         self._variants: dict[tuple[tuple[int, ...], frozenset[int]], ctypes.Array[Op]] = {}
-
-    def _factors(self, capacity: int) -> Tensor:
-        """The factor of the queries at every position; fp32."""
-        if len(self._factor) < capacity and self.program.factor is not None:
-            self._factor = self.program.factor(torch.arange(capacity)).to(self.program.dtype).float()
-        return self._factor
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows together, at most PROMPT nodes per call."""
@@ -244,6 +242,8 @@ class CompiledPass(Runner):
     def check_taps(self, taps: Taps) -> None:
         for layer in taps.hidden:
             layer_number(layer, len(self.program.outputs) - 1)
+        if taps.hidden and not self.program.tapped:
+            raise Refused(several_streams(type(self.model).__name__))
 
     def skipped(self, view: View) -> frozenset[int]:
         """The layers that passes under a view leave out.

@@ -21,6 +21,7 @@ from truedraft.runtime.alibi import biased
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.local import local
+from truedraft.runtime.modules import inner_size
 from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.positions import Positions, has_table, table_size
@@ -300,8 +301,7 @@ class PromptPass(ForwardPass):
     def _most(self, length: int) -> int:
         """Positions of a prompt of this length that are read in one call."""
         config = self.model.config.get_text_config(decoder=True)
-        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        numbers = 8 * config.hidden_size + 4 * wide
+        numbers = 8 * config.hidden_size + 4 * inner_size(config)
         if not self._cut_logits:
             numbers += 2 * config.vocab_size
         if config._attn_implementation == "eager":

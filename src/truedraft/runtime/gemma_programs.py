@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from truedraft.runtime import mixtures
 from truedraft.runtime.blocks import AROUND, blocks, final, gate
@@ -37,19 +38,12 @@ def gemma4(p: Program, model: Any) -> None:
     p.buffers(model, 0, 0, 0)
     p.embed(model.get_input_embeddings(), embedding_scale(model.get_input_embeddings(), p))
     if by_layer:
-        _embed_by_layer(p, model)
+        if len(model.model.embed_tokens_per_layer.weight) < p.vocab_size:
+            raise NotCompilable("its layers have embeddings of fewer tokens than it reads")
+        embed_by_layer(p, model)
 
     def mixed(src: str, index: int, attention: Any) -> str:
-        size, shared = sizes[index], attention.is_kv_shared_layer
-        p.linear(src, "q", attention.q_proj, wait=shared)
-        if not shared:
-            p.linear(src, "k", attention.k_proj, wait=attention.v_proj is None)
-            if attention.v_proj is None:
-                p.copy("k", "v")
-            else:
-                p.linear(src, "v", attention.v_proj)
-            norm_by_part(p, "v", attention.v_norm, size.num_key_value_heads, attention.head_dim)
-        p.attend(of[index], attention, size, per_head=0.0, norms_once=True, shared=shared)
+        attend(p, src, of[index], attention, sizes[index])
         return "a"
 
     dense = gate(p, c.hidden_activation)
@@ -89,7 +83,12 @@ def sources(config: Any) -> list[int]:
 
 def embedding_scale(embedding: Any, p: Program) -> float:
     """The factor of embeddings, in the model's dtype."""
-    return float(embedding.embed_scale.to(p.dtype).item())
+    return rounded(embedding.embed_scale, p)
+
+
+def rounded(factor: Any, p: Program) -> float:
+    """A factor; where it is a tensor, in the model's dtype."""
+    return float(factor.to(p.dtype).item()) if isinstance(factor, Tensor) else factor
 
 
 def norm_by_part(p: Program, name: str, norm: Any, parts: int, width: int) -> None:
@@ -138,22 +137,22 @@ def _experts(p: Program, layer: Any, c: Any) -> None:
     mixtures.routed(p, "h", _mixture(layer, c), c.hidden_activation, True, judged="t", mode=1, other_bias=factors)
 
 
-def _embed_by_layer(p: Program, model: Any) -> None:
+def embed_by_layer(p: Program, model: Any) -> None:
     """The embeddings of a token for each layer, to which a projection of its own embedding is added; in "by_layer"."""
     c, body = model.config, model.model
     width, count, table = c.hidden_size_per_layer_input, c.num_hidden_layers, body.embed_tokens_per_layer
-    if len(table.weight) < p.vocab_size:
-        raise NotCompilable("its layers have embeddings of fewer tokens than it reads")
     rows = plain(table.weight, p.dtype)
     p.kept.append(rows)
     p.op(
         OpKind.EMBED, dst="by_layer", weight=rows.data_ptr(), inner=width * count, scale=embedding_scale(table, p),
-        blank=-1, wait=False,
+        blank=-1, wait=False, heads=len(rows) if len(rows) < p.vocab_size else 0,
     )  # fmt: skip
-    p.linear("x", "projected", body.per_layer_model_projection, scale=body.per_layer_model_projection_scale)
+    factor = getattr(body, "per_layer_model_projection_scale", None)
+    projected = body.per_layer_projection_scale if factor is None else factor
+    p.linear("x", "projected", body.per_layer_model_projection, scale=rounded(projected, p))
     norm_by_part(p, "projected", body.per_layer_projection_norm, count, width)
     p.add("projected", "by_layer", "by_layer")
-    p.copy("by_layer", "by_layer", body.per_layer_input_scale)
+    p.copy("by_layer", "by_layer", rounded(body.per_layer_input_scale, p))
     p.outputs = [len(p.ops) - 1]
 
 
@@ -164,6 +163,21 @@ def read_own_embedding(p: Program, src: str, layer: Any, index: int, activation:
     p.op(OpKind.ACTIVATE, src="own", dst="own", inner=width, mode=p.activation(activation))
     p.op(OpKind.MULTIPLY, src="own", other=f"by_layer {index}", dst="own", inner=width)
     p.linear("own", "t", layer.per_layer_projection)
+
+
+def attend(p: Program, src: str, source: int, attention: Any, size: Any) -> None:
+    """Attention with norms over heads of queries, keys and values, of which the last two may be another layer's."""
+    shared = attention.is_kv_shared_layer
+    p.linear(src, "q", attention.q_proj, wait=shared)
+    if not shared:
+        values = getattr(attention, "v_proj", None)
+        p.linear(src, "k", attention.k_proj, wait=values is None)
+        if values is None:
+            p.copy("k", "v")
+        else:
+            p.linear(src, "v", values)
+        norm_by_part(p, "v", attention.v_norm, size.num_key_value_heads, attention.head_dim)
+    p.attend(source, attention, size, per_head=0.0, norms_once=True, shared=shared)
 
 
 GEMMA: dict[str, Callable[[Program, Any], None]] = {"gemma4_text": gemma4, "gemma4_unified_text": gemma4}

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor
-
-from truedraft.runtime.blocks import Attend
+from truedraft.runtime.blocks import Attend, complexes_of
 from truedraft.runtime.native import Form, OpKind
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import NotCompilable, plain
@@ -28,7 +26,7 @@ def attention(p: Program, model: Any) -> Attend:
     value, query, wide = c.v_head_dim, plain_part + rotated, latents + rotated
     if latents % 16 or rotated % 2 or value % 8 or plain_part % 8:
         raise NotCompilable("its latents or heads are not of multiples of sixteen or eight numbers")
-    p.rotary = _complex(model.model.rotary_emb) if c.model_type == "deepseek_v2" else model.model.rotary_emb
+    p.rotary = complexes_of(model.model.rotary_emb) if c.model_type == "deepseek_v2" else model.model.rotary_emb
     p.buffer("latent_q", heads * wide)
     p.buffer("a", heads * latents)
     p.buffer("v", heads * value)
@@ -73,13 +71,3 @@ def attention(p: Program, model: Any) -> Attend:
         return "v"
 
     return attend
-
-
-def _complex(rotary: Any) -> Any:
-    """The tables of a rotary embedding that gives complex numbers, one for each pair of neighbours."""
-
-    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        turns = rotary(like, positions)
-        return turns.real.repeat_interleave(2, -1), turns.imag.repeat_interleave(2, -1)
-
-    return tables

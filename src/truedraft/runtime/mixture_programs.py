@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from truedraft.runtime import latents, mixtures
-from truedraft.runtime.blocks import blocks, experts, final, rotate_by_layer
-from truedraft.runtime.program import Program
+from truedraft.runtime.blocks import OF_GLM, blocks, complexes_of, experts, final, rotate_by_layer
+from truedraft.runtime.program import SOFTPLUS, Program
 
 
 def mixtral(p: Program, model: Any) -> None:
@@ -144,6 +145,103 @@ def gpt_oss(p: Program, model: Any) -> None:
     final(p, model, norm)
 
 
+def llama4(p: Program, model: Any) -> None:
+    """Llama 4: attention within parts of the text with norms over each head after the rotation, or to all of it without
+    a rotation, its queries scaled by their positions; mixtures of experts whose inputs are scaled, dense layers among
+    them."""
+    c, layers = model.config, model.model.layers
+    first = layers[0].self_attn
+    p.unrotated = {i for i, layer in enumerate(layers) if not layer.self_attn.use_rope}
+    if first.attn_temperature_tuning:
+        p.factored = p.unrotated
+        p.factor = lambda at: torch.log1p(torch.floor((at + 1.0) / first.floor_scale)) * first.attn_scale + 1.0
+
+    def mixed(src: str, index: int, attention: Any) -> str:
+        per_head = 0.0 if hasattr(attention, "qk_norm") else None
+        p.qkv(src, attention, c)
+        p.attend(index, attention, c, per_head=per_head, norms_last=True, once=True, interleaved=True)
+        return "a"
+
+    def feed(src: str, layer: Any) -> Any:
+        if layer.is_moe_layer:
+            mixtures.by_columns(p, src, layer.feed_forward, c.hidden_act, True, c.hidden_act)
+            return None
+        p.gated(src, layer.feed_forward, c.hidden_act)
+        return layer.feed_forward.down_proj
+
+    for layer in layers:
+        if layer.is_moe_layer:
+            mixtures.reserve_columns(p, layer.feed_forward)
+        else:
+            p.buffer("g", layer.feed_forward.down_proj.in_features)
+    p.begin(model, 0, rotary=complexes_of(model.model.rotary_emb))
+    blocks(p, model, p.rms_norm, feed, mixed=mixed)
+    final(p, model, p.rms_norm)
+
+
+def kolibri(p: Program, model: Any) -> None:
+    """Kolibri 1: mixtures of experts, norms around every block and over each head; full attention does not rotate."""
+    c = model.config
+    attentions = [layer.self_attn for layer in model.model.layers]
+    p.unrotated = {i for i, a in enumerate(attentions) if a.sliding_window is not None and not a.is_sliding}
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0)
+    feed = experts(p, c.hidden_act, True, mixtures.by_scores)
+    blocks(p, model, p.rms_norm, feed, OF_GLM, per_head=0.0)
+    final(p, model, p.rms_norm)
+
+
+def laguna(p: Program, model: Any) -> None:
+    """Laguna: mixtures of experts as in dots.llm1, norms over each head, gated attention; layers differ in heads."""
+    c, of, layers = model.config, mixtures.of_laguna, model.model.layers
+    head = layers[0].self_attn.head_dim
+    sizes = [
+        SimpleNamespace(
+            num_attention_heads=count, num_key_value_heads=c.num_key_value_heads, sliding_window=c.sliding_window
+        )
+        for count in c.num_attention_heads_per_layer
+    ]
+
+    def mixed(src: str, index: int, attention: Any) -> str:
+        p.linear(src, "gates", attention.g_proj, wait=False)
+        p.qkv(src, attention, sizes[index])
+        p.attend(index, attention, sizes[index], per_head=0.0)
+        p.gate("gates", attention, sizes[index], 0, 1 if attention.gate_per_head else head, SOFTPLUS)
+        return "a"
+
+    mixtures.reserve(p, map(of, layers))
+    for name in ("q", "a", "gates"):
+        p.buffer(name, max(c.num_attention_heads_per_layer) * head)
+    p.begin(model, 0)
+    blocks(p, model, p.rms_norm, experts(p, c.hidden_act, False, mixtures.corrected, of), mixed=mixed)
+    final(p, model, p.rms_norm)
+
+
+def flint(p: Program, model: Any) -> None:
+    """Flint: mixtures of experts, dense ones among them; norms over each head; full attention does not rotate."""
+    c, norm = model.config, partial(p.rms_norm, once=True)
+    p.unrotated = {i for i, layer in enumerate(model.model.layers) if layer.self_attn.sliding_window is None}
+    mixtures.reserve(p, (layer.mlp for layer in model.model.layers))
+    p.begin(model, 0)
+    feed = experts(p, c.hidden_act, True, mixtures.uncorrected)
+    blocks(p, model, norm, feed, per_head=0.0, norms_once=True)
+    final(p, model, norm)
+
+
+def aria(p: Program, model: Any) -> None:
+    """Aria: Llama with mixtures of experts beside a feed-forward."""
+    c = model.config
+
+    def feed(src: str, layer: Any) -> None:
+        mixtures.by_columns(p, src, layer.mlp, c.hidden_act, False, "silu")
+
+    for layer in model.model.layers:
+        mixtures.reserve_columns(p, layer.mlp)
+    p.begin(model, 0)
+    blocks(p, model, p.rms_norm, feed)
+    final(p, model, p.rms_norm)
+
+
 MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "dots1": dots1,
     "deepseek_v2": deepseek,
@@ -152,6 +250,7 @@ MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "youtu": deepseek,
     "minicpm3": deepseek,
     "glm4_moe": dots1,
+    "glm4v_moe_text": dots1,
     "solar_open": dots1,
     "hy_v3": dots1,
     "afmoe": afmoe,
@@ -162,6 +261,11 @@ MIXTURES: dict[str, Callable[[Program, Any], None]] = {
     "granitemoe_swa": granite_moe,
     "granitemoeshared": granite_moe,
     "gpt_oss": gpt_oss,
+    "llama4_text": llama4,
+    "aria_text": aria,
+    "kolibri1": kolibri,
+    "flint": flint,
+    "laguna": laguna,
     "mixtral": mixtral,
     "qwen2_moe": mixtral,
     "qwen3_moe": mixtral,

@@ -47,6 +47,16 @@ def balanced(p: Program, gate: Any) -> dict[str, Any]:
     )
 
 
+def by_scores(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of Kolibri 1: sigmoids of corrected scores, without the correction."""
+    return dict(bias=p.small(gate.e_score_correction_bias), mode=6 + bool(gate.norm_topk_prob), norm_once=True)
+
+
+def uncorrected(p: Program, gate: Any) -> dict[str, Any]:
+    """The router of Flint: sigmoids."""
+    return dict(mode=2 + bool(gate.norm_topk_prob), norm_once=True)
+
+
 def limited(p: Program, gate: Any) -> dict[str, Any]:
     """The router of DeepSeek 2: a softmax, perhaps within the groups of the best experts."""
     if gate.topk_method not in ("greedy", "group_limited_greedy"):
@@ -113,6 +123,8 @@ def routed(
         p.linear("g", "h", shared.down_proj, wait=False)
     p.op(OpKind.LINEAR, src="inner", dst="dealt", **down, apart=hidden, **to)
     p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=exact, **to)
+    if (factor := getattr(mlp, "factor", 1.0)) != 1.0:
+        p.copy("t", "t", factor)
     if shared_gate is not None:
         p.op(OpKind.COMBINE, src="h", other="shared", dst="h", inner=hidden, top=1)
     if shared is not None:
@@ -199,6 +211,51 @@ def clamped(p: Program, src: str, mlp: Any) -> None:
     p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, **to)
 
 
+def reserve_columns(p: Program, moe: Any) -> None:
+    """Buffers for `by_columns`."""
+    count, inner, hidden = moe.experts.down_proj.shape
+    top, shared = moe.router.top_k, _beside(moe)
+    for name, width, rows in (
+        ("router", count, 1), ("routing", top, 1), ("dealt", hidden, top), ("inner", inner, top), ("both", inner, top),
+        ("g", shared.down_proj.in_features, 1),
+    ):  # fmt: skip
+        p.buffer(name, width, rows)
+
+
+def by_columns(p: Program, src: str, moe: Any, activation: str, inputs: bool, experts_activation: str) -> None:
+    """A mixture of experts with weights (in, out), beside a feed-forward; the result is in "t", and "h" is overwritten.
+
+    inputs: those of experts are scaled by the sigmoids of their scores, not their outputs by a softmax over them.
+    """
+    experts, shared = moe.experts, _beside(moe)
+    both, last, rows = (plain(w, p.dtype) for w in (experts.gate_up_proj, experts.down_proj, moe.router.weight))
+    count, inner, hidden = last.shape
+    if both.shape != (count, hidden, 2 * inner) or rows.shape != (count, hidden) or inner % 8 or hidden % 8:
+        raise NotCompilable("its experts are not of the sizes of its router, or of multiples of eight")
+    p.kept += [both, last]
+    to: dict[str, Any] = dict(experts=count, top=moe.router.top_k)
+    form = Form.BF16 if p.narrow else Form.FLOAT
+    p.op(OpKind.LINEAR, src=src, dst="router", **p.read(p.copy_of(Weight(rows, None, None))), wait=False)
+    p.gated(src, shared, activation)
+    p.op(OpKind.ROUTE, src="router", dst="routing", mode=6 if inputs else 1, **to)
+    p.op(OpKind.PLAN, **to)
+    p.op(OpKind.DEAL, src=src, other="routing", dst="dealt", inner=hidden, mode=inputs, **to)
+    for dst, first in (("inner", 0), ("both", inner)):
+        p.op(
+            OpKind.COLUMNS, src="dealt", dst=dst, weight=both[..., first:].data_ptr(), inner=hidden, out=inner,
+            form=form, apart=2 * inner, wait=first > 0, **to,
+        )  # fmt: skip
+    p.op(OpKind.ACTIVATE, src="inner", dst="inner", inner=inner, mode=p.activation(experts_activation), **to)
+    p.op(OpKind.MULTIPLY, src="inner", other="both", dst="inner", inner=inner, **to)
+    p.linear("g", "h", shared.down_proj, wait=False)
+    p.op(
+        OpKind.COLUMNS, src="inner", dst="dealt", weight=last.data_ptr(), inner=inner, out=hidden, form=form,
+        apart=hidden, **to,
+    )  # fmt: skip
+    p.op(OpKind.COMBINE, src="dealt", other="routing", dst="t", inner=hidden, mode=2 * inputs, **to)
+    p.add("t", "h", "t")
+
+
 def of_granite(layer: Any) -> Any:
     """The feed-forward of a layer of Granite by the names of others: a mixture, perhaps beside a feed-forward, or that
     alone."""
@@ -228,6 +285,21 @@ def with_correction(layer: Any) -> Any:
         num_group=1, topk_group=1, rounded=scale is None,
     )  # fmt: skip
     return SimpleNamespace(gate=gate, experts=mlp.experts, shared_experts=getattr(mlp, "shared_experts", None))
+
+
+def of_laguna(layer: Any) -> Any:
+    """The feed-forward of a layer of Laguna by the names of others; factor: of what the experts give."""
+    mlp = layer.mlp
+    if not hasattr(mlp, "experts"):
+        return mlp
+    if mlp.gate.router_logit_softcapping > 0:
+        raise NotCompilable("the scores of its experts are capped")
+    gate = SimpleNamespace(
+        weight=mlp.gate.weight, top_k=mlp.gate.top_k, e_score_correction_bias=mlp.gate.e_score_correction_bias,
+        norm_topk_prob=True, routed_scaling_factor=1.0, num_group=1, topk_group=1, rounded=True,
+    )  # fmt: skip
+    factor = mlp.routed_scaling_factor
+    return SimpleNamespace(gate=gate, experts=mlp.experts, shared_experts=mlp.shared_experts, factor=factor)
 
 
 def of_phi(layer: Any) -> Any:

@@ -17,7 +17,7 @@ def head_of(attention: Any) -> int:
 
 def head_norms(attention: Any) -> tuple[Any, Any]:
     """The norms over each head of the queries and of the keys; None where it has no keys of its own."""
-    for names in (("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")):
+    for names in (("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"), ("qk_norm", "qk_norm")):
         if hasattr(attention, names[0]):
             return getattr(attention, names[0]), getattr(attention, names[1])
     return attention.q_norm, getattr(attention, "k_norm", None)
@@ -32,6 +32,12 @@ def weight_of(norm: Any, width: int) -> Tensor:
 def kv_heads(config: Any) -> int:
     """Number of key-value heads of a configuration."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def inner_size(config: Any) -> int:
+    """Numbers inside of a feed-forward, at most."""
+    size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return size if isinstance(size, int) else max(size)
 
 
 def outputs_of(layer: Any) -> int:

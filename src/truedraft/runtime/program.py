@@ -12,12 +12,13 @@ from transformers.pytorch_utils import Conv1D
 
 from truedraft.runtime.modules import eps_of, head_norms, head_of, kv_heads, outputs_of, weight_of
 from truedraft.runtime.native import Form, Op, OpKind
-from truedraft.runtime.weights import Copies, NotCompilable, Weight, fields, linear_weight, padded, plain
+from truedraft.runtime.weights import Copies, Derived, NotCompilable, Weight, fields, linear_weight, padded, plain
 
 ACTIVATIONS = {
     "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
 }  # fmt: skip
-SIGMOID = 4
+SIGMOID, SOFTPLUS = 4, 6
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # by kind of attention
 
 
 @dataclass
@@ -49,17 +50,21 @@ class Program:
     outputs: list[int] = field(default_factory=list)
     crosses: list[tuple[Op, Any, Any]] = field(default_factory=list)  # cross-attention; its key and value layers
     biased: list[tuple[Op, Any]] = field(default_factory=list)  # with biases by distance; the attention that has them
-    # operations with states; the size of a state, and of what a token brings to it
     states: list[tuple[Op, tuple[int, ...], int]] = field(default_factory=list)
     head_from: int = 0  # the ops from here on read the gathered nodes
+    tapped: bool = True  # "x" is all of a layer's hidden state
     rotary: Any = None  # what computes cosines and sines, if anything does
     rotaries: dict[int, Any] = field(default_factory=dict)  # the same of single layers
     unrotated: set[int] = field(default_factory=set)  # layers whose queries and keys are not rotated
-    factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions
+    factor: Callable[[Tensor], Tensor] | None = None  # of the queries, by their positions; rounded
+    factored: set[int] = field(default_factory=set)  # layers whose queries have it
+    lean: Callable[[Tensor], Tensor] | None = None  # biases of keys, by their positions; (heads, positions)
+    aside: list[Any] = field(default_factory=list)  # modules that read other things than text
     vocab_size: int = 0  # rows of the embedding
     activations: set[str] = field(default_factory=set)  # of its feed-forwards, by their names in configurations
     positions: Tensor | None = None  # that the embedding adds
     kept: list[Tensor] = field(default_factory=list)
+    derived: list[Derived] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)  # source, copy, offset added
     sums: torch.dtype = torch.float32  # in which offsets are added
 
@@ -85,11 +90,11 @@ class Program:
             self.widths["logits"] = self.widths.pop("logits")  # allocated per pass: the last one
         self.rows[name] = max(rows, self.rows.get(name, 0))
 
-    def part(self, name: str, of: str, column: int) -> None:
-        """A name for the columns of a buffer from `column` on."""
+    def part(self, name: str, of: str, column: int, width: int = 0) -> None:
+        """A name for the columns of a buffer from `column` on, all or `width` of them."""
         if column % 16:
             raise NotCompilable(f"hidden states of {column} numbers, not a multiple of sixteen")
-        self.buffer(name, self.widths[of] - column)
+        self.buffer(name, width or self.widths[of] - column)
         self.parts[name] = of, column
 
     @property
@@ -132,6 +137,8 @@ class Program:
 
     def refresh(self) -> None:
         """Copy weights, norms, biases and scales again where they may have been changed in place."""
+        for tensor in self.derived:
+            tensor.refresh()
         if self.copied is not None:
             self.copied.refresh()
         if not self.copies:
@@ -238,13 +245,12 @@ class Program:
         gated: a buffer with the queries of each head before the gates of its result.
         shared: keys and values are those that the cached layer `index` has, made by another layer.
         """
-        head = head_of(attention)
+        head, kind = head_of(attention), self.layer_types[index]
         if head % 8:
             raise NotCompilable(f"heads of {head} numbers, not a multiple of eight")
         sizes: dict[str, Any] = dict(
             heads=config.num_attention_heads, kv_heads=kv_heads(config), head=head,
             step=3 * head if fused else 2 * head if gated else head, kv_step=3 * head if fused else head,
-            window=config.sliding_window if self.layer_types[index] == "sliding_attention" else 0,
         )  # fmt: skip
         norms: dict[str, Any] = {}
         if per_head is not None:
@@ -261,15 +267,19 @@ class Program:
         )  # fmt: skip
         scale = attention.scaling if scale is None else scale
         sinks = self.small(getattr(attention, "sinks", None))
-        self.op(OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **sizes)
+        self.op(
+            OpKind.ATTEND, index, src=fused or gated or "q", dst="a", scale=scale, cap=cap, sinks=sinks, **sizes,
+            window=getattr(config, WINDOWS[kind]) if kind in WINDOWS else 0,
+            mode=(kind == "chunked_attention") + 2 * (self.lean is not None),
+        )  # fmt: skip
         if gated:
             self.gate(gated, attention, config, head, 2 * head)
 
-    def gate(self, gates: str, attention: Any, config: Any, first: int, step: int) -> None:
-        """Multiply each head of "a" by the sigmoids of its gates, from column `first` on, `step` apart; where that is
+    def gate(self, gates: str, attention: Any, config: Any, first: int, step: int, mode: int = SIGMOID) -> None:
+        """Multiply each head of "a" by its activated gates, from column `first` on, `step` apart; where that is
         one, each head has one gate."""
         shared = dict(heads=config.num_attention_heads, head=head_of(attention))
-        self.op(OpKind.GATE, src=gates, dst="a", mode=SIGMOID, k_at=first, step=step, **shared)
+        self.op(OpKind.GATE, src=gates, dst="a", mode=mode, k_at=first, step=step, **shared)
 
     def cross(self, attention: Any, config: Any, keys: Any, values: Any, *, cap: float = 0.0) -> None:
         """Attention of q over the source's keys and values, made by the layers given; the result is in "a"."""
@@ -370,9 +380,7 @@ class Program:
         self.positions, embed = table, self.ops[0]
         embed.second, embed.shift, embed.out, embed.blank = table.data_ptr(), offset, len(table), blank
 
-    def end(
-        self, model: Any, norm: Callable[[str, str], None], cap: float = 0.0, scale: float = 1.0
-    ) -> None:  # fmt: skip
+    def end(self, model: Any, norm: Callable[[str, str], None], cap: float = 0.0, scale: float = 1.0) -> None:
         """The final norm, from one buffer to another, and the output head, on the gathered nodes."""
         self.head_from = len(self.ops)
         self.op(OpKind.GATHER, src="x", dst="t", inner=model.config.hidden_size)

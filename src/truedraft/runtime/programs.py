@@ -6,7 +6,7 @@ scales are copied. Those whose blocks are attention and then a feed-forward are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,11 @@ from truedraft.caches.states import STATE_LAYERS, layer_kinds
 from truedraft.runtime import mixtures
 from truedraft.runtime.blocks import final
 from truedraft.runtime.fingerprint import hooked
+from truedraft.runtime.gemma3n_program import gemma3n
 from truedraft.runtime.gemma_programs import GEMMA
 from truedraft.runtime.mamba_programs import MAMBA
 from truedraft.runtime.mixture_programs import MIXTURES
+from truedraft.runtime.modules import outputs_of
 from truedraft.runtime.program import Program
 from truedraft.runtime.scan_programs import SCANS
 from truedraft.runtime.seq2seq_programs import SEQ2SEQ_PROGRAMS, layer_types_of
@@ -197,34 +199,95 @@ def gpt2(p: Program, model: Any) -> None:
     p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
 
 
+def gpt_neo(p: Program, model: Any) -> None:
+    """GPT-Neo: GPT-2 with queries, keys and values apart, unscaled scores, and windows in every other layer."""
+    c, body = model.config, model.transformer
+    attentions = [layer.attn.attention for layer in body.h]
+    heads = SimpleNamespace(num_attention_heads=c.num_heads, sliding_window=c.window_size)
+    p.layer_types = ["sliding_attention" if a.attention_type == "local" else "full_attention" for a in attentions]
+    p.begin(model, outputs_of(body.h[0].mlp.c_fc), attention=attentions[0], positions=body.wpe)
+    for i, (layer, attention) in enumerate(zip(body.h, attentions, strict=True)):
+        p.layer_norm("x", "h", layer.ln_1)
+        p.qkv("h", attention, heads)
+        p.attend(i, attention, heads, scale=1.0)
+        p.linear("a", "x", attention.out_proj, add=True)
+        p.layer_norm("x", "h", layer.ln_2)
+        p.activated("h", layer.mlp.c_fc, c.activation_function)
+        p.linear("g", "x", layer.mlp.c_proj, add=True)
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
+
+
+def bloom(p: Program, model: Any) -> None:
+    """BLOOM: biases by the positions of keys (ALiBi), queries, keys and values of a head fused, normed embeddings."""
+    c, body = model.config, model.transformer
+    if c.pretraining_tp > 1 and c.slow_but_exact:
+        raise NotCompilable("it multiplies weights by parts, as it was trained")
+
+    def biases(positions: Tensor) -> Tensor:
+        everything = torch.ones(1, len(positions), dtype=torch.long)
+        return body.build_alibi_tensor(everything, c.n_head, p.dtype)[:, 0]
+
+    p.lean = biases
+    p.buffer("qkv", 3 * c.hidden_size)
+    p.begin(model, outputs_of(body.h[0].mlp.dense_h_to_4h), attention=body.h[0].self_attention)
+    p.layer_norm("x", "x", body.word_embeddings_layernorm)
+    p.outputs = [len(p.ops) - 1]
+    for i, layer in enumerate(body.h):
+        attention, mlp = layer.self_attention, layer.mlp
+        p.layer_norm("x", "h", layer.input_layernorm)
+        if c.apply_residual_connection_post_layernorm:
+            p.copy("h", "x")
+        p.linear("h", "qkv", attention.query_key_value)
+        p.attend(i, attention, c, fused="qkv", scale=attention.inv_norm_factor)
+        p.linear("a", "x", attention.dense, add=True)
+        p.layer_norm("x", "h", layer.post_attention_layernorm)
+        if c.apply_residual_connection_post_layernorm:
+            p.copy("h", "x")
+        p.activated("h", mlp.dense_h_to_4h, "gelu_pytorch_tanh")
+        p.linear("g", "x", mlp.dense_4h_to_h, add=True)
+        p.outputs.append(len(p.ops) - 1)
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
+
+
 def opt(p: Program, model: Any) -> None:
-    """OPT: learned positions, scaled queries, norms before the blocks."""
-    c, body = model.config, model.model.decoder
-    if not c.do_layer_norm_before or body.final_layer_norm is None or body.project_in or body.project_out:
+    """OPT, XGLM and BioGPT: positions from a table, norms before blocks; scaled queries, in BioGPT scaled scores."""
+    c = model.config
+    body = model.biogpt if c.model_type == "biogpt" else getattr(model.model, "decoder", model.model)
+    table, positions = body.embed_tokens, body.embed_positions
+    if c.model_type == "opt" and (
+        not c.do_layer_norm_before or body.final_layer_norm is None or body.project_in or body.project_out
+    ):
         raise NotCompilable("its norms are after the blocks, or its embeddings are projected")
-    attention = body.layers[0].self_attn
+    last = body.final_layer_norm if c.model_type == "opt" else body.layer_norm
+    if c.model_type == "xglm":
+        positions = SimpleNamespace(weight=positions.weights, offset=positions.offset)
+    layers, activation = body.layers, c.hidden_act if c.model_type == "biogpt" else c.activation_function
     p.begin(
-        model, c.ffn_dim, attention=attention, positions=body.embed_positions, offset=body.embed_positions.offset
+        model, outputs_of(layers[0].fc1), getattr(table, "embed_scale", 1.0), attention=layers[0].self_attn,
+        positions=positions, offset=positions.offset,
     )  # fmt: skip
-    for i, layer in enumerate(body.layers):
+    for i, layer in enumerate(layers):
         attention = layer.self_attn
+        queries, scores = (1.0, attention.scaling) if c.model_type == "biogpt" else (attention.scaling, 1.0)
         p.layer_norm("x", "h", layer.self_attn_layer_norm)
-        p.linear("h", "q", attention.q_proj, scale=attention.scaling, wait=False)
+        p.linear("h", "q", attention.q_proj, scale=queries, wait=False)
         p.linear("h", "k", attention.k_proj, wait=False)
         p.linear("h", "v", attention.v_proj)
-        p.attend(i, attention, c, scale=1.0)
+        p.attend(i, attention, c, scale=scores)
         p.linear("a", "x", attention.out_proj, add=True)
         p.layer_norm("x", "h", layer.final_layer_norm)
-        p.activated("h", layer.fc1, c.activation_function)
+        p.activated("h", layer.fc1, activation)
         p.linear("g", "x", layer.fc2, add=True)
         p.outputs.append(len(p.ops) - 1)
-    p.end(model, lambda src, dst: p.layer_norm(src, dst, body.final_layer_norm))
+    p.end(model, lambda src, dst: p.layer_norm(src, dst, last))
 
 
 PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     **SEQUENTIAL,
     **MIXTURES,
     **GEMMA,
+    "gemma3n_text": gemma3n,
     "phi": phi,
     "cohere": cohere,
     "cohere2": cohere,
@@ -236,6 +299,10 @@ PROGRAMS: dict[str, Callable[[Program, Any], None]] = {
     "falcon": falcon,
     "codegen": gptj,
     "opt": opt,
+    "xglm": opt,
+    "biogpt": opt,
+    "gpt_neo": gpt_neo,
+    "bloom": bloom,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
     "qwen3_next": qwen3_5,
@@ -292,23 +359,25 @@ def _compiled(
     except (AttributeError, TypeError, IndexError) as missing:
         raise NotCompilable(f"its modules are not those of a {kind} model: {missing}") from missing
     body = model if text is model else model.get_decoder()
-    if others := foreign(body):
+    aside = {module for part in program.aside for module in part.modules()}
+    modules = [module for module in body.modules() if module not in aside]
+    if others := foreign(modules):
         raise NotCompilable(f"it has a {others[0].__name__} of {others[0].__module__}, whose forward is not supported")
-    check_activations(body, program)
+    check_activations(modules, program)
     return program
 
 
-def foreign(model: nn.Module) -> list[type]:
+def foreign(modules: Iterable[nn.Module]) -> list[type]:
     """Classes of modules from outside of torch, transformers and torchao, or with a replaced forward."""
-    kinds = dict.fromkeys(type(module) for module in model.modules())
+    kinds = dict.fromkeys(type(module) for module in modules)
     return [kind for kind in kinds if not (kind.__module__.startswith(OWN) and kind.forward.__module__.startswith(OWN))]
 
 
-def check_activations(model: nn.Module, program: Program) -> None:
+def check_activations(modules: Iterable[nn.Module], program: Program) -> None:
     """Raises NotCompilable where a model's activations are not those of its configuration, which programs follow."""
     named = {type(ACT2FN[name]) for name in program.activations}
     if "silu" in program.activations:
         named.add(nn.SiLU)
-    for module in model.modules():
+    for module in modules:
         if type(module).__module__.startswith(ACTIVATIONS) and type(module) not in named:
             raise NotCompilable(f"it has a {type(module).__name__} where its configuration has another activation")

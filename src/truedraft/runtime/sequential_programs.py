@@ -18,6 +18,7 @@ from truedraft.runtime.blocks import (
     AFTER,
     AROUND,
     BEFORE,
+    OF_GLM,
     Norms,
     blocks,
     experts,
@@ -32,11 +33,29 @@ from truedraft.runtime.weights import NotCompilable
 
 
 def llama(p: Program, model: Any) -> None:
-    """Llama, Mistral, Ministral, Qwen 2, Phi 3, Seed-OSS; with norms over each head, Qwen 3."""
+    """Llama, Mistral, Ministral, Qwen 2, Phi 3, Seed-OSS, Emu 3; with norms over each head, Qwen 3."""
     c = model.config
     p.begin(model, c.intermediate_size)
     per_head = 0.0 if c.model_type.startswith("qwen3") else None
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), per_head=per_head)
+    final(p, model, p.rms_norm)
+
+
+def phi4_multimodal(p: Program, model: Any) -> None:
+    """Phi-4 multimodal: Llama with part of each head rotated."""
+    p.aside = [model.model.embed_tokens_extend]
+    llama(p, model)
+
+
+def molmo2(p: Program, model: Any) -> None:
+    """Molmo 2: Llama with norms over each head, or over all queries and keys together, and before or after blocks; some
+    layers rotate as if texts were short."""
+    c, body = model.config, model.model
+    p.rotaries = {i: body.rotary_emb_unscaled for i, kind in enumerate(body.rope_types) if kind == "unscaled"}
+    norms: Norms = (None, "input_layernorm", None, "post_attention_layernorm") if c.norm_after else BEFORE
+    whole = p.rms_norm if c.qk_norm_type == "olmo" else None
+    p.begin(model, c.intermediate_size)
+    blocks(p, model, p.rms_norm, gate(p, c.hidden_act), norms, whole=whole, per_head=None if whole else 0.0)
     final(p, model, p.rms_norm)
 
 
@@ -50,7 +69,8 @@ def ministral3(p: Program, model: Any) -> None:
     """Ministral 3: Llama with queries scaled by their positions."""
     rope = model.config.rope_parameters
     beta, length = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
-    p.factor = lambda positions: 1 + beta * torch.log(1 + torch.floor(positions / length))
+    p.factor = lambda positions: (1 + beta * torch.log(1 + torch.floor(positions / length))).to(p.dtype)
+    p.factored = set(range(len(model.model.layers)))
     llama(p, model)
 
 
@@ -125,12 +145,10 @@ def apertus(p: Program, model: Any) -> None:
 
 
 def glm(p: Program, model: Any) -> None:
-    """GLM and, with norms around each block, GLM 4: neighbours rotated together, in part of each head."""
-    c = model.config
-    norms: Norms = BEFORE
-    if c.model_type == "glm4":
-        norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-    p.begin(model, c.intermediate_size, rotary=spread(model.model.rotary_emb))
+    """GLM and, with norms around each block, GLM 4, GLM-4V, GLM-OCR: neighbours rotate together, in part of a head."""
+    c, rotary = model.config, model.model.rotary_emb
+    norms = BEFORE if c.model_type == "glm" else OF_GLM
+    p.begin(model, c.intermediate_size, rotary=spread(rotary) if c.model_type in ("glm", "glm4") else rotary)
     blocks(p, model, p.rms_norm, gate(p, c.hidden_act), norms, interleaved=True)
     final(p, model, p.rms_norm)
 
@@ -276,6 +294,8 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "ernie4_5_moe": ernie,
     "glm": glm,
     "glm4": glm,
+    "glm4v_text": glm,
+    "glm_ocr_text": glm,
     "helium": helium,
     "qwen2": llama,
     "qwen2_vl_text": llama,
@@ -283,6 +303,9 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "qwen3": llama,
     "qwen3_vl_text": llama,
     "phi3": llama,
+    "phi4_multimodal": phi4_multimodal,
+    "emu3_text_model": llama,
+    "paddleocr_vl_text": llama,
     "gemma": gemma,
     "gemma2": gemma,
     "gemma3_text": gemma,
@@ -295,6 +318,8 @@ SEQUENTIAL: dict[str, Callable[[Program, Any], None]] = {
     "exaone_moe": exaone4,
     "granite": granite,
     "granite_swa": granite,
+    "granite_docling_text": granite,
+    "molmo2_text": molmo2,
     "hyperclovax": hyperclovax,
     "starcoder2": starcoder2,
     "nemotron": nemotron,

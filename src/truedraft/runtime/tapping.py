@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
 from truedraft.runtime.overrides import Override, overridden
+from truedraft.runtime.text import decoder_of
 
 CALL = "_call_impl"  # what calling a module runs: its forward, own or replaced, and its hooks
 
@@ -43,7 +44,10 @@ class LayerTaps:
         self._model: Any = model
         self._inputs = {"input_ids": one_token(model)} if inputs is None else inputs
         self._name = type(model).__name__
-        self.blocks = len(self._returned()) - 1
+        returned = self._returned()
+        if returned[0].ndim > 3:
+            raise Refused(several_streams(self._name))
+        self.blocks = len(returned) - 1
         self._layers: Sequence[nn.Module] = blocks_of(model, self.blocks) or ()
         self._final = True
         if not (self._layers and self._equal(range(-1, self.blocks + 1))):
@@ -109,8 +113,7 @@ class LayerTaps:
 
     @property
     def _decoder(self) -> Any:
-        decoder = self._model.get_decoder()
-        return self._model.base_model if decoder is self._model else decoder
+        return decoder_of(self._model)
 
     def _equal(self, layers: Iterable[int]) -> bool:
         """Whether the layers of a forward are recorded, and equal to those that it returns."""
@@ -139,6 +142,11 @@ class LayerTaps:
         if not states:
             raise Refused(f"the hidden states of {self._name} cannot be tapped: its forward returns none")
         return states
+
+
+def several_streams(name: str) -> str:
+    """Why no layer of a model is tapped whose blocks pass several hidden states to each other."""
+    return f"the hidden states of {name} cannot be tapped: a layer has several of each token"
 
 
 def one_token(model: Any) -> Tensor:

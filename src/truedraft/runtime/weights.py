@@ -7,7 +7,7 @@ eight bits (one scale per group of weights of a row), symmetric in both cases, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -127,26 +127,43 @@ class Copies(ABC):
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-class _Kept:
-    """A weight, its copy, and what the weight was when that was made."""
+class _Noted:
+    """Tensors, and what they were when they were last noted."""
 
-    def __init__(self, weight: Weight, copy: Weight):
-        self.weight, self.copy = weight, copy
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = tensors
         self.note()
 
     def note(self) -> None:
-        self._noted = [(version, column.clone()) for version, column in map(_state, self._copied)]
+        self._noted = [(version, column.clone()) for version, column in map(_state, self._tensors)]
 
     @property
     def changed(self) -> bool:
         return any(
             version != before or not torch.equal(column, held)
-            for (version, column), (before, held) in zip(map(_state, self._copied), self._noted, strict=True)
+            for (version, column), (before, held) in zip(map(_state, self._tensors), self._noted, strict=True)
         )
 
-    @property
-    def _copied(self) -> list[Tensor]:
-        return [t for t in (self.weight.values, self.weight.scales) if t is not None]
+
+class _Kept(_Noted):
+    """A weight, its copy, and what the weight was when that was made."""
+
+    def __init__(self, weight: Weight, copy: Weight):
+        super().__init__([t for t in (weight.values, weight.scales) if t is not None])
+        self.weight, self.copy = weight, copy
+
+
+class Derived(_Noted):
+    """A tensor that a function makes of weights, made again after these were written to."""
+
+    def __init__(self, make: Callable[[], Tensor], weights: Sequence[Tensor]):
+        super().__init__(weights)
+        self._make, self.tensor = make, make()
+
+    def refresh(self) -> None:
+        if self.changed:
+            self.tensor.copy_(self._make())
+            self.note()
 
 
 def _state(matrix: Tensor) -> tuple[int, Tensor]:

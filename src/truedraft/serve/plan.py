@@ -16,6 +16,7 @@ from truedraft.errors import Refused
 from truedraft.layout import labelled
 from truedraft.runtime import checkpoints
 from truedraft.runtime._base import PROMPT
+from truedraft.runtime.modules import inner_size
 from truedraft.serve.config import ServeConfig
 from truedraft.targets import kinds
 from truedraft.targets.memory import cache_bytes, cached_layers, free_memory
@@ -51,9 +52,10 @@ def planned(config: ServeConfig) -> list[Part]:
     if config.prefix_bytes:
         parts.append(Part("prefixes", config.prefix_bytes, "prefix_bytes, at most"))
     parts += _drafters(config)
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     nodes = max(PROMPT, config.max_rows * WIDTHS)
-    space = 4 * (nodes * (PROGRAM * text.hidden_size + 2 * inner) + config.max_rows * WIDTHS * text.vocab_size)
+    space = 4 * (
+        nodes * (PROGRAM * text.hidden_size + 2 * inner_size(text)) + config.max_rows * WIDTHS * text.vocab_size
+    )
     parts.append(Part("work space", space, f"activations of {nodes} tokens, and logits; an estimate"))
     return parts
 

@@ -18,6 +18,7 @@ from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
+from truedraft.runtime.modules import inner_size
 from truedraft.targets.kinds import family_of
 from truedraft.tree import Taps
 
@@ -219,7 +220,7 @@ def layer_like(config: Any) -> dict[str, Any]:
     heads = config.num_attention_heads
     return dict(
         hidden_size=config.hidden_size, num_attention_heads=heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate_size=inner_size(config),
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6), hidden_act="silu", attention_bias=False, mlp_bias=False,

@@ -56,6 +56,9 @@ class OpKind(enum.IntEnum):
     LATENT = 29
     SCAN = 30
     UNIT = 31
+    MIX = 32
+    MATCH = 33
+    EXCEED = 34
 
 
 class Failure(enum.IntEnum):

@@ -34,7 +34,7 @@ typedef uint16_t bf16;
 #include "team.inc"
 
 enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192 };
-enum { KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256 };
+enum { KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256, STREAMS = 8 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -146,7 +146,11 @@ AVX2 IN __m256 erf8(__m256 x) {
   return _mm256_div_ps(_mm256_mul_ps(x, p), q);
 }
 
-enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED };
+enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED, SOFTPLUS };
+
+AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded(_mm256_set1_ps(a), narrow)); }
+
+AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log1pf(expf(a)), narrow); }
 
 AVX2 IN __m256 activated(__m256 x, int kind) {
   __m256 one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
@@ -157,6 +161,12 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
     case RELU_SQUARED: {
       __m256 r = _mm256_max_ps(_mm256_setzero_ps(), x); /* NaN stays NaN */
       return _mm256_mul_ps(r, r);
+    }
+    case SOFTPLUS: {
+      float each[L];
+      _mm256_storeu_ps(each, x);
+      for (int i = 0; i < L; i++) each[i] = softplus(each[i], 0);
+      return _mm256_loadu_ps(each);
     }
     case GELU_TANH: {
       __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
@@ -170,10 +180,6 @@ AVX2 IN __m256 activated(__m256 x, int kind) {
     }
   }
 }
-
-AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded(_mm256_set1_ps(a), narrow)); }
-
-AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log1pf(expf(a)), narrow); }
 
 /* ---------------------------------------------------------------- linear layers, per instruction set */
 
@@ -433,7 +439,7 @@ static int units;     /* where the model computes in bf16, products by the instr
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
   ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM,
-  PICK, HEADS, LATENT, SCAN, UNIT
+  PICK, HEADS, LATENT, SCAN, UNIT, MIX, MATCH, EXCEED
 };
 
 typedef struct {
@@ -445,8 +451,12 @@ typedef struct {
   int32_t mode;   /* activation; RMS_NORM, PREPARE: 1 = one rounding; LINEAR, COLUMNS: 1 = added to dst; EMBED: 1 = scales all;
                      HEADS: 1 = factors are (in, out); LATENT: 1 = one rounding;
                      ROUTE: 1 = the weights of a node are divided by their sum, 2 = weights are sigmoids, 3 = both,
-                     4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively;
-                     COMBINE: 1 = products are not rounded; SCAN: which recurrence */
+                     4 = one after the other, by a softmax over scores that are no more than `eps` less, relatively,
+                     6, 7 = 2, 3 with experts chosen by their scores, not the sigmoids; DEAL: 1 = times the experts' weights;
+                     COMBINE: 1 = products are not rounded, 2 = without weights; SCAN: which recurrence;
+                     ATTEND: 1 = a node sees its own part of the positions, of `window` each, 2 = biases are by the
+                     positions of keys, and are added to scaled scores, the sums rounded;
+                     MIX: 1 = added to dst */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
                                                     CONVOLVE: head inputs of a channel; SCAN: heads parts of the
@@ -454,7 +464,10 @@ typedef struct {
                                                     LATENT, ATTEND: head latents and, where `in` is not 0, `in`
                                                     rotated numbers of a key, one for all heads; HEADS: of the row;
                                                     PREPARE: kv_heads 0 where there are queries only; RMS_NORM: heads
-                                                    parts of a row, each by itself, or 0 for one;
+                                                    parts of a row, each by itself, or 0 for one; MIX: parts of src
+                                                    and of dst, and size of these; EMBED: heads tokens of the table, or
+                                                    0 where it has all: the others are in `offsets`, not to be scaled,
+                                                    or where that is NULL the first stands for them;
                                                     ROUTE: groups of experts, those kept, experts that a group is
                                                     judged by */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
@@ -474,21 +487,22 @@ typedef struct {
                                            SCAN: logarithms of rates (head, in); UNIT: of channels (in,) */
   const void *scales, *second_scales;   /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
   const void *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
-  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance;
+  const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance, or by position;
                                            ROUTE: added to the weights where experts are chosen, or NULL, and factors
-                                           of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL;
+                                           of an expert's weight, or NULL; SCALE: (1,), in the place of `scale`, or NULL, and
+                                           likewise (in,); MIX: (kv_heads, heads), in the place of `other`, or NULL;
                                            RECUR: (heads,), of the values that are added to the result, or NULL, and rates
                                            of all tokens, as in rows of `other`, or NULL;
                                            SCAN: of time steps, and of the inputs that are added to the result, or bonus and
-                                           logarithm of a decay; UNIT: of the
-                                           gates of inputs and of what is kept */
+                                           logarithm of a decay; UNIT: of the gates of inputs and of what is kept */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
   void *keys, *values;                  /* (slots, kv_heads, capacity, head); latents and the rotated parts of keys; CONVOLVE, RECUR, SCAN: states, and what drafts
                                            bring to them (slots, drafted, ...) */
   const float *cosine, *sine;           /* (positions, rotary) */
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
-  float eps, scale, cap;                /* ROUTE: added to the sum, factor of the weights, least sum */
+  float eps, scale, cap;                /* ROUTE: added to the sum, factor of the weights, least sum; MIX: eps is added to
+                                           the coefficients; MATCH: eps is the least mean */
   int32_t norm_once;                    /* PREPARE: the norms round once; ROUTE: the router computes in fp32 */
   int32_t form;                         /* LINEAR, GATED: of the weights; ROUTE: of the bias */
   int32_t shift;                        /* GROUPED: a group is 2^shift columns; EMBED: of the positions;
@@ -608,12 +622,15 @@ AVX2 IN __m256 row8(const void *row, int64_t k, int64_t width, int narrow) {
 }
 
 AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
-  const int64_t width = op->in, bytes = width * (op->narrow ? 2 : 4);
-  const void *given = pass->embeds ? (const void *)(pass->embeds + node * width)
-                                   : (const void *)((const char *)op->weight + pass->token[node] * bytes);
-  const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds), narrow = op->narrow && !pass->embeds;
+  const int64_t width = op->in, bytes = width * (op->narrow ? 2 : 4), token = pass->embeds ? 0 : pass->token[node];
+  const int further = !pass->embeds && op->heads && token >= op->heads;
+  const char *row = further && op->offsets ? (const char *)op->offsets + (token - op->heads) * bytes
+                                           : (const char *)op->weight + (further ? 0 : token) * bytes;
+  const void *given = pass->embeds ? (const void *)(pass->embeds + node * width) : row;
+  const int scaled = op->scale != 1.0f && (op->mode || !pass->embeds) && !(further && op->offsets);
+  const int narrow = op->narrow && !pass->embeds;
   const char *placed = NULL;
-  if (op->second && (pass->embeds || pass->token[node] != op->blank)) {
+  if (op->second && (pass->embeds || token != op->blank)) {
     const int64_t at = pass->position[node] + op->shift;
     placed = (const char *)op->second + (at < op->out ? at : op->out - 1) * bytes;
   }
@@ -1034,10 +1051,20 @@ AVX2 static void softmax(float *s, int64_t n, float scale, float cap, const floa
   for (int64_t j = 0; j < n; j += L) _mm256_storeu_ps(s + j, _mm256_mul_ps(_mm256_loadu_ps(s + j), r));
 }
 
-/* Adds the relative position biases of a head to its scores, for n positions from `low` on. */
-static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int64_t n, float *s) {
+/* Adds the position biases of a head to its scores, for n positions from `low` on. */
+AVX2 static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int64_t n, float *s) {
   const float *bias = op->bias + head * op->out;
-  for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
+  if (op->mode & 2)
+    for (int64_t j = 0; j < n; j++) s[j] = nearest(s[j] * op->scale + bias[low + j], op->narrow);
+  else
+    for (int64_t j = 0; j < n; j++) s[j] += bias[position - low - j + op->shift];
+}
+
+/* The first position that a node may see. */
+IN int64_t first_seen(const Op *op, int64_t position) {
+  if (!op->window) return 0;
+  const int64_t first = op->mode & 1 ? position / op->window * op->window : position - op->window + 1;
+  return first < 0 ? 0 : first;
 }
 
 /* One head of keys and values, for the nodes of one group and the query heads that share it. A row of scores holds those
@@ -1056,12 +1083,12 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   int64_t low[MANY], start = INT64_MAX, shared = INT64_MAX, end = 0;
 #define EXTRAS(i, e)                                                             \
   for (int64_t e = pass->extra_from[i]; e < pass->extra_from[(i) + !cross]; e++) \
-    if (!op->window || pass->extra_position[e] > pass->position[i] - op->window)
+    if (!op->window || pass->extra_position[e] >= first_seen(op, pass->position[i]))
 #define LEAST(a, b) a = (b) < a ? (b) : a
 #define MOST_OF(a, b) a = (b) > a ? (b) : a
   for (int64_t i = from; i < to; i++) {
-    const int64_t first = op->window ? pass->position[i] - op->window + 1 : 0;
-    low[i - from] = first < 0 ? 0 : first > base[i] ? base[i] : first;
+    const int64_t first = first_seen(op, pass->position[i]);
+    low[i - from] = first > base[i] ? base[i] : first;
     LEAST(start, low[i - from]);
     LEAST(shared, base[i]);
     MOST_OF(end, base[i]);
@@ -1091,7 +1118,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
       }
       memcpy(s + plain, worker->extras, sizeof(float) * (size_t)n);
       if (op->bias) lean(op, kv * share + h, pass->position[i], low[i - from], plain, s);
-      softmax(s, plain + n, op->scale, op->cap, op->sinks ? op->sinks + kv * share + h : NULL);
+      softmax(s, plain + n, op->kind == ATTEND && op->mode & 2 ? 1.0f : op->scale, op->cap, op->sinks ? op->sinks + kv * share + h : NULL);
       memset(row, 0, sizeof(float) * (size_t)(low[i - from] - start));
     }
   float *y = worker->queries;
@@ -1114,6 +1141,8 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 
 #include "recurrent.inc"
 #include "scans.inc"
+
+#include "streams.inc"
 
 /* ---------------------------------------------------------------- mixtures of experts */
 
@@ -1169,9 +1198,9 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
     }
     return;
   }
-  const int sigmoids = op->mode & 2, stepwise = op->narrow && !op->norm_once;
+  const int sigmoids = op->mode & 2, last = op->mode & 4, stepwise = op->narrow && !op->norm_once;
   if (!sigmoids) softmax(p, op->experts, 1.0f, 0.0f, NULL);
-  for (int64_t e = 0; sigmoids && e < op->experts; e += L)
+  for (int64_t e = 0; sigmoids && !last && e < op->experts; e += L)
     _mm256_storeu_ps(p + e, keep8(rounded(activated(_mm256_loadu_ps(p + e), SIGMOID), stepwise), op->experts - e));
   if (op->heads) drop_groups(op, p, w);
   for (int64_t k = 0; k < op->top; k++) {
@@ -1179,8 +1208,8 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
     for (int64_t e = 1; e < op->experts; e++)
       if (merit(op, p, e) > merit(op, p, best)) best = e;
     row[k] = best;
-    w[k] = p[best];
-    part[0] += p[best];
+    w[k] = last ? nearest(_mm256_cvtss_f32(activated(_mm256_set1_ps(p[best]), SIGMOID)), stepwise) : p[best];
+    part[0] += w[k];
     p[best] = -INFINITY;
   }
   if (sigmoids) { /* the sum is rounded, and what it is divided by */
@@ -1212,6 +1241,18 @@ static void planned(const Op *op, int64_t nodes, Plan *plan) {
   for (int64_t i = 0; i < nodes * op->top; i++) row[i] = next[row[i]]++;
 }
 
+/* The row of a node to its experts. */
+AVX2 static void deal(const Op *op, const Pass *pass, int64_t node) {
+  const float *x = ROW(op->src, node), *w = ROW(op->other, node);
+  for (int64_t i = 0; i < op->top; i++) {
+    float *y = ROW(op->dst, pass->plan->row[node * op->top + i]);
+    for (int64_t k = 0; k < op->in; k += L) {
+      const __m256 v = _mm256_loadu_ps(x + k);
+      _mm256_storeu_ps(y + k, op->mode ? rounded(_mm256_mul_ps(v, _mm256_set1_ps(w[i])), op->narrow) : v);
+    }
+  }
+}
+
 /* The sum of the experts' outputs at a node, each times its weight, by rank; without experts, the node's own row. */
 AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
   const int64_t *row = op->experts ? pass->plan->row + node * op->top : &node;
@@ -1220,8 +1261,8 @@ AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
   for (int64_t k = 0; k < op->in; k += L) {
     __m256 total = _mm256_setzero_ps();
     for (int64_t i = 0; i < op->top; i++) {
-      const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(ROW(op->src, row[i]) + k), _mm256_set1_ps(w[i]));
-      total = _mm256_add_ps(total, rounded(v, op->narrow && !op->mode));
+      const __m256 x = _mm256_loadu_ps(ROW(op->src, row[i]) + k), v = _mm256_mul_ps(x, _mm256_set1_ps(w[i]));
+      total = _mm256_add_ps(total, op->mode == 2 ? x : rounded(v, op->narrow && !op->mode));
     }
     _mm256_storeu_ps(y + k, rounded(total, op->narrow));
   }
@@ -1288,7 +1329,11 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
       case ACTIVATE: v = activated(v, op->mode); break;
       case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
       case MULTIPLY: v = _mm256_mul_ps(v, _mm256_loadu_ps(z + k)); break;
-      case SCALE: v = _mm256_mul_ps(v, _mm256_set1_ps(op->bias ? *op->bias : op->scale)); break;
+      case SCALE: {
+        const __m256 one = _mm256_set1_ps(op->bias ? *op->bias : op->scale);
+        v = _mm256_mul_ps(v, op->other_bias ? _mm256_loadu_ps(op->other_bias + k) : one);
+        break;
+      }
       case CLAMP: /* NaN stays NaN */
         v = _mm256_max_ps(_mm256_set1_ps(-op->cap), _mm256_min_ps(_mm256_set1_ps(op->cap), v));
         break;
@@ -1340,6 +1385,7 @@ static int64_t tasks_of(const Op *op, const Pass *pass) {
     case RECUR: return pass->rows * op->kv_heads;
     case SCAN: return pass->rows * op->heads * slices_of_head(op);
     case ACTIVATE:
+    case MULTIPLY:
     case GLU: return op->experts ? nodes * op->top : nodes;
     case ATTEND:
     case CROSS: return pass->groups * op->kv_heads;
@@ -1381,10 +1427,7 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
       return;
     case ROUTE: route(op, pass, task); return;
     case PLAN: planned(op, pass->nodes, pass->plan); return;
-    case DEAL:
-      for (const int64_t *row = pass->plan->row + task * op->top, *end = row + op->top; row < end; row++)
-        memcpy(ROW(op->dst, *row), ROW(op->src, task), sizeof(float) * (size_t)op->in);
-      return;
+    case DEAL: deal(op, pass, task); return;
     case COMBINE: combine(op, pass, task); return;
     case GATE: gate(op, pass, task); return;
     case PICK: pick(op, pass, task); return;
@@ -1404,6 +1447,9 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
     case GATED_NORM: gated_norm(op, pass, task); return;
     case GLU: clamped_glu(op, pass, task); return;
     case XIELU: xielu(op, ROW(op->src, task), ROW(op->dst, task)); return;
+    case MIX: mix(op, pass, task); return;
+    case MATCH: match(op, ROW(op->src, task), ROW(op->other, task), ROW(op->dst, task)); return;
+    case EXCEED: exceed(op, ROW(op->src, task), ROW(op->dst, task)); return;
     default: elementwise(op, pass, task);
   }
 }
@@ -1659,6 +1705,15 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              fits(pass, op->src, (op->heads - 1) * op->step + op->k_at + op->head, nodes) &&
              fits(pass, op->dst, op->v_at + op->heads * op->head, nodes);
     case MULTIPLY:
+      return fits(pass, op->src, op->in, dealt) && fits(pass, op->other, op->in, dealt) &&
+             fits(pass, op->dst, op->in, dealt) && (!op->experts || top > 0);
+    case MIX:
+      return within(op->heads, 1, STREAMS) && within(op->kv_heads, 1, STREAMS) && within(op->head, 1, MOST) &&
+             op->head % L == 0 && fits(pass, op->src, op->heads * op->head, nodes) &&
+             fits(pass, op->dst, op->kv_heads * op->head, nodes) &&
+             (op->bias ? within(op->other, 0, pass->buffers - 1) : fits(pass, op->other, op->heads * op->kv_heads, nodes));
+    case EXCEED: return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
+    case MATCH:
     case ADD:
       return fits(pass, op->src, op->in, nodes) && fits(pass, op->other, op->in, nodes) &&
              fits(pass, op->dst, op->in, nodes);
@@ -1681,7 +1736,9 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case GLU:
       return within(op->in, 1, MOST / 2) && fits(pass, op->src, 2 * op->in, dealt) && fits(pass, op->dst, op->in, dealt);
     case PLAN: return top > 0 && !op->tail;
-    case DEAL: return top > 0 && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, dealt);
+    case DEAL:
+      return top > 0 && fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, dealt) &&
+             (op->mode ? fits(pass, op->other, top, nodes) : within(op->other, 0, pass->buffers - 1));
     case COMBINE:
       return top > 0 && fits(pass, op->src, op->in, dealt) && fits(pass, op->other, top, nodes) &&
              fits(pass, op->dst, op->in, nodes);
@@ -1691,10 +1748,11 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
 
 /* Whether the relative position biases cover all distances that a node sees. */
 static int biases_fit(const Op *op, const Pass *pass, int64_t node) {
+  const int keys = op->mode & 2;
   const int64_t at = pass->position[node] + op->shift;
-  if (at >= op->out || at - (pass->base[node] - 1) < 0) return 0;
+  if (keys ? pass->base[node] > op->out : at >= op->out || at - (pass->base[node] - 1) < 0) return 0;
   for (int64_t e = pass->extra_from[node]; e < pass->extra_from[node + 1]; e++)
-    if (!within(at - pass->extra_position[e], 0, op->out - 1)) return 0;
+    if (!within(keys ? pass->extra_position[e] : at - pass->extra_position[e], 0, op->out - 1)) return 0;
   return 1;
 }
 
