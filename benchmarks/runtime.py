@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from truedraft.bench.plots import Panel, picture
 from truedraft.bench.roofline import WIDTHS, Gauge, measure_passes, roofline
+from truedraft.files import write_whole
 from truedraft.runtime.quantize import quantize
 from truedraft.targets.decoder import DecoderTarget
 
@@ -73,10 +74,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="positions of context of the timed passes")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--weights", nargs="+", choices=[*WEIGHTS], default=["float32", "bfloat16"])
+    parser.add_argument("--machine", default="", help="a description of this machine, for --json")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path, help="draw the milliseconds by width")
     args = parser.parse_args()
-    console, results = Console(width=120), []
+    console, results, measured = Console(width=120), [], []
     panels: list[Panel] = []
     for name, loaded in models(args.model):
         for kept in args.weights:
@@ -98,6 +100,7 @@ def main() -> None:
                     f"{stock[row.width] * 1e3:.1f} ms", f"{gain:.2f}x",
                 )  # fmt: skip
                 results.append({"model": name, "weights": kept, **asdict(row), "transformers": stock[row.width]})
+            measured.append({"model": name, "weights": kept, **asdict(machine)})
             console.print(table)
             last = results[-len(args.widths) :]
             lines = [(label, [1e3 * row[key] for row in last]) for label, key in LINES.items()]
@@ -105,9 +108,12 @@ def main() -> None:
                 Panel(f"{name}, {kept}: ms by width", lines, list(map(str, args.widths)), value="{:.0f}".format)
             )
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        kept = {"command": "python benchmarks/runtime.py", "machine": args.machine, "context": args.context}
+        lines = [",\n".join(f"  {json.dumps(row)}" for row in rows) for rows in (measured, results)]
+        head = json.dumps(kept, indent=1)[:-2]
+        write_whole(args.json, f'{head},\n "limits": [\n{lines[0]}\n ],\n "results": [\n{lines[1]}\n ]\n}}\n')
     if args.svg:
-        args.svg.write_text(picture(panels, "nodes in a pass"))
+        write_whole(args.svg, picture(panels, "nodes in a pass"))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, model, weights: figures.peers(model, weights),
     "speeds": lambda document: figures.speeds(),
+    "passes": lambda document: figures.passes(),
     "serve": lambda document, part: figures.serve(part),
     "serve-settings": lambda document: serving.settings(),
     "serve-parameters": lambda document: serving.parameters(),

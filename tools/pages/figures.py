@@ -143,6 +143,31 @@ def _speed(one: dict[str, Any] | None) -> tuple[str, str]:
     return f"{one['tokens_per_second']} ({one['lowest']}-{one['highest']})", times
 
 
+def passes() -> list[str]:
+    """The seconds of a pass of one node, those of wider ones as multiples, and those of `transformers`."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in _results("runtime"):
+        found.setdefault((row["model"], row["weights"]), {})[row["width"]] = row
+    limits = {(one["model"], one["weights"]): one for one in _results("runtime", "limits")}
+    widths = [width for width in next(iter(found.values())) if width > 1]
+    rows = []
+    for which, by_width in found.items():
+        one, limit = by_width[1], limits[which]
+        rows.append(
+            [
+                *which,
+                f"{limit['bandwidth'] / 1e9:.0f} GB/s, {limit['rate'] / 1e9:,.0f} GFLOP/s",
+                f"{one['seconds'] * 1e3:.1f} ms",
+                f"{one['floor'] / one['seconds']:.0%}",
+                *(f"{by_width[width]['seconds'] / one['seconds']:.2f}x" for width in widths),
+                *(f"{by_width[width]['transformers'] / by_width[width]['seconds']:.1f}x" for width in (1, 8, 32)),
+            ]
+        )
+    of = [f"width {width}" for width in widths]
+    others = [f"`transformers` at {width}" for width in (1, 8, 32)]
+    return _table(["model", "weights", "this machine", "width 1", "of its floor", *of, *others], rows)
+
+
 def speeds() -> list[str]:
     """Tokens per second of every engine that was run with and without drafts, model by model."""
     plain, lookup = "plain", "prompt lookup, 10"

@@ -95,6 +95,6 @@ def two_largest(scores: Tensor, places: Sequence[int]) -> Tensor:
     if (found := lines(scores)) is None:
         return scores.flatten(0, -2).index_select(0, torch.tensor(places, device=scores.device)).topk(2, -1).values
     flat, _, width, stride = found
-    best, at, lib = torch.empty(len(places), 2), (c_int32 * len(places))(*places), library()
+    best, at, lib = scores.new_empty(len(places), 2), (c_int32 * len(places))(*places), library()
     lib.truedraft_two_largest(flat.data_ptr(), width, stride, at, len(places), best.data_ptr())  # type: ignore[union-attr]
     return best
