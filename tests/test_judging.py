@@ -582,9 +582,8 @@ def test_greedy_chooses_the_first_of_the_likeliest_tokens() -> None:
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.0], [4.0, 0.5, 0.0]]])
     assert verifier.choose(logits[0], [Candidates(()), Candidates(())], [row, row], StreamNoise(1)) == [1, 0]
-    assert verifier.decide_all_nodes(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1)) == [
-        [1, 0]
-    ]
+    (tokens,) = verifier.decide_all_nodes(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1))
+    assert list(tokens) == [1, 0]
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
     assert verifier.decide_all_nodes(logits, [row], [tree], warped, StreamNoise(1)) is None
 

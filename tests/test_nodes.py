@@ -33,9 +33,9 @@ def test_dtypes(architecture: str, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "equal", lambda *_: True)  # in bf16 ties may change the text; only nodes are tested
-            assert node_net(model, name, tolerance=tolerance, steps=10) > 50
+            assert node_net(model, name, tolerance=tolerance, steps=10) >= 50
     else:
-        assert node_net(model, name, tolerance=tolerance, steps=10) > 50
+        assert node_net(model, name, tolerance=tolerance, steps=10) >= 50
 
 
 @pytest.mark.parametrize("name", EVERY)
