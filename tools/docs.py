@@ -36,7 +36,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "heads": lambda document: figures.heads(),
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
-    "peers": lambda document, model, weights: figures.peers(model, weights),
+    "peers": lambda document, *which: figures.peers(*which),
     "speeds": lambda document: figures.speeds(),
     "passes": lambda document: figures.passes(),
     "serve": lambda document, part: figures.serve(part),

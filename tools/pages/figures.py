@@ -123,10 +123,10 @@ def _turn(one: dict[str, Any]) -> list[str]:
     return [f"{one['mean_acceptance_length']:.2f}", str(one["tokens_per_second"]), over]
 
 
-def peers(model: str, weights: str) -> list[str]:
+def peers(model: str, weights: str, of: str = "peers") -> list[str]:
     """Engines on one model, by mode and text: tokens per second, and those of truedraft as a multiple."""
     ways: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for one in _results("peers"):
+    for one in _results(of):
         if (one["model"].replace(" ", ""), one["dtype"]) == (model, weights):
             ways.setdefault((one["engine"], one["mode"]), {})[one["text"]] = one
     texts = ("copy-heavy", "no repeats")
