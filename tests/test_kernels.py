@@ -20,7 +20,7 @@ from truedraft.targets.decoder import DecoderTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 SETS = {"AVX2": 2, "AVX-512": 5, "AVX-512 with bf16": 6, "AMX": 7}
-WIDTHS = (*range(1, 18), 24, 63, 64, 65, 130)
+WIDTHS = (*range(1, 18), 24, 35, 63, 64, 65, 130)
 
 
 @pytest.fixture(params=SETS)
