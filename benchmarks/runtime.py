@@ -108,10 +108,8 @@ def main() -> None:
                 Panel(f"{name}, {kept}: ms by width", lines, list(map(str, args.widths)), value="{:.0f}".format)
             )
     if args.json:
-        kept = {"command": "python benchmarks/runtime.py", "machine": args.machine, "context": args.context}
-        lines = [",\n".join(f"  {json.dumps(row)}" for row in rows) for rows in (measured, results)]
-        head = json.dumps(kept, indent=1)[:-2]
-        write_whole(args.json, f'{head},\n "limits": [\n{lines[0]}\n ],\n "results": [\n{lines[1]}\n ]\n}}\n')
+        report = {"machine": args.machine, "context": args.context, "limits": measured, "results": results}
+        write_whole(args.json, json.dumps(report, indent=1) + "\n")
     if args.svg:
         write_whole(args.svg, picture(panels, "nodes in a pass"))
 

@@ -192,11 +192,15 @@ def gpt2(p: Program, model: Any) -> None:
             p.linear("h", "qkv", layer.attn.c_attn)
         p.attend(i, layer.attn, c, scale=layer.attn.scaling, fused=None if apart else "qkv")
         p.linear("a", "x", layer.attn.c_proj, add=True)
-        p.layer_norm("x", "h", layer.ln_2)
-        p.activated("h", layer.mlp.c_fc, c.activation_function)
-        p.linear("g", "x", layer.mlp.c_proj, add=True)
-        p.outputs.append(len(p.ops) - 1)
+        _gpt_feed_forward(p, layer, c)
     p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
+
+
+def _gpt_feed_forward(p: Program, layer: Any, c: Any) -> None:
+    p.layer_norm("x", "h", layer.ln_2)
+    p.activated("h", layer.mlp.c_fc, c.activation_function)
+    p.linear("g", "x", layer.mlp.c_proj, add=True)
+    p.outputs.append(len(p.ops) - 1)
 
 
 def gpt_neo(p: Program, model: Any) -> None:
@@ -211,10 +215,7 @@ def gpt_neo(p: Program, model: Any) -> None:
         p.qkv("h", attention, heads)
         p.attend(i, attention, heads, scale=1.0)
         p.linear("a", "x", attention.out_proj, add=True)
-        p.layer_norm("x", "h", layer.ln_2)
-        p.activated("h", layer.mlp.c_fc, c.activation_function)
-        p.linear("g", "x", layer.mlp.c_proj, add=True)
-        p.outputs.append(len(p.ops) - 1)
+        _gpt_feed_forward(p, layer, c)
     p.end(model, lambda src, dst: p.layer_norm(src, dst, body.ln_f))
 
 

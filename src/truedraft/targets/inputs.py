@@ -107,9 +107,7 @@ def _form(value: Any) -> str:
     return f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def text_prompts(
-    input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int | None, pads: bool
-) -> list[Prompt]:  # fmt: skip
+def text_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int | None, pads: bool) -> list[Prompt]:
     """Each row's prompt without its padding.
 
     Args:
