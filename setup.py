@@ -29,7 +29,7 @@ OPENMP = "-fopenmp"
 extensions = [
     Extension(
         "truedraft.stores._compiled",
-        sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest", "trigrams")],
+        sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "entries", "likeliest", "trigrams")],
         extra_compile_args=["-O3"],
         libraries=[] if sys.platform == "win32" else ["m"],
         optional=True,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from truedraft.caches.entries import Entries
+
 
 class CacheCursor:
     """Where the current pass reads and writes; shared by all layers.
@@ -144,10 +146,10 @@ class RowLayer(SlotLayer):
     def get_max_length(self) -> int:
         return self.cursor.capacity
 
-    def keep(self, slot: int, first: int, places: Tensor) -> None:
-        """Move the entries at `places`, (k,), to the consecutive positions from `first` on."""
-        for kept in (self.keys[slot], self.values[slot]):
-            kept[:, first : first + len(places)] = kept.index_select(1, places)
+    @property
+    def kept(self) -> list[Tensor]:
+        """All that it keeps of a position."""
+        return [self.keys, self.values]
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[target, :, :length] = self.keys[source, :, :length]
@@ -171,10 +173,9 @@ class IndexedLayer(RowLayer):
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
 
-    def keep(self, slot: int, first: int, places: Tensor) -> None:
-        super().keep(slot, first, places)
-        if self.indexer.is_initialized:
-            self.indexer.keep(slot, first, places)
+    @property
+    def kept(self) -> list[Tensor]:
+        return super().kept + (self.indexer.kept if self.indexer.is_initialized else [])
 
 
 class RowCache(Cache):
@@ -190,6 +191,7 @@ class RowCache(Cache):
 
     def __init__(self, layers: int, slots: int, capacity: int):
         self.cursor = CacheCursor(slots, capacity)
+        self._entries: dict[frozenset[int], Entries] = {}  # of all layers but those skipped
         Cache.__init__(self, layers=[RowLayer(self.cursor) for _ in range(layers)])
 
     @property
@@ -237,11 +239,12 @@ class RowCache(Cache):
     def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
         """Move the entries of `path`, offsets from `first`, to positions from `first` on, except in skipped layers."""
         stay = next((i for i, node in enumerate(path) if node != i), len(path))
-        if self.layers and stay < len(path):
-            places = torch.tensor([first + node for node in path[stay:]], device=self.layers[0].keys.device)
-            for i, layer in enumerate(self.layers):
-                if i not in skipped:
-                    layer.keep(slot, first + stay, places)
+        if stay == len(path):
+            return
+        if (entries := self._entries.get(skipped)) is None:
+            layers = [layer for i, layer in enumerate(self.layers) if i not in skipped]
+            entries = self._entries[skipped] = Entries([one for layer in layers for one in layer.kept])
+        entries.move(slot, first + stay, [first + node for node in path[stay:]])
 
     def release(self, slot: int) -> None:
         """Free a slot; the last slot in use is moved into it. Scratch is dropped."""
