@@ -3,6 +3,16 @@
 #include <math.h>
 #include <stdint.h>
 
+/* Compiled for several sets of instructions, of which the loader chooses. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__has_attribute)
+#if __has_attribute(target_clones)
+#define CLONED __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
+#endif
+#ifndef CLONED
+#define CLONED
+#endif
+
 enum { BLOCK = 64, MOST = 16, WIDE = 16384, FEW = 128, COLUMNS = 512 };
 
 /* Keeps the `count` largest of the values given, the largest first and of equal ones the first; returns how many. */
@@ -16,6 +26,15 @@ static int32_t kept(float *best, int32_t *at, int32_t n, int32_t count, float x,
     return n;
 }
 
+/* top: the largest of each column of a row, written in lines of `columns`; NaN are left out. */
+CLONED static void largest_of_columns(const float *score, int64_t width, int32_t columns, float *top) {
+    for (int j = 0; j < columns; j++) top[j] = -INFINITY;
+    int64_t from = 0;
+    for (; from + columns <= width; from += columns)
+        for (int j = 0; j < columns; j++) top[j] = score[from + j] > top[j] ? score[from + j] : top[j];
+    for (int j = 0; from + j < width; j++) top[j] = score[from + j] > top[j] ? score[from + j] : top[j];
+}
+
 /* score: rows of `width` floats, `stride` apart; out: `count` <= 16 indices for each, the largest first, -1 where there are
    fewer (NaN and -inf are left out). A row is read once, for the largest of each of its columns, as if
    it were written in lines; only columns whose largest is among the `count` largest of these have to be searched. */
@@ -24,11 +43,7 @@ void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_
     int32_t columns = width < WIDE ? FEW : COLUMNS, at[MOST];
     float top[COLUMNS], best[MOST];
     for (int64_t r = 0; r < rows; r++, score += stride, out += count) {
-        for (int j = 0; j < columns; j++) top[j] = -INFINITY;
-        int64_t from = 0;
-        for (; from + columns <= width; from += columns)
-            for (int j = 0; j < columns; j++) top[j] = score[from + j] > top[j] ? score[from + j] : top[j];
-        for (int j = 0; from + j < width; j++) top[j] = score[from + j] > top[j] ? score[from + j] : top[j];
+        largest_of_columns(score, width, columns, top);
         int32_t n = 0;
         for (int32_t j = 0; j < columns; j++) n = kept(best, at, n, count, top[j], j);
         float least = n == count ? best[n - 1] : -INFINITY;
@@ -61,7 +76,7 @@ static inline void two_of(float *first, float *second, float x) {
 }
 
 /* out: the two largest of each of `count` rows, those at `place`, -INFINITY where there is none; NaN are left out. */
-void truedraft_two_largest(const float *score, int64_t width, int64_t stride, const int32_t *place, int64_t count,
+CLONED void truedraft_two_largest(const float *score, int64_t width, int64_t stride, const int32_t *place, int64_t count,
                            float *out) {
     for (int64_t r = 0; r < count; r++, out += 2) {
         const float *row = score + place[r] * stride;
@@ -77,7 +92,7 @@ void truedraft_two_largest(const float *score, int64_t width, int64_t stride, co
 }
 
 /* out: the place of the first largest of each row, -1 where one is NaN. */
-void truedraft_largest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t *out) {
+CLONED void truedraft_largest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t *out) {
     for (int64_t r = 0; r < rows; r++, score += stride) {
         float best = -INFINITY;
         out[r] = 0;
