@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from peers_engines import BITS, ENGINES, THREADS
 from runtime import SIZES
@@ -47,6 +47,20 @@ def successors() -> dict[str, list[list[int]]]:
     return {name: [c.tolist() for c in cycles] for name, cycles in zip(PERIODS, (short, long), strict=True)}
 
 
+def wired(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of untied embeddings, its weights changed so that each token determines the next."""
+    follows = torch.arange(VOCABULARY)
+    for cycles in successors().values():
+        for cycle in cycles:
+            follows[cycle] = torch.tensor(cycle[1:] + cycle[:1])
+    embeddings = model.get_input_embeddings().weight
+    with torch.no_grad():
+        # large compared with the layers' outputs, so that the last hidden state still determines the token
+        embeddings.normal_(std=1.0)
+        model.get_output_embeddings().weight[follows] = 0.05 * embeddings
+    return model
+
+
 def make_model(folder: Path, shape: dict[str, int]) -> None:
     """The wired model in fp32 and bf16, with a tokenizer of one piece per id."""
     torch.manual_seed(0)
@@ -54,15 +68,7 @@ def make_model(folder: Path, shape: dict[str, int]) -> None:
         vocab_size=VOCABULARY, max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=0.01,
         bos_token_id=1, eos_token_id=2, pad_token_id=0, **shape,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    follows = torch.arange(VOCABULARY)
-    for cycles in successors().values():
-        for cycle in cycles:
-            follows[cycle] = torch.tensor(cycle[1:] + cycle[:1])
-    with torch.no_grad():
-        # large compared with the layers' outputs, so that the last hidden state still determines the token
-        model.model.embed_tokens.weight.normal_(std=1.0)
-        model.lm_head.weight[follows] = 0.05 * model.model.embed_tokens.weight
+    model = wired(LlamaForCausalLM(config).eval())
     pieces = ["<unk>", "<s>", "</s>"] + [f"w{i}" for i in range(3, VOCABULARY)]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>")),

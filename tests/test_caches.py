@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from truedraft.caches import entries as entries_of_caches
 from truedraft.caches.rows import CacheCursor, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 
@@ -162,8 +163,11 @@ def test_a_layer_as_transformers_sees_it() -> None:
     assert cache.lengths == [] and not layer.keys.any() and not layer.values.any()
 
 
-@pytest.mark.parametrize("path", [[], [0], [0, 1, 2], [0, 2], [1], [2], [0, 1, 3], [0, 3]])
-def test_a_commit_keeps_a_path(path: list[int]) -> None:
+@pytest.mark.parametrize("moved", ["compiled", "torch"])
+@pytest.mark.parametrize("path", [[], [0], [0, 1, 2], [0, 2], [1], [2], [0, 1, 3], [0, 3], [1, 2, 3]])
+def test_a_commit_keeps_a_path(path: list[int], moved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if moved == "torch":
+        monkeypatch.setattr(entries_of_caches, "library", lambda: None)
     cache = RowCache(1, 2, 12)
     cache.lengths.extend([2, 5])
     cache.cursor.begin(0, 2, 4, CPU)
