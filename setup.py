@@ -29,13 +29,19 @@ OPENMP = "-fopenmp"
 extensions = [
     Extension(
         "truedraft.stores._compiled",
-        sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "entries", "likeliest", "trigrams")],
+        sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest", "trigrams")],
         extra_compile_args=["-O3"],
         libraries=[] if sys.platform == "win32" else ["m"],
         optional=True,
     ),
-    Extension(
-        "truedraft.stores._trees", sources=["src/truedraft/stores/_trees.c"], extra_compile_args=["-O3"], optional=True
+    *(
+        Extension(
+            f"truedraft.{module}",
+            sources=[f"src/truedraft/{module.replace('.', '/')}.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        )
+        for module in ("stores._trees", "caches._entries")
     ),
 ]
 if sys.platform in ("linux", "darwin") and platform.machine() in ("x86_64", "aarch64", "arm64"):

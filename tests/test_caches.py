@@ -167,7 +167,7 @@ def test_a_layer_as_transformers_sees_it() -> None:
 @pytest.mark.parametrize("path", [[], [0], [0, 1, 2], [0, 2], [1], [2], [0, 1, 3], [0, 3], [1, 2, 3]])
 def test_a_commit_keeps_a_path(path: list[int], moved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if moved == "torch":
-        monkeypatch.setattr(entries_of_caches, "library", lambda: None)
+        monkeypatch.setattr(entries_of_caches, "compiled", lambda: None)
     cache = RowCache(1, 2, 12)
     cache.lengths.extend([2, 5])
     cache.cursor.begin(0, 2, 4, CPU)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from truedraft.stores._native import library
+
+@cache
+def compiled() -> Any:
+    """The module of `_entries.c`, or None where it was not built; TRUEDRAFT_NATIVE=0 in the environment hides it."""
+    if os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+        return None
+    try:
+        return import_module("truedraft.caches._entries")
+    except ImportError:
+        return None
 
 
 class Entries:
@@ -20,22 +33,19 @@ class Entries:
 
     def __init__(self, kept: Sequence[Tensor]):
         self._kept = [one for one in kept if one.numel()]
-        self._compiled = library() if all(one.is_cpu and one.is_contiguous() for one in self._kept) else None
-        self._layouts = array("q")
+        self._compiled = compiled() if all(one.is_cpu and one.is_contiguous() for one in self._kept) else None
+        self._layouts = array("q")  # as in _entries.c
         for one in self._kept:
             slot, head, entry, _ = (stride * one.element_size() for stride in one.stride())
             self._layouts.extend((one.data_ptr(), slot, head, one.shape[1], entry))
 
-    def move(self, slot: int, first: int, places: Sequence[int]) -> None:
+    def move(self, slot: int, first: int, places: list[int]) -> None:
         """Move a slot's entries at `places` to the positions from `first` on.
 
         places: ascending, and `places[i] >= first + i`.
         """
         if self._compiled is not None:
-            at = array("q", places)
-            self._compiled.truedraft_move(
-                self._layouts.buffer_info()[0], len(self._kept), slot, first, at.buffer_info()[0], len(at)
-            )
+            self._compiled.move(self._layouts, slot, first, places)
         elif self._kept:
             chosen = torch.tensor(places, device=self._kept[0].device)
             for one in self._kept:

@@ -69,7 +69,6 @@ def library() -> ctypes.PyDLL | None:
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
         ("two_largest", None, [c_void_p, c_int64, c_int64, ints, c_int64, c_void_p]),
-        ("move", None, [ints, c_int64, c_int64, c_int64, ints, c_int64]),
         ("succeed", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, ints, c_int64]),
         ("table", c_int, [POINTER(TrigramTable), c_int64]),
         ("table_copy", c_int, [POINTER(TrigramTable), POINTER(TrigramTable)]),
