@@ -456,8 +456,7 @@ def test_sizes_of_all_drafters_are_those_of_the_best_pass(
 
     best = max(map(goodput, itertools.product(*(range(nodes + 1) for _, _, nodes in groups))))
     chosen = [size.pop() for size in sizes]
-    # sizes grow in steps, in the order of gain per node: where cost jumps, a smaller step that still fits may be missed
-    assert goodput(chosen) >= 0.75 * best
+    assert goodput(chosen) >= 0.95 * best  # sizes grow in steps, and changes by which goodput hardly rises are not made
     nodes = len(batch) + sum(n * size for (n, _, _), size in zip(groups, chosen, strict=True))
     for i, drafter in enumerate(drafters):  # what one saves: as many tokens, by passes without its drafts
         without = goodput([0 if i == j else size for j, size in enumerate(chosen)])

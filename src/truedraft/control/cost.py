@@ -31,6 +31,8 @@ from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row
 
 EXPLORING = 0.5  # learning rate of the costs for a pass that explores them
+WORTHWHILE = 1.005  # factor by which a further change of sizes raises goodput at least
+STAY = (-1, 0, 0.0)  # the size of no drafter changes, by no nodes and no expected tokens
 
 
 @dataclass
@@ -143,16 +145,20 @@ class Cost(Control):
             nodes += sum([drafts.tokens - len(drafts.rows) for drafts in whole])
             tokens += sum([drafts.whole_gain for drafts in whole]) if sizable else 0.0
         if sizable:
-            self._cut(sizable, self._largest_goodput(sizable, nodes, tokens), nodes, tokens)
+            sizes = self._grown(sizable, nodes, tokens)
+            if len(sizable) > 1:
+                sizes = self._exchanged(sizable, sizes, nodes, tokens)
+            self._cut(sizable, sizes, nodes, tokens)
         for drafts in drafted:
             if drafts.state.probed:
                 beside = sum([one.tokens for one in self._batch if one is not drafts])
                 drafts.probe(self._costs, beside, self.times.target)
 
-    def _largest_goodput(self, sizable: Sequence[Drafts], nodes: int, tokens: float) -> list[int]:
-        """Nodes of each draft to verify, by drafter: the argmax of expected tokens over seconds of the pass.
+    def _grown(self, sizable: Sequence[Drafts], nodes: int, tokens: float) -> list[int]:
+        """Nodes of each draft to verify, by drafter, of the largest goodput: expected tokens over seconds of the pass.
 
         Greedily: the size grows whose next step adds the most tokens per node, and each resulting pass is evaluated.
+        Of several drafters, a step over a jump of the cost curve may come before one that still fits; see `_exchanged`.
 
         nodes, tokens: nodes and expected tokens of the pass without these drafts.
         """
@@ -167,6 +173,34 @@ class Cost(Control):
             if goodput > best:
                 best, chosen = goodput, list(sizes)
         return chosen
+
+    def _exchanged(self, sizable: Sequence[Drafts], sizes: list[int], nodes: int, tokens: float) -> list[int]:
+        """Better sizes, by one node more of a drafter, one less of another, or both, as long as these raise goodput.
+
+        nodes, tokens: nodes and expected tokens of the pass without these drafts.
+        """
+        costs = self._costs
+        while True:
+            up, down = [STAY], [STAY]
+            width, total = nodes, tokens
+            for i, (drafts, size) in enumerate(zip(sizable, sizes, strict=True)):
+                unit, gains = drafts.unit, drafts.gains
+                width, total = width + unit * size, total + gains[size]
+                if size + 1 < len(gains):
+                    up.append((i, unit, gains[size + 1] - gains[size]))
+                if size:
+                    down.append((i, -unit, gains[size - 1] - gains[size]))
+            goodput, larger, smaller = max(
+                [
+                    ((total + more + less) / costs(width + wider + narrower), i, j)
+                    for i, wider, more in up
+                    for j, narrower, less in down
+                    if i != j
+                ]
+            )
+            if goodput < WORTHWHILE * total / costs(width):
+                return sizes
+            sizes = [size + (i == larger) - (i == smaller) for i, size in enumerate(sizes)]
 
     def _cut(self, sizable: Sequence[Drafts], sizes: Sequence[int], nodes: int, tokens: float) -> None:
         """Cut drafts to their sizes; each drafter's saving is relative to the pass without its drafts."""
