@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +13,16 @@ from truedraft.chance import likeliest
 from truedraft.drafters._growing import laws_of
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Accepted, Draws, Row, Scores, Taps
-from truedraft.views.layers import SkipLayers
+from truedraft.views._base import View
+from truedraft.views.skip_layers import SkipLayers
 
 _CARD = Card(paper="none", idea="For tests.", family="test")
+
+
+def skipping(layers: Collection[int] | str, taps: Taps = View.taps) -> View:
+    """A view without these layers; without any, the whole model."""
+    text = layers if isinstance(layers, str) else ";".join(map(str, layers))
+    return (SkipLayers(text) if text else View()).tapping(taps)
 
 
 @dataclass
@@ -170,7 +177,7 @@ class SelfDrafter(Drafter):
         return "one"
 
     def bind(self, target: DecoderTarget) -> None:
-        self.target, self.view = target, SkipLayers(self.skipped)
+        self.target, self.view = target, skipping(self.skipped)
         target.check_view(self.view)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:

@@ -29,8 +29,8 @@ from truedraft.caches.seq2seq import SourceLayer
 from truedraft.chance import PositionNoise
 from truedraft.engine import Cohort, Engine
 from truedraft.runtime import native
-from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.native import OpKind
+from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.program import Program
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.stopping import Stops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import truedraft
-from drafters_for_tests import SelfDrafter
+from drafters_for_tests import SelfDrafter, skipping
 from models import ARCHITECTURES, NO_FP64, PER_LAYER, RECURRENT, SHARING, V, ragged, tiny
 from nets import RULES, drafter, generated, text_net
 from test_runtime import BOTH, leaves, random_tree, words
@@ -36,8 +37,9 @@ from truedraft.runtime.skipping import SkippableLayers
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import Prompt, Taps
-from truedraft.views._base import View
-from truedraft.views.layers import SkipLayers
+from truedraft.views._base import WHOLE, View
+from truedraft.views.early_exit import EarlyExit
+from truedraft.views.skip_layers import SkipLayers
 
 COMPILED = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 LAYERS = 4
@@ -136,7 +138,7 @@ def begun(target: DecoderTarget, prompts: Sequence[Sequence[int]], capacity: int
 @torch.no_grad()
 def check_against_cut(target: DecoderTarget, skipped: Sequence[int], tolerance: float) -> None:
     """Two trees in consecutive passes, a path of the first kept, and a chain continued into a third pass."""
-    rng, view = random.Random(4), SkipLayers(skipped)
+    rng, view = random.Random(4), skipping(skipped)
     prompts = [words(rng, n) for n in LENGTHS]
     begun(target, prompts)
     models = [CutModel(target.model, skipped, prompt) for prompt in prompts]
@@ -174,6 +176,84 @@ def test_the_logits_of_the_compiled_pass_are_those_of_a_cut_model(architecture: 
     check_against_cut(target, skipped, 1e-3)
 
 
+# ---------------------------------------------------------------- attention or feed-forward of a layer
+
+HALVES = "1a;2f"
+NO_HALVES = "halves of layers? .* cannot be skipped: attention and feed-forward are not"
+SUMMED = {"codegen", "falcon", "gpt_neox", "gptj", "phi"}  # the compiled pass adds both up first
+UNCALLED = {"biogpt", "bloom", "granitemoeshared", "granitemoe_swa", "opt", "xglm"}  # no module computes just one
+PARTS: dict[str, tuple[list[str], list[str]]] = {  # modules of a half, where they have other names
+    "bloom": (["self_attention.dense"], ["mlp.dense_4h_to_h"]),
+    **dict.fromkeys(("biogpt", "opt", "xglm"), (["self_attn"], ["fc2"])),
+    "granitemoe": (["self_attn"], ["block_sparse_moe"]),
+    **dict.fromkeys(("granitemoe_swa", "granitemoeshared"), (["self_attn"], ["block_sparse_moe", "shared_mlp"])),
+}
+USUAL = ["self_attn", "attn", "attention", "self_attention"], ["mlp", "feed_forward"]
+
+
+class Muted(nn.Module):
+    """A module whose result counts for nothing."""
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        returned = self.module(*args, **kwargs)
+        return tuple(map(self._nothing, returned)) if isinstance(returned, tuple) else self._nothing(returned)
+
+    @staticmethod
+    def _nothing(value: Any) -> Any:
+        return value * 0 if isinstance(value, Tensor) else value
+
+
+def muted(model: PreTrainedModel) -> Any:
+    """A copy of the model without the halves in HALVES: what its modules return is set to zero."""
+    made: Any = copy.deepcopy(model)
+    layers = next(m for m in made.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == LAYERS)
+    architecture = made.config.get_text_config().model_type
+    for layer, names in zip((layers[1], layers[2]), PARTS.get(architecture, USUAL), strict=True):
+        for name in names:
+            outer, _, inner = name.rpartition(".")
+            if hasattr(layer, outer or inner):
+                within = layer.get_submodule(outer)
+                setattr(within, inner, Muted(getattr(within, inner)))
+    return made
+
+
+@torch.no_grad()
+def check_against_muted(target: DecoderTarget, tolerance: float) -> None:
+    """A path kept of a tree, then a tree behind it; the rows start without committed KV, which halves would share."""
+    rng, view = random.Random(3), skipping(HALVES)
+    begun(target, [[7], [9]])
+    plain, behind = muted(target.model), [list[int](), list[int]()]
+    for sizes in ((6, 9), (4, 1)):
+        trees = [random_tree(rng, 3, n) for n in sizes]
+        scores = target.score(trees, view).logits
+        for row, tree in enumerate(trees):
+            for node in range(len(tree)):
+                text = behind[row] + [tree.tokens[i] for i in tree.path(node)]
+                assert error(scores[row, node], plain(torch.tensor([text])).logits[0, -1]) < tolerance
+        paths = [tree.path(len(tree) - 1) for tree in trees]
+        target.advance(view, paths)
+        for text, tree, path in zip(behind, trees, paths, strict=True):
+            text += [tree.tokens[i] for i in path]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES[:2])
+@pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - RECURRENT.keys() - SHARING))
+def test_halves_of_layers_are_skipped_or_refused(architecture: str, runtime: str) -> None:
+    target = target_of(deep(architecture, torch.float32), runtime)
+    try:
+        target.check_view(skipping(HALVES))
+    except Refused as refused:
+        assert re.search(NO_HALVES, str(refused))
+        assert architecture in (SUMMED if runtime == "auto" else UNCALLED)
+    else:
+        assert architecture not in (SUMMED if runtime == "auto" else UNCALLED)
+        check_against_muted(target, 1e-3)
+
+
 @COMPILED
 def test_linear_layers_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SMALLEST", 0)
@@ -192,7 +272,7 @@ def test_passes_beside_captured_graphs() -> None:
 def test_the_bits_are_those_of_a_cut_model_s_compiled_pass(architecture: str, dtype: torch.dtype) -> None:
     """Its keys and values copied from the whole model's cache, hidden states compared too."""
     rng, skipped = random.Random(8), (0, 2)
-    view = SkipLayers(skipped, Taps((0, 1, 3, -1)))
+    view = skipping(skipped, Taps((0, 1, 3, -1)))
     prompts = [words(rng, n) for n in LENGTHS]
     target = begun(DecoderTarget(deep(architecture, dtype), strict=True), prompts)
     other = DecoderTarget(cut(target.model, skipped), strict=True)
@@ -220,7 +300,7 @@ def test_the_bits_are_those_of_a_cut_model_s_compiled_pass(architecture: str, dt
 @EVERY
 def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype: torch.dtype) -> None:
     """In one tree, or token by token through scratch, alone or beside other rows: no tolerance."""
-    rng, view = random.Random(6), SkipLayers((1,))
+    rng, view = random.Random(6), skipping((1,))
     prompts = [words(rng, n) for n in (17, 1, 5)]
     model = deep(architecture, dtype)
     target = begun(DecoderTarget(model, strict=True), prompts)
@@ -263,7 +343,7 @@ def test_views_do_not_affect_the_whole_model(architecture: str, runtime: str) ->
     for _ in range(4):
         lengths = list(target.cache.lengths)
         before = [(layer.keys.clone(), layer.values.clone()) for layer in target.cache.layers]
-        drafted(target, SkipLayers((0, 2)), rng)
+        drafted(target, skipping((0, 2)), rng)
         assert target.cache.lengths == lengths and target.cache.cursor.scratch == []
         for layer, (keys, values) in zip(target.cache.layers, before, strict=True):
             for slot, length in enumerate(lengths):
@@ -282,7 +362,7 @@ def test_views_do_not_affect_the_whole_model(architecture: str, runtime: str) ->
 @pytest.mark.parametrize("dropped_by", ["rewind", "score", "commit", "crop", "release", "prefill"])
 def test_scratch_is_dropped(dropped_by: str, runtime: str) -> None:
     """By everything that moves the committed positions before it."""
-    model, view = deep("llama", torch.float32), SkipLayers((1,))
+    model, view = deep("llama", torch.float32), skipping((1,))
     prompts = [[5, 6, 7, 8], [9, 10]]
     both = [target_of(model, runtime) for _ in range(2)]
     for target, scratch in zip(both, (True, False), strict=True):
@@ -314,7 +394,7 @@ def test_scratch_is_dropped(dropped_by: str, runtime: str) -> None:
 
 def test_scratch_stays_within_the_cache() -> None:
     target = begun(DecoderTarget(deep("llama", torch.float32)), [[5, 6, 7, 8], [9]], capacity=8)
-    view = SkipLayers((1,))
+    view = skipping((1,))
     target.score([DraftTree.chain(8, [1]), DraftTree.chain(9, [1])], view)
     target.advance(view, [[0, 1], []])
     target.score([DraftTree.chain(2), DraftTree.chain(9, [1, 2])], view)
@@ -329,7 +409,7 @@ def test_scratch_stays_within_the_cache() -> None:
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_lighter_view_may_continue_another_s_scratch_but_no_heavier_one(runtime: str) -> None:
     """Depth may decay along a draft: a lighter view reads the other's scratch in its own layers."""
-    prompt, first, second = [5, 6, 7, 8], SkipLayers((1,)), SkipLayers((1, 2))
+    prompt, first, second = [5, 6, 7, 8], skipping((1,)), skipping((1, 2))
     model = deep("llama", torch.float32)
     target = begun(target_of(model, runtime), [prompt])
     target.score([DraftTree.chain(8, [9])], first)
@@ -358,7 +438,7 @@ def test_a_lighter_view_may_continue_another_s_scratch_but_no_heavier_one(runtim
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_scratch_of_rows_is_independent(runtime: str) -> None:
     """A row's scratch does not depend on other rows."""
-    model, view, rng = deep("qwen3", torch.float32), SkipLayers((2,)), random.Random(9)
+    model, view, rng = deep("qwen3", torch.float32), skipping((2,)), random.Random(9)
     prompts = [words(rng, n) for n in LENGTHS]
     target = begun(target_of(model, runtime), prompts)
     target.score([random_tree(rng, 3, 5)], view, [1])
@@ -376,7 +456,7 @@ def test_hidden_states_are_numbered_as_in_the_whole_model(runtime: str) -> None:
     """The state after a skipped layer is the one before it, so that a head may read the state of any layer."""
     model = deep("llama", torch.float32)
     target = begun(target_of(model, runtime), [[7]])
-    hidden = target.score([DraftTree.chain(7, [8, 9])], SkipLayers((1, 3), Taps((0, 1, 2, 3, 4, -1)))).hidden
+    hidden = target.score([DraftTree.chain(7, [8, 9])], skipping((1, 3), Taps((0, 1, 2, 3, 4, -1)))).hidden
     plain = cut(model, (1, 3))(torch.tensor([[7, 8, 9]]), output_hidden_states=True).hidden_states
     assert torch.equal(hidden[1][0], hidden[2][0]) and torch.equal(hidden[3][0], hidden[4][0])
     for mine, theirs in ((0, 0), (1, 1), (-1, 2)):
@@ -453,7 +533,7 @@ def test_encoder_decoders_by_the_compiled_pass(kind: str) -> None:
     target.reserve(len(prompts), 32)
     target.prefill(prompts)
     tree = random_tree(random.Random(3), 4, 9)
-    scores = target.score([tree] * len(prompts), SkipLayers(skipped)).logits
+    scores = target.score([tree] * len(prompts), skipping(skipped)).logits
     other = cut(target.model, sorted(skipped))
     for row, prompt in enumerate(prompts):
         assert prompt.states is not None and prompt.source_mask is not None
@@ -483,12 +563,12 @@ def test_an_encoder_decoder_that_drafts_for_itself() -> None:
 def test_nonexistent_layers_are_refused() -> None:
     for runtime in ("auto", "stock", "graphs"):
         target = target_of(deep("llama", torch.float32), runtime)
-        for layers in ((4,), (-1,), (0, 9)):
-            with pytest.raises(Refused, match=r"layers \[-?\d\] cannot be skipped: the decoder has layers 0 to 3"):
-                target.check_view(SkipLayers(layers))
+        for layers in ((4,), (0, 9)):
+            with pytest.raises(Refused, match=r"layers \[\d\] cannot be skipped: the decoder has layers 0 to 3"):
+                target.check_view(skipping(layers))
             begun(target, [[5, 6]])
             with pytest.raises(Refused, match="cannot be skipped"):
-                target.score([DraftTree.chain(6)], SkipLayers(layers))
+                target.score([DraftTree.chain(6)], skipping(layers))
     with pytest.raises(Refused, match="layers"):
         truedraft.accelerate(tiny(), draft=SelfDrafter((2,)))
 
@@ -498,24 +578,24 @@ def test_encoder_decoders_by_their_own_forward_are_refused(kind: str) -> None:
     assert kind in PAIRS
     target = Seq2SeqTarget(seq2seq_target(kind, torch.float32).model, "stock")
     with pytest.raises(Refused, match=r"cannot run under a view .* need the compiled pass"):
-        target.check_view(SkipLayers((0,)))
+        target.check_view(skipping((0,)))
     target.reserve(1, 16)
     prompts = prompts_of([[4]] * 4, torch.float32)[:1]
     target.prefill(prompts)
     with pytest.raises(Refused, match="cannot run under a view"):
-        target.score([DraftTree.chain(4)], SkipLayers((0,)))
+        target.score([DraftTree.chain(4)], skipping((0,)))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("architecture", sorted(SHARING))
 def test_layers_that_others_depend_on_are_not_skipped(architecture: str, runtime: str) -> None:
     with pytest.raises(Refused, match=r"some read the keys and values of others|do not simply follow each other"):
-        target_of(tiny(architecture, torch.float32), runtime).check_view(SkipLayers((0,)))
+        target_of(tiny(architecture, torch.float32), runtime).check_view(skipping((0,)))
 
 
 def test_a_replay_has_no_view() -> None:
     with pytest.raises(Refused, match="recording"):
-        ReplayTarget(V).score([DraftTree.chain(1)], SkipLayers((0,)))
+        ReplayTarget(V).score([DraftTree.chain(1)], skipping((0,)))
 
 
 @pytest.mark.parametrize(
@@ -531,7 +611,7 @@ def test_layers_that_cannot_be_skipped_are_refused(spoil: Any, why: str) -> None
     target = DecoderTarget(model, "stock")
     spoil(model.model.layers, model.config)
     with pytest.raises(Refused, match=f"layers of LlamaForCausalLM cannot be skipped: .*{why}"):
-        target.check_view(SkipLayers((1,)))
+        target.check_view(skipping((1,)))
 
 
 def test_layers_that_do_not_follow_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +620,7 @@ def test_layers_that_do_not_follow_each_other_are_refused(monkeypatch: pytest.Mo
     doubled = lambda self, x, *args, **kwargs: nn.Module.__call__(self, 2 * x, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(type(model.model.layers[0]), "__call__", doubled)
     with pytest.raises(Refused, match="do not simply follow each other"):
-        DecoderTarget(model, "stock").check_view(SkipLayers((1,)))
+        DecoderTarget(model, "stock").check_view(skipping((1,)))
 
 
 @COMPILED
@@ -548,8 +628,8 @@ def test_the_number_of_cached_views_is_limited(monkeypatch: pytest.MonkeyPatch) 
     """Operations are cached for a limited number of sets of layers, and made again after that."""
     monkeypatch.setattr(compiled, "VARIANTS", 3)
     target = begun(DecoderTarget(deep("llama", torch.float32)), [[5, 6, 7]])
-    seen = [target.score([DraftTree.chain(7)], SkipLayers({i, j})).logits for i in range(4) for j in range(4)]
-    again = [target.score([DraftTree.chain(7)], SkipLayers({i, j})).logits for i in range(4) for j in range(4)]
+    seen = [target.score([DraftTree.chain(7)], skipping({i, j})).logits for i in range(4) for j in range(4)]
+    again = [target.score([DraftTree.chain(7)], skipping({i, j})).logits for i in range(4) for j in range(4)]
     assert isinstance(target.runner, CompiledPass) and len(target.runner._variants) == 3
     assert all(torch.equal(a, b) for a, b in zip(seen, again, strict=True))
     assert len({str(logits) for logits in seen}) == 10
@@ -580,13 +660,13 @@ def test_other_threads_call_the_whole_model_meanwhile() -> None:
             thread.join()
 
         hook = model.lm_head.register_forward_hook(call_in_thread)
-        under = target.score([DraftTree.chain(6, [7])], SkipLayers((0, 1))).logits
+        under = target.score([DraftTree.chain(6, [7])], skipping((0, 1))).logits
         assert torch.equal(seen[0], plain) and torch.equal(model(ids).logits, plain)
     assert error(under[0, -1], plain[0, -1]) > 0.1
     assert not any("forward" in vars(layer) for layer in model.model.layers)
 
 
 def test_views_are_compared_by_value() -> None:
-    assert SkipLayers([2, 1]) == SkipLayers((1, 2, 2)) and hash(SkipLayers([2, 1])) == hash(SkipLayers((1, 2)))
-    assert SkipLayers((1,)) != SkipLayers((1,), Taps((0,)))
-    assert NoView().skipped(3) == frozenset() and NoView().taps == Taps()
+    assert SkipLayers("1-3") == SkipLayers("1-3") and hash(SkipLayers("1-3")) == hash(SkipLayers("1-3"))
+    assert SkipLayers("1;2;3").reduction(4) == SkipLayers("3;1-2").reduction(4) == EarlyExit(1).reduction(4)
+    assert NoView().reduction(3) == WHOLE and NoView().taps == Taps()

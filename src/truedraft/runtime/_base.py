@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
-from truedraft.views._base import View
+from truedraft.views._base import Reduction, View
 
 PROMPT = 512  # most positions of prompts in one call
 
@@ -61,8 +61,8 @@ class Runner(ABC):
         """Raises Refused, in one sentence, where this model has no such layers, or they are not found."""
 
     @abstractmethod
-    def skipped(self, view: View) -> frozenset[int]:
-        """The layers that passes under a view leave out.
+    def reduced(self, view: View) -> Reduction:
+        """What passes under a view leave out.
 
         Raises:
             Refused: this model cannot run under it.
@@ -75,5 +75,5 @@ class Runner(ABC):
 
         Raises:
             NotCompilable: the pass cannot be computed this way; nothing was committed.
-            Refused: see `skipped`.
+            Refused: see `reduced`.
         """

@@ -16,7 +16,7 @@ from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass, LinearsPass, Output, PromptPass
 from truedraft.runtime.padded import Padded
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
-from truedraft.views._base import View
+from truedraft.views._base import Reduction, View
 
 # Most committed tokens of a row that a pass over drafts reads again. A pass over so many takes little longer than one
 # over a single token, and without a bound each pass whose draft is not accepted whole would be longer than the last.
@@ -55,7 +55,7 @@ class ChainPass(ForwardPass):
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         if view is not None:
-            self.skipped(view)
+            self.reduced(view)
         self.check_taps(taps)
         self._read_carries([len(tree) for tree in trees])
         carries = [self.cache.carry(slot) for slot in range(len(trees))]
@@ -70,7 +70,7 @@ class ChainPass(ForwardPass):
         }
         return Scores(logits, hidden, [0] * len(trees))
 
-    def skipped(self, view: View) -> frozenset[int]:
+    def reduced(self, view: View) -> Reduction:
         raise Refused(
             f"{type(self.model).__name__} cannot run under {type(view).__name__}: it keeps states of all its layers, "
             "which a pass without some of them would change"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +18,9 @@ from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime._base import PROMPT, Runner
 from truedraft.runtime.embedding import embedded
+from truedraft.runtime.halves import Halves
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
+from truedraft.runtime.nodes import TOGETHER, Nodes
 from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
@@ -27,11 +28,9 @@ from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
-from truedraft.views._base import View
+from truedraft.views._base import WHOLE, Reduction, View
 
-TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
 VARIANTS = 64  # most cached lists of operations; the oldest is dropped first
-NO_LAYERS: frozenset[int] = frozenset()
 CPU = torch.device("cpu")
 FAILURES = {
     Failure.TOKEN: "a token outside the vocabulary",
@@ -40,101 +39,6 @@ FAILURES = {
     Failure.OP: "an operation outside its buffers",
     Failure.THREADS: "more threads than supported",
 }
-
-
-@dataclass
-class Nodes:
-    """The nodes of a pass, row after row: one entry per node but for `extra`, `extra_position` and `group_from`.
-
-    place: where keys and values are written in the row's slot.
-    base: node i attends to the first `base[i]` places of its slot and to `extra[extra_from[i]:extra_from[i + 1]]`,
-        whose positions are in `extra_position`; they are written by this pass or were by an earlier one.
-    """
-
-    token: list[int] = field(default_factory=list)
-    slot: list[int] = field(default_factory=list)
-    position: list[int] = field(default_factory=list)
-    place: list[int] = field(default_factory=list)
-    base: list[int] = field(default_factory=list)
-    extra_from: list[int] = field(default_factory=lambda: [0])
-    extra: list[int] = field(default_factory=list)
-    extra_position: list[int] = field(default_factory=list)
-    group_from: list[int] = field(default_factory=lambda: [0])
-    longest: int = 0
-
-    def __len__(self) -> int:
-        return len(self.slot)
-
-    def add_tree(self, slot: int, length: int, tree: DraftTree) -> None:
-        """The nodes of a tree behind the `length` committed positions of a slot."""
-        shape, first, n = tree.shape, len(self), len(tree)
-        before = len(self.extra)
-        self.token += tree.tokens
-        self.slot += [slot] * n
-        self.position += [length + d for d in shape.depth]
-        self.place += range(length, length + n)
-        self.base += [length + r for r in shape.run]
-        self.extra += [length + e for e in shape.extra]
-        self.extra_position += [length + d for d in shape.extra_depth]
-        self.extra_from += [before + e for e in shape.extra_from[1:]]
-        self._grouped(first, n, length + 1 + shape.height)
-
-    def add_chain(self, slot: int, start: int, tokens: Sequence[int] | None, n: int) -> None:
-        """`n` positions of a prompt, from `start` on."""
-        first = len(self)
-        self.token += tokens or []
-        self.slot += [slot] * n
-        self.position += range(start, start + n)
-        self.place += range(start, start + n)
-        self.base += range(start + 1, start + n + 1)
-        self.extra_from += [len(self.extra)] * n
-        self._grouped(first, n, start + n)
-
-    def add_block(self, slot: int, end: int, n: int) -> None:
-        """`n` positions behind `end` that attend to all before them and to each other; without token ids."""
-        first = len(self)
-        self.slot += [slot] * n
-        self.position += range(end, end + n)
-        self.place += range(end, end + n)
-        self.base += [end] * n
-        for _ in range(n):
-            self.extra += range(end, end + n)
-            self.extra_position += range(end, end + n)
-            self.extra_from.append(len(self.extra))
-        self._grouped(first, n, end + n)
-
-    def add_node(self, slot: int, position: int, place: int, base: int, above: Sequence[int]) -> None:
-        """A node of a level, which sees the first `base` places, those of the nodes `above` it, and itself; `group`
-        follows when all of the slot's are added."""
-        self.slot.append(slot)
-        self.position.append(position)
-        self.place.append(place)
-        self.base.append(base)
-        self.extra += (*above, place)
-        self.extra_position += range(position - len(above), position + 1)
-        self.extra_from.append(len(self.extra))
-
-    def group(self, n: int) -> None:
-        """The last `n` nodes are those of one slot."""
-        first = len(self) - n
-        starts, ends = self.extra_from[first:-1], self.extra_from[first + 1 :]
-        longest = max(b + end - start for b, start, end in zip(self.base[first:], starts, ends, strict=True))
-        self._grouped(first, n, longest)
-
-    def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """A text in which every token attends to every other."""
-        first, n = len(self), len(tokens)
-        self.token += tokens
-        self.slot += [slot] * n
-        self.position += positions
-        self.place += range(n)
-        self.base += [n] * n
-        self.extra_from += [len(self.extra)] * n
-        self._grouped(first, n, n)
-
-    def _grouped(self, first: int, n: int, sees: int) -> None:
-        self.group_from += [min(at + TOGETHER, first + n) for at in range(first, first + n, TOGETHER)]
-        self.longest = max(self.longest, sees)
 
 
 class CompiledPass(Runner):
@@ -166,6 +70,7 @@ class CompiledPass(Runner):
         attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
+        self._halves: dict[int, Halves] = {}
         self._tables = RotaryTables()
         self._along = PositionTables()
 
@@ -202,7 +107,7 @@ class CompiledPass(Runner):
                 if op.kind == OpKind.ATTEND and p.lean:
                     biases = self._along(p.lean, cache.cursor.capacity)
                     op.bias, op.out = biases.data_ptr(), biases.shape[-1]
-        self._variants: dict[tuple[tuple[int, ...], frozenset[int]], ctypes.Array[Op]] = {}
+        self._variants: dict[tuple[tuple[int, ...], Reduction], ctypes.Array[Op]] = {}
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows together, at most PROMPT nodes per call."""
@@ -245,22 +150,25 @@ class CompiledPass(Runner):
         if taps.hidden and not self.program.tapped:
             raise Refused(several_streams(type(self.model).__name__))
 
-    def skipped(self, view: View) -> frozenset[int]:
-        """The layers that passes under a view leave out.
+    def reduced(self, view: View) -> Reduction:
+        """What passes under a view leave out.
 
         Raises:
-            Refused: the view does not fit such a decoder, or some of its layers read the keys and values of others.
+            Refused: the view does not fit such a decoder, some of its layers read the keys and values of others, or
+                their halves cannot be skipped.
         """
         check_own_keys(self.model)
-        return view.skipped(len(self.program.layer_types))
+        reduction = view.reduction(len(self.program.layer_types))
+        self._without(reduction)
+        return reduction
 
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
         Raises:
-            Refused: see `skipped`.
+            Refused: see `reduced`.
         """
-        skipped = NO_LAYERS if view is None else self.skipped(view)
+        reduction = WHOLE if view is None else self.reduced(view)
         nodes = Nodes()
         for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
             nodes.add_tree(slot, length, tree)
@@ -270,7 +178,7 @@ class CompiledPass(Runner):
         if inputs is not None:
             inputs = torch.cat([line[:size] for line, size in zip(inputs, sizes, strict=True)])
         shape = (len(trees), width) if len(nodes) == width * len(trees) else None
-        logits, states = self(nodes, range(len(nodes)), inputs, taps.hidden, skipped, shape)
+        logits, states = self(nodes, range(len(nodes)), inputs, taps.hidden, reduction, shape)
         if shape is None:
             logits = torch.nn.utils.rnn.pad_sequence(list(logits.split(sizes)), batch_first=True)
         hidden = {layer: list(state.split(sizes)) for layer, state in states.items()}
@@ -278,7 +186,7 @@ class CompiledPass(Runner):
 
     def __call__(
         self, nodes: Nodes, gather: Sequence[int], embeds: Tensor | None = None, hidden: Sequence[int] = (),
-        skipped: frozenset[int] = NO_LAYERS, shape: tuple[int, ...] | None = None,
+        reduction: Reduction = WHOLE, shape: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
         """Run the nodes.
 
@@ -286,7 +194,7 @@ class CompiledPass(Runner):
             gather: the nodes whose logits are returned.
             embeds: (nodes, H) instead of token ids.
             hidden: layers whose hidden states are returned, numbered as in `Taps`.
-            skipped: layers that do not run.
+            reduction: what does not run.
             shape: sizes that the logits are returned in instead of len(gather).
 
         Returns:
@@ -319,7 +227,7 @@ class CompiledPass(Runner):
         }  # fmt: skip
         self._complete(nodes, numbers, lists)
         given = PassArguments.of(numbers, lists)
-        ops = self._ops(tuple(hidden), skipped)
+        ops = self._ops(tuple(hidden), reduction)
         failure = self._run(ops, len(ops), given, self._share, torch.get_num_threads())
         if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
@@ -351,15 +259,31 @@ class CompiledPass(Runner):
         self._buffers = [s.data_ptr() for s in self._storage]  # without the logits, allocated per pass
         self._room = [len(s) * stride for s, stride in zip(self._storage, self._strides, strict=False)]
 
-    def _ops(self, hidden: tuple[int, ...], skipped: frozenset[int]) -> ctypes.Array[Op]:
-        """The operations except those of skipped layers, with a copy of "x" after each layer in `hidden`."""
-        if (hidden, skipped) not in self._variants:
+    def _without(self, reduction: Reduction) -> set[int]:
+        """The operations that a reduction leaves out.
+
+        Raises:
+            Refused: see `Halves`.
+        """
+        skipped = {i for layer in reduction.layers for i in self.program.ops_of(layer)}
+        for layer in reduction.halves:
+            if layer not in self._halves:
+                self._halves[layer] = Halves(self.program, layer, type(self.model).__name__)
+            skipped |= self._halves[layer].without("attention" if layer in reduction.attention else "feed_forward")
+        return skipped
+
+    def _ops(self, hidden: tuple[int, ...], reduction: Reduction) -> ctypes.Array[Op]:
+        """The operations except those that a reduction leaves out, with a copy of "x" after each layer in `hidden`."""
+        if (hidden, reduction) not in self._variants:
             p = self.program
             numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
-            skipped_ops = {i for layer in skipped for i in p.ops_of(layer)}
+            skipped = self._without(reduction)
             ops: list[Op] = []
             for i, op in enumerate(p.ops):
-                if i not in skipped_ops:
+                if i in skipped and ops and not ops[-1].wait:  # what would have waited is gone
+                    ops[-1] = Op.from_buffer_copy(ops[-1])
+                    ops[-1].wait = 1
+                elif i not in skipped:
                     ops.append(op)
                 ops += [_copy(p, len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
             for k, number in enumerate(numbers):
@@ -369,8 +293,8 @@ class CompiledPass(Runner):
                     ops.append(norm)
             if len(self._variants) == VARIANTS:
                 del self._variants[next(iter(self._variants))]
-            self._variants[hidden, skipped] = (Op * len(ops))(*ops)
-        return self._variants[hidden, skipped]
+            self._variants[hidden, reduction] = (Op * len(ops))(*ops)
+        return self._variants[hidden, reduction]
 
 
 def _copy(p: Program, to: int) -> Op:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from truedraft.caches.seq2seq import Seq2SeqCache
-from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.fingerprint import fingerprint
+from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq import CrossAttentionPass
 from truedraft.runtime.weights import NotCompilable

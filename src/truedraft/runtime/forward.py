@@ -31,7 +31,7 @@ from truedraft.runtime.tapping import LayerTaps, one_token
 from truedraft.runtime.tempered import tempered
 from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
-from truedraft.views._base import View
+from truedraft.views._base import Reduction, View
 
 # Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: where
 # both have the same instructions, in fp32 on Intel processors, for which torch's matrix products are tuned, in bf16
@@ -137,7 +137,7 @@ class ForwardPass(Runner):
         """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
         Raises:
-            Refused: see `skipped`.
+            Refused: see `reduced`.
         """
         self.check_taps(taps)
         with self._under(view):
@@ -189,24 +189,25 @@ class ForwardPass(Runner):
         with own, overridden(rule(nodes, extent) for rule in self._by_position):
             yield
 
-    def skipped(self, view: View) -> frozenset[int]:
-        """The layers that passes under a view leave out.
+    def reduced(self, view: View) -> Reduction:
+        """What passes under a view leave out.
 
         Raises:
             Refused: this model cannot run under it.
         """
-        skipped = view.skipped(len(self.layer_types))
+        reduction = view.reduction(len(self.layer_types))
         if self._skippable is None:
             self._skippable = SkippableLayers(self.model, len(self.layer_types))
-        return skipped
+        self._skippable.check(reduction)
+        return reduction
 
     def _under(self, view: View | None) -> AbstractContextManager[None]:
         """A context in which `forward` runs under a view; None for the whole model."""
         if view is None:
             return nullcontext()
-        skipped = self.skipped(view)
+        reduction = self.reduced(view)
         assert self._skippable is not None
-        return self._skippable.without(skipped)
+        return self._skippable.without(reduction)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Output:
         """The output of the model's own forward, over the cache at its cursor."""

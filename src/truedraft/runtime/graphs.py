@@ -24,7 +24,7 @@ from truedraft.runtime.forward import ForwardPass
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.weights import NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
-from truedraft.views._base import View
+from truedraft.views._base import Reduction, View
 
 EXTENT = 256  # least positions of a row that a pass reads, where the cache has as many
 KEPT = 32  # most graphs; the least recently replayed is dropped first
@@ -157,16 +157,16 @@ class GraphPass(Runner):
     def check_taps(self, taps: Taps) -> None:
         self.stock.check_taps(taps)
 
-    def skipped(self, view: View) -> frozenset[int]:
-        """See `ForwardPass.skipped`: passes under a view are plain forwards."""
-        return self.stock.skipped(view)
+    def reduced(self, view: View) -> Reduction:
+        """See `ForwardPass.reduced`: passes under a view are plain forwards."""
+        return self.stock.reduced(view)
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
         Raises:
-            Refused: see `skipped`.
+            Refused: see `reduced`.
             NotCompilable: the pass could not be captured; nothing was committed.
         """
         if view is not None:

@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from truedraft.caches.rows import RowCache, RowLayer
-from truedraft.runtime.compiled import CompiledPass, Nodes
+from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.native import Op, OpKind
+from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.panels import Int8Copies
 from truedraft.runtime.program import Program
 from truedraft.runtime.weights import NotCompilable
+from truedraft.views._base import Reduction
 
 
 class HeadPass(Protocol):
@@ -95,17 +97,17 @@ class CompiledHeadPass(CompiledPass):
         given = self._storage[list(self.program.widths).index("features")]
         given[: len(features), : features.shape[1]] = features
 
-    def _ops(self, hidden: tuple[int, ...], skipped: frozenset[int]) -> ctypes.Array[Op]:
+    def _ops(self, hidden: tuple[int, ...], reduction: Reduction) -> ctypes.Array[Op]:
         """Without hidden states, those up to the keys and values of the last block, its queries left out."""
         if hidden:
-            return super()._ops(hidden, skipped)
-        if ((), skipped) not in self._variants:
+            return super()._ops(hidden, reduction)
+        if ((), reduction) not in self._variants:
             p, queries = self.program, list(self.program.widths).index("q")
             last = max(i for i, op in enumerate(p.ops) if op.kind == OpKind.PREPARE)
             block = p.ops_of(len(p.outputs) - 2)
             ops = [op for i, op in enumerate(p.ops[: last + 1]) if i not in block or op.dst != queries]
-            self._variants[(), skipped] = (Op * len(ops))(*ops)
-        return self._variants[(), skipped]
+            self._variants[(), reduction] = (Op * len(ops))(*ops)
+        return self._variants[(), reduction]
 
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._give(features)

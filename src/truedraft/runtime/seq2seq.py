@@ -14,7 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
-from truedraft.runtime.compiled import CompiledPass, Nodes
+from truedraft.runtime.compiled import CompiledPass
+from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.positions import Positions, by_distance
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_seq2seq

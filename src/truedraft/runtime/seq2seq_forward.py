@@ -19,7 +19,7 @@ from truedraft.runtime.positions import Positions
 from truedraft.runtime.seq2seq import EncoderOutput, padded_sources
 from truedraft.runtime.tapping import one_token
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
-from truedraft.views._base import View
+from truedraft.views._base import Reduction, View
 
 
 class Seq2SeqPass(ForwardPass):
@@ -45,7 +45,7 @@ class Seq2SeqPass(ForwardPass):
         self.read_source(*padded_sources(batch))
         return super()._read(batch, most, taps)
 
-    def skipped(self, view: View) -> frozenset[int]:
+    def reduced(self, view: View) -> Reduction:
         raise Refused(
             f"{type(self.model).__name__} cannot run under a view by the {self.name}, in which a row's first pass "
             "computes the keys of its source in every layer: views of encoder-decoders need the compiled pass"

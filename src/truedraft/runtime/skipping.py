@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,14 +15,19 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
 from truedraft.runtime.fingerprint import does_more
-from truedraft.runtime.overrides import overridden
-from truedraft.runtime.tapping import blocks_of, given, one_token
+from truedraft.runtime.overrides import Override, overridden
+from truedraft.runtime.tapping import CALL, blocks_of, given, one_token
+from truedraft.views._base import Reduction
+
+ATTENTION, FEED_FORWARD = re.compile("attn|attention"), re.compile("mlp|feed_?forward|ffn|moe")  # names of modules,
+BESIDE = re.compile("Norm|Dropout")  # except of these classes
 
 
 class SkippableLayers:
     """The decoder layers of a model, some of which a pass may skip: these return their input hidden states.
 
-    A forward over one token checks that layers pass nothing but hidden states to each other.
+    A forward over one token checks that layers pass nothing but hidden states to each other, and which of them add
+    their halves to these.
 
     Args:
         count: of the decoder's layers.
@@ -40,44 +46,110 @@ class SkippableLayers:
         self._layers = layers
         if any(does_more(layer) for layer in self._layers):
             raise self._refused("they have hooks or replaced forwards")
+        self._halves = [_Halves(layer) for layer in layers]
         self._values = self._observed(model)
 
-    def without(self, skipped: frozenset[int]) -> AbstractContextManager[None]:
-        """Within the block, this thread's calls of the model skip these layers."""
-        return overridden((self._layers[i], "forward", self._returning(self._values[i])) for i in sorted(skipped))
+    def check(self, reduction: Reduction) -> None:
+        """Raises Refused where it leaves out a half of a layer that does not add its halves to the hidden states."""
+        if bad := sorted(i for i in reduction.halves if not self._halves[i].added):
+            raise Refused(
+                f"the halves of layers {bad} of {self._name} cannot be skipped: attention and feed-forward are not "
+                "modules whose results are added to the hidden state one by one"
+            )
 
-    @staticmethod
-    def _returning(values: int) -> Callable[..., Any]:
-        """A forward that returns its input: as a tensor if `values` is 0, else first in a tuple of that size."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            states = given(args, kwargs)
-            return (states, *[None] * (values - 1)) if values else states
-
-        return forward
+    def without(self, reduction: Reduction) -> AbstractContextManager[None]:
+        """Within the block, this thread's calls of the model leave these layers and halves out."""
+        skipped = [(self._layers[i], "forward", _returning(self._values[i])) for i in sorted(reduction.layers)]
+        halves = [self._halves[i].without(i in reduction.attention) for i in sorted(reduction.halves)]
+        return overridden([*skipped, *halves])
 
     @torch.no_grad()
     def _observed(self, model: Any) -> list[int]:
         """Size of the tuple that each layer returns; 0 for a single tensor."""
         calls: list[_Call] = []
 
-        def noting(layer: nn.Module) -> Callable[..., Any]:
+        def noting(layer: nn.Module, halves: _Halves) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 states = given(args, kwargs).clone()
-                returned = type(layer).forward(layer, *args, **kwargs)
+                with overridden(halves.noting()):
+                    returned = type(layer).forward(layer, *args, **kwargs)
                 calls.append(_Call(states, [*args, *kwargs.values()], returned))
+                halves.check(states, args, kwargs)
                 return returned
 
             return forward
 
-        with overridden((layer, "forward", noting(layer)) for layer in self._layers):
+        noted = zip(self._layers, self._halves, strict=True)
+        with overridden((layer, "forward", noting(layer, halves)) for layer, halves in noted):
             model(input_ids=one_token(model), use_cache=False, return_dict=True)
         if len(calls) != len(self._layers) or not all(after.follows(call) for call, after in pairwise(calls)):
             raise self._refused("they do not simply follow each other")
-        return [len(call.returned) if isinstance(call.returned, tuple) else 0 for call in calls]
+        return [_values(call.returned) for call in calls]
 
     def _refused(self, why: str) -> Refused:
         return Refused(f"the layers of {self._name} cannot be skipped: {why}")
+
+
+class _Halves:
+    """The attention and the feed-forward of a layer.
+
+    added: whether each is added to the hidden states, so that they pass it unchanged where it is zero.
+    """
+
+    def __init__(self, layer: Any):
+        self._layer, self.added = layer, False
+        found = [self._named(layer, pattern) for pattern in (ATTENTION, FEED_FORWARD)]
+        self._modules = [one for one in found if one is not None and not does_more(one)]
+        self._values = [0, 0]  # sizes of the tuples that they return
+
+    @staticmethod
+    def _named(layer: nn.Module, pattern: re.Pattern[str]) -> nn.Module | None:
+        named = [module for name, module in layer.named_children() if pattern.search(name)]
+        found = [module for module in named if not BESIDE.search(type(module).__name__)]
+        return found[0] if len(found) == 1 else None
+
+    def noting(self) -> Iterator[Override]:
+        """Overrides under which a forward of the layer notes what they return."""
+        for i, module in enumerate(self._modules):
+
+            def forward(*args: Any, i: int = i, own: Any = module, **kwargs: Any) -> Any:
+                returned = type(own).forward(own, *args, **kwargs)
+                self._values[i] = _values(returned)
+                return returned
+
+            yield module, "forward", forward
+
+    def check(self, states: Tensor, args: Any, kwargs: Any) -> None:
+        """Set `added`, by a forward of the layer without both; states: a copy of its input hidden states."""
+        if len(self._modules) == len(self._values):
+            try:
+                with overridden([self.without(True), self.without(False)]):
+                    returned = type(self._layer).forward(self._layer, *args, **kwargs)
+            except (TypeError, AttributeError, ValueError):  # it does more with their results than add them
+                return
+            self.added = torch.equal(returned[0] if isinstance(returned, tuple) else returned, states)
+
+    def without(self, attention: bool) -> Override:
+        """An override under which the layer's attention, or else its feed-forward, returns zeros: of its call, because
+        others override its forward."""
+        i = 0 if attention else 1
+        return self._modules[i], CALL, _returning(self._values[i], torch.zeros_like)
+
+
+def _returning(values: int, of: Callable[[Tensor], Tensor] = lambda states: states) -> Callable[..., Any]:
+    """A forward that returns its input, or something made of it: as a tensor if `values` is 0, else first in a tuple of
+    that size."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        states = of(given(args, kwargs))
+        return (states, *[None] * (values - 1)) if values else states
+
+    return forward
+
+
+def _values(returned: Any) -> int:
+    """Size of a returned tuple; 0 for a single tensor."""
+    return len(returned) if isinstance(returned, tuple) else 0
 
 
 def check_own_keys(model: Any) -> None:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from truedraft.caches.drafted import DraftedStateCache
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
-from truedraft.runtime.compiled import CompiledPass, Nodes
+from truedraft.runtime.compiled import CompiledPass
+from truedraft.runtime.nodes import Nodes
 from truedraft.tree import DraftTree, Piece, Scores, Taps
-from truedraft.views._base import View
+from truedraft.views._base import Reduction, View
 
 
 class Branches(NamedTuple):
@@ -50,7 +51,7 @@ class CompiledStatePass(CompiledPass):
         ]  # fmt: skip
         return super().read_pieces(pieces, taps)
 
-    def skipped(self, view: View) -> frozenset[int]:
+    def reduced(self, view: View) -> Reduction:
         raise Refused(
             f"{type(self.model).__name__} cannot run under {type(view).__name__}: it keeps states of all its layers, "
             "which a pass without some of them would change"

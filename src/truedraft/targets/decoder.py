@@ -347,7 +347,7 @@ class DecoderTarget:
         padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a dummy token
         for slot, tree in zip(slots, trees, strict=True):
             padded[slot] = tree
-        if missing := sorted(cursor.partial - self.runner.skipped(view)):
+        if missing := sorted(cursor.partial - self.runner.reduced(view).attention):
             raise Refused(
                 f"{type(view).__name__} runs layers {missing}, which have not written the scratch: rewind before it"
             )
@@ -363,11 +363,11 @@ class DecoderTarget:
         self.runner.check_taps(taps)
 
     def check_view(self, view: View) -> None:
-        self.runner.skipped(view)
+        self.runner.reduced(view)
 
     def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
         assert self.cache is not None
-        skipped = self.runner.skipped(view)
+        skipped = self.runner.reduced(view).attention
         for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
             self.cache.advance(slot, path, skipped)
 

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from truedraft.card import Card
 from truedraft.tree import Taps
+
+NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What passes under a view leave out of the target; what passes prepare for it is kept by its value.
+
+    attention, feed_forward: decoder layers without this half: the hidden states pass it unchanged.
+    """
+
+    attention: frozenset[int] = NONE
+    feed_forward: frozenset[int] = NONE
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Layers that do not run at all."""
+        return self.attention & self.feed_forward
+
+    @property
+    def halves(self) -> frozenset[int]:
+        """Layers that run one half."""
+        return self.attention ^ self.feed_forward
+
+    def joined(self, other: Reduction) -> Reduction:
+        """Without what either leaves out."""
+        return Reduction(self.attention | other.attention, self.feed_forward | other.feed_forward)
+
+
+WHOLE = Reduction()
 
 
 class View:
@@ -12,19 +47,31 @@ class View:
     that it runs, and writes scratch KV behind it: for these layers only, dropped by `rewind` and by every pass of the
     whole model. A view can therefore not change the target's output.
 
-    A subclass is a frozen dataclass and overrides what it changes; the defaults are those of the whole model. What
-    passes prepare for a view is cached by its value, so equal views must behave alike.
+    A subclass is a frozen dataclass whose fields are its knobs, and overrides what it changes; the defaults are those
+    of the whole model. Equal views must behave alike.
 
     taps: what passes under it yield besides logits. Hidden states are numbered as in the whole model; the state behind
         a layer that is skipped is the one before it.
     """
 
+    card: ClassVar[Card]
     taps: Taps = Taps()
 
-    def skipped(self, layers: int) -> frozenset[int]:
-        """The layers, of a decoder with `layers` of them, that do not run.
+    def reduction(self, layers: int) -> Reduction:
+        """What is left out of a decoder with `layers` layers.
 
         Raises:
             Refused: the view does not fit such a decoder.
         """
-        return frozenset()
+        return WHOLE
+
+    def at(self, depth: int) -> View:
+        """The view for drafted tokens at a depth, the children of the pending token at 0; none may run a layer that
+        those before it do not."""
+        return self
+
+    def tapping(self, taps: Taps) -> Self:
+        """The same view with other taps."""
+        other = copy.copy(self)
+        object.__setattr__(other, "taps", taps)
+        return other

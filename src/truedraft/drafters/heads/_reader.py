@@ -12,8 +12,8 @@ from torch import Tensor
 from truedraft.caches.rows import RowCache
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters.heads._head import Head, LearnedHead
-from truedraft.runtime.compiled import Nodes
 from truedraft.runtime.heads import head_pass
+from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.panels import Int8Copies
 from truedraft.targets.memory import check_room
 from truedraft.tree import Accepted, Row, Scores

@@ -1,0 +1,105 @@
+"""The nodes of a compiled pass, and what each of them attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from truedraft.tree import DraftTree
+
+TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
+
+
+@dataclass
+class Nodes:
+    """The nodes of a pass, row after row: one entry per node but for `extra`, `extra_position` and `group_from`.
+
+    place: where keys and values are written in the row's slot.
+    base: node i attends to the first `base[i]` places of its slot and to `extra[extra_from[i]:extra_from[i + 1]]`,
+        whose positions are in `extra_position`; they are written by this pass or were by an earlier one.
+    """
+
+    token: list[int] = field(default_factory=list)
+    slot: list[int] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    place: list[int] = field(default_factory=list)
+    base: list[int] = field(default_factory=list)
+    extra_from: list[int] = field(default_factory=lambda: [0])
+    extra: list[int] = field(default_factory=list)
+    extra_position: list[int] = field(default_factory=list)
+    group_from: list[int] = field(default_factory=lambda: [0])
+    longest: int = 0
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+    def add_tree(self, slot: int, length: int, tree: DraftTree) -> None:
+        """The nodes of a tree behind the `length` committed positions of a slot."""
+        shape, first, n = tree.shape, len(self), len(tree)
+        before = len(self.extra)
+        self.token += tree.tokens
+        self.slot += [slot] * n
+        self.position += [length + d for d in shape.depth]
+        self.place += range(length, length + n)
+        self.base += [length + r for r in shape.run]
+        self.extra += [length + e for e in shape.extra]
+        self.extra_position += [length + d for d in shape.extra_depth]
+        self.extra_from += [before + e for e in shape.extra_from[1:]]
+        self._grouped(first, n, length + 1 + shape.height)
+
+    def add_chain(self, slot: int, start: int, tokens: Sequence[int] | None, n: int) -> None:
+        """`n` positions of a prompt, from `start` on."""
+        first = len(self)
+        self.token += tokens or []
+        self.slot += [slot] * n
+        self.position += range(start, start + n)
+        self.place += range(start, start + n)
+        self.base += range(start + 1, start + n + 1)
+        self.extra_from += [len(self.extra)] * n
+        self._grouped(first, n, start + n)
+
+    def add_block(self, slot: int, end: int, n: int) -> None:
+        """`n` positions behind `end` that attend to all before them and to each other; without token ids."""
+        first = len(self)
+        self.slot += [slot] * n
+        self.position += range(end, end + n)
+        self.place += range(end, end + n)
+        self.base += [end] * n
+        for _ in range(n):
+            self.extra += range(end, end + n)
+            self.extra_position += range(end, end + n)
+            self.extra_from.append(len(self.extra))
+        self._grouped(first, n, end + n)
+
+    def add_node(self, slot: int, position: int, place: int, base: int, above: Sequence[int]) -> None:
+        """A node of a level, which sees the first `base` places, those of the nodes `above` it, and itself; `group`
+        follows when all of the slot's are added."""
+        self.slot.append(slot)
+        self.position.append(position)
+        self.place.append(place)
+        self.base.append(base)
+        self.extra += (*above, place)
+        self.extra_position += range(position - len(above), position + 1)
+        self.extra_from.append(len(self.extra))
+
+    def group(self, n: int) -> None:
+        """The last `n` nodes are those of one slot."""
+        first = len(self) - n
+        starts, ends = self.extra_from[first:-1], self.extra_from[first + 1 :]
+        longest = max(b + end - start for b, start, end in zip(self.base[first:], starts, ends, strict=True))
+        self._grouped(first, n, longest)
+
+    def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """A text in which every token attends to every other."""
+        first, n = len(self), len(tokens)
+        self.token += tokens
+        self.slot += [slot] * n
+        self.position += positions
+        self.place += range(n)
+        self.base += [n] * n
+        self.extra_from += [len(self.extra)] * n
+        self._grouped(first, n, n)
+
+    def _grouped(self, first: int, n: int, sees: int) -> None:
+        self.group_from += [min(at + TOGETHER, first + n) for at in range(first, first + n, TOGETHER)]
+        self.longest = max(self.longest, sees)
