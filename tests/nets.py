@@ -23,7 +23,9 @@ from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 
 COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model"]
-NAMES, PRESETS = [*registry.names("drafters"), *COMPOSED], registry.presets("drafters")
+VIEWS = registry.names("views")
+NAMES = [*registry.names("drafters"), *VIEWS, *COMPOSED]
+PRESETS = registry.presets("drafters") | registry.presets("views")
 REGISTERED = [*NAMES, *PRESETS]
 TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps", "view"]
 EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
@@ -153,6 +155,9 @@ def drafter(
     if name in COMPOSED:
         return compose(name, lambda part: drafter(part, model, small=small))  # type: ignore[arg-type,return-value]
     base, knobs = PRESETS.get(name, (name, {}))
+    if base in VIEWS:
+        half = {"layers": "1a"} if name == "skip-layers" else {}  # of two layers none could be spared
+        return registry.load("drafters", base, **half, **knobs, **other)
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):
         pytest.skip(f"{base}: {why}")

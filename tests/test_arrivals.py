@@ -28,6 +28,7 @@ from arrivals import (
 )
 from models import COMPILED_ALONE, RECURRENT
 from nets import REGISTERED, drafter
+from truedraft import registry
 from truedraft.errors import Refused
 from truedraft.runtime import latency
 
@@ -97,7 +98,8 @@ def test_ten_thousand_events(kind: str) -> None:
 
 def _runs(name: str, kind: str, runtime: str) -> bool:
     """Views of encoder-decoders need the compiled pass."""
-    return not (name.startswith("view") and kind == "encoder-decoder" and runtime == "stock")
+    viewed = name == "view" or registry.is_view(name)
+    return not (viewed and kind == "encoder-decoder" and runtime == "stock")
 
 
 def _serves(name: str, kind: str) -> bool:

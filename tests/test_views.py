@@ -400,7 +400,7 @@ def test_scratch_stays_within_the_cache() -> None:
     target.score([DraftTree.chain(2), DraftTree.chain(9, [1, 2])], view)
     assert target.cache is not None
     before = [layer.keys.clone() for layer in target.cache.layers]
-    with pytest.raises(Refused, match=r"scratch of SkipLayers needs 9 positions of a row, the cache has 8: .* width"):
+    with pytest.raises(Refused, match=r"scratch of skip-layers needs 9 positions of a row, the cache has 8: .* width"):
         target.score([DraftTree.chain(2, [3, 4, 5])], view, [0])
     assert target.cache.lengths == [3, 0]
     assert all(torch.equal(layer.keys, kept) for layer, kept in zip(target.cache.layers, before, strict=True))
@@ -416,7 +416,7 @@ def test_a_lighter_view_may_continue_another_s_scratch_but_no_heavier_one(runtim
     target.advance(first, [[0, 1]])
     mine = target.score([DraftTree.chain(10)], second).logits[0, 0]
     target.advance(second, [[0]])
-    with pytest.raises(Refused, match=r"SkipLayers runs layers \[2\], which have not written the scratch: rewind"):
+    with pytest.raises(Refused, match=r"skip-layers runs layers \[2\], which have not written the scratch: rewind"):
         target.score([DraftTree.chain(11)], first)
     target.rewind()
     target.score([DraftTree.chain(8)], first)

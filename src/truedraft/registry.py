@@ -2,8 +2,8 @@
 
 `drafters/lookup/prompt_lookup.py` is the drafter `prompt-lookup`: folders group methods and are no part of their names,
 and files that begin with an underscore are no methods. Packages outside register with an entry-point group per kind
-(`truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`, `truedraft.control`), each entry pointing to a
-class.
+(`truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`, `truedraft.control`, `truedraft.views`), each entry
+pointing to a class.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ KINDS = {
         "lossy/NAME",
     ),
     "control": Kind("Control", "control", "Controls", "How much is drafted and verified.", "control", "NAME"),
+    "views": Kind(
+        "View", "view", "Views", "The target drafts for itself, run lighter; `a+b` is both at once.", "draft", "NAME"
+    ),
 }
+SELF_DRAFTER = "truedraft.drafters.self_._drafter"  # drafts by any view
 SIGNS = "|+?>"  # between drafters that act as one, the loosest first
 AUTO, NONE = "auto", "none"  # drafters without a file of their own: the default, and no drafts
 DEFAULT = "input-guided+suffix-wide+token-recycling"  # the drafters of "auto"
@@ -114,7 +118,7 @@ def method(kind: str, name: str) -> Any:
 def _unknown(kind: str, name: str) -> Refused:
     if kind == "drafters" and name in (AUTO, NONE):
         return Refused(f"draft={name!r} has no knobs: leave them out")
-    available = [*names(kind), *([AUTO, NONE] if kind == "drafters" else [])]
+    available = [*names(kind), *([*names("views"), AUTO, NONE] if kind == "drafters" else [])]
     near = difflib.get_close_matches(name, [*available, *presets(kind)], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(available)}."
     if kind == "accept" and name in names("accept.lossy"):
@@ -137,8 +141,8 @@ def presets(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def load(kind: str, spec: str, **knobs: Any) -> Any:
     """A method from its name, a preset's name, or `name:knob=value,knob=value`; a lossy rule from `lossy/name`;
-    several drafters as one from their names and the signs between them (`drafters/_compose.py`); and the drafters
-    "auto" and "none".
+    several drafters as one from their names and the signs between them (`drafters/_compose.py`); the drafters "auto"
+    and "none"; and from the name of a view the target as its own drafter.
 
     Raises:
         Refused: unknown method, unknown knob, or a value that is not valid for it.
@@ -146,8 +150,38 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
     if kind == "drafters" and (split(spec)[0] or spec in (AUTO, NONE)):
         compose = importlib.import_module("truedraft.drafters._compose").compose
         return compose(spec, lambda part: load(kind, part))
+    if kind == "drafters" and is_view(spec):
+        return _self_drafter(spec, knobs)
     kind, name, knobs = _resolved(kind, spec, knobs)
     return built(method(kind, name), name, spec, knobs)
+
+
+def is_view(spec: str) -> bool:
+    """Whether a spec names a view, or several as one."""
+    name = spec.partition(":")[0].partition("+")[0].strip()
+    return name in names("views") or name in presets("views")
+
+
+def _self_drafter(spec: str, knobs: Mapping[str, Any]) -> Any:
+    """The drafter by a view, or by several as one."""
+    sides, drafting = _sides(spec, knobs)
+    views = [built(method("views", name), name, spec, own) for name, own in sides]
+    if len(views) > 1:
+        views = [importlib.import_module("truedraft.views._together").Together(tuple(views))]
+    drafter = importlib.import_module(SELF_DRAFTER).SelfDrafter
+    return built(drafter, views[0].name, spec, {"view": views[0], **drafting})
+
+
+def _sides(spec: str, knobs: Mapping[str, Any]) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
+    """The names and knobs of the views in a spec, and the knobs of their drafter."""
+    drafts = set(signature(declared(SELF_DRAFTER).knobs).parameters) - {"view"}
+    sides: list[tuple[str, dict[str, Any]]] = []
+    drafting: dict[str, Any] = {}
+    for i, side in enumerate(spec.split("+")):
+        _, name, given = _resolved("views", side.strip(), knobs if i == 0 else {})
+        drafting |= {key: value for key, value in given.items() if key in drafts}
+        sides.append((name, {key: value for key, value in given.items() if key not in drafts}))
+    return sides, drafting
 
 
 def check(kind: str, spec: str) -> None:
@@ -160,6 +194,11 @@ def check(kind: str, spec: str) -> None:
     if sign:
         for side in sides:
             check(kind, side)
+    elif kind == "drafters" and is_view(spec):
+        views, drafting = _sides(spec, {})
+        for name, own in views:
+            built(declared(_files("views")[name]).knobs, name, spec, own)
+        built(declared(SELF_DRAFTER).knobs, spec, spec, {"view": None, **drafting})
     elif kind != "drafters" or spec not in (AUTO, NONE):
         kind, name, knobs = _resolved(kind, spec, {})
         if name in _files(kind):
@@ -180,7 +219,8 @@ def _resolved(kind: str, spec: str, knobs: Mapping[str, Any]) -> tuple[str, str,
 
 
 def split(spec: str) -> tuple[str, list[str]]:
-    """The loosest sign between drafters and the parts on its sides; "" and the whole spec where there is one drafter.
+    """The loosest sign between drafters and the parts on its sides; "" and the whole spec where there is one drafter,
+    as several views are.
 
     Raises:
         Refused: a side is empty.
@@ -190,7 +230,9 @@ def split(spec: str) -> tuple[str, list[str]]:
             sides = [side.strip() for side in spec.split(sign)]
             if not all(sides):
                 raise Refused(f"draft={spec!r}: there is no drafter on one side of {sign!r}")
-            return sign, sides
+            if sign == "+" and len(views := [side for side in sides if is_view(side)]) > 1:
+                sides = [sign.join(views), *(side for side in sides if side not in views)]
+            return (sign, sides) if len(sides) > 1 else ("", sides)
     return "", [spec]
 
 

@@ -23,6 +23,7 @@ from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, moving_av
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._joint import Joint
 from truedraft.drafters._trees import grafted, placed, values_of
+from truedraft.drafters.self_._drafter import SelfDrafter
 from truedraft.errors import Refused
 from truedraft.registry import AUTO, DEFAULT, NONE, split
 from truedraft.stores.union import Union, union
@@ -348,7 +349,7 @@ def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:
 
 def name_of(part: object) -> str:
     """Name of a part (a drafter, a rule, a control) in reports."""
-    if isinstance(part, Many):
+    if isinstance(part, Many | SelfDrafter):
         return part.name
     if isinstance(part, Plain):
         return "plain"

@@ -72,7 +72,7 @@ class ChainPass(ForwardPass):
 
     def reduced(self, view: View) -> Reduction:
         raise Refused(
-            f"{type(self.model).__name__} cannot run under {type(view).__name__}: it keeps states of all its layers, "
+            f"{type(self.model).__name__} cannot run under {view.name}: it keeps states of all its layers, "
             "which a pass without some of them would change"
         )
 

@@ -53,7 +53,7 @@ class CompiledStatePass(CompiledPass):
 
     def reduced(self, view: View) -> Reduction:
         raise Refused(
-            f"{type(self.model).__name__} cannot run under {type(view).__name__}: it keeps states of all its layers, "
+            f"{type(self.model).__name__} cannot run under {view.name}: it keeps states of all its layers, "
             "which a pass without some of them would change"
         )
 

@@ -348,13 +348,11 @@ class DecoderTarget:
         for slot, tree in zip(slots, trees, strict=True):
             padded[slot] = tree
         if missing := sorted(cursor.partial - self.runner.reduced(view).attention):
-            raise Refused(
-                f"{type(view).__name__} runs layers {missing}, which have not written the scratch: rewind before it"
-            )
+            raise Refused(f"{view.name} runs layers {missing}, which have not written the scratch: rewind before it")
         with cursor.behind_scratch():
             if (need := max(cursor.lengths) + max(map(len, trees))) > cursor.capacity:
                 raise Refused(
-                    f"the scratch of {type(view).__name__} needs {need} positions of a row, the cache has "
+                    f"the scratch of {view.name} needs {need} positions of a row, the cache has "
                     f"{cursor.capacity}: a drafter's width counts every position that it advances by"
                 )
             return self.runner.score(padded, view.taps, view).of(slots)

@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from truedraft.card import Card
+from truedraft.card import Card, method_name
 from truedraft.tree import Taps
 
 NONE: frozenset[int] = frozenset()
@@ -56,6 +56,11 @@ class View:
 
     card: ClassVar[Card]
     taps: Taps = Taps()
+
+    @property
+    def name(self) -> str:
+        """Its name in reports and messages."""
+        return method_name(self)
 
     def reduction(self, layers: int) -> Reduction:
         """What is left out of a decoder with `layers` layers.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._learned import Batch
-from truedraft.drafters.heads._drafter import ConfidenceTree, TrainedDrafter
+from truedraft.drafters.heads._drafter import HeadTree, TrainedDrafter
 from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import DRAFTED, StepwiseLearner, Unrolled
@@ -143,10 +143,10 @@ class StatefulReader:
         """Does nothing: the states of the level are needed by the next."""
 
 
-class StatefulTree(TrainedDrafter, ConfidenceTree):
+class StatefulTree(TrainedDrafter, HeadTree):
     """Dynamic trees of a `StatefulHead`, as deep as it has steps at most.
 
-    Fields of every subclass: those of `ConfidenceTree`.
+    Fields of every subclass: those of `HeadTree`.
     """
 
     kind = StatefulHead

@@ -13,13 +13,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
-from truedraft.drafters.heads._drafter import SEQ2SEQ, ConfidenceTree, TrainedDrafter
+from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadTree, TrainedDrafter
 from truedraft.drafters.heads._eagle import FORMATS, EagleHead, EagleTraining
 from truedraft.drafters.heads._quantize import FORM, copies_of
 
 
 @dataclass
-class Eagle2(TrainedDrafter, ConfidenceTree):
+class Eagle2(TrainedDrafter, HeadTree):
     card = Card(
         paper="arXiv 2406.16858 (2024)",
         idea="A trained layer continues the target's last hidden states, and drafts a tree of its likeliest tokens.",

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
 from truedraft.drafters._losses import LOSSES, named
-from truedraft.drafters.heads._drafter import SEQ2SEQ, ConfidenceTree, TrainedDrafter
+from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadTree, TrainedDrafter
 from truedraft.drafters.heads._eagle3_formats import formats
 from truedraft.drafters.heads._head import Head, begin_program, layer_program
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
@@ -141,7 +141,7 @@ class Training(UnrolledLearner):
 
 
 @dataclass
-class Eagle3(TrainedDrafter, ConfidenceTree):
+class Eagle3(TrainedDrafter, HeadTree):
     card = Card(
         paper="arXiv 2503.01840 (2025)",
         idea="A trained layer continues features of three of the target's layers, and drafts a tree of likely tokens.",

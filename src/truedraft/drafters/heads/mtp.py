@@ -18,14 +18,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
-from truedraft.drafters.heads._drafter import SEQ2SEQ, ConfidenceTree
+from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadTree
 from truedraft.drafters.heads._mtp import MtpHead, read
 from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.errors import Refused
 
 
 @dataclass
-class Mtp(ConfidenceTree):
+class Mtp(HeadTree):
     card = Card(
         paper="arXiv 2412.19437 (2024)",
         idea="Layers for multi-token prediction, trained with the model and stored in its checkpoint, draft for it.",

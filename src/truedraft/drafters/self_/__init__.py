@@ -1,0 +1,1 @@
+"""Drafters that run the target itself, under a view (truedraft/views)."""

@@ -1,0 +1,32 @@
+"""Several views as one: what any of them leaves out is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from truedraft.card import Card
+from truedraft.views._base import WHOLE, Reduction, View
+
+
+@dataclass(frozen=True)
+class Together(View):
+    """Views `a+b`."""
+
+    parts: tuple[View, ...]
+
+    def __post_init__(self) -> None:
+        card = Card(paper="none", idea=f"{len(self.parts)} views as one.", family="self-drafting")
+        object.__setattr__(self, "card", card)
+
+    @property
+    def name(self) -> str:
+        return "+".join(part.name for part in self.parts)
+
+    def reduction(self, layers: int) -> Reduction:
+        found = WHOLE
+        for part in self.parts:
+            found = found.joined(part.reduction(layers))
+        return found
+
+    def at(self, depth: int) -> View:
+        return Together(tuple(part.at(depth) for part in self.parts))
