@@ -156,7 +156,8 @@ def drafter(
         return compose(name, lambda part: drafter(part, model, small=small))  # type: ignore[arg-type,return-value]
     base, knobs = PRESETS.get(name, (name, {}))
     if base in VIEWS:
-        half = {"layers": "1a"} if name == "skip-layers" else {}  # of two layers none could be spared
+        found = name == "skip-layers" or "calibration" in registry.method("views", base).card.needs
+        half = {"layers": "1a"} if found else {}
         return registry.load("drafters", base, **half, **knobs, **other)
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):
