@@ -13,9 +13,7 @@ from typing import Any, Protocol, Self
 from truedraft.errors import Refused
 from truedraft.files import read_bytes
 from truedraft.views._base import Reduction, View
-from truedraft.views.skip_layers import check_layers, listed
-
-LAYERS = "layers and their halves, as in '4;6a;8-11f'"
+from truedraft.views._layers import check_layers, listed
 
 
 class Evaluator(Protocol):

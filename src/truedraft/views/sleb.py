@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.views._base import View
-from truedraft.views._calibrated import LAYERS, CalibratedLayers, Evaluator
-from truedraft.views.skip_layers import SkipLayers, listed
+from truedraft.views._base import Reduction, View
+from truedraft.views._calibrated import CalibratedLayers, Evaluator
+from truedraft.views._layers import FORM, Without, listed
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Sleb(CalibratedLayers):
         needs=("calibration",),
         published="20 % of the layers of Llama 2 70B at a small loss of perplexity, 1.2x alone, without verification.",
     )
-    layers: str = knob("", form=LAYERS, reader=listed)  # to skip, as found before
+    layers: str = knob("", form=FORM, reader=listed)  # to skip, as found before
     file: str = knob("")  # of the layers that were found
     share: float = knob(0.4, 0, 1)  # of the layers that a calibration removes; published 0.1 to 0.2, alone
     ends: int = knob(1, 0, 64)  # layers at either end that are kept; published 1
@@ -36,14 +36,10 @@ class Sleb(CalibratedLayers):
         progress(f"all layers: loss {evaluator.loss(View()):.3f}")
         left, gone = set(range(self.ends, evaluator.layers - self.ends)), list[int]()
         while left and len(gone) < round(self.share * evaluator.layers):
-            losses = {layer: evaluator.loss(without([*gone, layer])) for layer in sorted(left)}
+            sets = {layer: frozenset((*gone, layer)) for layer in sorted(left)}
+            losses = {layer: evaluator.loss(Without(Reduction(some, some))) for layer, some in sets.items()}
             least = min(losses, key=losses.__getitem__)
             left.remove(least)
             gone.append(least)
             progress(f"without layers {', '.join(map(str, sorted(gone)))}: loss {losses[least]:.3f}")
         return ";".join(map(str, sorted(gone)))
-
-
-def without(layers: list[int]) -> SkipLayers:
-    """A decoder without these layers."""
-    return SkipLayers(";".join(map(str, layers)))
