@@ -61,11 +61,13 @@ def test_goodput_counts_the_weights_that_are_read() -> None:
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_layer_that_does_nothing_is_found(name: str, layer: int, tmp_path: Path) -> None:
     model = idle(layer)
-    view: CalibratedLayers = registry.method("views", name)(share=0.25)
+    view: CalibratedLayers = registry.method("views", name)(**{"sleb": {"share": 0.25}}.get(name, {"trials": 24}))
     lines: list[str] = []
     texts = model.generate(**ragged(model, 4), max_new_tokens=40, do_sample=False)[:, -40:].tolist()  # its likeliest
-    found = view.search(TextEvaluator(model, texts), lines.append)
-    assert found == str(layer) and lines
+    evaluator = TextEvaluator(model, texts)
+    found = view.search(evaluator, lines.append)
+    assert str(layer) in {part.rstrip("af") for part in found.split(";")} and lines
+    assert evaluator.goodput(SkipLayers(found)) > evaluator.goodput(View()) + 0.05
     draft = registry.load("drafters", f"{name}:layers={found}")
     report = truedraft.accelerate(model, draft=draft, control="fixed")
     report.generate(**ragged(model, 2), max_new_tokens=20, do_sample=False)

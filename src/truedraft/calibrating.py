@@ -61,7 +61,7 @@ class TextEvaluator:
         emitted, read, share = 0, 0.0, self.target.share(view)
         for text in self.texts:
             prompt = torch.tensor([text[:PROMPT]], device=self.target.device)
-            fast.generate(prompt, max_new_tokens=NEW, do_sample=False)
+            fast.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
             report = fast.report()
             emitted += report.tokens
             read += report.row_passes + share * sum(e.offered for p in report.passes for e in p.emitted)

@@ -29,6 +29,13 @@ def listed(text: str) -> Reduction:
     return Reduction(frozenset(halves["a"]), frozenset(halves["f"]))
 
 
+def text_of(left_out: Reduction) -> str:
+    """The list of what is left out; see `listed`."""
+    whole = [str(layer) for layer in left_out.layers]
+    halves = [f"{layer}{'a' if layer in left_out.attention else 'f'}" for layer in left_out.halves]
+    return ";".join(sorted(whole + halves, key=lambda part: int(part.rstrip("af"))))
+
+
 def evenly(layers: int, share: float) -> frozenset[int]:
     """`share` of the layers, evenly spaced, without the first and the last."""
     count = min(round(share * layers), layers - 2)

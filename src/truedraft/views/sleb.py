@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from truedraft.card import Card, knob
 from truedraft.views._base import Reduction, View
 from truedraft.views._calibrated import CalibratedLayers, Evaluator
-from truedraft.views._layers import FORM, Without, listed
+from truedraft.views._layers import FORM, Without, listed, text_of
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ class Sleb(CalibratedLayers):
             left.remove(least)
             gone.append(least)
             progress(f"without layers {', '.join(map(str, sorted(gone)))}: loss {losses[least]:.3f}")
-        return ";".join(map(str, sorted(gone)))
+        return text_of(Reduction(frozenset(gone), frozenset(gone)))
