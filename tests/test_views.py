@@ -299,10 +299,13 @@ def test_the_bits_are_those_of_a_cut_model_s_compiled_pass(architecture: str, dt
 @BOTH
 @EVERY
 def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype: torch.dtype) -> None:
+    check_same_bits(deep(architecture, dtype), skipping((1,)))
+
+
+def check_same_bits(model: PreTrainedModel, view: View) -> None:
     """In one tree, or token by token through scratch, alone or beside other rows: no tolerance."""
-    rng, view = random.Random(6), skipping((1,))
+    rng = random.Random(6)
     prompts = [words(rng, n) for n in (17, 1, 5)]
-    model = deep(architecture, dtype)
     target = begun(DecoderTarget(model, strict=True), prompts)
     trees = [random_tree(rng, prompt[-1], n) for prompt, n in zip(prompts, (9, 20, 1), strict=True)]
     together = target.score(trees, view).logits
@@ -335,21 +338,25 @@ def drafted(target: DecoderTarget, view: View, rng: random.Random) -> None:
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_neox"])
 def test_views_do_not_affect_the_whole_model(architecture: str, runtime: str) -> None:
+    check_unaffected(deep(architecture, torch.float32), runtime, skipping((0, 2)), (0, 2))
+
+
+def check_unaffected(model: PreTrainedModel, runtime: str, view: View, skipped: Sequence[int] = ()) -> None:
     """Committed keys and values stay to the bit, and so do the passes that follow, as if nothing had been drafted."""
-    model, rng = deep(architecture, torch.float32), random.Random(2)
+    rng = random.Random(2)
     prompts = [words(rng, n) for n in LENGTHS]
     target, plain = (begun(target_of(model, runtime), prompts) for _ in range(2))
     assert target.cache is not None and plain.cache is not None
     for _ in range(4):
         lengths = list(target.cache.lengths)
         before = [(layer.keys.clone(), layer.values.clone()) for layer in target.cache.layers]
-        drafted(target, skipping((0, 2)), rng)
+        drafted(target, view, rng)
         assert target.cache.lengths == lengths and target.cache.cursor.scratch == []
         for layer, (keys, values) in zip(target.cache.layers, before, strict=True):
             for slot, length in enumerate(lengths):
                 assert torch.equal(layer.keys[slot, :, :length], keys[slot, :, :length])
                 assert torch.equal(layer.values[slot, :, :length], values[slot, :, :length])
-        for i in (0, 2):
+        for i in skipped:
             assert torch.equal(target.cache.layers[i].keys, before[i][0]), "a skipped layer has no scratch"
         trees = [random_tree(rng, 3, n) for n in (4, 7, 1)]
         mine, theirs = target.score(trees), plain.score(trees)

@@ -21,9 +21,11 @@ from truedraft.runtime.embedding import embedded
 from truedraft.runtime.halves import Halves
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.nodes import TOGETHER, Nodes
+from truedraft.runtime.panels import rounded_copies
 from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
+from truedraft.runtime.rounded import RoundedOps
 from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
@@ -65,17 +67,18 @@ class CompiledPass(Runner):
         self._compile()
 
     def _compile(self) -> None:
-        self.program: Program = self._compiled()
+        self.program: Program = self._compiled(self.copied)
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
         attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
         self._halves: dict[int, Halves] = {}
+        self._rounded: dict[int, RoundedOps] = {}  # by bits
         self._tables = RotaryTables()
         self._along = PositionTables()
 
-    def _compiled(self) -> Program:
-        return compile_program(self.model, self.copied)
+    def _compiled(self, copied: Copies | None) -> Program:
+        return compile_program(self.model, copied)
 
     def attach(self, cache: RowCache | None) -> None:
         """Point the program at the cache of the passes that follow.
@@ -91,6 +94,8 @@ class CompiledPass(Runner):
             return
         p = self.program
         p.refresh()
+        for rounded in self._rounded.values():
+            rounded.refresh()
         for op, at in zip(p.ops, p.layers, strict=True):
             if op.kind == OpKind.ATTEND and not (layer := cache.layers[at]).is_initialized:
                 heads, size = (1, op.inner) if op.inner else (op.kv_heads, op.head)  # latents: those of all heads
@@ -154,12 +159,18 @@ class CompiledPass(Runner):
         """What passes under a view leave out.
 
         Raises:
-            Refused: the view does not fit such a decoder, some of its layers read the keys and values of others, or
-                their halves cannot be skipped.
+            Refused: the view does not fit such a decoder, some of its layers read the keys and values of others, their
+                halves cannot be skipped, or their weights cannot be rounded.
+            NoRoom: copies of these do not fit in memory.
         """
-        check_own_keys(self.model)
         reduction = view.reduction(len(self.program.layer_types))
+        if reduction.attention or reduction.feed_forward:
+            check_own_keys(self.model)
         self._without(reduction)
+        try:
+            self._of_bits(reduction.bits)
+        except NotCompilable as why:
+            raise Refused(f"{type(self.model).__name__} cannot run under {view.name}: {why}") from why
         return reduction
 
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
@@ -259,6 +270,23 @@ class CompiledPass(Runner):
         self._buffers = [s.data_ptr() for s in self._storage]  # without the logits, allocated per pass
         self._room = [len(s) * stride for s, stride in zip(self._storage, self._strides, strict=False)]
 
+    def _of_bits(self, bits: int) -> list[Op]:
+        """All operations, those of linear layers with weights of so many bits, or where it is 0 as they are.
+
+        Raises:
+            NotCompilable, NoRoom: see `RoundedOps` and `rounded_copies`.
+        """
+        if not bits:
+            return self.program.ops
+        if bits not in self._rounded:
+            copies = rounded_copies(self.model, bits)
+            try:
+                self._rounded[bits] = RoundedOps(self.program, self._compiled(copies), copies)
+            except NotCompilable:
+                copies.clear()
+                raise
+        return self._rounded[bits].ops
+
     def _without(self, reduction: Reduction) -> set[int]:
         """The operations that a reduction leaves out.
 
@@ -273,13 +301,13 @@ class CompiledPass(Runner):
         return skipped
 
     def _ops(self, hidden: tuple[int, ...], reduction: Reduction) -> ctypes.Array[Op]:
-        """The operations except those that a reduction leaves out, with a copy of "x" after each layer in `hidden`."""
+        """The operations under a reduction, with a copy of "x" after each layer in `hidden`."""
         if (hidden, reduction) not in self._variants:
             p = self.program
             numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
             skipped = self._without(reduction)
             ops: list[Op] = []
-            for i, op in enumerate(p.ops):
+            for i, op in enumerate(self._of_bits(reduction.bits)):
                 if i in skipped and ops and not ops[-1].wait:  # what would have waited is gone
                     ops[-1] = Op.from_buffer_copy(ops[-1])
                     ops[-1].wait = 1

@@ -16,7 +16,7 @@ from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.program import Program
 from truedraft.runtime.seq2seq import CrossAttentionPass
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import Copies, NotCompilable
 
 
 class CompiledFillerPass(CrossAttentionPass):
@@ -30,7 +30,7 @@ class CompiledFillerPass(CrossAttentionPass):
         NotCompilable: there is no compiled pass here, or it does not support the filler's sizes or dtype.
     """
 
-    def _compiled(self) -> Program:
+    def _compiled(self, copied: Copies | None) -> Program:
         filler: Any = self.model
         if filler.dtype not in (torch.float32, torch.bfloat16) or filler.mask_embeddings.device.type != "cpu":
             raise NotCompilable("it is not fp32 or bf16 on the CPU")

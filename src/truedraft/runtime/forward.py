@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
+from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.alibi import biased
 from truedraft.runtime.embedding import embedded
@@ -196,6 +197,11 @@ class ForwardPass(Runner):
             Refused: this model cannot run under it.
         """
         reduction = view.reduction(len(self.layer_types))
+        if reduction.bits:
+            raise Refused(
+                f"{type(self.model).__name__} cannot run under {view.name} by the {self.name}: weights of fewer bits "
+                "need the compiled pass"
+            )
         if self._skippable is None:
             self._skippable = SkippableLayers(self.model, len(self.layer_types))
         self._skippable.check(reduction)

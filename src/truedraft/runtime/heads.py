@@ -19,7 +19,7 @@ from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.panels import Int8Copies
 from truedraft.runtime.program import Program
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.views._base import Reduction
 
 
@@ -60,15 +60,15 @@ class CompiledHeadPass(CompiledPass):
         super().__init__(head, int8)
         self._linears = Linears(head, int8)
 
-    def _compiled(self) -> Program:
+    def _compiled(self, copied: Copies | None) -> Program:
         head: Any = self.model
         if head.dtype not in (torch.float32, torch.bfloat16) or next(head.parameters()).device.type != "cpu":
             raise NotCompilable("it is not fp32 or bf16 on the CPU")
         self._made_of = self._fingerprint()
-        if self.copied is not None:
-            self.copied.clear()
+        if copied is not None:
+            copied.clear()
         program = Program(head.dtype == torch.bfloat16, ["full_attention"] * len(head.blocks))
-        program.rotary, program.copied = head.rotary, self.copied
+        program.rotary, program.copied = head.rotary, copied
         head.compile(program)
         return program
 

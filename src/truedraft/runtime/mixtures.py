@@ -11,7 +11,7 @@ from torch import Tensor
 
 from truedraft.runtime.native import Form, OpKind
 from truedraft.runtime.program import SIGMOID, Program
-from truedraft.runtime.weights import NotCompilable, Weight, plain
+from truedraft.runtime.weights import NotCompilable, Weight, pair, plain
 
 Routing = Callable[[Program, Any], dict[str, Any]]  # from a router in fp32, the fields of ROUTE
 
@@ -116,8 +116,8 @@ def routed(
     p.op(OpKind.PLAN, **to)
     p.op(OpKind.DEAL, src=src, dst="dealt", inner=hidden, **to)
     p.op(
-        OpKind.GATED, src="dealt", dst="inner", **gate, second=up["weight"], mode=p.activation(activation),
-        apart=2 * inner, **to,
+        OpKind.GATED, src="dealt", dst="inner", **pair(gate, up), mode=p.activation(activation), apart=2 * inner,
+        **to,
     )  # fmt: skip
     if shared is not None:
         p.linear("g", "h", shared.down_proj, wait=False)

@@ -16,7 +16,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from truedraft.runtime import native
 from truedraft.runtime.linears import Product, compilable
-from truedraft.runtime.panels import NIBBLES, ROWS, SHIFTS, by_panel, fits_four_bits, panels
+from truedraft.runtime.panels import NIBBLES, ROWS, SHIFTS, by_panel, dequantised, fits_four_bits, panels
 from truedraft.runtime.weights import Weight
 
 
@@ -78,11 +78,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix (out, in) in a dtype, by default its own; computed in fp32."""
-        matrix = _unpacked(self.qdata).float().unflatten(1, (self.scale.shape[1], -1))
-        matrix.mul_(self.scale.mT.flatten(0, 1)[..., None])
-        if self.offset is not None:
-            matrix.add_(self.offset.mT.flatten(0, 1)[..., None])
-        return matrix.flatten(1)[: self.rows].to(dtype or self.dtype)
+        return dequantised(self.as_weight(None)).to(dtype or self.dtype)
 
 
 def _packed(values: Tensor) -> Tensor:
@@ -94,13 +90,6 @@ def _packed(values: Tensor) -> Tensor:
     for j, shift in enumerate(SHIFTS):
         made |= (by_column[:, j::NIBBLES].int() & 15) << shift
     return made
-
-
-def _unpacked(qdata: Tensor) -> Tensor:
-    """Panels to (out, in) int8, with the zeros that fill up the last panel."""
-    if qdata.dtype == torch.int32:
-        qdata = torch.stack([(qdata << (28 - shift) >> 28).to(torch.int8) for shift in SHIFTS], 2).flatten(1, 2)
-    return qdata.view(len(qdata), -1, ROWS).mT.flatten(0, 1)
 
 
 _PRODUCTS = WeakIdKeyDictionary()  # of packed tensors, which a copy of a tensor cannot share

@@ -9,12 +9,15 @@ times, for a second copy of the weights in memory.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from truedraft.errors import NoRoom
 from truedraft.runtime import native
 from truedraft.runtime.fingerprint import layout
 from truedraft.runtime.forward import processor
@@ -43,18 +46,41 @@ class Panels(Copies):
         return panels(weight)
 
 
-class Int8Copies(Copies):
-    """Copies of plain weights in int8, with a scale per row, for passes that need not be exact: those of drafters.
+class RoundedCopies(Copies):
+    """Copies of weights in panels of integers of fewer bits, for passes that need not be exact: those of drafters.
 
     A pass over few tokens reads all weights once, so that it takes about as long as their bytes from memory; and a head
     of a quarter of its size may stay in the processor's cache between its passes.
     """
 
+    bits: ClassVar[int]
+
+    def needed(self, weight: Weight) -> bool:
+        return weight.bits > self.bits
+
     def made(self, weight: Weight) -> Weight:
-        return panels(weight if weight.scales is not None else rounded(weight))
+        if weight.scales is not None:
+            weight = Weight(dequantised(weight), None, weight.bias)
+        return panels(rounded(weight, self.bits))
+
+
+class Int8Copies(RoundedCopies):
+    """In int8, with a scale per row."""
+
+    bits = 8
+
+
+class Int4Copies(RoundedCopies):
+    """In int4, with a scale per group of columns, see `rounded`; rows of no multiple of eight stay as they are."""
+
+    bits = 4
+
+    def needed(self, weight: Weight) -> bool:
+        return super().needed(weight) and weight.shape[1] % NIBBLES == 0
 
 
 _OF_MODELS: WeakKeyDictionary[nn.Module, tuple[list[object], Panels]] = WeakKeyDictionary()
+_ROUNDED: WeakKeyDictionary[nn.Module, tuple[list[object], dict[int, RoundedCopies]]] = WeakKeyDictionary()
 
 
 def panels_of(model: nn.Module, free: int) -> Panels | None:
@@ -78,6 +104,27 @@ def forget(model: nn.Module) -> None:
     _OF_MODELS.pop(model, None)
 
 
+def rounded_copies(model: Any, bits: int) -> RoundedCopies:
+    """Those of a model's linear layers, for all its passes: 8 or 4 bits.
+
+    Raises:
+        NoRoom: they may take more than the free memory.
+    """
+    weights = list(map(layout, model.parameters()))
+    if model not in _ROUNDED or _ROUNDED[model][0] != weights:
+        _ROUNDED[model] = weights, {}
+    kept = _ROUNDED[model][1]
+    if not kept.get(bits):
+        tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        tables.discard(model.get_output_embeddings().weight)
+        numbers = sum(weight.numel() for weight in {*model.parameters()} - tables)
+        need, free = numbers * (bits + 1) // 8, psutil.virtual_memory().available  # a bit for scales
+        if need > free:
+            raise NoRoom(f"the weights in {bits} bits need {need:,} bytes, {free:,} are free")
+        kept[bits] = Int8Copies() if bits == Int8Copies.bits else Int4Copies()
+    return kept[bits]
+
+
 def panels(weight: Weight) -> Weight:
     """A copy of a weight in panels, the last one filled up with zeros: (panels, in, 16) of fp32, (panels, in / 2,
     32) of pairs of bf16, (panels, in / 4, 64) of four columns of int8, (panels, in / 8, 16) int32 of eight integers of
@@ -95,6 +142,25 @@ def panels(weight: Weight) -> Weight:
     failure = library.truedraft_panels(form, values.data_ptr(), out, values.shape[1], made.data_ptr(), threads)
     assert failure == 0
     return replace(weight, values=made, scales=None if scales is None else by_panel(scales), panels=True)
+
+
+def dequantised(weight: Weight) -> Tensor:
+    """The matrix (out, in) that integers stand for, in fp32."""
+    integers, scales, offsets = weight.values, weight.scales, weight.offsets
+    assert scales is not None
+    if weight.panels:
+        integers, scales = _unpacked(integers), scales.mT.flatten(0, 1)
+    matrix = integers.float().unflatten(1, (max(weight.groups, 1), -1)).mul_(scales.view(len(integers), -1, 1))
+    if offsets is not None:
+        matrix.add_(offsets.mT.flatten(0, 1)[..., None])
+    return matrix.flatten(1)[: weight.shape[0]]
+
+
+def _unpacked(panels: Tensor) -> Tensor:
+    """Panels of integers to (out, in) int8, with the zeros that fill up the last panel."""
+    if panels.dtype == torch.int32:
+        panels = torch.stack([(panels << (28 - shift) >> 28).to(torch.int8) for shift in SHIFTS], 2).flatten(1, 2)
+    return panels.view(len(panels), -1, ROWS).mT.flatten(0, 1)
 
 
 def fits_four_bits(values: Tensor) -> bool:

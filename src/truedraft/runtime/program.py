@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from truedraft.runtime.modules import eps_of, head_norms, head_of, kv_heads, outputs_of, weight_of
 from truedraft.runtime.native import Form, Op, OpKind
-from truedraft.runtime.weights import Copies, Derived, NotCompilable, Weight, fields, linear_weight, padded, plain
+from truedraft.runtime.weights import Copies, Derived, NotCompilable, Weight, fields, linear_weight, padded, pair, plain
 
 ACTIVATIONS = {
     "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
@@ -304,10 +304,7 @@ class Program:
         if any(first[name] != second[name] for name in ("form", "groups", "half")):
             self._gated_apart(src, first, second, mode)
             return
-        self.op(
-            OpKind.GATED, src=src, dst="g", **first, second=second["weight"], second_scales=second["scales"],
-            second_offsets=second["offsets"], other_bias=second["bias"], mode=mode,
-        )  # fmt: skip
+        self.op(OpKind.GATED, src=src, dst="g", **pair(first, second), mode=mode)
 
     def _gated_apart(self, src: str, gate: dict[str, Any], up: dict[str, Any], activation: int) -> None:
         """The same of weights in two layouts, by one operation for each step."""

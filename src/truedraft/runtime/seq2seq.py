@@ -44,8 +44,8 @@ class CompiledStackPass(CompiledPass):
         super().__init__(model, copied)
         self._positions = Positions(stack, model.config.pad_token_id or 0)
 
-    def _compiled(self) -> Program:
-        return compile_seq2seq(self.model, self.bidirectional, self.copied)
+    def _compiled(self, copied: Copies | None) -> Program:
+        return compile_seq2seq(self.model, self.bidirectional, copied)
 
     @torch.no_grad()
     def attach(self, cache: RowCache | None) -> None:

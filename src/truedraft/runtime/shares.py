@@ -21,14 +21,17 @@ def weight_share(model: PreTrainedModel, layers: int, reduction: Reduction) -> f
     """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embeddings.weight
-    whole = _bytes(model.parameters()) - (0 if tied else _bytes(embeddings.parameters()))
+    whole, lighter = (
+        _bytes(model.parameters(), bits) - (0 if tied else _bytes(embeddings.parameters(), bits))
+        for bits in (0, reduction.bits)
+    )
     blocks = blocks_of(model, layers) or []
     left_out = sum(
-        _bytes(part.parameters())
+        _bytes(part.parameters(), reduction.bits)
         for i, block in enumerate(blocks)
         for part in _left_out(block, i in reduction.attention, i in reduction.feed_forward)
     )
-    return 1 - left_out / whole
+    return (lighter - left_out) / whole
 
 
 def _left_out(block: nn.Module, attention: bool, feed_forward: bool) -> list[nn.Module]:
@@ -39,5 +42,6 @@ def _left_out(block: nn.Module, attention: bool, feed_forward: bool) -> list[nn.
     return [module for module in found if module is not None]
 
 
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(map(stored, parameters))
+def _bytes(parameters: Iterable[nn.Parameter], bits: int) -> int:
+    """Bytes of parameters; bits: those that numbers of matrices have at most, or 0 for as many as they have."""
+    return sum(min(stored(p), p.numel() * bits // 8) if bits and p.ndim > 1 else stored(p) for p in parameters)

@@ -6,6 +6,7 @@ eight bits (one scale per group of weights of a row), symmetric in both cases, a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from truedraft.runtime.native import Form
 
 QUANTIZED = "qdata", "scale", "offset"  # the tensors of a quantised one
+GROUP = 32  # numbers of four bits in a row that share a scale
+ROWS = 4096  # that are rounded together, for less memory
 PANEL_FORMS = {
     torch.float32: Form.PANEL_FLOAT,
     torch.bfloat16: Form.PANEL_BF16,
@@ -75,6 +78,11 @@ class Weight:
         return Form.INT8 if self.scales.ndim == 1 else Form.GROUPED
 
     @property
+    def bits(self) -> int:
+        """Of one of its numbers."""
+        return 4 if self.form == Form.PANEL_INT4 else 8 * self.values.itemsize
+
+    @property
     def groups(self) -> int:
         """Of columns that share a scale; 0 where each row of integers has one, and for plain weights."""
         return 0 if self.scales is None or self.scales.ndim == 1 else self.scales.shape[1]
@@ -93,13 +101,17 @@ class Copies(ABC):
     def __len__(self) -> int:
         return len(self._kept)
 
+    def needed(self, weight: Weight) -> bool:
+        """Whether a copy is read instead of the weight."""
+        return not weight.panels
+
     @abstractmethod
     def made(self, weight: Weight) -> Weight:
         """A new copy."""
 
     def __call__(self, weight: Weight) -> Weight:
-        """A weight's copy."""
-        if weight.panels:
+        """A weight's copy, or itself where none is needed."""
+        if not self.needed(weight):
             return weight
         key = weight.values.data_ptr(), weight.values.shape
         if key not in self._kept:
@@ -171,11 +183,22 @@ def _state(matrix: Tensor) -> tuple[int, Tensor]:
     return 0 if matrix.is_inference() else matrix._version, matrix[..., matrix.shape[-1] // 2]
 
 
-def rounded(weight: Weight) -> Weight:
-    """A plain weight in int8, symmetric, with a scale per row."""
-    values = weight.values.float()
-    scales = (values.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    return Weight((values / scales[:, None]).round_().to(torch.int8), scales, weight.bias)
+def rounded(weight: Weight, bits: int = 8) -> Weight:
+    """A plain weight in symmetric integers.
+
+    bits: 8, with scales of the largest magnitude of a row / 127; or 4, of that of a group / 7. A group is 32 columns,
+        or where a row is no multiple of them the largest power of two that divides it.
+    """
+    width = weight.shape[1]
+    group, most = (width, 127) if bits == 8 else (math.gcd(width, GROUP), 7)
+    integers, scales = [], []
+    for rows in weight.values.split(ROWS):
+        numbers = rows.float().unflatten(1, (-1, group))
+        scale = (numbers.abs().amax(2) / most).clamp_min(torch.finfo(torch.float32).tiny)
+        integers.append((numbers / scale[..., None]).round_().to(torch.int8).flatten(1))
+        scales.append(scale)
+    of_groups = torch.cat(scales)
+    return Weight(torch.cat(integers), of_groups[:, 0] if bits == 8 else of_groups, weight.bias)
 
 
 def linear_weight(layer: Any, dtype: torch.dtype) -> Weight:
@@ -220,6 +243,12 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
         weight=weight.values.data_ptr(), out=weight.shape[0], inner=weight.shape[1], form=weight.form,
         groups=weight.groups, shift=of_group.bit_length() - 1, half=half, **pointers,
     )  # fmt: skip
+
+
+def pair(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an operation that refer to its two weights, from those of each."""
+    names = {"weight": "second", "scales": "second_scales", "offsets": "second_offsets", "bias": "other_bias"}
+    return first | {name: second[of] for of, name in names.items()}
 
 
 def padded_to_16(numbers: int) -> int:

@@ -17,10 +17,12 @@ class Reduction:
     """What passes under a view leave out of the target; what passes prepare for it is kept by its value.
 
     attention, feed_forward: decoder layers without this half: the hidden states pass it unchanged.
+    bits: of the weights of linear layers, 8 or 4; 0 for weights as they are.
     """
 
     attention: frozenset[int] = NONE
     feed_forward: frozenset[int] = NONE
+    bits: int = 0
 
     @property
     def layers(self) -> frozenset[int]:
@@ -34,7 +36,8 @@ class Reduction:
 
     def joined(self, other: Reduction) -> Reduction:
         """Without what either leaves out."""
-        return Reduction(self.attention | other.attention, self.feed_forward | other.feed_forward)
+        bits = min(filter(None, (self.bits, other.bits)), default=0)
+        return Reduction(self.attention | other.attention, self.feed_forward | other.feed_forward, bits)
 
 
 WHOLE = Reduction()
