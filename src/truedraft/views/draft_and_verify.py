@@ -48,11 +48,11 @@ class DraftAndVerify(CalibratedLayers):
 
         def tried(trial: Any) -> float:
             nonlocal best
-            halves = [
+            attention, feed_forward = (
                 frozenset(i for i in range(evaluator.layers) if trial.suggest_float(f"{half}{i}", 0, 1) >= SKIPPED)
                 for half in "af"
-            ]
-            found = Reduction(*halves)
+            )
+            found = Reduction(attention, feed_forward)
             if found not in goodput:
                 goodput[found] = evaluator.goodput(Without(found))
                 if goodput[found] > goodput.get(best, 0.0):
