@@ -210,9 +210,7 @@ class RowCache(Cache):
     def __init__(self, layers: int, slots: int, capacity: int):
         self.cursor = CacheCursor(slots, capacity)
         self._entries: dict[frozenset[int], Entries] = {}  # of all layers but those skipped
-        self.subsets: dict[
-            Hashable, Any
-        ] = {}  # parts of its entries, `SubsetCache` each, for passes that read no others
+        self.subsets: dict[Hashable, Any] = {}  # `SubsetCache`, for passes over a part of its entries
         Cache.__init__(self, layers=[RowLayer(self.cursor) for _ in range(layers)])
 
     @property
@@ -260,12 +258,12 @@ class RowCache(Cache):
         for subset in self.subsets.values():
             subset.rewind()
 
-    def crop(self, slot: int, length: int) -> None:
+    def shorten(self, slot: int, length: int) -> None:
         """Discard the entries of a slot beyond its first `length`. Scratch is dropped."""
         self.rewind()
         self.lengths[slot] = length
         for subset in self.subsets.values():
-            subset.crop(slot, length)
+            subset.shorten(slot, length)
 
     def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
         """Move the entries of `path`, offsets from `first`, to positions from `first` on, except in skipped layers."""

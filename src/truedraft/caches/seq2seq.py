@@ -144,8 +144,8 @@ class Seq2SeqCache(EncoderDecoderCache):
     def rewind(self) -> None:
         self.rows.rewind()
 
-    def crop(self, slot: int, length: int) -> None:
-        self.rows.crop(slot, length)
+    def shorten(self, slot: int, length: int) -> None:
+        self.rows.shorten(slot, length)
 
     def release(self, slot: int) -> None:
         """Free a slot; the last slot in use is moved into it."""

@@ -64,7 +64,7 @@ class SubsetCache(RowCache):
         if slot < len(self.lengths):
             self.cursor.offsets[slot] = last
 
-    def crop(self, slot: int, length: int) -> None:
+    def shorten(self, slot: int, length: int) -> None:
         """Forget the row, since entries that were overwritten in the ring may be recent again."""
         self.rewind()
         self.cursor.use(slot + 1)

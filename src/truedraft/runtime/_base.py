@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
@@ -43,9 +43,12 @@ class Runner(ABC):
             NotCompilable: there is no such pass over this cache.
         """
 
+    def over(self, cache: Any) -> AbstractContextManager[None]:
+        """A context in which passes read and write another cache: chosen entries of the attached one."""
+        return self._over(cache)
+
     @contextmanager
-    def over(self, cache: Any) -> Iterator[None]:
-        """Within the block, passes read and write another cache: that which is attached, or a part of its entries."""
+    def _over(self, cache: Any) -> Iterator[None]:
         attached, self.cache = self.cache, cache
         try:
             yield

@@ -91,7 +91,7 @@ class CompiledPass(Runner):
             cache: None detaches the previous one.
         """
         self.cache: RowCache = cache  # type: ignore[assignment]
-        self._whole = cache
+        self._whole: RowCache = cache  # type: ignore[assignment]
         self._variants: dict[tuple[tuple[int, ...], Reduction, RowCache | None], ctypes.Array[Op]] = {}
         if cache is None:
             return

@@ -355,7 +355,7 @@ class DecoderTarget(ViewPasses):
 
     def crop(self, slot: int, length: int) -> None:
         assert self.cache is not None
-        self.cache.crop(slot, length)
+        self.cache.shorten(slot, length)
 
     def release(self, slot: int) -> None:
         assert self.cache is not None
