@@ -15,16 +15,15 @@ from transformers.cache_utils import DynamicCache
 
 import truedraft
 from drafters_for_tests import skipping
-from models import V, ragged, tiny
+from models import ragged, tiny
 from nets import RULES, generated
 from test_runtime import random_tree, words
 from test_views import COMPILED, LAYERS, RUNTIMES, begun, check_unaffected, cut, deep, error, target_of
 from truedraft import DraftTree, Refused
 from truedraft.errors import NoRoom
-from truedraft.runtime.compiled import CompiledPass
 from truedraft.targets import drafting
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Prompt
+from truedraft.tree import Piece, Prompt, Taps
 from truedraft.views._base import View
 from truedraft.views._together import Together
 from truedraft.views.window_kv import WindowKv
@@ -131,3 +130,124 @@ def test_with_layers_skipped(runtime: str) -> None:
     check_against_picked(target_of(deep("llama", torch.float32), runtime), view, 1e-3, (0, 2))
     with pytest.raises(Refused, match=r"two views choose .* \(2 first and 6 recent positions; 1 first"):
         target_of(deep("llama", torch.float32), runtime).check_view(Together((VIEW, WindowKv(1, 3))))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_whole_model_is_not_affected(runtime: str) -> None:
+    check_unaffected(deep("llama", torch.float32), runtime, WindowKv(1, 4))
+
+
+@COMPILED
+@torch.no_grad()
+def test_more_scratch_than_there_was_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows keep their entries and their scratch; positions beyond those reserved are refused as without a view."""
+    monkeypatch.setattr(drafting, "SCRATCH", 2)
+    model, rng = deep("llama", torch.float32), random.Random(3)
+    text, chain = words(rng, 20), words(rng, 24)
+    target = begun(target_of(model, "auto"), [text, [5]], capacity=44)
+    for first in range(0, 24, 4):
+        scores = target.score([DraftTree.chain(chain[first], chain[first + 1 : first + 4])], VIEW, [0]).logits[0]
+        plain = Picked(model).logits(text[:-1], chain[: first + 4])[first:]
+        assert error(scores, plain) < 1e-3
+        target.advance(VIEW, [range(4)], [0])
+    with pytest.raises(Refused, match="scratch of window-kv needs 45 positions of a row, the cache has 44"):
+        target.score([DraftTree.chain(4, [5])], VIEW, [0])
+    target.rewind()
+    assert target.cache is not None and target.cache.lengths == [19, 0]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@torch.no_grad()
+def test_a_row_that_was_shortened_is_followed_anew(runtime: str) -> None:
+    model, rng = deep("llama", torch.float32), random.Random(5)
+    text = words(rng, 20)
+    target = begun(target_of(model, runtime), [[7, 8], text])
+    tree = DraftTree.chain(4, [5, 6])
+    target.score([tree], VIEW, [1])
+    target.crop(1, 15)
+    assert error(target.score([tree], VIEW, [1]).logits[0, 2], Picked(model).logits(text[:15], [4, 5, 6])[2]) < 1e-3
+    target.release(0)
+    target.crop(0, 5)
+    assert error(target.score([tree], VIEW).logits[0, 2], Picked(model).logits(text[:5], [4, 5, 6])[2]) < 1e-3
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_scratch_is_in_one_cache_at_a_time(runtime: str) -> None:
+    target = begun(target_of(deep("llama", torch.float32), runtime), [[5, 6, 7, 8]])
+    views = [VIEW, skipping((1,)), WindowKv(1, 1)]
+    for view in views:
+        target.score([DraftTree.chain(8)], view)
+        target.advance(view, [[0]])
+        for other in views:
+            if other != view:
+                with pytest.raises(Refused, match="reads other entries than what has written the scratch: rewind"):
+                    target.score([DraftTree.chain(3)], other)
+        target.score([DraftTree.chain(3)], view)
+        target.rewind()
+
+
+def test_entries_that_do_not_fit_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = begun(DecoderTarget(deep("llama", torch.float32)), [[5, 6, 7]], capacity=256)
+    monkeypatch.setattr("truedraft.targets.memory.free_memory", lambda _: 10_000)
+    with pytest.raises(NoRoom, match=r"1 rows x 72 positions needs .* draft by fewer than the 2 first and 6 recent"):
+        target.score([DraftTree.chain(7)], VIEW)
+
+
+@COMPILED
+@torch.no_grad()
+def test_rows_are_read_in_pieces_beside_others() -> None:
+    """And moved to other slots when they are put into use."""
+    model, rng = deep("llama", torch.float32), random.Random(5)
+    texts = [words(rng, n) for n in (20, 14, 17)]
+    target = target_of(model, "auto")
+    target.reserve(3, 64)
+    for text in texts:
+        target.read_pieces([Piece(Prompt(torch.tensor(text)), target.open(), 0, len(text))], Taps())
+    for _ in texts:
+        target.activate(2)  # the last; the row that was read in its new slot moves there, and is the next
+        target.score([DraftTree.chain(3)] * len(target.cache.lengths), VIEW)  # type: ignore[union-attr]
+    scores = target.score([DraftTree.chain(text[-1]) for text in (texts[2], texts[0], texts[1])], VIEW).logits
+    for row, i in enumerate((2, 0, 1)):
+        assert error(scores[row, 0], Picked(model).logits(texts[i][:-1], texts[i][-1:])[0]) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "own forward"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_text_drafted_over_a_part_of_the_cache_is_that_of_model_generate(rule: str, dtype: torch.dtype) -> None:
+    """Rows within the window and beyond it; the drafts are right often enough to be accepted."""
+    model = tiny("llama", dtype, sharpen=1.5, layers=LAYERS)
+    inputs = ragged(model, 4)
+    settings = dict(max_new_tokens=30, eos_token_id=[11, 12], pad_token_id=0, **{"do_sample": False, **RULES[rule]})
+    plain = generated(model, inputs, **settings)
+    for draft in ("window-kv:sinks=1,recent=7", "window-kv:recent=9+skip-layers:layers=1"):
+        fast = truedraft.accelerate(model, draft=draft, control="fixed")
+        torch.manual_seed(5)
+        assert torch.equal(fast.generate(**inputs, **settings), plain.text)
+        assert torch.equal(torch.get_rng_state(), plain.state)
+        assert fast.report().acceptance_rate > 0.05, "nothing that was drafted was accepted"
+
+
+@COMPILED
+def test_beyond_the_window_drafts_are_those_of_the_whole_model_where_it_holds_all() -> None:
+    """With one of all positions, drafts are all accepted."""
+    model = tiny("llama", torch.float32, layers=LAYERS)
+    fast = truedraft.accelerate(model, draft="window-kv:recent=100,depth=3,nodes=3,top_k=1", control="fixed")
+    fast.generate(**ragged(model, 3), max_new_tokens=31, do_sample=False)
+    assert fast.report().acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES[:2])
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        ("bloom", "its attention depends on the places of keys"),
+        ("mpt", "its attention depends on the places of keys"),
+        ("falcon_alibi", "its attention depends on the places of keys"),
+        ("llama4_text", "its attention depends on the places of keys"),
+        ("mistral", "some of its layers attend to 9 positions, choose no more recent ones"),
+        ("gpt_oss", "some of its layers attend to 9 positions, choose no more recent ones"),
+    ],
+)
+def test_models_whose_attention_depends_on_places_are_refused(architecture: str, why: str, runtime: str) -> None:
+    with pytest.raises(Refused, match=why):
+        target_of(tiny(architecture, torch.float32), runtime).check_view(WindowKv(2, 10))

@@ -528,7 +528,7 @@ typedef struct {
 
 typedef struct {
   int64_t nodes, tail, vocabulary, capacity;
-  int64_t positions;                    /* that the model's tables have */
+  int64_t positions;                    /* that tables have */
   int64_t sources;                      /* CROSS: keys and values of a slot's source, at most */
   const int64_t *token;                 /* ids, or NULL where `embeds` is given */
   const float *embeds;                  /* (nodes, hidden) */
