@@ -26,6 +26,7 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Piece, Prompt, Taps
 from truedraft.views._base import View
 from truedraft.views._together import Together
+from truedraft.views.top_kv import TopKv
 from truedraft.views.window_kv import WindowKv
 
 SINKS, RECENT = 2, 6
@@ -253,3 +254,95 @@ def test_no_more_is_read_than_the_narrowest_window(architecture: str, runtime: s
 def test_models_whose_attention_depends_on_places_are_refused(architecture: str, runtime: str) -> None:
     with pytest.raises(Refused, match=r"cannot read a part of its KV cache: its attention depends on the places"):
         target_of(tiny(architecture, torch.float32), runtime).check_view(VIEW)
+
+
+TOP, CHUNK = 6, 2
+
+
+class Attended(Picked):
+    """The same over entries picked by layer and head, by the attention weights that the whole model returns."""
+
+    def logits_of(self, text: Sequence[int], tokens: Sequence[int], chosen_at: int, chunk: int) -> Tensor:
+        """(n, V) logits at tokens from the last of the text on. chosen_at: how many were read when the entries were
+        chosen, by the attention of the next one."""
+        weights = eager(self.whole)(torch.tensor([text[: chosen_at + 1]]), output_attentions=True).attentions
+        text, read = text[:-1], DynamicCache()
+        self.whole(torch.tensor([list(text)]), past_key_values=read, use_cache=True)
+        before, last = chosen_at - RECENT, len(text) - RECENT
+        picked = DynamicCache()
+        for i, layer in enumerate(read.layers):
+            heads = layer.keys.shape[1]
+            # logarithms of weights are products with keys, but for a constant; the mean key has the mean product
+            scores = weights[i][0, :, -1, : before // chunk * chunk].log().unflatten(-1, (-1, chunk)).mean(-1)
+            chunks = scores.softmax(-1).unflatten(0, (heads, -1)).sum(1)
+            keys, values = [], []
+            for head in range(heads):
+                best = {0, *chunks[head, 1:].topk(TOP // chunk - 1).indices.add(1).tolist()}
+                at = [p for p in range(len(text)) if (p // chunk in best and p < before) or p >= last]
+                keys.append(layer.keys[:, head, at])
+                values.append(layer.values[:, head, at])
+            picked.update(torch.stack(keys, 1), torch.stack(values, 1), i)
+        at = torch.arange(len(text), len(text) + len(tokens))[None]
+        mask = torch.ones(1, TOP + RECENT + len(tokens), dtype=torch.long)
+        ids = torch.tensor([list(tokens)])
+        return self.model(ids, attention_mask=mask, position_ids=at, past_key_values=picked, use_cache=True).logits[0]
+
+
+def eager(model: PreTrainedModel) -> Any:
+    made: Any = copy.deepcopy(model)
+    made.set_attn_implementation("eager")
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, CHUNK])
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_entries_with_the_most_attention(runtime: str, chunk: int) -> None:
+    """Chosen once per row: new ones are in the ring. A row that all places have room for is read whole."""
+    model = tiny("qwen3", torch.float32, sharpen=1.0, layers=LAYERS)
+    rng, view = random.Random(7), TopKv(TOP, chunk, RECENT)
+    texts = [words(rng, n) for n in (34, 4, 25)]
+    target, picked = begun(target_of(model, runtime), texts, capacity=64), Attended(model)
+    starts = [len(text) - 1 for text in texts]
+    for step in range(4):
+        trees = [random_tree(rng, text[-1], n) for text, n in zip(texts, (5, 2, 1), strict=True)]
+        scores = target.score(trees, view).logits
+        for row, tree in enumerate(trees):
+            tokens = [tree.tokens[i] for i in tree.path(len(tree) - 1)]
+            if row == 1:
+                plain = picked.logits(texts[row][:-1], tokens, 100, 100)[-1]
+            else:
+                plain = picked.logits_of(texts[row], tokens, starts[row], chunk)[-1]
+            assert error(scores[row, len(tree) - 1], plain) < 1e-3, (step, row)
+        target.score([DraftTree.chain(text[-1], [3]) for text in texts])
+        target.commit([[0, 1]] * len(texts))
+        for text in texts:
+            text += [3, rng.randrange(30)]
+
+
+LATENT, UNSEEN = "it keeps latents, and no keys", "its layers do not call torch's attention"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runtime", "why"),
+    [
+        *[pytest.param(name, "auto", None, marks=COMPILED) for name in ("gemma2", "gemma4_text", "gpt_oss", "falcon")],
+        *[(name, "stock", None) for name in ("llama", "gpt2", "falcon")],
+        *[(name, "stock", UNSEEN) for name in ("gemma2", "gemma4_text", "gpt_oss")],
+        pytest.param("deepseek_v3", "auto", LATENT, marks=COMPILED),
+        ("deepseek_v3", "stock", LATENT),
+    ],
+)
+def test_entries_are_chosen_by_attention_or_refused(architecture: str, runtime: str, why: str | None) -> None:
+    """Queries beside those of other heads, of groups, of layers that share keys, and with sinks."""
+    model = tiny(architecture, torch.float32, sharpen=1.5)
+    settings = dict(max_new_tokens=12, do_sample=False)
+    try:
+        fast = truedraft.accelerate(model, draft="top-kv:entries=4,recent=3,chunk=2", runtime=runtime, control="fixed")
+    except Refused as refused:
+        assert why is not None and why in str(refused)
+    else:
+        assert why is None
+        inputs = ragged(model, 2)
+        assert torch.equal(fast.generate(**inputs, **settings), model.generate(**inputs, **settings))
+        assert fast.report().acceptance_rate > 0.05

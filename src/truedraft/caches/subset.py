@@ -1,13 +1,16 @@
 """A part of the committed entries of another cache's rows, side by side, so that a pass over them reads little memory.
 
-Keys contain their positions, so that attention does not depend on the order of entries. The first `first` places of a
-row hold its first positions, and the rest is a ring of the most recent ones: a commit costs as many copies as it has
-positions.
+Keys contain their positions, so that attention does not depend on the order of entries. The first `kept` places of a
+row hold its first positions, or others that were chosen, and the rest is a ring of the most recent ones: a commit costs
+as many copies as it has positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from truedraft.caches.rows import RowCache
 
@@ -17,14 +20,14 @@ class SubsetCache(RowCache):
 
     Args:
         whole: its layers have keys and values already.
-        first: positions at the beginning of a row that are kept.
+        kept: positions of a row that are kept.
         recent: positions at its end, one or more.
         capacity: places of a row, for these and for scratch.
         before: the same with fewer places, whose rows it takes over.
     """
 
-    def __init__(self, whole: RowCache, first: int, recent: int, capacity: int, before: SubsetCache | None = None):
-        self.first, self.recent = first, recent
+    def __init__(self, whole: RowCache, kept: int, recent: int, capacity: int, before: SubsetCache | None = None):
+        self.kept, self.recent = kept, recent
         super().__init__(len(whole.layers), whole.cursor.slots, capacity)
         for layer, of in zip(self.layers, whole.layers, strict=True):
             if of.is_initialized:
@@ -39,15 +42,15 @@ class SubsetCache(RowCache):
         before, now = self.cursor.positions[slot], whole.lengths[slot]
         if now == before:
             return
-        if before < self.first:
-            self._copy(whole, slot, before, min(now, self.first), before)
-        at = max(before, self.first, now - self.recent)
+        if before < self.kept:
+            self._copy(whole, slot, before, min(now, self.kept), before)
+        at = max(before, self.kept, now - self.recent)
         while at < now:
-            place = self.first + (at - self.first) % self.recent
-            end = min(now, at + self.first + self.recent - place)
+            place = self.kept + (at - self.kept) % self.recent
+            end = min(now, at + self.kept + self.recent - place)
             self._copy(whole, slot, at, end, place)
             at = end
-        self.lengths[slot] = min(now, self.first + self.recent)
+        self.lengths[slot] = min(now, self.kept + self.recent)
         self.cursor.offsets[slot] = now - self.lengths[slot]
 
     def _copy(self, whole: RowCache, slot: int, first: int, last: int, place: int) -> None:
@@ -57,6 +60,25 @@ class SubsetCache(RowCache):
             [kept[slot, :, place : place + size] for kept in self._kept],
             [kept[slot, :, first:last] for kept in whole._kept],
         )
+
+    def choose(self, whole: RowCache, slot: int, queries: Sequence[Tensor], chunk: int) -> None:
+        """Keep, instead of the first positions, those before the recent ones that queries attend to the most; the first
+        chunk is always among them.
+
+        Args:
+            slot: has more positions than there are places.
+            queries: (heads, queries per head, size) by layer, scaled.
+            chunk: adjacent positions that are chosen together, by their mean key.
+        """
+        count, last = self.kept // chunk, whole.lengths[slot] - self.recent
+        for own, layer, query in zip(self.layers, whole.layers, queries, strict=True):
+            keys = layer.keys[slot, :, : last // chunk * chunk].float().unflatten(1, (-1, chunk)).mean(2)
+            weights = (query.float() @ keys.mT).softmax(-1).sum(1)
+            weights[:, 0] = torch.inf
+            chunks = weights.topk(count).indices.sort().values[..., None] * chunk
+            positions = (chunks + torch.arange(chunk, device=chunks.device)).flatten(1)[..., None]
+            for mine, theirs in zip(own.kept, layer.kept, strict=True):
+                mine[slot, :, : self.kept] = theirs[slot].gather(1, positions.expand(-1, -1, theirs.shape[-1]))
 
     def release(self, slot: int) -> None:
         super().release(slot)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
 from truedraft.views._base import Reduction, View
 
@@ -82,6 +84,11 @@ class Runner(ABC):
         Raises:
             Refused: this model cannot run under it.
         """
+
+    @abstractmethod
+    def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:
+        """By layer of the cache, the queries at the roots of one tree per slot in use, in a pass of the whole model:
+        (rows, heads of keys, queries of each, size), scaled."""
 
     @abstractmethod
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:

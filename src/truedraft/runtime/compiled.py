@@ -176,7 +176,25 @@ class CompiledPass(Runner):
         attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
         by_place = self.program.lean or self.program.biased or any(op.mode & 1 for op in attending)
         window = min((op.window for op in attending if op.window), default=None)
-        return fitted(type(self.model).__name__, reduction, bool(by_place), window)
+        return fitted(self.model, reduction, bool(by_place), window)
+
+    def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:
+        p, nodes, names = self.program, Nodes(), list(self.program.widths)
+        for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
+            nodes.add_tree(slot, length, tree.cut(1))
+        attending = [(op, at) for op, at in zip(p.ops, p.layers, strict=True) if op.kind == OpKind.ATTEND]
+        copies = (_copy(p, names[op.src], len(names) + i) for i, (op, _) in enumerate(attending))
+        ops: list[Op] = []
+        for op in p.ops[: p.head_from]:
+            ops += (next(copies), op) if op.kind == OpKind.ATTEND else (op,)
+        seen = [torch.empty(len(nodes), self._stride(names[op.src])) for op, _ in attending]
+        logits = torch.empty(0, self._stride("logits"))
+        self._execute((Op * len(ops))(*ops), nodes, [], None, [logits, *seen])
+        found: list[list[Tensor]] = [[] for _ in self.cache.layers]
+        for (op, at), rows in zip(attending, seen, strict=True):
+            queries = rows[:, : op.heads * op.step].unflatten(1, (op.heads, op.step))[..., : op.head] * op.scale
+            found[at].append(queries.unflatten(1, (self.cache.layers[at].keys.shape[1], -1)))
+        return [torch.cat(of_layer, 2) for of_layer in found]
 
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.
@@ -221,13 +239,22 @@ class CompiledPass(Runner):
         Raises:
             Refused: there is no such layer.
         """
+        kept = {layer: torch.empty(len(nodes), self._stride("x")) for layer in hidden}
+        logits = torch.empty(*(shape or (len(gather),)), self._stride("logits"))
+        self._execute(self._ops(tuple(hidden), reduction), nodes, gather, embeds, [logits, *kept.values()])
+        if logits.shape[-1] > self._vocabulary:
+            logits = logits[..., : self._vocabulary]
+        return logits, {layer: kept[layer][:, : self._hidden] for layer in hidden}
+
+    def _execute(
+        self, ops: ctypes.Array[Op], nodes: Nodes, gather: Sequence[int], embeds: Tensor | None, out: Sequence[Tensor]
+    ) -> None:  # fmt: skip
+        """Run operations over the nodes; out: fp32 buffers behind those of the program, the logits first."""
         n, m = len(nodes), len(gather)
-        kept = {layer: torch.empty(n, self._stride("x"), dtype=torch.float32) for layer in hidden}
-        logits = torch.empty(*(shape or (m,)), self._stride("logits"), dtype=torch.float32)
         self._reserve(n)
-        buffers = [*self._buffers, logits.data_ptr(), *[kept[layer].data_ptr() for layer in hidden]]
-        strides = [*self._strides, *[kept[layer].shape[1] for layer in hidden]]
-        room = [*self._room, logits.numel(), *[kept[layer].numel() for layer in hidden]]
+        buffers = [*self._buffers, *[one.data_ptr() for one in out]]
+        strides = [*self._strides[:-1], *[one.shape[-1] for one in out]]
+        room = [*self._room, *[one.numel() for one in out]]
         embedded = None if embeds is None else embeds.float().contiguous()
         if embedded is not None and embedded.shape != (n, self._hidden):
             raise ValueError(f"embeddings {tuple(embedded.shape)} for {n} nodes of width {self._hidden}")
@@ -245,15 +272,11 @@ class CompiledPass(Runner):
         }  # fmt: skip
         self._complete(nodes, numbers, lists)
         given = PassArguments.of(numbers, lists)
-        ops = self._ops(tuple(hidden), reduction)
         failure = self._run(ops, len(ops), given, self._share, torch.get_num_threads())
         if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
         if failure:
             raise IndexError(FAILURES[Failure(failure)])
-        if logits.shape[-1] > self._vocabulary:
-            logits = logits[..., : self._vocabulary]
-        return logits, {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
     def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
         """Set further arguments, in subclasses; see `PassArguments.of`."""
@@ -322,7 +345,7 @@ class CompiledPass(Runner):
                     ops[-1].wait = 1
                 elif i not in skipped:
                     ops.append(op if part is None or p.layers[i] < 0 else _over(op, part.layers[p.layers[i]]))
-                ops += [_copy(p, len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
+                ops += [_copy(p, "x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
             for k, number in enumerate(numbers):
                 if number == -1:  # after the final norm, for all nodes
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
@@ -348,9 +371,9 @@ def _over(op: Op, layer: RowLayer) -> Op:
     return copied
 
 
-def _copy(p: Program, to: int) -> Op:
-    at = list(p.widths).index("x")
-    return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths["x"])
+def _copy(p: Program, name: str, to: int) -> Op:
+    at = list(p.widths).index(name)
+    return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths[name])
 
 
 def prompts_in_parts(lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:

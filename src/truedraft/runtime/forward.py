@@ -27,7 +27,7 @@ from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.positions import Positions, has_table, table_size
 from truedraft.runtime.rotary import by_row, changes
-from truedraft.runtime.selecting import fitted
+from truedraft.runtime.selecting import SeenQueries, check_seen, fitted
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
 from truedraft.runtime.tempered import tempered
@@ -67,6 +67,7 @@ class ForwardPass(Runner):
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
         self._taps: LayerTaps | None = None
+        self._queries_seen = False
 
     def _substituted(self) -> Positions | None:
         """What the model computes of indices in the cache, where its forward takes no positions."""
@@ -150,6 +151,14 @@ class ForwardPass(Runner):
         }
         return Scores(logits, hidden, [0] * len(trees))
 
+    @torch.no_grad()
+    def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:
+        with SeenQueries() as seen:
+            self._scored([tree.cut(1) for tree in trees], Taps())
+        layers: Sequence[Any] = self.cache.layers
+        found = zip(layers, seen.queries, strict=True)  # of one node: by head, or by those that share keys
+        return [query.flatten(1, 2).unflatten(1, (layer.keys.shape[1], -1)) for layer, query in found]
+
     def check_taps(self, taps: Taps) -> None:
         """See `Runner.check_taps`. Layers are found by forwards over one token, the first time that any are tapped."""
         if taps.hidden and self._taps is None:
@@ -209,8 +218,11 @@ class ForwardPass(Runner):
             if self._skippable is None:
                 self._skippable = SkippableLayers(self.model, len(self.layer_types))
             self._skippable.check(reduction)
+        if reduction.entries is not None and reduction.entries.chunk and not self._queries_seen:
+            check_seen(self.model, len(self.layer_types) - self.layer_types.count("dummy"))
+            self._queries_seen = True
         by_place = self._by_place or {"chunked_attention", "indexed_attention"}.intersection(self.layer_types)
-        return fitted(type(self.model).__name__, reduction, bool(by_place), self.window)
+        return fitted(self.model, reduction, bool(by_place), self.window)
 
     def _under(self, view: View | None) -> AbstractContextManager[None]:
         """A context in which `forward` runs under a view; None for the whole model."""

@@ -165,6 +165,9 @@ class GraphPass(Runner):
         """See `ForwardPass.reduced`: passes under a view are plain forwards."""
         return self.stock.reduced(view)
 
+    def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:
+        return self.stock.queries(trees)
+
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.

@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from truedraft.errors import Refused
+from truedraft.runtime.tapping import one_token
 from truedraft.views._base import Reduction
 
 
-def fitted(name: str, reduction: Reduction, by_place: bool, window: int | None) -> Reduction:
+def fitted(model: Any, reduction: Reduction, by_place: bool, window: int | None) -> Reduction:
     """A reduction with as many recent positions at most as all layers attend to, because no window is applied to chosen
     entries.
 
     Args:
-        name: of the model, for messages.
         by_place: whether attention depends on the places of keys, other than by a window.
         window: the fewest recent positions that layers attend to; None where all attend to everything.
 
     Raises:
-        Refused: entries are chosen, and attention depends on their places.
+        Refused: entries are chosen, and attention depends on their places; or by attention, and there are no keys.
     """
-    entries = reduction.entries
+    entries, name = reduction.entries, type(model).__name__
     if entries is None:
         return reduction
     if by_place:
         raise Refused(f"{name} cannot read a part of its KV cache: its attention depends on the places of keys")
+    if entries.chunk and getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        raise Refused(f"{name} cannot choose entries of its KV cache by attention: it keeps latents, and no keys")
     recent = entries.recent if window is None else min(entries.recent, window)
     return replace(reduction, entries=replace(entries, recent=recent))
+
+
+class SeenQueries(TorchFunctionMode):
+    """Within the block, notes the queries of this thread's calls of torch's attention, scaled, in `queries`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            query = args[0] if args else given["query"]
+            scale = given.get("scale")
+            self.queries.append(query * (query.shape[-1] ** -0.5 if scale is None else scale))
+        return func(*args, **given)
+
+
+@torch.no_grad()
+def check_seen(model: Any, layers: int) -> None:
+    """Raises Refused where a forward does not call torch's attention once per layer."""
+    with SeenQueries() as seen:
+        model(input_ids=one_token(model), use_cache=False, return_dict=True)
+    if len(seen.queries) != layers:
+        raise Refused(
+            f"{type(model).__name__} cannot choose entries of its KV cache by attention: its layers do not call "
+            "torch's attention (attn_implementation='sdpa') once each"
+        )

@@ -61,9 +61,10 @@ class ViewPasses:
         padded = [DraftTree.chain(0)] * len(rows.lengths)  # slots without a tree score a dummy token
         for slot, tree in zip(slots, trees, strict=True):
             padded[slot] = tree
-        cache = rows if reduction.entries is None else self._subset(reduction.entries, slots, width)
-        if any(any(other.cursor.scratch) for other in (rows, *rows.subsets.values()) if other is not cache):
+        entries, caches = reduction.entries, {None: rows, **rows.subsets}
+        if any(any(other.cursor.scratch) for chosen, other in caches.items() if chosen != entries):
             raise Refused(f"{view.name} reads other entries than what has written the scratch: rewind before it")
+        cache = rows if entries is None else self._subset(entries, padded, slots)
         if missing := sorted(cache.cursor.partial - reduction.attention):
             raise Refused(f"{view.name} runs layers {missing}, which have not written the scratch: rewind before it")
         with cache.cursor.behind_scratch():
@@ -75,23 +76,28 @@ class ViewPasses:
             with nullcontext() if cache is rows else self.runner.over(cache):
                 return self.runner.score(padded, view.taps, view).of(slots)
 
-    def _subset(self, entries: Selection, slots: Sequence[int], width: int) -> SubsetCache:
-        """The cache of chosen entries, up to date in these slots, and with room for trees of that many nodes.
+    def _subset(self, entries: Selection, trees: Sequence[DraftTree], slots: Sequence[int]) -> SubsetCache:
+        """The cache of chosen entries, up to date in these slots, and with room for the trees of all slots in use.
 
         Raises:
             NoRoom: it does not fit in free memory.
         """
-        rows, kept = self._whole, entries.first + entries.recent
+        rows, places, width = self._whole, entries.kept + entries.recent, max(map(len, trees))
         subset = rows.subsets.get(entries)
-        taken = kept if subset is None else max(subset.cursor.taken, default=kept)
+        taken = places if subset is None else max(subset.cursor.taken, default=places)
         if subset is None or taken + width > subset.cursor.capacity:
-            capacity = min(kept + max(SCRATCH, 2 * (taken - kept + width)), rows.cursor.capacity)
+            capacity = min(places + max(SCRATCH, 2 * (taken - places + width)), rows.cursor.capacity)
             check_room(
                 self.config, self._cached_layers, rows.cursor.slots, capacity, self.model.dtype, self.device,
                 f"draft by fewer than the {entries} of each row",
             )  # fmt: skip
-            subset = rows.subsets[entries] = SubsetCache(rows, entries.first, entries.recent, capacity, subset)
+            subset = rows.subsets[entries] = SubsetCache(rows, entries.kept, entries.recent, capacity, subset)
         subset.cursor.use(len(rows.lengths))
+        new = [slot for slot in slots if not subset.cursor.positions[slot] and rows.lengths[slot] > places]
         for slot in slots:
             subset.follow(rows, slot)
+        if entries.chunk and new:
+            queries = self.runner.queries(trees)
+            for slot in new:
+                subset.choose(rows, slot, [of_layer[slot] for of_layer in queries], entries.chunk)
         return subset

@@ -15,16 +15,20 @@ NONE: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class Selection:
-    """The committed entries of a row that a pass reads: the first and the most recent ones, and its scratch.
+    """The committed entries of a row that a pass reads: some that are chosen once, and the most recent ones.
 
-    first: positions at the beginning. recent: positions at the end, one or more.
+    kept: the first positions; or where there is a `chunk`, positions by layer and head, chosen before the first pass
+        over a row that has more, by the attention of its pending token.
+    recent: positions at the end, one or more.
+    chunk: adjacent positions that are chosen together, by their mean key; `kept` is a multiple of it.
     """
 
-    first: int
+    kept: int
     recent: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.first} first and {self.recent} recent positions"
+        return f"{self.kept} {'chosen' if self.chunk else 'first'} and {self.recent} recent positions"
 
 
 @dataclass(frozen=True)

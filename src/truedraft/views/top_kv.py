@@ -1,0 +1,36 @@
+"""Reads the positions of the KV cache that get the most attention, and the most recent ones.
+
+Zhang et al., "Sparse-to-Dense: A Free Lunch for Lossless Acceleration of Video Understanding in LLMs", 2025
+(arXiv 2505.19155): positions are chosen once, after the prompt, in each layer by the attention of its last tokens.
+Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical Speculative Decoding", 2024
+(arXiv 2404.11912): by chunks of eight, each by its mean key, and by the last query alone. Here too that is one query,
+of the first token behind the prompt. It pays behind texts of many thousand tokens; against a window it finds what is
+far back, and costs one pass of the whole model per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from truedraft.card import Card, knob
+from truedraft.views._base import Reduction, Selection, View
+
+
+@dataclass(frozen=True)
+class TopKv(View):
+    """The whole decoder over the entries of its KV cache with the most attention. See `View`."""
+
+    card = Card(
+        paper="arXiv 2505.19155 (2025), 2404.11912 (2024)",
+        idea="The model drafts for itself, reading what it attends to the most in a long text, and its end.",
+        family="self-drafting",
+        presets={"sparse-to-dense": {"entries": 1024, "chunk": 1}, "retrieval-kv": {"entries": 4096, "chunk": 8}},
+        published="Sparse-to-Dense: up to 1.94x on video models; TriForce: 2.31x behind 122K tokens.",
+    )
+    entries: int = knob(1024, 1, 1048576)  # chosen positions by layer and head; published 1024, and 4096 in chunks
+    chunk: int = knob(1, 1, 1024)  # adjacent positions that are chosen together; published 1 and 8
+    recent: int = knob(512, 1, 1048576)  # last positions, those of new tokens among them
+
+    def reduction(self, layers: int) -> Reduction:
+        kept = max(self.entries // self.chunk, 1) * self.chunk
+        return Reduction(entries=Selection(kept, self.recent, self.chunk))
