@@ -160,7 +160,8 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
-        half = {"layers": "1a"} if name == "skip-layers" else {}  # of two layers none could be spared
+        found = name == "skip-layers" or "calibration" in registry.method("views", base).card.needs
+        half = {"layers": "1a"} if found else {}
         return registry.load("drafters", base, **half, **knobs, **other)
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):

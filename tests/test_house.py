@@ -87,7 +87,7 @@ ALLOWED = {
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
     "control": {"tree", "card", "errors", "stats", "control", "drafters", "runtime", "targets"},
     "targets": {"tree", "caches", "runtime", "errors", "targets", "views"},
-    "views": {"tree", "card", "errors", "views"},
+    "views": {"tree", "card", "errors", "files", "views"},
     "caches": {"tree", "errors", "caches"},
     "runtime": {"tree", "caches", "errors", "files", "runtime", "views"},
     "chains": {"tree"},

@@ -1,6 +1,6 @@
 """The command line: `truedraft generate`, `truedraft chat`, `truedraft correct`, `truedraft translate`,
-`truedraft demo`, `truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft export`,
-`truedraft serve`, `truedraft methods`."""
+`truedraft demo`, `truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft calibrate`,
+`truedraft export`, `truedraft serve`, `truedraft methods`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,21 @@ from typing import Annotated
 import typer
 
 from truedraft import __version__
-from truedraft.cli import audit, bench, chat, corpus, correct, demo, export, generate, methods, serve, train, translate
+from truedraft.cli import (
+    audit,
+    bench,
+    calibrate,
+    chat,
+    corpus,
+    correct,
+    demo,
+    export,
+    generate,
+    methods,
+    serve,
+    train,
+    translate,
+)
 from truedraft.cli._options import Command
 from truedraft.cli._streams import guarded
 from truedraft.cli._text import notes_on_stderr
@@ -53,6 +67,7 @@ EXAMPLES: dict[Callable[..., int | None], str] = {
     bench.bench: "truedraft bench nano --draft auto --draft none --limit 2 --html page.html",
     audit.audit: "truedraft audit nano --draft suffix --max-new-tokens 32",
     train.train: "truedraft train gad:k=6 --target MODEL --data FILE --out FOLDER --minutes 30",
+    calibrate.calibrate: "truedraft calibrate sleb --target MODEL --data FILE --out sleb.json",
     export.export: "truedraft export FOLDER --target MODEL --format vllm --out OUT",
     serve.serve: "truedraft serve nano --port 8000",
     methods.methods: "truedraft methods --json",

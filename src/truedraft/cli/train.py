@@ -86,7 +86,7 @@ def train(
         raise Refused(f"--out {out} is not a folder: name another")
     registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")
-    numbers, sources, answers = _lines(data)
+    numbers, sources, answers = lines_of(data)
     use_threads(threads)
     import torch
 
@@ -139,7 +139,7 @@ def _learner(spec: str) -> Any:
     return registry.built(learner, f"the training of {name}", spec, knobs)
 
 
-def _lines(path: Path) -> tuple[list[int], list[str], list[str | None]]:
+def lines_of(path: Path) -> tuple[list[int], list[str], list[str | None]]:
     """Numbers of lines, prompts, and the responses to them; None for a prompt without one."""
     from truedraft.files import read_lines
 

@@ -98,15 +98,9 @@ class _Halves:
 
     def __init__(self, layer: Any):
         self._layer, self.added = layer, False
-        found = [self._named(layer, pattern) for pattern in (ATTENTION, FEED_FORWARD)]
+        found = [module_named(layer, pattern) for pattern in (ATTENTION, FEED_FORWARD)]
         self._modules = [one for one in found if one is not None and not does_more(one)]
         self._values = [0, 0]  # sizes of the tuples that they return
-
-    @staticmethod
-    def _named(layer: nn.Module, pattern: re.Pattern[str]) -> nn.Module | None:
-        named = [module for name, module in layer.named_children() if pattern.search(name)]
-        found = [module for module in named if not BESIDE.search(type(module).__name__)]
-        return found[0] if len(found) == 1 else None
 
     def noting(self) -> Iterator[Override]:
         """Overrides under which a forward of the layer notes what they return."""
@@ -134,6 +128,13 @@ class _Halves:
         others override its forward."""
         i = 0 if attention else 1
         return self._modules[i], CALL, _returning(self._values[i], torch.zeros_like)
+
+
+def module_named(layer: nn.Module, pattern: re.Pattern[str]) -> nn.Module | None:
+    """The one child of a layer with such a name that computes something; None where there is not just one."""
+    named = [module for name, module in layer.named_children() if pattern.search(name)]
+    found = [module for module in named if not BESIDE.search(type(module).__name__)]
+    return found[0] if len(found) == 1 else None
 
 
 def _returning(values: int, of: Callable[[Tensor], Tensor] = lambda states: states) -> Callable[..., Any]:

@@ -271,6 +271,13 @@ class Target(Protocol):
     def check_view(self, view: View) -> None:
         """Raises Refused, in one sentence, where this model cannot run under a view."""
 
+    def share(self, view: View) -> float:
+        """The bytes of weights that a pass under a view reads, over those that a pass of the whole model reads.
+
+        Raises:
+            Refused: see `check_view`.
+        """
+
     def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
         """Keep a path of each tree that was just scored under a view as scratch KV for the view's next pass.
 

@@ -27,6 +27,7 @@ from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long_prompt
 from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
+from truedraft.runtime.shares import weight_share
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.hostable import check_hosted, check_runtime, layer_types
 from truedraft.targets.inputs import check_text, text_prompts
@@ -362,6 +363,9 @@ class DecoderTarget:
 
     def check_view(self, view: View) -> None:
         self.runner.reduced(view)
+
+    def share(self, view: View) -> float:
+        return weight_share(self.model, len(self.layer_types), self.runner.reduced(view))
 
     def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
         assert self.cache is not None

@@ -57,13 +57,18 @@ class View:
         a layer that is skipped is the one before it.
     """
 
-    card: ClassVar[Card]
+    card: ClassVar[Card] = Card(paper="none", idea="The whole model.", family="none")
     taps: Taps = Taps()
 
     @property
     def name(self) -> str:
         """Its name in reports and messages."""
         return method_name(self)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the target that it was calibrated on; None where it serves any."""
+        return None
 
     def reduction(self, layers: int) -> Reduction:
         """What is left out of a decoder with `layers` layers.

@@ -22,6 +22,10 @@ class Together(View):
     def name(self) -> str:
         return "+".join(part.name for part in self.parts)
 
+    @property
+    def fingerprint(self) -> str | None:
+        return next((part.fingerprint for part in self.parts if part.fingerprint is not None), None)
+
     def reduction(self, layers: int) -> Reduction:
         found = WHOLE
         for part in self.parts:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from truedraft.card import Card, knob
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._confidence import ConfidenceTree
+from truedraft.drafters._learned import fingerprint
 from truedraft.drafters.self_._reader import ViewReader
+from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 from truedraft.views._base import View
@@ -61,9 +63,14 @@ class SelfDrafter(ConfidenceTree):
         views = [self.view.at(depth) for depth in range(self.depth)]
         for view in dict.fromkeys(views):
             target.check_view(view)
+        if (found := self.view.fingerprint) is not None and found != (given := fingerprint(target.model)):
+            raise Refused(f"{self.name} was calibrated on another model ({found}; this is {given}): calibrate it again")
         self._reader = ViewReader(target, views)
+        self._share = sum(map(target.share, views)) / len(views)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        if self.pass_cost is not None and not self._of_level:
+            self._of_level = self._share * self.pass_cost.plain  # until it is measured
         drafts = super().propose(rows, budget)
         self.reader.target.rewind()
         return drafts

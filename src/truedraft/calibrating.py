@@ -1,0 +1,68 @@
+"""Measures views of a target on texts, for calibrations (`views/_calibrated.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from truedraft.accelerated import accelerate
+from truedraft.drafters.self_._drafter import SelfDrafter
+from truedraft.errors import Refused
+from truedraft.targets.hosting import hosted
+from truedraft.tree import DraftTree, Prompt
+from truedraft.views._base import View
+
+LONGEST = 256  # tokens of a text that the loss is computed over
+PROMPT, NEW = 128, 32  # tokens of a text that a draft continues at most, and of its continuation; published 32
+DEPTH = 8  # of the drafts; published 8
+
+
+@dataclass
+class TextEvaluator:
+    """An `Evaluator` of one target.
+
+    Args:
+        model: the target.
+        texts: token ids of texts.
+
+    Raises:
+        Refused: the model cannot be hosted, or no text has two tokens.
+    """
+
+    model: PreTrainedModel
+    texts: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
+        self.target = hosted(self.model)
+        self.texts = [list(text[:LONGEST]) for text in self.texts if len(text) > 1]
+        if not self.texts:
+            raise Refused("the calibration needs texts of at least two tokens")
+
+    @property
+    def layers(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
+
+    @torch.no_grad()
+    def loss(self, view: View) -> float:
+        target, total = self.target, 0.0
+        for text in self.texts:
+            ids = torch.tensor(text, device=target.device)
+            with target.temporary_cache(1, len(text) + 1):
+                target.prefill([Prompt(ids[:1])])
+                logits = target.score([DraftTree.chain(text[0], text[1:-1])], view).logits[0].float()
+            total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
+        return total / sum(len(text) - 1 for text in self.texts)
+
+    def goodput(self, view: View) -> float:
+        fast = accelerate(self.model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH, top_k=1), control="fixed")
+        emitted, read, share = 0, 0.0, self.target.share(view)
+        for text in self.texts:
+            prompt = torch.tensor([text[:PROMPT]], device=self.target.device)
+            fast.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+            report = fast.report()
+            emitted += report.tokens
+            read += report.row_passes + share * sum(e.offered for p in report.passes for e in p.emitted)
+        return emitted / read

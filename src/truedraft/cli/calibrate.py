@@ -1,0 +1,55 @@
+"""`truedraft calibrate`: fits a view to a model and texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from truedraft import loading, registry
+from truedraft.cli._options import Threads, use_threads
+from truedraft.cli.train import lines_of
+from truedraft.errors import Refused
+
+
+def calibrate(
+    view: Annotated[str, Argument(metavar="VIEW", help="Its name, or with knobs: sleb:share=0.25.")],
+    target: Annotated[str, Option(help="The model that drafts for itself: a local folder, or a name on the hub.")],
+    data: Annotated[
+        Path,
+        Option(
+            help='Texts, a line each, plain or .gz; or .jsonl: {"prompt": ..., "response": ...}, response optional.'
+        ),
+    ],
+    out: Annotated[Path, Option(help="The file to write.")],
+    limit: Annotated[int, Option(help="Texts to measure on, at most.")] = 32,
+    threads: Threads = None,
+) -> None:
+    """Find which layers of a model a view skips, on your texts; use the file as `--draft VIEW:file=OUT`.
+
+    \f
+    Raises Refused, before any work: a file or a model cannot be used, or the view has nothing to calibrate.
+    """
+    if limit < 1:
+        raise Refused(f"--limit {limit}: give at least 1")
+    registry.check("views", view)
+    loading.check(target, argument="--target")
+    _, prompts, responses = lines_of(data)
+    use_threads(threads)
+    from truedraft.calibrating import TextEvaluator
+    from truedraft.cli._models import load
+    from truedraft.drafters._learned import fingerprint
+    from truedraft.files import write_whole
+    from truedraft.views._calibrated import CalibratedLayers
+
+    chosen = registry.load("views", view)
+    if not isinstance(chosen, CalibratedLayers):
+        raise Refused(f"{chosen.name} has nothing to calibrate: `truedraft methods` lists views that need it")
+    model, tokenizer = load(target, argument="--target")
+    texts: Any = [tokenizer(f"{a}{b or ''}")["input_ids"] for a, b in zip(prompts[:limit], responses, strict=False)]
+    found = chosen.search(TextEvaluator(model, texts), print)
+    record = {"view": chosen.name, "layers": found, "target": type(model).__name__, "fingerprint": fingerprint(model)}
+    write_whole(out, json.dumps(record, indent=2) + "\n")
+    print(f"{out}: layers {found or 'none'} are skipped; use it as --draft {chosen.name}:file={out}")

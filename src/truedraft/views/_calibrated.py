@@ -1,0 +1,81 @@
+"""Views whose skipped layers are found on a target's texts, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from truedraft.errors import Refused
+from truedraft.files import read_bytes
+from truedraft.views._base import Reduction, View
+from truedraft.views._layers import check_layers, listed
+
+
+class Evaluator(Protocol):
+    """Measures views of one target on texts.
+
+    layers: of the target's decoder.
+    """
+
+    @property
+    def layers(self) -> int: ...
+
+    def loss(self, view: View) -> float:
+        """Mean negative log-likelihood of a token of the texts, in nats, by the target run under the view alone."""
+
+    def goodput(self, view: View) -> float:
+        """Emitted tokens over the weights that were read, in readings of all of them, where the target drafts under the
+        view, and verifies whole: 1 without drafts."""
+
+
+class CalibratedLayers(View):
+    """Skips layers that a calibration found. Fields of every subclass: layers (as of `skip-layers`), file (written by
+    `truedraft calibrate`)."""
+
+    layers: str
+    file: str
+
+    @abstractmethod
+    def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
+        """The layers to skip, as of `skip-layers`.
+
+        progress: called with a line for each set that was tried.
+        """
+
+    def calibrated(self, evaluator: Evaluator, progress: Callable[[str], None]) -> Self:
+        """The view with the layers found for a target."""
+        return replace(self, layers=self.search(evaluator, progress))  # type: ignore[type-var]
+
+    @property
+    def fingerprint(self) -> str | None:
+        return found_in(self.file)["fingerprint"] if self.file else None
+
+    def reduction(self, layers: int) -> Reduction:
+        if not (self.layers or self.file):
+            raise Refused(
+                f"{self.name} has no layers to skip: `truedraft calibrate {self.name} --target MODEL --data FILE --out "
+                f"OUT` finds them, draft='{self.name}:file=OUT' uses them"
+            )
+        found = listed(self.layers or found_in(self.file)["layers"])
+        check_layers(found, layers)
+        return found
+
+
+@lru_cache(maxsize=64)
+def found_in(file: str) -> dict[str, Any]:
+    """What `truedraft calibrate` wrote: "layers", and the "fingerprint" of the target.
+
+    Raises:
+        Refused: there is no such file, or it was written by something else.
+    """
+    try:
+        found = json.loads(read_bytes(Path(file)))
+        listed(found["layers"])
+        return {"layers": found["layers"], "fingerprint": str(found["fingerprint"])}
+    except (ValueError, KeyError, TypeError) as e:
+        raise Refused(f"{file!r} is no file of `truedraft calibrate`") from e
