@@ -49,7 +49,11 @@ from truedraft.views._together import Together
 from truedraft.views.quantized import Quantized
 
 WEIGHTS = pytest.mark.parametrize("weights", ["int8", "int4"])
-EVERY = pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "mixtral", "gpt2"])
+EVERY = pytest.mark.parametrize(
+    "architecture",
+    ["llama", "qwen3", "gemma2", "mixtral", "gpt2"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("codegen", "cohere2", "falcon")],
+)
 OUTLIER = 24  # times as large as the others: a row's scale is then so coarse that even int8 changes the logits
 SOURCES = re.compile(r"(encoder_attn|EncDecAttention)\.[kv]")  # computed once for a source, by the whole model
 
