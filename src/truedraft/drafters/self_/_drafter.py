@@ -31,6 +31,7 @@ class SelfDrafter(ConfidenceTree):
         idea="The target drafts for itself, run lighter.",
         family="self-drafting",
     )
+    reads_texts = False  # the target has read them
     view: View
     nodes: int = knob(24, 1, 1024)  # of the draft
     depth: int = knob(24, 1, 64)  # levels at most; published 8 and 12, SWIFT 25
