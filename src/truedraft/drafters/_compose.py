@@ -105,9 +105,11 @@ class Many(Joint):
         return trees
 
     def unread(self, k: int, rows: Sequence[Row]) -> int:
-        """Tokens of the rows that part k has to read before its first drafts for them, if it is autoregressive."""
-        read = self._read[k]
-        return sum([len(row.tokens) for row in rows if id(row) not in read]) if self.parts[k].autoregressive else 0
+        """Tokens of the rows that part k has to read before its first drafts for them."""
+        read, part = self._read[k], self.parts[k]
+        if not (part.autoregressive and part.reads_texts):
+            return 0
+        return sum([len(row.tokens) for row in rows if id(row) not in read])
 
     def _with_confidence(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]

@@ -32,7 +32,7 @@ from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import WHOLE, Reduction, View
 
-VARIANTS = 64  # most cached lists of operations; the oldest is dropped first
+VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
 FAILURES = {
     Failure.TOKEN: "a token outside the vocabulary",
@@ -73,6 +73,7 @@ class CompiledPass(Runner):
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
         self._halves: dict[int, Halves] = {}
+        self._reductions: dict[View, Reduction] = {}
         self._rounded: dict[int, RoundedOps] = {}  # by bits
         self._tables = RotaryTables()
         self._along = PositionTables()
@@ -163,6 +164,8 @@ class CompiledPass(Runner):
                 halves cannot be skipped, or their weights cannot be rounded.
             NoRoom: copies of these do not fit in memory.
         """
+        if view in self._reductions:
+            return self._reductions[view]
         reduction = view.reduction(len(self.program.layer_types))
         if reduction.attention or reduction.feed_forward:
             check_own_keys(self.model)
@@ -171,6 +174,9 @@ class CompiledPass(Runner):
             self._of_bits(reduction.bits)
         except NotCompilable as why:
             raise Refused(f"{type(self.model).__name__} cannot run under {view.name}: {why}") from why
+        if len(self._reductions) == VARIANTS:
+            del self._reductions[next(iter(self._reductions))]
+        self._reductions[view] = reduction
         return reduction
 
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
