@@ -106,10 +106,8 @@ class Many(Joint):
 
     def unread(self, k: int, rows: Sequence[Row]) -> int:
         """Tokens of the rows that part k has to read before its first drafts for them."""
-        read, part = self._read[k], self.parts[k]
-        if not (part.autoregressive and part.reads_texts):
-            return 0
-        return sum([len(row.tokens) for row in rows if id(row) not in read])
+        read = self._read[k]
+        return sum([len(row.tokens) for row in rows if id(row) not in read]) if self.parts[k].reads_texts else 0
 
     def _with_confidence(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]

@@ -130,7 +130,7 @@ class GrowingDrafter(Drafter):
     """A drafter whose drafts grow level by level; each level is one pass of its reader over all rows."""
 
     prior_confidence = 0.7
-    autoregressive = True
+    autoregressive = reads_texts = True
 
     @property
     @abstractmethod
