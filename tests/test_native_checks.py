@@ -126,7 +126,7 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     for name, values in lists.items():
         for wrong in with_entry(values):
             assert run(ops, count, changed(given, **{name: array(wrong)}), share, threads), (name, wrong)
-    for name in ("nodes", "tail", "capacity", "slots", "longest", "buffers", "groups"):
+    for name in ("nodes", "tail", "capacity", "positions", "slots", "longest", "buffers", "groups"):
         for wrong in {"longest": (-1, 0, 1, 2**40), "tail": (-1, -(2**40))}.get(name, (-1, -(2**40), 0)):
             assert run(ops, count, changed(given, **{name: wrong}), share, threads), (name, wrong)
     for name, wrongs in (("stride", (-16, 0, 7)), ("room", (-1, -(2**40)))):

@@ -7,9 +7,10 @@ until they are activated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class CacheCursor:
 
     lengths: committed positions per slot in use.
     reading: slot -> committed positions of a row whose prompt is being read; none of these slots is in use.
+    offsets: what the positions of nodes exceed their places by, per slot in use; empty where every entry is at the
+        place of its position (else `caches/subset.py`).
     scratch: positions per slot in use that passes under views have kept behind these; empty where there are none.
     partial: layers that have not written all of the scratch.
     first, last: the slots that take part in the pass.
@@ -39,18 +42,28 @@ class CacheCursor:
         self.slots, self.capacity = slots, capacity
         self.lengths: list[int] = []
         self.reading: dict[int, int] = {}
+        self.offsets: list[int] = []
         self.scratch: list[int] = []
         self.partial: frozenset[int] = frozenset()
         self.first = self.last = self.width = self.extent = 0
         self.level = True
+
+    @property
+    def positions(self) -> list[int]:
+        """The position of each row's next token."""
+        return list(map(add, self.lengths, self.offsets)) if self.offsets else self.lengths
+
+    @property
+    def taken(self) -> list[int]:
+        """Places of each row that are taken, by scratch too."""
+        return list(map(add, self.lengths, self.scratch)) if self.scratch else self.lengths
 
     @contextmanager
     def behind_scratch(self) -> Iterator[None]:
         """Within the block, passes read the scratch too and write behind it; afterwards the lengths are restored."""
         committed = list(self.lengths)
         try:
-            if self.scratch:
-                self.lengths[:] = map(add, committed, self.scratch)
+            self.lengths[:] = self.taken
             yield
         finally:
             self.lengths[:] = committed
@@ -64,6 +77,11 @@ class CacheCursor:
             yield
         finally:
             self.lengths[:] = committed
+
+    def use(self, rows: int) -> None:
+        """Take slots into use, up to so many, without entries: of a cache whose entries have offsets."""
+        for per_slot in (self.lengths, self.offsets):
+            per_slot += [0] * (rows - len(per_slot))
 
     def committed(self, slot: int) -> int:
         """Committed positions of a slot."""
@@ -192,6 +210,7 @@ class RowCache(Cache):
     def __init__(self, layers: int, slots: int, capacity: int):
         self.cursor = CacheCursor(slots, capacity)
         self._entries: dict[frozenset[int], Entries] = {}  # of all layers but those skipped
+        self.subsets: dict[Hashable, Any] = {}  # `SubsetCache`, for passes over a part of its entries
         Cache.__init__(self, layers=[RowLayer(self.cursor) for _ in range(layers)])
 
     @property
@@ -208,6 +227,7 @@ class RowCache(Cache):
         self.lengths.clear()
         self.cursor.reading.clear()
         self.rewind()
+        self.subsets.clear()
         for layer in self.attention:
             if layer.is_initialized:
                 layer.keys.zero_()
@@ -235,6 +255,15 @@ class RowCache(Cache):
         """Drop all scratch."""
         self.cursor.scratch.clear()
         self.cursor.partial = frozenset()
+        for subset in self.subsets.values():
+            subset.rewind()
+
+    def shorten(self, slot: int, length: int) -> None:
+        """Discard the entries of a slot beyond its first `length`. Scratch is dropped."""
+        self.rewind()
+        self.lengths[slot] = length
+        for subset in self.subsets.values():
+            subset.shorten(slot, length)
 
     def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
         """Move the entries of `path`, offsets from `first`, to positions from `first` on, except in skipped layers."""
@@ -249,6 +278,9 @@ class RowCache(Cache):
     def release(self, slot: int) -> None:
         """Free a slot; the last slot in use is moved into it. Scratch is dropped."""
         self.rewind()
+        for subset in self.subsets.values():
+            subset.cursor.use(len(self.lengths))
+            subset.release(slot)
         last = len(self.lengths) - 1
         if slot != last:
             for layer in self.attention:

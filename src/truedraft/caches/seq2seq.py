@@ -141,11 +141,11 @@ class Seq2SeqCache(EncoderDecoderCache):
     def commit(self, slot: int, path: Sequence[int]) -> None:
         self.rows.commit(slot, path)
 
-    def advance(self, slot: int, path: Sequence[int], skipped: frozenset[int]) -> None:
-        self.rows.advance(slot, path, skipped)
-
     def rewind(self) -> None:
         self.rows.rewind()
+
+    def shorten(self, slot: int, length: int) -> None:
+        self.rows.shorten(slot, length)
 
     def release(self, slot: int) -> None:
         """Free a slot; the last slot in use is moved into it."""

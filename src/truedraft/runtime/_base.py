@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
@@ -19,9 +20,11 @@ class Runner(ABC):
     batch_invariant: whether the logits of a node have the same bits whatever else is in the pass.
     padded: whether every row of a pass costs as many nodes as its widest tree has.
     cold: whether the last pass was slower than later ones of its size, because it was captured first.
+    cache: the one that passes read and write.
     """
 
     name: str
+    cache: Any
     batch_invariant: ClassVar[bool] = False
     padded: ClassVar[bool] = True
     cold: bool = False
@@ -39,6 +42,18 @@ class Runner(ABC):
         Raises:
             NotCompilable: there is no such pass over this cache.
         """
+
+    def over(self, cache: Any) -> AbstractContextManager[None]:
+        """A context in which passes read and write another cache: chosen entries of the attached one."""
+        return self._over(cache)
+
+    @contextmanager
+    def _over(self, cache: Any) -> Iterator[None]:
+        attached, self.cache = self.cache, cache
+        try:
+            yield
+        finally:
+            self.cache = attached
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:

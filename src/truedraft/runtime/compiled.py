@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.caches.rows import RowCache
+from truedraft.caches.rows import RowCache, RowLayer
 from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime._base import PROMPT, Runner
@@ -26,11 +26,12 @@ from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rounded import RoundedOps
+from truedraft.runtime.selecting import check_entries
 from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
-from truedraft.views._base import WHOLE, Reduction, View
+from truedraft.views._base import WHOLE, Reduction, Selection, View
 
 VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
@@ -91,6 +92,8 @@ class CompiledPass(Runner):
             cache: None detaches the previous one.
         """
         self.cache: RowCache = cache  # type: ignore[assignment]
+        self._whole: RowCache = cache  # type: ignore[assignment]
+        self._variants: dict[tuple[tuple[int, ...], Reduction, RowCache | None], ctypes.Array[Op]] = {}
         if cache is None:
             return
         p = self.program
@@ -103,7 +106,7 @@ class CompiledPass(Runner):
                 layer.allocate(heads, op.head, self.model.dtype, torch.device("cpu"), size)
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
-                op.keys, op.values = cache.layers[at].keys.data_ptr(), cache.layers[at].values.data_ptr()
+                _point(op, cache.layers[at])
                 rotary = p.rotaries.get(at, p.rotary)
                 if op.kind in (OpKind.PREPARE, OpKind.LATENT) and rotary is not None and at not in p.unrotated:
                     cos, sin = self._tables(rotary, p.layer_types[at], cache.cursor.capacity, self.model.dtype)
@@ -113,7 +116,6 @@ class CompiledPass(Runner):
                 if op.kind == OpKind.ATTEND and p.lean:
                     biases = self._along(p.lean, cache.cursor.capacity)
                     op.bias, op.out = biases.data_ptr(), biases.shape[-1]
-        self._variants: dict[tuple[tuple[int, ...], Reduction], ctypes.Array[Op]] = {}
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows together, at most PROMPT nodes per call."""
@@ -167,8 +169,10 @@ class CompiledPass(Runner):
         if view in self._reductions:
             return self._reductions[view]
         reduction = view.reduction(len(self.program.layer_types))
-        if reduction.attention or reduction.feed_forward:
+        if reduction.skips:
             check_own_keys(self.model)
+        if reduction.entries is not None:
+            self._check_entries(reduction.entries)
         self._without(reduction)
         try:
             self._of_bits(reduction.bits)
@@ -179,6 +183,13 @@ class CompiledPass(Runner):
         self._reductions[view] = reduction
         return reduction
 
+    def _check_entries(self, entries: Selection) -> None:
+        p = self.program
+        attending = [op for op in p.ops if op.kind == OpKind.ATTEND]
+        by_place = p.lean or p.biased or any(op.mode & 1 for op in attending)
+        window = min((op.window for op in attending if op.window), default=None)
+        check_entries(type(self.model).__name__, entries, bool(by_place), window)
+
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.
 
@@ -187,8 +198,10 @@ class CompiledPass(Runner):
         """
         reduction = WHOLE if view is None else self.reduced(view)
         nodes = Nodes()
-        for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
-            nodes.add_tree(slot, length, tree)
+        cursor = self.cache.cursor
+        offsets = cursor.offsets or [0] * len(trees)
+        for slot, (length, offset, tree) in enumerate(zip(cursor.lengths, offsets, trees, strict=True)):
+            nodes.add_tree(slot, length, tree, offset)
         sizes = [len(tree) for tree in trees]
         width = max(sizes)
         inputs = embedded(self.model, trees, width, CPU)
@@ -234,7 +247,7 @@ class CompiledPass(Runner):
             "nodes": n, "tail": m, "vocabulary": self.program.vocab_size, "capacity": self.cache.cursor.capacity,
             "embeds": 0 if embedded is None else embedded.data_ptr(), "groups": len(nodes.group_from) - 1,
             "longest": nodes.longest, "slots": self.cache.cursor.slots, "extras": len(nodes.extra),
-            "buffers": len(buffers),
+            "buffers": len(buffers), "positions": self._whole.cursor.capacity,
         }  # fmt: skip
         lists = {
             "token": nodes.token, "slot": nodes.slot, "position": nodes.position, "place": nodes.place,
@@ -308,7 +321,9 @@ class CompiledPass(Runner):
 
     def _ops(self, hidden: tuple[int, ...], reduction: Reduction) -> ctypes.Array[Op]:
         """The operations under a reduction, with a copy of "x" after each layer in `hidden`."""
-        if (hidden, reduction) not in self._variants:
+        part = None if self.cache is self._whole else self.cache
+        key = hidden, reduction, part
+        if key not in self._variants:
             p = self.program
             numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
             skipped = self._without(reduction)
@@ -318,7 +333,7 @@ class CompiledPass(Runner):
                     ops[-1] = Op.from_buffer_copy(ops[-1])
                     ops[-1].wait = 1
                 elif i not in skipped:
-                    ops.append(op)
+                    ops.append(op if part is None or p.layers[i] < 0 else _over(op, part.layers[p.layers[i]]))
                 ops += [_copy(p, len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
             for k, number in enumerate(numbers):
                 if number == -1:  # after the final norm, for all nodes
@@ -327,8 +342,22 @@ class CompiledPass(Runner):
                     ops.append(norm)
             if len(self._variants) == VARIANTS:
                 del self._variants[next(iter(self._variants))]
-            self._variants[hidden, reduction] = (Op * len(ops))(*ops)
-        return self._variants[hidden, reduction]
+            self._variants[key] = (Op * len(ops))(*ops)
+        return self._variants[key]
+
+
+def _point(op: Op, layer: RowLayer) -> None:
+    """Point an operation at keys and values."""
+    op.keys, op.values = layer.keys.data_ptr(), layer.values.data_ptr()
+
+
+def _over(op: Op, layer: RowLayer) -> Op:
+    """An operation over a part of the entries of a layer; where it attends, it sees all of them."""
+    copied = Op.from_buffer_copy(op)
+    _point(copied, layer)
+    if op.kind == OpKind.ATTEND:
+        copied.window = 0
+    return copied
 
 
 def _copy(p: Program, to: int) -> Op:

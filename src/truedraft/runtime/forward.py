@@ -27,12 +27,13 @@ from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.positions import Positions, has_table, table_size
 from truedraft.runtime.rotary import by_row, changes
+from truedraft.runtime.selecting import check_entries
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
 from truedraft.runtime.tempered import tempered
 from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
-from truedraft.views._base import Reduction, View
+from truedraft.views._base import Reduction, Selection, View
 
 # Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: where
 # both have the same instructions, in fp32 on Intel processors, for which torch's matrix products are tuned, in bf16
@@ -61,7 +62,8 @@ class ForwardPass(Runner):
         self._cut_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
         self._positions = self._substituted()
         self._shares = "dummy" in layer_types
-        self._by_position = [*biased(model), *local(model), *tempered(model)]
+        self._by_place = [*biased(model), *local(model)]
+        self._by_position = [*self._by_place, *tempered(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
         self._taps: LayerTaps | None = None
@@ -164,15 +166,16 @@ class ForwardPass(Runner):
         cursor.begin(0, len(trees), max(map(len, trees)), self.device)
         embeds = embedded(self.model, trees, cursor.width, self.device)
         if embeds is None and self._unmasked(trees):
-            ids, positions = torch.tensor([[trees[0].tokens], [cursor.lengths]], device=self.device)
+            ids, positions = torch.tensor([[trees[0].tokens], [cursor.positions]], device=self.device)
             return self.forward({"input_ids": ids}, None, positions, taps)
-        nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device).to(self.device)
+        nodes = Padded.of(trees, cursor.lengths, cursor.width, self.device, cursor.offsets).to(self.device)
         return self.forward_nodes(nodes, cursor.extent, taps, embeds)
 
     def _unmasked(self, trees: Sequence[DraftTree]) -> bool:
         """Whether the pass is a single node that attends to its whole row."""
         cursor = self.cache.cursor
-        return len(trees) == cursor.width == 1 and (self.window is None or cursor.extent <= self.window)
+        whole = self.window is None or cursor.extent <= self.window or bool(cursor.offsets)
+        return len(trees) == cursor.width == 1 and whole
 
     def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Output:
         """The output of the model's own forward for nodes that attend to the first `extent` positions of their rows.
@@ -202,18 +205,24 @@ class ForwardPass(Runner):
                 f"{type(self.model).__name__} cannot run under {view.name} by the {self.name}: weights of fewer bits "
                 "need the compiled pass"
             )
-        if self._skippable is None:
-            self._skippable = SkippableLayers(self.model, len(self.layer_types))
-        self._skippable.check(reduction)
+        if reduction.entries is not None:
+            self._check_entries(reduction.entries)
+        if reduction.skips:
+            if self._skippable is None:
+                self._skippable = SkippableLayers(self.model, len(self.layer_types))
+            self._skippable.check(reduction)
         return reduction
+
+    def _check_entries(self, entries: Selection) -> None:
+        by_place = self._by_place or {"chunked_attention", "indexed_attention"}.intersection(self.layer_types)
+        check_entries(type(self.model).__name__, entries, bool(by_place), self.window)
 
     def _under(self, view: View | None) -> AbstractContextManager[None]:
         """A context in which `forward` runs under a view; None for the whole model."""
         if view is None:
             return nullcontext()
         reduction = self.reduced(view)
-        assert self._skippable is not None
-        return self._skippable.without(reduction)
+        return nullcontext() if self._skippable is None else self._skippable.without(reduction)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Output:
         """The output of the model's own forward, over the cache at its cursor."""
@@ -245,7 +254,7 @@ class ForwardPass(Runner):
         kind, reach = "sliding_attention", nodes.near
         if "chunked_attention" in self.layer_types:
             kind, reach = "chunked_attention", nodes.beside
-        near = seen if extent <= self.window else seen & reach(extent, self.window)
+        near = seen if extent <= self.window or self.cache.cursor.offsets else seen & reach(extent, self.window)
         if whole := {"full_attention", "indexed_attention"}.intersection(self.layer_types):
             return {**dict.fromkeys(whole, self._attention_mask(seen)), kind: self._attention_mask(near)}
         return self._attention_mask(near)

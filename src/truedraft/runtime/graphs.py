@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -153,6 +153,10 @@ class GraphPass(Runner):
     @property
     def granularity(self) -> int:
         return self.stock.granularity
+
+    def over(self, cache: RowCache) -> AbstractContextManager[None]:
+        """See `Runner.over`: of plain forwards."""
+        return self.stock.over(cache)
 
     def check_taps(self, taps: Taps) -> None:
         self.stock.check_taps(taps)

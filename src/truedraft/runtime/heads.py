@@ -101,13 +101,14 @@ class CompiledHeadPass(CompiledPass):
         """Without hidden states, those up to the keys and values of the last block, its queries left out."""
         if hidden:
             return super()._ops(hidden, reduction)
-        if ((), reduction) not in self._variants:
+        key = (), reduction, None
+        if key not in self._variants:
             p, queries = self.program, list(self.program.widths).index("q")
             last = max(i for i, op in enumerate(p.ops) if op.kind == OpKind.PREPARE)
             block = p.ops_of(len(p.outputs) - 2)
             ops = [op for i, op in enumerate(p.ops[: last + 1]) if i not in block or op.dst != queries]
-            self._variants[(), reduction] = (Op * len(ops))(*ops)
-        return self._variants[(), reduction]
+            self._variants[key] = (Op * len(ops))(*ops)
+        return self._variants[key]
 
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._give(features)

@@ -33,17 +33,19 @@ class Nodes:
     def __len__(self) -> int:
         return len(self.slot)
 
-    def add_tree(self, slot: int, length: int, tree: DraftTree) -> None:
-        """The nodes of a tree behind the `length` committed positions of a slot."""
+    def add_tree(self, slot: int, length: int, tree: DraftTree, offset: int = 0) -> None:
+        """The nodes of a tree behind the `length` committed entries of a slot; offset: what positions exceed places
+        by."""
         shape, first, n = tree.shape, len(self), len(tree)
         before = len(self.extra)
         self.token += tree.tokens
         self.slot += [slot] * n
-        self.position += [length + d for d in shape.depth]
+        root = length + offset
+        self.position += [root + d for d in shape.depth]
         self.place += range(length, length + n)
         self.base += [length + r for r in shape.run]
         self.extra += [length + e for e in shape.extra]
-        self.extra_position += [length + d for d in shape.extra_depth]
+        self.extra_position += [root + d for d in shape.extra_depth]
         self.extra_from += [before + e for e in shape.extra_from[1:]]
         self._grouped(first, n, length + 1 + shape.height)
 

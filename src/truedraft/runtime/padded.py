@@ -16,7 +16,7 @@ class Padded:
     Attributes:
         ids, positions, places: (rows, width) int64: token ids, positions, and the index in its row where a node's KV
             is written.
-        lengths: (rows,) int64 committed positions.
+        lengths: (rows,) int64 committed entries.
         ancestors: (rows, width, width) bool: [b, i, j] where j is i or an ancestor of i.
         buffer: (bytes,) the memory of all of these.
     """
@@ -31,17 +31,23 @@ class Padded:
         self.ancestors = self.buffer[integers:].view(torch.bool).view(rows, width, width)
 
     @classmethod
-    def of(cls, trees: Sequence[DraftTree], lengths: Sequence[int], width: int, device: torch.device) -> Padded:
-        """Trees behind `lengths` committed positions, in host memory, pinned where the device is a GPU."""
+    def of(
+        cls, trees: Sequence[DraftTree], lengths: Sequence[int], width: int, device: torch.device,
+        offsets: Sequence[int] = (),
+    ) -> Padded:  # fmt: skip
+        """Trees behind `lengths` committed entries, in host memory, pinned where the device is a GPU.
+
+        offsets: what positions exceed places by, if anything, by row.
+        """
         made = cls(len(trees), width, pinned=device.type == "cuda")
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
-        for b, (n, tree) in enumerate(zip(lengths, trees, strict=True)):
+        for b, (n, offset, tree) in enumerate(zip(lengths, offsets or [0] * len(trees), trees, strict=True)):
             nodes, over = len(tree), width - len(tree)
             depth = tree.shape.depth
             ids += (*tree.tokens, *tree.tokens[-1:] * over)
-            positions += (n + d for d in depth + depth[-1:] * over)
+            positions += (n + offset + d for d in depth + depth[-1:] * over)
             places += (*range(n, n + nodes), *(n + nodes - 1,) * over)
             made.ancestors[b, :nodes, :nodes] = tree.shape.mask
             made.ancestors[b, nodes:] = made.ancestors[b, nodes - 1]

@@ -27,8 +27,8 @@ from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long_prompt
 from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
-from truedraft.runtime.shares import weight_share
 from truedraft.runtime.weights import NotCompilable
+from truedraft.targets.drafting import ViewPasses
 from truedraft.targets.hostable import check_hosted, check_runtime, layer_types
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
@@ -39,7 +39,7 @@ from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps, joined
 from truedraft.views._base import View
 
 
-class DecoderTarget:
+class DecoderTarget(ViewPasses):
     """A decoder language model that scores trees; see `Target`.
 
     Args:
@@ -341,41 +341,8 @@ class DecoderTarget:
             self._fall_back(why)
             return self.runner.score(trees, self.taps)
 
-    def _score_under(self, view: View, trees: Sequence[DraftTree], slots: Sequence[int] | None) -> Scores:
-        assert self.cache is not None
-        cursor = self.cache.cursor
-        slots = range(len(cursor.lengths)) if slots is None else slots
-        padded = [DraftTree.chain(0)] * len(cursor.lengths)  # slots without a tree score a dummy token
-        for slot, tree in zip(slots, trees, strict=True):
-            padded[slot] = tree
-        if missing := sorted(cursor.partial - self.runner.reduced(view).attention):
-            raise Refused(f"{view.name} runs layers {missing}, which have not written the scratch: rewind before it")
-        with cursor.behind_scratch():
-            if (need := max(cursor.lengths) + max(map(len, trees))) > cursor.capacity:
-                raise Refused(
-                    f"the scratch of {view.name} needs {need} positions of a row, the cache has "
-                    f"{cursor.capacity}: a drafter's width counts every position that it advances by"
-                )
-            return self.runner.score(padded, view.taps, view).of(slots)
-
     def check_taps(self, taps: Taps) -> None:
         self.runner.check_taps(taps)
-
-    def check_view(self, view: View) -> None:
-        self.runner.reduced(view)
-
-    def share(self, view: View) -> float:
-        return weight_share(self.model, len(self.layer_types), self.runner.reduced(view))
-
-    def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
-        assert self.cache is not None
-        skipped = self.runner.reduced(view).attention
-        for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
-            self.cache.advance(slot, path, skipped)
-
-    def rewind(self) -> None:
-        if self.cache is not None:
-            self.cache.rewind()
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -388,8 +355,7 @@ class DecoderTarget:
 
     def crop(self, slot: int, length: int) -> None:
         assert self.cache is not None
-        self.rewind()
-        self.cache.lengths[slot] = length
+        self.cache.shorten(slot, length)
 
     def release(self, slot: int) -> None:
         assert self.cache is not None

@@ -7,9 +7,24 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from truedraft.card import Card, method_name
+from truedraft.errors import Refused
 from truedraft.tree import Taps
 
 NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The committed entries of a row that a pass reads: the first and the most recent ones, and its scratch.
+
+    first: positions at the beginning. recent: positions at the end, one or more.
+    """
+
+    first: int
+    recent: int
+
+    def __str__(self) -> str:
+        return f"{self.first} first and {self.recent} recent positions"
 
 
 @dataclass(frozen=True)
@@ -18,11 +33,13 @@ class Reduction:
 
     attention, feed_forward: decoder layers without this half: the hidden states pass it unchanged.
     bits: of the weights of linear layers, 8 or 4; 0 for weights as they are.
+    entries: the entries of the KV cache that are read; None for all of them.
     """
 
     attention: frozenset[int] = NONE
     feed_forward: frozenset[int] = NONE
     bits: int = 0
+    entries: Selection | None = None
 
     @property
     def layers(self) -> frozenset[int]:
@@ -34,10 +51,25 @@ class Reduction:
         """Layers that run one half."""
         return self.attention ^ self.feed_forward
 
+    @property
+    def skips(self) -> bool:
+        """Whether any layer does not run whole."""
+        return bool(self.attention or self.feed_forward)
+
     def joined(self, other: Reduction) -> Reduction:
-        """Without what either leaves out."""
-        bits = min(filter(None, (self.bits, other.bits)), default=0)
-        return Reduction(self.attention | other.attention, self.feed_forward | other.feed_forward, bits)
+        """Without what either leaves out.
+
+        Raises:
+            Refused: both choose entries of the KV cache.
+        """
+        if self.entries is not None and other.entries is not None:
+            raise Refused(f"two views choose what is read of the KV cache ({self.entries}; {other.entries}): use one")
+        return Reduction(
+            self.attention | other.attention,
+            self.feed_forward | other.feed_forward,
+            min(filter(None, (self.bits, other.bits)), default=0),
+            self.entries or other.entries,
+        )
 
 
 WHOLE = Reduction()

@@ -121,7 +121,7 @@ class PassArguments(ctypes.Structure):
 
     __slots__ = ("memory",)  # of the lists; an unknown field is an error
     _fields_ = [
-        *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity", "sources")),
+        *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity", "positions", "sources")),
         *(
             (name, c_void_p)
             for name in (

@@ -528,6 +528,7 @@ typedef struct {
 
 typedef struct {
   int64_t nodes, tail, vocabulary, capacity;
+  int64_t positions;                    /* that tables have */
   int64_t sources;                      /* CROSS: keys and values of a slot's source, at most */
   const int64_t *token;                 /* ids, or NULL where `embeds` is given */
   const float *embeds;                  /* (nodes, hidden) */
@@ -1759,10 +1760,11 @@ static int biases_fit(const Op *op, const Pass *pass, int64_t node) {
 /* Whether the tokens, slots, positions and nodes that a pass refers to are in range. */
 static int nodes_fit(const Pass *pass) {
   const int64_t n = pass->nodes;
-  if (!within(n, 0, MOST) || !within(pass->tail, 0, MOST) || pass->capacity < 1 || pass->slots < 1) return BAD_NODES;
+  if (!within(n, 0, MOST) || !within(pass->tail, 0, MOST) || pass->capacity < 1 || pass->positions < 1 || pass->slots < 1)
+    return BAD_NODES;
   for (int64_t i = 0; i < n; i++) {
     if (!pass->embeds && !within(pass->token[i], 0, pass->vocabulary - 1)) return BAD_TOKEN;
-    if (!within(pass->place[i], 0, pass->capacity - 1) || !within(pass->position[i], 0, pass->capacity - 1))
+    if (!within(pass->place[i], 0, pass->capacity - 1) || !within(pass->position[i], 0, pass->positions - 1))
       return BAD_PLACE;
     const int64_t from = pass->extra_from[i], to = pass->extra_from[i + 1];
     if (!within(pass->slot[i], 0, pass->slots - 1) || !within(pass->base[i], 0, pass->capacity) || from < 0 || from > to ||
@@ -1771,7 +1773,7 @@ static int nodes_fit(const Pass *pass) {
       return BAD_NODES;
   }
   for (int64_t e = 0; e < pass->extras; e++)
-    if (!within(pass->extra[e], 0, pass->capacity - 1) || !within(pass->extra_position[e], 0, pass->capacity - 1))
+    if (!within(pass->extra[e], 0, pass->capacity - 1) || !within(pass->extra_position[e], 0, pass->positions - 1))
       return BAD_NODES;
   for (int64_t i = 0; i < pass->tail; i++)
     if (!within(pass->gather[i], 0, n - 1)) return BAD_NODES;

@@ -1,0 +1,97 @@
+"""Passes of a target under views: over its cache, or over a part of the entries, in a cache of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from truedraft.caches.rows import RowCache
+from truedraft.caches.seq2seq import Seq2SeqCache
+from truedraft.caches.subset import SubsetCache
+from truedraft.errors import Refused
+from truedraft.runtime._base import Runner
+from truedraft.runtime.shares import weight_share
+from truedraft.targets.memory import check_room
+from truedraft.tree import DraftTree, Scores
+from truedraft.views._base import Selection, View
+
+SCRATCH = 64  # places for it behind chosen entries, at first
+
+
+class ViewPasses:
+    """What `Target` does under views. Scratch is in the target's cache, or in that of one selection of its entries."""
+
+    model: PreTrainedModel
+    config: Any
+    device: torch.device
+    layer_types: list[str]
+    runner: Runner
+    _cached_layers: int
+    _cache: RowCache | Seq2SeqCache | None
+
+    def check_view(self, view: View) -> None:
+        self.runner.reduced(view)
+
+    def share(self, view: View) -> float:
+        return weight_share(self.model, len(self.layer_types), self.runner.reduced(view))
+
+    def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
+        reduction, rows = self.runner.reduced(view), self._whole
+        cache = rows if reduction.entries is None else rows.subsets[reduction.entries]
+        for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
+            cache.advance(slot, path, reduction.attention)
+
+    def rewind(self) -> None:
+        if self._cache is not None:
+            self._cache.rewind()
+
+    @property
+    def _whole(self) -> RowCache:
+        """The cache of the decoder's rows."""
+        assert self._cache is not None
+        return self._cache.rows if isinstance(self._cache, Seq2SeqCache) else self._cache
+
+    def _score_under(self, view: View, trees: Sequence[DraftTree], slots: Sequence[int] | None) -> Scores:
+        rows, reduction, width = self._whole, self.runner.reduced(view), max(map(len, trees))
+        slots = range(len(rows.lengths)) if slots is None else slots
+        padded = [DraftTree.chain(0)] * len(rows.lengths)  # slots without a tree score a dummy token
+        for slot, tree in zip(slots, trees, strict=True):
+            padded[slot] = tree
+        cache = rows if reduction.entries is None else self._subset(reduction.entries, slots, width)
+        if any(any(other.cursor.scratch) for other in (rows, *rows.subsets.values()) if other is not cache):
+            raise Refused(f"{view.name} reads other entries than what has written the scratch: rewind before it")
+        if missing := sorted(cache.cursor.partial - reduction.attention):
+            raise Refused(f"{view.name} runs layers {missing}, which have not written the scratch: rewind before it")
+        with cache.cursor.behind_scratch():
+            if (need := max(cache.cursor.positions) + width) > rows.cursor.capacity:
+                raise Refused(
+                    f"the scratch of {view.name} needs {need} positions of a row, the cache has "
+                    f"{rows.cursor.capacity}: a drafter's width counts every position that it advances by"
+                )
+            with nullcontext() if cache is rows else self.runner.over(cache):
+                return self.runner.score(padded, view.taps, view).of(slots)
+
+    def _subset(self, entries: Selection, slots: Sequence[int], width: int) -> SubsetCache:
+        """The cache of chosen entries, up to date in these slots, and with room for trees of that many nodes.
+
+        Raises:
+            NoRoom: it does not fit in free memory.
+        """
+        rows, kept = self._whole, entries.first + entries.recent
+        subset = rows.subsets.get(entries)
+        taken = kept if subset is None else max(subset.cursor.taken, default=kept)
+        if subset is None or taken + width > subset.cursor.capacity:
+            capacity = min(kept + max(SCRATCH, 2 * (taken - kept + width)), rows.cursor.capacity)
+            check_room(
+                self.config, self._cached_layers, rows.cursor.slots, capacity, self.model.dtype, self.device,
+                f"draft by fewer than the {entries} of each row",
+            )  # fmt: skip
+            subset = rows.subsets[entries] = SubsetCache(rows, entries.first, entries.recent, capacity, subset)
+        subset.cursor.use(len(rows.lengths))
+        for slot in slots:
+            subset.follow(rows, slot)
+        return subset
