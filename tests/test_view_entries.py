@@ -236,18 +236,20 @@ def test_beyond_the_window_drafts_are_those_of_the_whole_model_where_it_holds_al
     assert fast.report().acceptance_rate == 1.0
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
-@pytest.mark.parametrize(
-    ("architecture", "why"),
-    [
-        ("bloom", "its attention depends on the places of keys"),
-        ("mpt", "its attention depends on the places of keys"),
-        ("falcon_alibi", "its attention depends on the places of keys"),
-        ("llama4_text", "its attention depends on the places of keys"),
-        ("mistral", "some of its layers attend to 9 positions, choose no more recent ones"),
-        ("gpt_oss", "some of its layers attend to 9 positions, choose no more recent ones"),
-    ],
-)
-def test_models_whose_attention_depends_on_places_are_refused(architecture: str, why: str, runtime: str) -> None:
-    with pytest.raises(Refused, match=why):
-        target_of(tiny(architecture, torch.float32), runtime).check_view(WindowKv(2, 10))
+@pytest.mark.parametrize("architecture", WINDOWS)
+def test_no_more_is_read_than_the_narrowest_window(architecture: str, runtime: str) -> None:
+    model: Any = tiny(architecture, torch.float32)
+    text = words(random.Random(5), 30)
+    target = begun(target_of(model, runtime), [text])
+    scores = target.score([DraftTree.chain(text[-1], [3])], WindowKv(2, 20)).logits[0]
+    plain = Picked(model).logits(text[:-1], [text[-1], 3], 2, model.config.sliding_window)
+    assert model.config.sliding_window == 9 and error(scores, plain) < 1e-3
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES[:2])
+@pytest.mark.parametrize("architecture", ["bloom", "mpt", "falcon_alibi", "llama4_text"])
+def test_models_whose_attention_depends_on_places_are_refused(architecture: str, runtime: str) -> None:
+    with pytest.raises(Refused, match=r"cannot read a part of its KV cache: its attention depends on the places"):
+        target_of(tiny(architecture, torch.float32), runtime).check_view(VIEW)

@@ -26,12 +26,12 @@ from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rounded import RoundedOps
-from truedraft.runtime.selecting import check_entries
+from truedraft.runtime.selecting import fitted
 from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
-from truedraft.views._base import WHOLE, Reduction, Selection, View
+from truedraft.views._base import WHOLE, Reduction, View
 
 VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
@@ -171,24 +171,18 @@ class CompiledPass(Runner):
         reduction = view.reduction(len(self.program.layer_types))
         if reduction.skips:
             check_own_keys(self.model)
-        if reduction.entries is not None:
-            self._check_entries(reduction.entries)
         self._without(reduction)
         try:
             self._of_bits(reduction.bits)
         except NotCompilable as why:
             raise Refused(f"{type(self.model).__name__} cannot run under {view.name}: {why}") from why
+        attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
+        by_place = self.program.lean or self.program.biased or any(op.mode & 1 for op in attending)
+        window = min((op.window for op in attending if op.window), default=None)
         if len(self._reductions) == VARIANTS:
             del self._reductions[next(iter(self._reductions))]
-        self._reductions[view] = reduction
-        return reduction
-
-    def _check_entries(self, entries: Selection) -> None:
-        p = self.program
-        attending = [op for op in p.ops if op.kind == OpKind.ATTEND]
-        by_place = p.lean or p.biased or any(op.mode & 1 for op in attending)
-        window = min((op.window for op in attending if op.window), default=None)
-        check_entries(type(self.model).__name__, entries, bool(by_place), window)
+        self._reductions[view] = fitted(type(self.model).__name__, reduction, bool(by_place), window)
+        return self._reductions[view]
 
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         """The logits at every node of one tree per slot in use, of the whole model or under a view.

@@ -27,13 +27,13 @@ from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.positions import Positions, has_table, table_size
 from truedraft.runtime.rotary import by_row, changes
-from truedraft.runtime.selecting import check_entries
+from truedraft.runtime.selecting import fitted
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.tapping import LayerTaps, one_token
 from truedraft.runtime.tempered import tempered
 from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
-from truedraft.views._base import Reduction, Selection, View
+from truedraft.views._base import Reduction, View
 
 # Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: where
 # both have the same instructions, in fp32 on Intel processors, for which torch's matrix products are tuned, in bf16
@@ -205,17 +205,12 @@ class ForwardPass(Runner):
                 f"{type(self.model).__name__} cannot run under {view.name} by the {self.name}: weights of fewer bits "
                 "need the compiled pass"
             )
-        if reduction.entries is not None:
-            self._check_entries(reduction.entries)
         if reduction.skips:
             if self._skippable is None:
                 self._skippable = SkippableLayers(self.model, len(self.layer_types))
             self._skippable.check(reduction)
-        return reduction
-
-    def _check_entries(self, entries: Selection) -> None:
         by_place = self._by_place or {"chunked_attention", "indexed_attention"}.intersection(self.layer_types)
-        check_entries(type(self.model).__name__, entries, bool(by_place), self.window)
+        return fitted(type(self.model).__name__, reduction, bool(by_place), self.window)
 
     def _under(self, view: View | None) -> AbstractContextManager[None]:
         """A context in which `forward` runs under a view; None for the whole model."""

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from truedraft.errors import Refused
-from truedraft.views._base import Selection
+from truedraft.views._base import Reduction
 
 
-def check_entries(name: str, entries: Selection, by_place: bool, window: int | None) -> None:
-    """Check that attention over chosen entries does not depend on their places.
-
-    Windows are ignored: all entries are read.
+def fitted(name: str, reduction: Reduction, by_place: bool, window: int | None) -> Reduction:
+    """A reduction with as many recent positions at most as all layers attend to, because no window is applied to chosen
+    entries.
 
     Args:
         name: of the model, for messages.
         by_place: whether attention depends on the places of keys, other than by a window.
-        window: most recent positions that some layers attend to; None where there are no such layers.
+        window: the fewest recent positions that layers attend to; None where all attend to everything.
 
     Raises:
-        Refused: it depends on them, or some layers would read more than their window, except for the first positions.
+        Refused: entries are chosen, and attention depends on their places.
     """
+    entries = reduction.entries
+    if entries is None:
+        return reduction
     if by_place:
         raise Refused(f"{name} cannot read a part of its KV cache: its attention depends on the places of keys")
-    if window is not None and window < entries.recent:
-        raise Refused(
-            f"{name} cannot read {entries} of its KV cache: some of its layers attend to {window} positions, choose no "
-            "more recent ones"
-        )
+    recent = entries.recent if window is None else min(entries.recent, window)
+    return replace(reduction, entries=replace(entries, recent=recent))

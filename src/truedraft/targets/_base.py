@@ -255,14 +255,16 @@ class Target(Protocol):
         when this returns; see `wait`.
 
         Without a view the whole model reads the committed KV, and scratch is dropped. Under a view the pass reads the
-        scratch as well, behind the committed KV, and writes behind both.
+        scratch as well, behind the committed KV or the entries of it that the view chooses, and writes behind both.
 
         Args:
             slots: under a view, the slots of the trees, in increasing order; by default all slots in use.
 
         Raises:
             Refused: the model cannot run under the view (see `check_view`), the view runs a layer for which another
-                view has written no scratch, or the cache has no room for more scratch; nothing was computed.
+                view has written no scratch, or reads other entries, or the cache has no room for more scratch; nothing
+                was computed.
+            NoRoom: the entries that the view chooses do not fit in free memory beside the cache.
         """
 
     def check_taps(self, taps: Taps) -> None:

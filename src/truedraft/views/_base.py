@@ -78,9 +78,9 @@ WHOLE = Reduction()
 class View:
     """A lighter way to run a target's own weights: which parts of the model a pass leaves out.
 
-    `target.score(trees, view=...)` makes such a pass. It reads the KV that the whole model has committed, in the layers
-    that it runs, and writes scratch KV behind it: for these layers only, dropped by `rewind` and by every pass of the
-    whole model. A view can therefore not change the target's output.
+    `target.score(trees, view=...)` makes such a pass. It reads the KV that the whole model has committed, or entries of
+    it that are chosen, in the layers that it runs, and writes scratch KV behind it: for these layers only, dropped by
+    `rewind` and by every pass of the whole model. A view can therefore not change the target's output.
 
     A subclass is a frozen dataclass whose fields are its knobs, and overrides what it changes; the defaults are those
     of the whole model. Equal views must behave alike.
