@@ -160,9 +160,9 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
-        found = name == "skip-layers" or "calibration" in registry.method("views", base).card.needs
-        half = {"layers": "1a"} if found else {}
-        return registry.load("drafters", base, **half, **knobs, **other)
+        small: dict[str, Any] = {"skip-layers": {"layers": "1a"}, "window-kv": {"sinks": 1, "recent": 3}}
+        found = {"layers": "1a"} if "calibration" in registry.method("views", base).card.needs else small.get(name, {})
+        return registry.load("drafters", base, **found, **knobs, **other)
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):
         pytest.skip(f"{base}: {why}")

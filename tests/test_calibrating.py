@@ -22,6 +22,7 @@ from truedraft.views.skip_layers import SkipLayers
 from truedraft.views.sleb import Sleb
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4, 3, 4, 3], [20]]
+KNOBS: dict[str, dict[str, Any]] = {"sleb": {"share": 0.25}, "draft-and-verify": {"trials": 24}}
 CALIBRATED = [n for n in registry.names("views") if "calibration" in registry.method("views", n).card.needs]
 
 
@@ -61,17 +62,35 @@ def test_goodput_counts_the_weights_that_are_read() -> None:
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_layer_that_does_nothing_is_found(name: str, layer: int, tmp_path: Path) -> None:
     model = idle(layer)
-    view: CalibratedLayers = registry.method("views", name)(**{"sleb": {"share": 0.25}}.get(name, {"trials": 24}))
+    view: CalibratedLayers = registry.method("views", name)(**KNOBS.get(name, {}))
     lines: list[str] = []
     texts = model.generate(**ragged(model, 4), max_new_tokens=40, do_sample=False)[:, -40:].tolist()  # its likeliest
     evaluator = TextEvaluator(model, texts)
     found = view.search(evaluator, lines.append)
     assert str(layer) in {part.rstrip("af") for part in found.split(";")} and lines
+    if name == "d3":
+        assert found.split(";")[0] == str(layer)
+        return
     assert evaluator.goodput(SkipLayers(found)) > evaluator.goodput(View()) + 0.05
     draft = registry.load("drafters", f"{name}:layers={found}")
     report = truedraft.accelerate(model, draft=draft, control="fixed")
     report.generate(**ragged(model, 2), max_new_tokens=20, do_sample=False)
     assert report.report().acceptance_rate and report.report().mean_acceptance_length > 4
+
+
+def test_depth_decays_along_a_draft() -> None:
+    """Layers are skipped in the order that was found, and drafts do not change the text."""
+    view = registry.load("views", "d3:layers=2;1,alpha=0.7")
+    skipped = [sorted(view.at(depth).reduction(4).layers) for depth in range(4)]
+    assert skipped == [[1, 2], [1, 2], [1, 2], [1, 2]]
+    view = registry.load("views", "d3:layers=2;1,alpha=0.85")
+    assert [sorted(view.at(depth).reduction(4).layers) for depth in range(4)] == [[2], [1, 2], [1, 2], [1, 2]]
+    model = tiny("llama", torch.float32, sharpen=4.0, layers=LAYERS)
+    fast = truedraft.accelerate(model, draft="d3:layers=2;1,alpha=0.85,depth=3", control="fixed")
+    inputs = ragged(model, 3)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+    assert fast.report().acceptance_rate
 
 
 def test_a_calibration_is_of_one_model(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_merge_calls_no_other_part_where_one_is_confident() -> None:
 
 
 class Reading(FixedChain):
-    autoregressive = True
+    autoregressive = reads_texts = True
 
 
 @pytest.mark.parametrize(("emitted", "reading", "called"), [(5, 2.0, (0, 0)), (6, 0.1, (40, 59)), (6, 20.0, (0, 0))])

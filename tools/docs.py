@@ -34,6 +34,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "prompts": lambda document: figures.prompts(),
     "ties": lambda document: figures.ties(),
     "heads": lambda document: figures.heads(),
+    "views": lambda document, part: figures.views(part),
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, *which: figures.peers(*which),

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from truedraft.accelerated import accelerate
@@ -45,16 +47,30 @@ class TextEvaluator:
     def layers(self) -> int:
         return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
 
-    @torch.no_grad()
     def loss(self, view: View) -> float:
-        target, total = self.target, 0.0
+        total = 0.0
         for text in self.texts:
-            ids = torch.tensor(text, device=target.device)
-            with target.temporary_cache(1, len(text) + 1):
-                target.prefill([Prompt(ids[:1])])
-                logits = target.score([DraftTree.chain(text[0], text[1:-1])], view).logits[0].float()
-            total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
-        return total / sum(len(text) - 1 for text in self.texts)
+            after = torch.tensor(text[1:], device=self.target.device)
+            total += float(cross_entropy(self._logits(text, view), after, reduction="sum"))
+        return total / self._predicted
+
+    def agreement(self, view: View) -> float:
+        """The share of tokens whose likeliest successor, behind the text before, is that of the whole model."""
+        whole = View()
+        equal = [self._logits(text, view).argmax(-1) == self._logits(text, whole).argmax(-1) for text in self.texts]
+        return sum(int(some.sum()) for some in equal) / self._predicted
+
+    @property
+    def _predicted(self) -> int:
+        return sum(len(text) - 1 for text in self.texts)
+
+    @torch.no_grad()
+    def _logits(self, text: Sequence[int], view: View) -> Tensor:
+        """(n - 1, V) logits at a text's tokens but the last, by the target run under the view alone."""
+        target = self.target
+        with target.temporary_cache(1, len(text) + 1):
+            target.prefill([Prompt(torch.tensor(text[:1], device=target.device))])
+            return target.score([DraftTree.chain(text[0], text[1:-1])], view).logits[0].float()
 
     def goodput(self, view: View) -> float:
         fast = accelerate(self.model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH, top_k=1), control="fixed")

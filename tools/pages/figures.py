@@ -92,6 +92,34 @@ def heads() -> list[str]:
     return _table([*columns, "over no drafts (tokens per pass)"], rows)
 
 
+def views(part: str) -> list[str]:
+    """What views cost, how often their drafts are accepted, and the speed of text that they draft."""
+    found = _results("views", part)
+    if part == "passes":
+        specs = list(dict.fromkeys(one["view"] for one in found))
+        by = {(one["view"], one["dtype"]): one for one in found}
+        rows = [
+            [f"`{spec}`", *(f"{by[spec, d]['ratio']:.2f} ({by[spec, d]['share']:.2f})" for d in ("fp32", "bf16"))]
+            for spec in specs
+        ]
+        return _table(["view", "fp32", "bf16"], rows)
+    if part == "acceptance":
+        rows = [
+            [
+                f"`{one['view']}`" if one["view"] else "the whole model", f"{one['share']:.2f}",
+                f"{one['mean_acceptance_length']:.2f}", f"{one['agreement']:.1%}", f"{one['loss']:.3f}",
+            ]
+            for one in found
+        ]  # fmt: skip
+        return _table(["view", "share of weights", "tokens per pass", "agreement alone", "loss alone"], rows)
+    sides = [side for side in dict.fromkeys(one["side"] for one in found) if side not in ("transformers", "no drafts")]
+    rows = []
+    for key in dict.fromkeys((one["size"], one["dtype"], one["workload"]) for one in found):
+        by = {one["side"]: one for one in found if (one["size"], one["dtype"], one["workload"]) == key}
+        rows.append([*key, *(_rounded(by[s]["against_no_drafts"]) if by[s]["passes"] else "" for s in sides)])
+    return _table(["target", "dtype", "text", *map(_drafter, sides)], rows)
+
+
 def replay(*drafters: str) -> list[str]:
     """Mean acceptance length on recorded outputs and, in brackets, nodes drafted per pass; of all drafters, or some."""
     found = {one["drafter"]: one for one in _results("replay")}

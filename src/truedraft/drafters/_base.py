@@ -48,6 +48,7 @@ class Drafter(ABC):
     tokenizer: its own tokenizer, if it has one; it must equal the target's.
     prior_confidence: prior probability that the first token of a draft is accepted.
     autoregressive: whether every level of a draft costs a pass of a model.
+    reads_texts: whether passes of a model read the text of a row before the first draft for it.
     adaptive: whether it ends a draft where further levels would cost more than they save, by `pass_cost`.
     pass_cost: the cost of passes, where drafts have to pay for their own time; else None.
     learner: its training, if it is trained (`truedraft train`).
@@ -61,6 +62,7 @@ class Drafter(ABC):
     tokenizer: PreTrainedTokenizerBase | None = None
     prior_confidence: ClassVar[float] = 0.15
     autoregressive: bool = False
+    reads_texts: bool = False
     adaptive: bool = False
     pass_cost: PassCost | None = None
     learner: ClassVar[type[Learner] | None] = None

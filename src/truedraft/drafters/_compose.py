@@ -105,9 +105,9 @@ class Many(Joint):
         return trees
 
     def unread(self, k: int, rows: Sequence[Row]) -> int:
-        """Tokens of the rows that part k has to read before its first drafts for them, if it is autoregressive."""
+        """Tokens of the rows that part k has to read before its first drafts for them."""
         read = self._read[k]
-        return sum([len(row.tokens) for row in rows if id(row) not in read]) if self.parts[k].autoregressive else 0
+        return sum([len(row.tokens) for row in rows if id(row) not in read]) if self.parts[k].reads_texts else 0
 
     def _with_confidence(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]

@@ -57,7 +57,7 @@ class ConfidenceTree(GrowingDrafter):
     def room(self, budget: int) -> int:
         return self.depth * max(self.top_k, budget) if budget > 0 else 0
 
-    def continues(self, growing: GrowingTree, rows: int) -> bool:
+    def continues(self, growing: GrowingTree, rows: int, active: int) -> bool:
         """Whether the next level adds more tokens per second than the pass has with the draft so far.
 
         Nodes whose children would not be worth their share of the verifying pass are not expanded. The rate of
@@ -65,7 +65,7 @@ class ConfidenceTree(GrowingDrafter):
         """
         if self.pass_cost is None or not growing.score or self.is_drawn(growing.row):
             return True
-        node, level = self.pass_cost.node, self._of_level / rows
+        node, level = self.pass_cost.node, self._of_level / active
         depth = growing.depth[growing.frontier[0]]
         tokens, seconds = 1.0, self.pass_cost.plain / rows + depth * level
         for score in sorted(growing.score.values(), reverse=True)[: min(self.nodes, growing.budget)]:

@@ -130,7 +130,7 @@ class GrowingDrafter(Drafter):
     """A drafter whose drafts grow level by level; each level is one pass of its reader over all rows."""
 
     prior_confidence = 0.7
-    autoregressive = True
+    autoregressive = reads_texts = True
 
     @property
     @abstractmethod
@@ -157,12 +157,17 @@ class GrowingDrafter(Drafter):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
         self.reader.catch_up(rows)
         active = growing = [self._growing(row, most) for row, most in zip(rows, budget, strict=True)]
-        while active := [tree for tree in active if tree.frontier and self.continues(tree, len(rows))]:
-            self._level(active)
+        while ready := [tree for tree in active if tree.frontier]:
+            active = [tree for tree in ready if self.continues(tree, len(rows), len(ready))]
+            if active:
+                self._level(active)
         return [self.finished(tree) for tree in growing]
 
-    def continues(self, growing: GrowingTree, rows: int) -> bool:
-        """Whether a draft, one of `rows` that grow together, gets another level; asked no more once it gets none."""
+    def continues(self, growing: GrowingTree, rows: int, active: int) -> bool:
+        """Whether a draft gets another level; asked no more once it gets none.
+
+        rows: in the pass that verifies. active: drafts that may share the pass of the level.
+        """
         return True
 
     def room(self, budget: int) -> int:

@@ -51,6 +51,10 @@ class Joint(Drafter):
         return any(part.autoregressive for part in self.parts)
 
     @property
+    def reads_texts(self) -> bool:  # type: ignore[override]
+        return any(part.reads_texts for part in self.parts)
+
+    @property
     def adaptive(self) -> bool:  # type: ignore[override]
         return self.autoregressive and all(part.adaptive for part in self.parts if part.autoregressive)
 

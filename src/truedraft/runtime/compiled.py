@@ -33,7 +33,7 @@ from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import WHOLE, Reduction, View
 
-VARIANTS = 64  # most cached lists of operations; the oldest is dropped first
+VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
 FAILURES = {
     Failure.TOKEN: "a token outside the vocabulary",
@@ -74,6 +74,7 @@ class CompiledPass(Runner):
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
         self._halves: dict[int, Halves] = {}
+        self._reductions: dict[View, Reduction] = {}
         self._rounded: dict[int, RoundedOps] = {}  # by bits
         self._tables = RotaryTables()
         self._along = PositionTables()
@@ -165,6 +166,8 @@ class CompiledPass(Runner):
                 halves cannot be skipped, or their weights cannot be rounded.
             NoRoom: copies of these do not fit in memory.
         """
+        if view in self._reductions:
+            return self._reductions[view]
         reduction = view.reduction(len(self.program.layer_types))
         if reduction.skips:
             check_own_keys(self.model)
@@ -176,7 +179,10 @@ class CompiledPass(Runner):
         attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
         by_place = self.program.lean or self.program.biased or any(op.mode & 1 for op in attending)
         window = min((op.window for op in attending if op.window), default=None)
-        return fitted(self.model, reduction, bool(by_place), window)
+        if len(self._reductions) == VARIANTS:
+            del self._reductions[next(iter(self._reductions))]
+        self._reductions[view] = fitted(self.model, reduction, bool(by_place), window)
+        return self._reductions[view]
 
     def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:
         p, nodes, names = self.program, Nodes(), list(self.program.widths)

@@ -44,4 +44,5 @@ def _left_out(block: nn.Module, attention: bool, feed_forward: bool) -> list[nn.
 
 def _bytes(parameters: Iterable[nn.Parameter], bits: int) -> int:
     """Bytes of parameters; bits: those that numbers of matrices have at most, or 0 for as many as they have."""
-    return sum(min(stored(p), p.numel() * bits // 8) if bits and p.ndim > 1 else stored(p) for p in parameters)
+    with_scales = bits + (bits == 4)  # one of fp32 for 32 numbers
+    return sum(min(stored(p), p.numel() * with_scales // 8) if bits and p.ndim > 1 else stored(p) for p in parameters)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 from truedraft.errors import Refused
 from truedraft.files import read_bytes
 from truedraft.views._base import Reduction, View
-from truedraft.views._layers import check_layers, listed
+from truedraft.views._layers import Without, check_layers, listed
 
 
 class Evaluator(Protocol):
@@ -55,15 +55,41 @@ class CalibratedLayers(View):
     def fingerprint(self) -> str | None:
         return found_in(self.file)["fingerprint"] if self.file else None
 
-    def reduction(self, layers: int) -> Reduction:
+    @property
+    def found(self) -> str:
+        """The layers that were found.
+
+        Raises:
+            Refused: none were given.
+        """
         if not (self.layers or self.file):
             raise Refused(
                 f"{self.name} has no layers to skip: `truedraft calibrate {self.name} --target MODEL --data FILE --out "
                 f"OUT` finds them, draft='{self.name}:file=OUT' uses them"
             )
-        found = listed(self.layers or found_in(self.file)["layers"])
-        check_layers(found, layers)
-        return found
+        return self.layers or str(found_in(self.file)["layers"])
+
+    def reduction(self, layers: int) -> Reduction:
+        left_out = listed(self.found)
+        check_layers(left_out, layers)
+        return left_out
+
+
+def removed(evaluator: Evaluator, count: int, ends: int, progress: Callable[[str], None]) -> list[int]:
+    """Layers removed one after another: each time that without which the loss is smallest (SLEB, arXiv 2402.09025).
+
+    ends: layers at either end that are kept.
+    """
+    progress(f"all layers: loss {evaluator.loss(View()):.3f}")
+    left, gone = set(range(ends, evaluator.layers - ends)), list[int]()
+    while left and len(gone) < count:
+        sets = {layer: frozenset((*gone, layer)) for layer in sorted(left)}
+        losses = {layer: evaluator.loss(Without(Reduction(some, some))) for layer, some in sets.items()}
+        least = min(losses, key=losses.__getitem__)
+        left.remove(least)
+        gone.append(least)
+        progress(f"without layers {', '.join(map(str, sorted(gone)))}: loss {losses[least]:.3f}")
+    return gone
 
 
 @lru_cache(maxsize=64)

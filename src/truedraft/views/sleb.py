@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.views._base import Reduction, View
-from truedraft.views._calibrated import CalibratedLayers, Evaluator
-from truedraft.views._layers import FORM, Without, listed, text_of
+from truedraft.views._base import Reduction
+from truedraft.views._calibrated import CalibratedLayers, Evaluator, removed
+from truedraft.views._layers import FORM, listed, text_of
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,5 @@ class Sleb(CalibratedLayers):
     ends: int = knob(1, 0, 64)  # layers at either end that are kept; published 1
 
     def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
-        progress(f"all layers: loss {evaluator.loss(View()):.3f}")
-        left, gone = set(range(self.ends, evaluator.layers - self.ends)), list[int]()
-        while left and len(gone) < round(self.share * evaluator.layers):
-            sets = {layer: frozenset((*gone, layer)) for layer in sorted(left)}
-            losses = {layer: evaluator.loss(Without(Reduction(some, some))) for layer, some in sets.items()}
-            least = min(losses, key=losses.__getitem__)
-            left.remove(least)
-            gone.append(least)
-            progress(f"without layers {', '.join(map(str, sorted(gone)))}: loss {losses[least]:.3f}")
-        return text_of(Reduction(frozenset(gone), frozenset(gone)))
+        gone = frozenset(removed(evaluator, round(self.share * evaluator.layers), self.ends, progress))
+        return text_of(Reduction(gone, gone))

@@ -82,7 +82,7 @@ class CsDrafting(Joint):
     bottom: Any = "max-gram"  # the drafter below the models, or its name; published max-gram
 
     prior_confidence = 0.7
-    autoregressive = True
+    autoregressive = reads_texts = True
 
     def __post_init__(self) -> None:
         given = self.model.split(";") if isinstance(self.model, str) else self.model

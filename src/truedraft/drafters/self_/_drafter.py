@@ -31,10 +31,11 @@ class SelfDrafter(ConfidenceTree):
         idea="The target drafts for itself, run lighter.",
         family="self-drafting",
     )
+    reads_texts = False  # the target has read them
     view: View
     nodes: int = knob(24, 1, 1024)  # of the draft
-    depth: int = knob(10, 1, 64)  # levels; published 8 and 12, SWIFT 25
-    top_k: int = knob(2, 1, 64)  # nodes expanded per level, and children of each
+    depth: int = knob(24, 1, 64)  # levels at most; published 8 and 12, SWIFT 25
+    top_k: int = knob(1, 1, 64)  # nodes expanded per level, and children of each; SWIFT up to 10 children of one
     drawn: bool = knob(False)  # a drawn chain for rejection rules
 
     def __post_init__(self) -> None:

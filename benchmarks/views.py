@@ -1,0 +1,188 @@
+"""The target drafting for itself: what passes under views cost, how often drafts are accepted, and the speed of text.
+
+    python benchmarks/views.py [--parts passes acceptance text] [--sizes 0.1B 0.5B] [--json FILE] [--svg PICTURE]
+
+passes: a random Llama of 0.1 B parameters behind 256 positions: a pass of width 1 under a view over one of the whole
+model, beside the share of weights that the view reads; medians of ratios within rounds.
+acceptance: `nano`, whose layers all add something: drafts of 8 tokens without more and more of what a calibration by
+`sleb` finds redundant, and in fewer bits; and the loss and the agreement of the view alone, which is the lossy model.
+text: `nano` stretched to passes of 0.1 B and 0.5 B. Its further layers add nothing, so that bits are measured there and
+skipped layers are not: those would be free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import truedraft
+from truedraft import registry
+from truedraft.bench.compare import compare
+from truedraft.bench.plots import Panel, picture
+from truedraft.bench.sides import transformers_side, truedraft_side
+from truedraft.bench.sizes import SIZES
+from truedraft.bench.stretched import stretched
+from truedraft.bench.workloads import Workload, embedded
+from truedraft.calibrating import TextEvaluator
+from truedraft.drafters.self_._drafter import SelfDrafter
+from truedraft.files import write_whole
+from truedraft.loading import load
+from truedraft.targets.hosting import hosted
+from truedraft.tree import DraftTree, Prompt
+from truedraft.views._base import View
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+BEHIND, DEPTH = 256, 8
+PASSES = ("skip-layers:share=0.25", "skip-layers:share=0.5", "skip-layers:layers=1-10a", "skip-layers:layers=1-10f")
+BITS = ("int8-self", "int4-self")
+DRAFTS = (*BITS, "int8-self+suffix", "int4-self+suffix", "auto")
+
+
+def view_of(spec: str) -> View:
+    """The view of a spec, "" for the whole model."""
+    return registry.load("drafters", spec).view if spec else View()
+
+
+def passes(dtype: str, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of passes of width 1, whole and under views, in turns."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=12, tie_word_embeddings=False, max_position_embeddings=1024,
+    )  # fmt: skip
+    target = hosted(LlamaForCausalLM(config).eval().to(getattr(torch, DTYPES[dtype])))
+    target.reserve(1, BEHIND + 8)
+    target.prefill([Prompt(torch.arange(BEHIND) + 5)])
+    views = {spec: view_of(spec) for spec in (*PASSES, *BITS)}
+    taken: dict[str, list[float]] = {spec: [] for spec in ("", *views)}
+    for _ in range(5 * rounds):
+        for spec in taken:
+            for turn in range(DEPTH):  # as a draft makes them, one after another
+                start = time.perf_counter()
+                target.score([DraftTree.chain(7)], views.get(spec))
+                taken[spec] += [time.perf_counter() - start][: turn > 0]
+    return [
+        {
+            "dtype": dtype, "view": spec, "share": target.share(view), "seconds": median(taken[spec]),
+            "ratio": median(own / whole for own, whole in zip(taken[spec], taken[""], strict=True)),
+        }
+        for spec, view in views.items()
+    ]  # fmt: skip
+
+
+def acceptance(tokens: int) -> list[dict[str, Any]]:
+    """Of drafts of `nano` by its layers that are left, and the quality of these alone."""
+    model, tokenizer = load("nano", "float32")
+    items = next(load_.items for load_ in embedded() if load_.name == "story")
+    encoded = [tokenizer(item.text, return_tensors="pt", return_token_type_ids=False)["input_ids"] for item in items]
+    texts = [model.generate(ids, max_new_tokens=tokens, do_sample=False)[0].tolist() for ids in encoded]
+    evaluator = TextEvaluator(model, texts)
+    sleb: Any = registry.load("views", "sleb:share=0.5")
+    order: list[str] = []
+    sleb.search(evaluator, order.append)
+    found = [line.split(":")[0].removeprefix("without layers ").replace(", ", ";") for line in order[1:]]
+    halves = [f"skip-layers:layers={found[0]}{half}" for half in "af"]
+    specs = ["", *halves, *(f"skip-layers:layers={layers}" for layers in found), *BITS]
+    rows = []
+    for spec in specs:
+        view = view_of(spec)
+        fast = truedraft.accelerate(model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH), control="fixed")
+        emitted = made = 0
+        for ids in encoded:
+            fast.generate(ids, max_new_tokens=tokens, do_sample=False)
+            emitted, made = emitted + fast.report().tokens, made + fast.report().row_passes
+        rows.append(
+            {
+                "view": spec, "share": evaluator.target.share(view), "mean_acceptance_length": emitted / made,
+                "loss": evaluator.loss(view), "agreement": evaluator.agreement(view),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def drawn(rows: list[dict[str, Any]]) -> str:
+    """Acceptance, agreement and loss by the share of layers skipped."""
+    whole = [
+        row for row in rows if not row["view"] or (row["view"].startswith("skip-layers") and row["view"][-1].isdigit())
+    ]
+    layers = [row["view"].count(";") + bool(row["view"]) for row in whole]
+    panels = [
+        Panel(title, [("sleb's order", [row[name] for row in whole])], list(map(str, layers)))
+        for title, name in (
+            (f"tokens per pass, drafts of {DEPTH}", "mean_acceptance_length"),
+            ("agreement of the view alone", "agreement"), ("loss of the view alone, nats a token", "loss"),
+        )
+    ]  # fmt: skip
+    return picture(panels, "layers skipped, of nano's six")
+
+
+def text(size: str, dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Speed beside no drafts."""
+    small, tokenizer = load("nano", DTYPES[dtype])
+    layers, hidden = SIZES["nano"][size]
+    model = stretched(small, layers=layers, hidden=hidden)
+    fasts = {spec: truedraft.accelerate(model, tokenizer, draft=spec) for spec in DRAFTS}
+    rows: list[dict[str, Any]] = []
+    for load_ in embedded():
+        chosen = Workload(load_.name, load_.items[: args.limit], args.tokens)
+        sides = [transformers_side("transformers", model)]
+        sides.append(truedraft_side("no drafts", truedraft.accelerate(model, tokenizer, draft=None)))
+        sides += [truedraft_side(spec, fast) for spec, fast in fasts.items()]
+        found = compare(sides, chosen, tokenizer, model.device, 1, args.rounds, 0.0, 0)
+        rows += [{"size": size, "dtype": dtype, **vars(row)} for row in found]
+    return rows
+
+
+def shown(console: Console, title: str, rows: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(f"{row[name]:.3f}" if isinstance(row[name], float) else str(row[name]) for name in names))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["passes", "acceptance", "text"])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES["nano"]))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--limit", type=int, default=2)
+    parser.add_argument("--machine", default=platform.processor(), help="a description of this machine, for --json")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--svg", type=Path, help="draw the acceptance by layers skipped")
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    console, found = Console(width=150), dict[str, list[dict[str, Any]]]()
+    if "passes" in args.parts:
+        found["passes"] = [row for dtype in args.dtypes for row in passes(dtype, args.rounds)]
+        shown(console, "Passes", found["passes"], ("dtype", "view", "share", "ratio", "seconds"))
+    if "acceptance" in args.parts:
+        found["acceptance"] = acceptance(args.tokens)
+        names = ("view", "share", "mean_acceptance_length", "loss", "agreement")
+        shown(console, "nano", found["acceptance"], names)
+        if args.svg:
+            write_whole(args.svg, drawn(found["acceptance"]))
+    if "text" in args.parts:
+        found["text"] = [row for size in args.sizes for dtype in args.dtypes for row in text(size, dtype, args)]
+        names = ("size", "dtype", "workload", "side", "differs", "against_no_drafts", "mean_acceptance_length")
+        shown(console, "Text", found["text"], names)
+    if args.json:
+        about = {"machine": args.machine, "threads": torch.get_num_threads(), "torch": torch.__version__}
+        write_whole(args.json, json.dumps({"machine": about, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
