@@ -161,6 +161,7 @@ def drafter(
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
         small: dict[str, Any] = {"skip-layers": {"layers": "1a"}, "window-kv": {"sinks": 1, "recent": 3}}
+        small["top-kv"] = {"entries": 4, "recent": 3, "chunk": 2}
         found = {"layers": "1a"} if "calibration" in registry.method("views", base).card.needs else small.get(name, {})
         return registry.load("drafters", base, **found, **knobs, **other)
     method = registry.method("drafters", base)
