@@ -18,6 +18,8 @@ from drafters_for_tests import skipping
 from models import ragged, tiny
 from nets import RULES, generated
 from test_runtime import random_tree, words
+from test_seq2seq import sources
+from test_seq2seq import tiny as seq2seq
 from test_views import COMPILED, LAYERS, RUNTIMES, begun, check_unaffected, cut, deep, error, target_of
 from truedraft import DraftTree, Refused
 from truedraft.errors import NoRoom
@@ -346,3 +348,15 @@ def test_entries_are_chosen_by_attention_or_refused(architecture: str, runtime: 
         inputs = ragged(model, 2)
         assert torch.equal(fast.generate(**inputs, **settings), model.generate(**inputs, **settings))
         assert fast.report().acceptance_rate > 0.05
+
+
+@COMPILED
+@pytest.mark.parametrize("draft", ["window-kv:sinks=1,recent=3", "top-kv:entries=2,recent=2"])
+def test_encoder_decoders(draft: str) -> None:
+    """By tables of positions; T5's biases by distance are refused."""
+    model = seq2seq("bart")
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    settings = dict(max_new_tokens=20, do_sample=False, num_beams=1)
+    assert torch.equal(fast.generate(**sources(), **settings), model.generate(**sources(), **settings))
+    with pytest.raises(Refused, match="its attention depends on the places of keys"):
+        truedraft.accelerate(seq2seq("t5"), draft=draft)
