@@ -1,12 +1,13 @@
 """The target drafting for itself: what passes under views cost, how often drafts are accepted, and the speed of text.
 
-    python benchmarks/views.py [--parts passes acceptance text] [--sizes 0.1B 0.5B] [--json FILE] [--svg PICTURE]
+    python benchmarks/views.py [--parts passes acceptance long text] [--sizes 0.1B 0.5B] [--json FILE] [--svg PICTURE]
 
 passes: a random Llama of 0.1 B parameters behind 256 positions, and behind 16,384 and 65,536 of random keys: a pass of
 width 1 under a view over one of the whole model, beside the share of bytes that it reads, of weights and of keys and
 values; medians of ratios within rounds.
 acceptance: `nano`, whose layers all add something: drafts of 8 tokens without more and more of what a calibration by
 `sleb` finds redundant, and in fewer bits; and the loss and the agreement of the view alone, which is the lossy model.
+long: the same model behind a prompt of 16,384 tokens, wired so that every draft is right: what views save at best.
 text: `nano` stretched to passes of 0.1 B and 0.5 B. Its further layers add nothing, so that bits are measured there and
 skipped layers are not: those would be free.
 """
@@ -28,6 +29,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import truedraft
+from peers import VOCABULARY, successors, wired
 from truedraft import registry
 from truedraft.bench.compare import compare
 from truedraft.bench.plots import Panel, picture
@@ -66,14 +68,20 @@ def share_of_bytes(target: Any, view: View, kept: float, behind: int) -> float:
     return (target.share(view) * target.weight_bytes + read * kept) / (target.weight_bytes + behind * kept)
 
 
-def passes(dtype: str, behind: int, specs: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """Seconds of passes of width 1, whole and under views, in turns, behind so many positions of random keys."""
+def llama(positions: int) -> LlamaForCausalLM:
+    """A random Llama of 0.1 B parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-        num_key_value_heads=12, tie_word_embeddings=False, max_position_embeddings=behind + 64,
+        vocab_size=VOCABULARY, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=12, tie_word_embeddings=False, initializer_range=0.01, max_position_embeddings=positions,
+        eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    target: Any = hosted(LlamaForCausalLM(config).eval().to(getattr(torch, DTYPES[dtype])))
+    return LlamaForCausalLM(config).eval()
+
+
+def passes(dtype: str, behind: int, specs: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """Seconds of passes of width 1, whole and under views, in turns, behind so many positions of random keys."""
+    target: Any = hosted(llama(behind + 64).to(getattr(torch, DTYPES[dtype])))
     target.reserve(1, behind + 64)
     target.prefill([Prompt(torch.tensor([5]))])
     for layer in target.cache.layers:
@@ -97,6 +105,29 @@ def passes(dtype: str, behind: int, specs: Sequence[str], rounds: int) -> list[d
         }
         for spec, view in views.items()
     ]  # fmt: skip
+
+
+def behind_texts(dtype: str, length: int, tokens: int) -> list[dict[str, Any]]:
+    """Speed behind long prompts, these left out, of a model wired as in peers.py: all that views draft is right.
+
+    Raises ValueError where another text is generated.
+    """
+    model = wired(llama(length + 512)).to(getattr(torch, DTYPES[dtype]))
+    cycle = successors()["no repeats"][0]
+    ids = torch.tensor([[cycle[i % len(cycle)] for i in range(length + tokens)]])
+    rows: list[dict[str, Any]] = []
+    for spec in (None, *ENTRIES):
+        fast = truedraft.accelerate(model, draft=spec)
+        given = ids[:, :length]
+        out = fast.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, do_sample=False, eos_token_id=None
+        )
+        if not out.equal(ids):
+            raise ValueError("the text differs from the expected one")
+        report = fast.report()
+        spent = report.seconds["all"] - report.seconds["prefill"] - report.seconds["measure"]
+        rows.append({"dtype": dtype, "behind": length, "view": spec or "", "seconds": spent / tokens})
+    return [{**row, "over_no_drafts": rows[0]["seconds"] / row["seconds"]} for row in rows]
 
 
 def acceptance(tokens: int) -> list[dict[str, Any]]:
@@ -173,7 +204,7 @@ def shown(console: Console, title: str, rows: list[dict[str, Any]], names: tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["passes", "acceptance", "text"])
+    parser.add_argument("--parts", nargs="+", default=["passes", "acceptance", "long", "text"])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES["nano"]))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -199,6 +230,9 @@ def main() -> None:
         shown(console, "nano", found["acceptance"], names)
         if args.svg:
             write_whole(args.svg, drawn(found["acceptance"]))
+    if "long" in args.parts:
+        found["long"] = [row for dtype in args.dtypes for row in behind_texts(dtype, LONG[0], args.tokens)]
+        shown(console, "Behind long prompts", found["long"], ("dtype", "behind", "view", "over_no_drafts", "seconds"))
     if "text" in args.parts:
         found["text"] = [row for size in args.sizes for dtype in args.dtypes for row in text(size, dtype, args)]
         names = ("size", "dtype", "workload", "side", "differs", "against_no_drafts", "mean_acceptance_length")

@@ -9,6 +9,7 @@ from typing import Any
 
 from pages.source import ROOT
 
+DTYPES = ("fp32", "bf16")
 RESULTS = ROOT / "benchmarks" / "results"
 KINDS = {
     "first turn": "first turn",
@@ -97,12 +98,20 @@ def views(part: str) -> list[str]:
     found = _results("views", part)
     if part == "passes":
         specs = list(dict.fromkeys(one["view"] for one in found))
+        behind = list(dict.fromkeys(one["behind"] for one in found))
+        by = {(one["view"], one["behind"], one["dtype"]): one for one in found}
+        rows = [
+            [f"{n:,}", f"`{spec}`", *(f"{by[spec, n, d]['ratio']:.3f} ({by[spec, n, d]['floor']:.3f})" for d in DTYPES)]
+            for n in behind for spec in specs if (spec, n, DTYPES[0]) in by
+        ]  # fmt: skip
+        return _table(["behind", "view", *DTYPES], rows)
+    if part == "long":
         by = {(one["view"], one["dtype"]): one for one in found}
         rows = [
-            [f"`{spec}`", *(f"{by[spec, d]['ratio']:.2f} ({by[spec, d]['share']:.2f})" for d in ("fp32", "bf16"))]
-            for spec in specs
+            [f"`{spec}`", *(_rounded(by[spec, dtype]["over_no_drafts"]) for dtype in DTYPES)]
+            for spec in dict.fromkeys(one["view"] for one in found if one["view"])
         ]
-        return _table(["view", "fp32", "bf16"], rows)
+        return _table(["view", *DTYPES], rows)
     if part == "acceptance":
         rows = [
             [
