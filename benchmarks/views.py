@@ -2,8 +2,9 @@
 
     python benchmarks/views.py [--parts passes acceptance text] [--sizes 0.1B 0.5B] [--json FILE] [--svg PICTURE]
 
-passes: a random Llama of 0.1 B parameters behind 256 positions: a pass of width 1 under a view over one of the whole
-model, beside the share of weights that the view reads; medians of ratios within rounds.
+passes: a random Llama of 0.1 B parameters behind 256 positions, and behind 16,384 and 65,536 of random keys: a pass of
+width 1 under a view over one of the whole model, beside the share of bytes that it reads, of weights and of keys and
+values; medians of ratios within rounds.
 acceptance: `nano`, whose layers all add something: drafts of 8 tokens without more and more of what a calibration by
 `sleb` finds redundant, and in fewer bits; and the loss and the agreement of the view alone, which is the lossy model.
 text: `nano` stretched to passes of 0.1 B and 0.5 B. Its further layers add nothing, so that bits are measured there and
@@ -16,6 +17,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +47,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BEHIND, DEPTH = 256, 8
 PASSES = ("skip-layers:share=0.25", "skip-layers:share=0.5", "skip-layers:layers=1-10a", "skip-layers:layers=1-10f")
 BITS = ("int8-self", "int4-self")
+ENTRIES, LONG = ("window-kv", "sparse-to-dense", "int8-self", "window-kv+int8-self"), (16384, 65536)
 DRAFTS = (*BITS, "int8-self+suffix", "int4-self+suffix", "auto")
 
 
@@ -53,27 +56,43 @@ def view_of(spec: str) -> View:
     return registry.load("drafters", spec).view if spec else View()
 
 
-def passes(dtype: str, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of passes of width 1, whole and under views, in turns."""
+def share_of_bytes(target: Any, view: View, kept: float, behind: int) -> float:
+    """Bytes of weights and of keys and values that a pass reads under a view, over those of the whole model.
+
+    kept: bytes of keys and values of a position.
+    """
+    entries = view.reduction(len(target.layer_types)).entries
+    read = behind if entries is None else min(entries.kept + entries.recent, behind)
+    return (target.share(view) * target.weight_bytes + read * kept) / (target.weight_bytes + behind * kept)
+
+
+def passes(dtype: str, behind: int, specs: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """Seconds of passes of width 1, whole and under views, in turns, behind so many positions of random keys."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-        num_key_value_heads=12, tie_word_embeddings=False, max_position_embeddings=1024,
+        num_key_value_heads=12, tie_word_embeddings=False, max_position_embeddings=behind + 64,
     )  # fmt: skip
-    target = hosted(LlamaForCausalLM(config).eval().to(getattr(torch, DTYPES[dtype])))
-    target.reserve(1, BEHIND + 8)
-    target.prefill([Prompt(torch.arange(BEHIND) + 5)])
-    views = {spec: view_of(spec) for spec in (*PASSES, *BITS)}
+    target: Any = hosted(LlamaForCausalLM(config).eval().to(getattr(torch, DTYPES[dtype])))
+    target.reserve(1, behind + 64)
+    target.prefill([Prompt(torch.tensor([5]))])
+    for layer in target.cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    target.cache.lengths[0] = behind
+    views = {spec: view_of(spec) for spec in specs}
     taken: dict[str, list[float]] = {spec: [] for spec in ("", *views)}
-    for _ in range(5 * rounds):
+    for _ in range(rounds):
         for spec in taken:
             for turn in range(DEPTH):  # as a draft makes them, one after another
                 start = time.perf_counter()
                 target.score([DraftTree.chain(7)], views.get(spec))
                 taken[spec] += [time.perf_counter() - start][: turn > 0]
+    kept = 2 * sum(layer.keys[0].numel() for layer in target.cache.layers) * target.dtype.itemsize / (behind + 64)
     return [
         {
-            "dtype": dtype, "view": spec, "share": target.share(view), "seconds": median(taken[spec]),
+            "dtype": dtype, "behind": behind, "view": spec, "share": target.share(view), "seconds": median(taken[spec]),
+            "floor": share_of_bytes(target, view, kept, behind),
             "ratio": median(own / whole for own, whole in zip(taken[spec], taken[""], strict=True)),
         }
         for spec, view in views.items()
@@ -167,8 +186,13 @@ def main() -> None:
     torch.set_grad_enabled(False)
     console, found = Console(width=150), dict[str, list[dict[str, Any]]]()
     if "passes" in args.parts:
-        found["passes"] = [row for dtype in args.dtypes for row in passes(dtype, args.rounds)]
-        shown(console, "Passes", found["passes"], ("dtype", "view", "share", "ratio", "seconds"))
+        found["passes"] = [
+            row
+            for behind, specs, rounds in ((BEHIND, (*PASSES, *BITS), 5), *((long, ENTRIES, 2) for long in LONG))
+            for dtype in args.dtypes
+            for row in passes(dtype, behind, specs, rounds * args.rounds)
+        ]
+        shown(console, "Passes", found["passes"], ("dtype", "behind", "view", "floor", "ratio", "seconds"))
     if "acceptance" in args.parts:
         found["acceptance"] = acceptance(args.tokens)
         names = ("view", "share", "mean_acceptance_length", "loss", "agreement")

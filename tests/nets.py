@@ -31,6 +31,11 @@ REGISTERED = [*NAMES, *PRESETS]
 COMPILED = {name for name in REGISTERED if PRESETS.get(name, (name,))[0] == "quantized"}  # by the compiled pass alone
 TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps", "view"]
 EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
+FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from tiny models and short texts
+    "skip-layers": {"layers": "1a"},
+    "window-kv": {"sinks": 1, "recent": 3},
+    "top-kv": {"entries": 2, "chunk": 1, "recent": 2},
+}
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 SEED = 5
 T = TypeVar("T")
@@ -160,10 +165,8 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
-        small: dict[str, Any] = {"skip-layers": {"layers": "1a"}, "window-kv": {"sinks": 1, "recent": 3}}
-        small["top-kv"] = {"entries": 4, "recent": 3, "chunk": 2}
-        found = {"layers": "1a"} if "calibration" in registry.method("views", base).card.needs else small.get(name, {})
-        return registry.load("drafters", base, **found, **knobs, **other)
+        found = {"layers": "1a"} if "calibration" in registry.method("views", base).card.needs else FEW.get(base, {})
+        return registry.load("drafters", base, **{**knobs, **found, **other})
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):
         pytest.skip(f"{base}: {why}")

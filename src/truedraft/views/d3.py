@@ -43,8 +43,6 @@ class D3(CalibratedLayers):
         return replace(self, alpha=self.alpha ** (depth + 1))
 
     def reduction(self, layers: int) -> Reduction:
-        order = [int(part) for part in self.found.split(";")]
-        some = frozenset(order[: layers - int(layers * self.alpha)])
-        left_out = Reduction(some, some)
+        left_out = listed(";".join(self.found.split(";")[: layers - int(layers * self.alpha)]))
         check_layers(left_out, layers)
         return left_out
