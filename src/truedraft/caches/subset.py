@@ -72,8 +72,9 @@ class SubsetCache(RowCache):
         """
         count, last = self.kept // chunk, whole.lengths[slot] - self.recent
         for own, layer, query in zip(self.layers, whole.layers, queries, strict=True):
-            keys = layer.keys[slot, :, : last // chunk * chunk].float().unflatten(1, (-1, chunk)).mean(2)
-            weights = (query.float() @ keys.mT).softmax(-1).sum(1)
+            keys = layer.keys[slot, :, : last // chunk * chunk].float()
+            scores = (query.float() @ keys.mT).unflatten(-1, (-1, chunk)).mean(-1)  # products with the mean keys
+            weights = scores.softmax(-1).sum(1)
             weights[:, 0] = torch.inf
             chunks = weights.topk(count).indices.sort().values[..., None] * chunk
             positions = (chunks + torch.arange(chunk, device=chunks.device)).flatten(1)[..., None]
