@@ -50,6 +50,8 @@ def calibrate(
     model, tokenizer = load(target, argument="--target")
     texts: Any = [tokenizer(f"{a}{b or ''}")["input_ids"] for a, b in zip(prompts[:limit], responses, strict=False)]
     found = chosen.search(TextEvaluator(model, texts), print)
+    if not found:
+        raise Refused(f"{chosen.name}: {target} can spare no layers on these texts: draft by another view or drafter")
     record = {"view": chosen.name, "layers": found, "target": type(model).__name__, "fingerprint": fingerprint(model)}
     write_whole(out, json.dumps(record, indent=2) + "\n")
-    print(f"{out}: layers {found or 'none'} are skipped; use it as --draft {chosen.name}:file={out}")
+    print(f"{out}: layers {found} are skipped; use it as --draft {chosen.name}:file={out}")

@@ -89,22 +89,19 @@ class View:
     A subclass is a frozen dataclass whose fields are its knobs, and overrides what it changes; the defaults are those
     of the whole model. Equal views must behave alike.
 
+    fingerprint: of the target that it was calibrated on; None where it serves any.
     taps: what passes under it yield besides logits. Hidden states are numbered as in the whole model; the state behind
         a layer that is skipped is the one before it.
     """
 
     card: ClassVar[Card] = Card(paper="none", idea="The whole model.", family="none")
+    fingerprint: str | None = None
     taps: Taps = Taps()
 
     @property
     def name(self) -> str:
         """Its name in reports and messages."""
         return method_name(self)
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the target that it was calibrated on; None where it serves any."""
-        return None
 
     def reduction(self, layers: int) -> Reduction:
         """What is left out of a decoder with `layers` layers.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 from truedraft.errors import Refused
 from truedraft.files import read_bytes
@@ -35,10 +33,16 @@ class Evaluator(Protocol):
 
 class CalibratedLayers(View):
     """Skips layers that a calibration found. Fields of every subclass: layers (as of `skip-layers`), file (written by
-    `truedraft calibrate`)."""
+    `truedraft calibrate`, which is read once)."""
 
     layers: str
     file: str
+
+    def __post_init__(self) -> None:
+        if self.file:
+            layers, fingerprint = found_in(Path(self.file))
+            object.__setattr__(self, "layers", layers)
+            object.__setattr__(self, "fingerprint", fingerprint)
 
     @abstractmethod
     def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
@@ -47,14 +51,6 @@ class CalibratedLayers(View):
         progress: called with a line for each set that was tried.
         """
 
-    def calibrated(self, evaluator: Evaluator, progress: Callable[[str], None]) -> Self:
-        """The view with the layers found for a target."""
-        return replace(self, layers=self.search(evaluator, progress))  # type: ignore[type-var]
-
-    @property
-    def fingerprint(self) -> str | None:
-        return found_in(self.file)["fingerprint"] if self.file else None
-
     @property
     def found(self) -> str:
         """The layers that were found.
@@ -62,12 +58,12 @@ class CalibratedLayers(View):
         Raises:
             Refused: none were given.
         """
-        if not (self.layers or self.file):
+        if not self.layers:
             raise Refused(
                 f"{self.name} has no layers to skip: `truedraft calibrate {self.name} --target MODEL --data FILE --out "
                 f"OUT` finds them, draft='{self.name}:file=OUT' uses them"
             )
-        return self.layers or str(found_in(self.file)["layers"])
+        return self.layers
 
     def reduction(self, layers: int) -> Reduction:
         left_out = listed(self.found)
@@ -92,16 +88,15 @@ def removed(evaluator: Evaluator, count: int, ends: int, progress: Callable[[str
     return gone
 
 
-@lru_cache(maxsize=64)
-def found_in(file: str) -> dict[str, Any]:
-    """What `truedraft calibrate` wrote: "layers", and the "fingerprint" of the target.
+def found_in(file: Path) -> tuple[str, str]:
+    """What `truedraft calibrate` wrote: layers, and the fingerprint of the target.
 
     Raises:
         Refused: there is no such file, or it was written by something else.
     """
     try:
-        found = json.loads(read_bytes(Path(file)))
+        found = json.loads(read_bytes(file))
         listed(found["layers"])
-        return {"layers": found["layers"], "fingerprint": str(found["fingerprint"])}
+        return found["layers"], str(found["fingerprint"])
     except (ValueError, KeyError, TypeError) as e:
-        raise Refused(f"{file!r} is no file of `truedraft calibrate`") from e
+        raise Refused(f"{str(file)!r} is no file of `truedraft calibrate`") from e
