@@ -19,19 +19,24 @@ from arrivals import run_events
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
 from nets import RULES, drafter, eos_inside, node_net, text_net
-from test_views import check_against_cut
+from test_view_bits import check_against_rounded
+from test_view_entries import VIEW, check_against_picked
+from test_views import check_against_cut, check_against_muted, deep
 from truedraft import accelerate
 from truedraft import tree as trees
 from truedraft.accept.greedy import Greedy
 from truedraft.caches.prefixes import Prefixes
 from truedraft.caches.rows import CacheCursor, RowCache, RowLayer
 from truedraft.caches.seq2seq import SourceLayer
+from truedraft.caches.subset import SubsetCache
 from truedraft.chance import PositionNoise
 from truedraft.engine import Cohort, Engine
 from truedraft.runtime import native
+from truedraft.runtime.halves import Halves
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.program import Program
+from truedraft.runtime.rounded import RoundedOps
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
@@ -45,9 +50,13 @@ def nodes() -> None:
     node_net(tiny(), "oracle")
 
 
-def nodes_compiled(architecture: str = "llama") -> None:
+def need_compiled() -> None:
     if native.library() is None:
         pytest.skip("the compiled pass was not built on this machine")
+
+
+def nodes_compiled(architecture: str = "llama") -> None:
+    need_compiled()
     node_net(tiny(architecture, torch.float32), "oracle", tolerance=1e-4)
 
 
@@ -134,6 +143,25 @@ def view_of_all_layers() -> None:
 
 def cut_model() -> None:
     check_against_cut(DecoderTarget(tiny(layers=4), "stock"), (1, 3), 1e-6)
+
+
+def without_halves() -> None:
+    need_compiled()
+    check_against_muted(DecoderTarget(deep("llama", torch.float32)), 1e-3)
+
+
+def rounded_weights() -> None:
+    need_compiled()
+    check_against_rounded(deep("llama", torch.float32), "int8")
+
+
+def chosen_entries() -> None:
+    check_against_picked(DecoderTarget(tiny("llama", torch.float32)), VIEW, 1e-3)
+
+
+def followed_by_place(self: SubsetCache, whole: RowCache, slot: int, follow: Any = SubsetCache.follow) -> None:
+    follow(self, whole, slot)
+    self.cursor.offsets[slot] = 0
 
 
 def view_arrivals() -> None:
@@ -319,6 +347,13 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "scratch of a view committed": (faults.SCRATCH_COMMITTED, view),
     "committed KV overwritten by a view": (faults.COMMITTED_OVERWRITTEN, view),
     "slot number of a moved row not updated": (replaced(Engine, "_leave", stale_slot), view_arrivals),
+    "skipped halves of a view executed": (replaced(Halves, "without", lambda *_: set()), without_halves),
+    "weights of a view not rounded": (
+        replaced(RoundedOps, "ops", property(lambda self: list(self.whole.ops))),
+        rounded_weights,
+    ),
+    "places of chosen entries as positions": (replaced(SubsetCache, "follow", followed_by_place), chosen_entries),
+    "ring of recent entries not followed": (replaced(SubsetCache, "_copy", lambda *_: None), chosen_entries),
     "skipped layers of a view executed": (replaced(SkippableLayers, "without", lambda *_: nullcontext()), cut_model),
     "rows shifted where slots are swapped": (replaced(Engine, "_leave", slots_move_up), arrivals),
     "new rows' KV committed to the first slots": (
