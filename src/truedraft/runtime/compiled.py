@@ -193,8 +193,8 @@ class CompiledPass(Runner):
         ops: list[Op] = []
         for op in p.ops[: p.head_from]:
             ops += (next(copies), op) if op.kind == OpKind.ATTEND else (op,)
-        seen = [torch.empty(len(nodes), self._stride(names[op.src])) for op, _ in attending]
-        logits = torch.empty(0, self._stride("logits"))
+        seen = [_floats(len(nodes), self._stride(names[op.src])) for op, _ in attending]
+        logits = _floats(0, self._stride("logits"))
         self._execute((Op * len(ops))(*ops), nodes, [], None, [logits, *seen])
         found: list[list[Tensor]] = [[] for _ in self.cache.layers]
         for (op, at), rows in zip(attending, seen, strict=True):
@@ -245,8 +245,8 @@ class CompiledPass(Runner):
         Raises:
             Refused: there is no such layer.
         """
-        kept = {layer: torch.empty(len(nodes), self._stride("x")) for layer in hidden}
-        logits = torch.empty(*(shape or (len(gather),)), self._stride("logits"))
+        kept = {layer: _floats(len(nodes), self._stride("x")) for layer in hidden}
+        logits = _floats(*(shape or (len(gather),)), self._stride("logits"))
         self._execute(self._ops(tuple(hidden), reduction), nodes, gather, embeds, [logits, *kept.values()])
         if logits.shape[-1] > self._vocabulary:
             logits = logits[..., : self._vocabulary]
@@ -375,6 +375,11 @@ def _over(op: Op, layer: RowLayer) -> Op:
     if op.kind == OpKind.ATTEND:
         copied.window = 0
     return copied
+
+
+def _floats(*shape: int) -> Tensor:
+    """A new buffer of fp32, whatever torch's default is."""
+    return torch.empty(*shape, dtype=torch.float32)
 
 
 def _copy(p: Program, name: str, to: int) -> Op:
