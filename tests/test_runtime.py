@@ -149,7 +149,7 @@ def test_threads_and_splits_of_the_prompt_change_no_bit(
     seen = []
     for count, part in ((1, 512), (2, 512), (3, 11), (5, 1)):
         torch.set_num_threads(count)
-        monkeypatch.setattr("truedraft.runtime.compiled.PROMPT", part)
+        monkeypatch.setattr("truedraft.runtime.nodes.PROMPT", part)
         target = target_of(architecture, dtype)
         target.taps = Taps(tapped(architecture, 0, 1, -1))
         target.reserve(2, 160)

@@ -24,7 +24,7 @@ from models import ARCHITECTURES, STREAMS, V, ragged, tiny
 from test_seq2seq import ARCHITECTURES as SEQ2SEQ
 from test_seq2seq import tiny as tiny_seq2seq
 from truedraft import DraftTree, Refused
-from truedraft.runtime import compiled, forward, linears, native
+from truedraft.runtime import forward, linears, native, nodes
 from truedraft.runtime.forward import LinearsPass
 from truedraft.runtime.tapping import LayerTaps
 from truedraft.targets.decoder import DecoderTarget
@@ -134,7 +134,7 @@ def test_several_hidden_states_of_a_token_are_not_tapped(architecture: str, kind
 @pytest.mark.parametrize("kind", PASSES)
 def test_layers_of_prompts_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SMALLEST", 0)
-    monkeypatch.setattr(compiled, "PROMPT", 5)
+    monkeypatch.setattr(nodes, "PROMPT", 5)
     net(target_of("qwen3", kind))
 
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache, RowLayer
 from truedraft.errors import Refused
 from truedraft.runtime import native
-from truedraft.runtime._base import PROMPT, Runner
+from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.halves import Halves
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
-from truedraft.runtime.nodes import TOGETHER, Nodes
+from truedraft.runtime.nodes import TOGETHER, Nodes, prompts_in_parts
 from truedraft.runtime.panels import rounded_copies
 from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
@@ -385,19 +385,3 @@ def _floats(*shape: int) -> Tensor:
 def _copy(p: Program, name: str, to: int) -> Op:
     at = list(p.widths).index(name)
     return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths[name])
-
-
-def prompts_in_parts(lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """Split prompts of these lengths into calls of at most PROMPT nodes: (prompt, start, end) each."""
-    calls: list[list[tuple[int, int, int]]] = [[]]
-    room = PROMPT
-    for i, length in enumerate(lengths):
-        at = 0
-        while at < length:
-            if room == 0:
-                calls.append([])
-                room = PROMPT
-            take = min(room, length - at)
-            calls[-1].append((i, at, at + take))
-            at, room = at + take, room - take
-    return calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from truedraft.runtime._base import PROMPT
 from truedraft.tree import DraftTree
 
 TOGETHER = 16  # nodes of a row that share one reading of its keys, as MANY in pass.c
@@ -105,3 +106,19 @@ class Nodes:
     def _grouped(self, first: int, n: int, sees: int) -> None:
         self.group_from += [min(at + TOGETHER, first + n) for at in range(first, first + n, TOGETHER)]
         self.longest = max(self.longest, sees)
+
+
+def prompts_in_parts(lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Split prompts of these lengths into calls of at most PROMPT nodes: (prompt, start, end) each."""
+    calls: list[list[tuple[int, int, int]]] = [[]]
+    room = PROMPT
+    for i, length in enumerate(lengths):
+        at = 0
+        while at < length:
+            if room == 0:
+                calls.append([])
+                room = PROMPT
+            take = min(room, length - at)
+            calls[-1].append((i, at, at + take))
+            at, room = at + take, room - take
+    return calls
