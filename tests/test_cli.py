@@ -236,6 +236,7 @@ def refused(capsys, *args: str) -> str:
         (["x", "--draft", "rest:corpus=3.5"], "corpus=3.5: give a Corpus, its file"),
         (["x", "--draft", "prompt-lookup:n=0"], "prompt-lookup:n=0: give a whole number, 1 to 1,024"),
         (["x", "--draft", "prompt-lookup:n=2,n=3"], "gives n twice"),
+        (["x", "--draft", "early-exit:depth=3+skip-layers:depth=4"], "gives depth twice: its views share one drafter"),
         (["x", "--draft", "draft-model:model=5"], "model=5: give a model of transformers, or its name"),
         (["x", "--seed", "1"], "--seed 1 needs --sample"),
         (["x", "--sample", "--seed=-1"], "--seed -1"),

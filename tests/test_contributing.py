@@ -67,5 +67,39 @@ def test_example_drafter_runs_by_its_name(registered: None) -> None:
         truedraft.accelerate(model, tokenizer, draft="my-idea:lenght=2")
 
 
+VIEW = """
+from dataclasses import dataclass
+
+from truedraft.card import Card, knob
+from truedraft.views._base import Reduction, View
+
+
+@dataclass(frozen=True)
+class Last(View):
+    card = Card(paper="none", idea="Without the last layers.", family="self-drafting")
+    count: int = knob(1, 1, 8)
+
+    def reduction(self, layers: int) -> Reduction:
+        last = frozenset(range(layers - self.count, layers))
+        return Reduction(last, last)
+"""
+
+
+def test_view_of_another_package_drafts_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "last_layers.py").write_text(VIEW)
+    metadata = tmp_path / "last_layers-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: last-layers\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[truedraft.views]\nlast-layers = last_layers:Last\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    clear_registry()
+    command = ["generate", "nano", STORY, "--max-new-tokens", "16", "--json", "--draft"]
+    drafted = CliRunner().invoke(app, [*command, "last-layers:count=1+early-exit:depth=4"])
+    plain = CliRunner().invoke(app, [*command, "none"])
+    monkeypatch.undo()
+    clear_registry()
+    assert json.loads(drafted.stdout)["text"] == json.loads(plain.stdout)["text"]
+
+
 def test_example_drafter_is_unregistered_afterwards() -> None:
     assert "my-idea" not in registry.names("drafters")

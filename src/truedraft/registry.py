@@ -173,14 +173,20 @@ def _self_drafter(spec: str, knobs: Mapping[str, Any]) -> Any:
 
 
 def _sides(spec: str, knobs: Mapping[str, Any]) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
-    """The names and knobs of the views in a spec, and the knobs of their drafter."""
+    """The names and knobs of the views in a spec, and the knobs of their drafter.
+
+    Raises:
+        Refused: a knob of the drafter is given twice.
+    """
     drafts = set(signature(declared(SELF_DRAFTER).knobs).parameters) - {"view"}
     sides: list[tuple[str, dict[str, Any]]] = []
     drafting: dict[str, Any] = {}
     for i, side in enumerate(spec.split("+")):
         _, name, given = _resolved("views", side.strip(), knobs if i == 0 else {})
-        drafting |= {key: value for key, value in given.items() if key in drafts}
-        sides.append((name, {key: value for key, value in given.items() if key not in drafts}))
+        if twice := sorted(drafts & drafting.keys() & given.keys()):
+            raise Refused(f"{shown(spec)} gives {twice[0]} twice: its views share one drafter, give it once")
+        drafting |= {key: given.pop(key) for key in drafts & given.keys()}
+        sides.append((name, given))
     return sides, drafting
 
 
@@ -197,7 +203,8 @@ def check(kind: str, spec: str) -> None:
     elif kind == "drafters" and is_view(spec):
         views, drafting = _sides(spec, {})
         for name, own in views:
-            built(declared(_files("views")[name]).knobs, name, spec, own)
+            if name in _files("views"):
+                built(declared(_files("views")[name]).knobs, name, spec, own)
         built(declared(SELF_DRAFTER).knobs, spec, spec, {"view": None, **drafting})
     elif kind != "drafters" or spec not in (AUTO, NONE):
         kind, name, knobs = _resolved(kind, spec, {})
