@@ -29,7 +29,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
-from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
+from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass, Report
@@ -38,6 +38,7 @@ from truedraft.stores.memory import Memory
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.targets.unwrapping import unwrapped
+from truedraft.views._base import View
 
 
 class Accelerated(StandIn):
@@ -57,10 +58,11 @@ class Accelerated(StandIn):
         control: str | Control,
         runtime: str,
         strict: bool,
+        view: View | None,
         ties: str,
     ):
         self.model, self.tokenizer = model, tokenizer
-        self._parts, self._hosting = (draft, rule, control), (runtime, strict)
+        self._parts, self._hosting = (draft, rule, control), (runtime, strict, view)
         self.target = hosted(model, *self._hosting)
         self.drafter: Drafter = drafter_of(draft)
         self._assisted: tuple[PreTrainedModel, dict[str, Any], Drafter] | None = None
@@ -232,6 +234,8 @@ class Accelerated(StandIn):
         """
         if self.ties != "keep":
             raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
+        if (view := self.target.view) is not None and view.varies:
+            raise Refused(f"under {view.lossy} rows that began at different times run different layers: use generate()")
         with self._call():
             engine = ContinuousEngine(
                 self.model, self.tokenizer, self.drafter, self._parts[1], self.control.another(), self._hosting,
@@ -329,6 +333,7 @@ def accelerate(
     strict: bool = False,
     quantize: str | None = None,
     ties: str = "keep",
+    view: str | View | None = None,
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, with the output of `model.generate`.
 
@@ -353,13 +358,17 @@ def accelerate(
         ties: "recheck" recomputes choices between tokens whose scores differ by less than the rounding of this dtype,
             as `model.generate` computes them, by the model's own forward one token at a time: near its text in bf16,
             at about its cost. "keep" keeps the choices of the pass.
+        view: "lossy/NAME" generates under a view (`truedraft methods` lists them): an approximation of the model, and
+            another text. Prompts are read by the whole model, and all that follows is as under the view alone; the
+            report and its guarantee are labelled. `truedraft bench --lossy` measures the quality beside the speed.
 
     Raises:
-        Refused: the model cannot be hosted exactly, or not strictly or quantised, or a name is unknown.
+        Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
     """
     model = unwrapped(model)
     with defaults():
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
-        return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, ties)
+        lossy = None if view is None else view_of(view)
+        return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, lossy, ties)

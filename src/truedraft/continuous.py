@@ -31,6 +31,7 @@ from truedraft.reading import PiecewiseEngine
 from truedraft.stats import EngineReport, Totals
 from truedraft.stopwatch import Stopwatch
 from truedraft.targets.hosting import hosted
+from truedraft.views._base import View
 
 DRAFTS = 256  # positions of the cache beyond a row's tokens, for drafts and probes
 PIECE_SECONDS = 0.05  # that a piece of prompts should take at most, while rows wait for it
@@ -71,7 +72,7 @@ class ContinuousEngine:
         drafter: Drafter,
         rule: str | Rule | None,
         control: Control,
-        hosting: tuple[str, bool],
+        hosting: tuple[str, bool, View | None],
         max_rows: int,
         max_tokens: int,
         piece_seconds: float = PIECE_SECONDS,

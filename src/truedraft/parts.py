@@ -15,6 +15,7 @@ from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.targets.unwrapping import unwrapped
+from truedraft.views._base import View
 
 DRAWN = {
     "certain": "certain",
@@ -48,6 +49,19 @@ def drafter_of(given: Any) -> Drafter:
     return part(given, "drafters", Drafter)
 
 
+def view_of(given: Any) -> View:
+    """What a model generates under, from an instance or "lossy/NAME".
+
+    Raises:
+        Refused: it is neither, or the name is unknown.
+    """
+    if isinstance(given, str):
+        return registry.lossy_view(given)
+    if isinstance(given, View):
+        return given
+    raise Refused(f"view={given!r}: give a View, or lossy/ and the name of one (`truedraft methods` lists them)")
+
+
 def parts_of(drafters: Sequence[Drafter]) -> list[Drafter]:
     """The drafters and, at any depth, the drafters that they are composed of."""
     return [part for drafter in drafters for part in (drafter, *parts_of(getattr(drafter, "parts", ())))]
@@ -62,6 +76,8 @@ def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase 
     vocabulary, parts = target.vocabulary, parts_of([drafter])
     if any(part.bound is None or part.bound.target() is not target for part in parts):
         check_vocabulary(drafter, tokenizer, vocabulary)
+        if drafter.width:
+            target.check_drafts()
         if any(part.bound is not None and part.bound.vocabulary != vocabulary for part in parts):
             drafter.forget()
         drafter.bind(target)

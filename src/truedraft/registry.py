@@ -14,7 +14,7 @@ import importlib
 import inspect
 import math
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -162,14 +162,60 @@ def is_view(spec: str) -> bool:
     return name in names("views") or name in presets("views")
 
 
+def lossy_view(spec: str) -> Any:
+    """The view of `lossy/NAME`, or of several as one, which a model generates under.
+
+    Raises:
+        Refused: another form, an unknown view or knob, or a knob of drafts.
+    """
+    return _view(_lossy(spec), spec)
+
+
+def check_lossy_view(spec: str) -> None:
+    """The checks of `lossy_view` for names and knobs, without importing the views.
+
+    Raises:
+        Refused: as `lossy_view`, but for what only the view itself checks.
+    """
+    _check_views(_lossy(spec), spec)
+
+
+def _lossy(spec: str) -> list[tuple[str, dict[str, Any]]]:
+    """The names and knobs of the views in a spec that begins with `lossy/`."""
+    name = spec.removeprefix("lossy/")
+    if not is_view(name):
+        raise _unknown("views", name.partition(":")[0])
+    if name == spec:
+        raise Refused(
+            f"view={spec!r} is an approximation of the model: choose it with view='lossy/{spec}', or let it draft for "
+            f"the model's own text with draft={spec!r}"
+        )
+    sides, drafting = _sides(name, {})
+    if drafting:
+        raise Refused(f"{shown(spec)}: {min(drafting)} is a knob of drafts, and a lossy view makes none: leave it out")
+    return sides
+
+
+def _check_views(sides: Sequence[tuple[str, dict[str, Any]]], spec: str) -> None:
+    for name, own in sides:
+        if name in _files("views"):
+            built(declared(_files("views")[name]).knobs, name, spec, own)
+
+
+def _view(sides: Sequence[tuple[str, dict[str, Any]]], spec: str) -> Any:
+    """The view of these names and knobs, all of them as one."""
+    views = [built(method("views", name), name, spec, own) for name, own in sides]
+    if len(views) == 1:
+        return views[0]
+    return importlib.import_module("truedraft.views._together").Together(tuple(views))
+
+
 def _self_drafter(spec: str, knobs: Mapping[str, Any]) -> Any:
     """The drafter by a view, or by several as one."""
     sides, drafting = _sides(spec, knobs)
-    views = [built(method("views", name), name, spec, own) for name, own in sides]
-    if len(views) > 1:
-        views = [importlib.import_module("truedraft.views._together").Together(tuple(views))]
+    view = _view(sides, spec)
     drafter = importlib.import_module(SELF_DRAFTER).SelfDrafter
-    return built(drafter, views[0].name, spec, {"view": views[0], **drafting})
+    return built(drafter, view.name, spec, {"view": view, **drafting})
 
 
 def _sides(spec: str, knobs: Mapping[str, Any]) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
@@ -202,9 +248,7 @@ def check(kind: str, spec: str) -> None:
             check(kind, side)
     elif kind == "drafters" and is_view(spec):
         views, drafting = _sides(spec, {})
-        for name, own in views:
-            if name in _files("views"):
-                built(declared(_files("views")[name]).knobs, name, spec, own)
+        _check_views(views, spec)
         built(declared(SELF_DRAFTER).knobs, spec, spec, {"view": None, **drafting})
     elif kind != "drafters" or spec not in (AUTO, NONE):
         kind, name, knobs = _resolved(kind, spec, {})

@@ -20,13 +20,21 @@ def new_report(target: Target, drafter: Drafter, rule: Rule, control: Control, s
     """The report of a call that begins: the names of its parts, and the reference of its guarantee."""
     dtype = str(target.dtype).removeprefix("torch.")
     report = Report(
-        name_of(drafter), name_of(rule), rule.guarantee, name_of(control), target.runtime, dtype=dtype,
+        name_of(drafter), name_of(rule), guarantee_of(target, rule), name_of(control), target.runtime, dtype=dtype,
         reference=_reference(target, rule, dtype), seconds=seconds,
     )  # fmt: skip
     report.notes += drafter.notes
-    if rule.guarantee == "none":
-        report.notes.append(f"{name_of(rule)} is lossy: this is not the text that the model alone would have generated")
+    lossy = [name_of(rule)] if rule.guarantee == "none" else []
+    lossy += [] if target.view is None else [target.view.lossy]
+    report.notes += [f"{name} is lossy: this is not the text that the model alone would generate" for name in lossy]
     return report
+
+
+def guarantee_of(target: Target, rule: Rule | None) -> str:
+    """What holds of the text beside the model's own; rule: None for those of `model.generate`."""
+    if target.view is not None:
+        return "none"
+    return "tokens" if rule is None else rule.guarantee
 
 
 def complete(report: Report, target: Target, rule: Rule | NearTies) -> None:
@@ -49,7 +57,7 @@ def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
 
 
 def _reference(target: Target, rule: Rule, dtype: str) -> str:
-    if rule.guarantee == "none":
+    if guarantee_of(target, rule) == "none":
         return "none"
     of = {"tokens": "plain decoding", "distribution": "the law of plain sampling"}[rule.guarantee]
     ties = f"up to ties of {dtype}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import add
+from operator import add, sub
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class CacheCursor:
         place of its position (else `caches/subset.py`).
     scratch: positions per slot in use that passes under views have kept behind these; empty where there are none.
     partial: layers that have not written all of the scratch.
+    begun: committed positions per slot in use when `generated` was first asked for it.
     first, last: the slots that take part in the pass.
     width: positions that the pass writes per slot.
     extent: positions of a row that the pass may read: the longest row's length plus the width.
@@ -45,6 +46,7 @@ class CacheCursor:
         self.offsets: list[int] = []
         self.scratch: list[int] = []
         self.partial: frozenset[int] = frozenset()
+        self.begun: list[int] = []
         self.first = self.last = self.width = self.extent = 0
         self.level = True
 
@@ -82,6 +84,17 @@ class CacheCursor:
         """Take slots into use, up to so many, without entries: of a cache whose entries have offsets."""
         for per_slot in (self.lengths, self.offsets):
             per_slot += [0] * (rows - len(per_slot))
+
+    def generated(self) -> list[int]:
+        """Positions per slot in use that were committed since this was first asked for it."""
+        self.begun += self.lengths[len(self.begun) :]
+        return list(map(sub, self.lengths, self.begun))
+
+    def released(self, slot: int) -> None:
+        """The last slot in use is about to move into this one."""
+        if len(self.begun) == len(self.lengths):
+            self.begun[slot] = self.begun[-1]
+            self.begun.pop()
 
     def committed(self, slot: int) -> int:
         """Committed positions of a slot."""
@@ -225,6 +238,7 @@ class RowCache(Cache):
     def clear(self) -> None:
         """Free every slot and zero the cache: positions behind a row are masked, but a masked NaN is still a NaN."""
         self.lengths.clear()
+        self.cursor.begun.clear()
         self.cursor.reading.clear()
         self.rewind()
         self.subsets.clear()
@@ -281,6 +295,7 @@ class RowCache(Cache):
         for subset in self.subsets.values():
             subset.cursor.use(len(self.lengths))
             subset.release(slot)
+        self.cursor.released(slot)
         last = len(self.lengths) - 1
         if slot != last:
             for layer in self.attention:

@@ -53,6 +53,16 @@ class SubsetCache(RowCache):
         self.lengths[slot] = min(now, self.kept + self.recent)
         self.cursor.offsets[slot] = now - self.lengths[slot]
 
+    def return_nodes(self, whole: RowCache, sizes: Sequence[int]) -> None:
+        """Copy what a pass has written behind the entries of each slot to where a pass over the whole row would have
+        written it; sizes: nodes by slot."""
+        for slot, size in enumerate(sizes):
+            at, to = self.lengths[slot], whole.lengths[slot]
+            torch._foreach_copy_(
+                [kept[slot, :, to : to + size] for kept in whole._kept],
+                [kept[slot, :, at : at + size] for kept in self._kept],
+            )
+
     def _copy(self, whole: RowCache, slot: int, first: int, last: int, place: int) -> None:
         """Copy the entries at positions `first` to `last`, to the places from `place` on."""
         size = last - first

@@ -20,6 +20,10 @@ def check_ties(ties: str, target: Target, rule: Rule | None) -> None:
         raise Refused(f"ties={ties!r}: give 'keep', or 'recheck' (near-ties scored again as model.generate does)")
     if ties == "recheck" and target.reads_sources:
         raise Refused("ties='recheck' is for decoder language models, and this is an encoder-decoder: leave it out")
+    if ties == "recheck" and target.view is not None:
+        raise Refused(
+            f"ties='recheck' is for the model's own text, and {target.view.lossy} is not: leave one of them out"
+        )
     if ties == "recheck" and rule is not None and not (rule.guarantee == "tokens" and isinstance(rule, ArgmaxRule)):
         raise Refused(
             f"ties='recheck' is for rules that give the tokens of model.generate, and {name_of(rule)} does not: "

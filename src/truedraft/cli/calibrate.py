@@ -40,8 +40,8 @@ def calibrate(
     use_threads(threads)
     from truedraft.calibrating import TextEvaluator
     from truedraft.cli._models import load
-    from truedraft.drafters._learned import fingerprint
     from truedraft.files import write_whole
+    from truedraft.runtime.identity import fingerprint
     from truedraft.views._calibrated import CalibratedLayers
 
     chosen = registry.load("views", view)

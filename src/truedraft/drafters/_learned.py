@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from truedraft.errors import Refused, why
+from truedraft.runtime.identity import fingerprint
 from truedraft.stores import _file as file
 from truedraft.tree import Taps
 
@@ -23,7 +23,6 @@ ParameterGroups = tuple[list[nn.Parameter], list[nn.Parameter]]  # those that Mu
 
 VERSION = 2
 WEIGHTS = "drafter.safetensors"  # file name in a checkpoint's folder
-SAMPLED = 64  # rows of the embedding table that go into a fingerprint
 
 
 @dataclass(frozen=True)
@@ -119,17 +118,6 @@ def split_parameters(module: nn.Module) -> ParameterGroups:
             matrix = parameter.ndim == 2 and "embed" not in name and "shared" not in name
             groups[0 if matrix else 1].append(parameter)
     return groups
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of a model's class, sizes and those weights that quantising leaves alone, rounded to bf16."""
-    config = model.config.get_text_config(decoder=True)
-    table: Any = model.get_input_embeddings().weight
-    sampled = [*(p for p in model.parameters() if p.ndim == 1), table[:: max(len(table) // SAMPLED, 1)]]
-    digest = hashlib.sha256(f"{type(model).__name__} {config.vocab_size} {config.hidden_size}".encode())
-    for weight in sampled:
-        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def save_learnt(

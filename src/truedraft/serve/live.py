@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from truedraft.accelerated import Accelerated
 from truedraft.drafters._compose import name_of
+from truedraft.reports import guarantee_of
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
@@ -69,12 +70,12 @@ class Feed:
     """
 
     def __init__(self, server: Watched, fast: Accelerated):
-        self.server, rule = server, fast.rule
+        self.server = server
         self.watchers: Counter[str] = Counter()
         self._names = {
             "model": server.config.name,
             "drafter": name_of(fast.drafter),
-            "guarantee": "tokens" if rule is None else rule.guarantee,
+            "guarantee": guarantee_of(fast.target, fast.rule),
         }
         self._made: dict[str, tuple[float, bytes]] = {}
 

@@ -31,11 +31,14 @@ class Target(Protocol):
         branching: whether it scores trees. If not, only chains without probes: its layers have states, which follow one
             text at a time.
         croppable: whether committed tokens can be discarded again (`crop`).
+        view: what every pass but those over prompts runs under, and its text is not the model's; None for the whole
+            model.
     """
 
     taps: Taps
     branching: bool
     croppable: bool
+    view: View | None
 
     # ---------------------------------------------------------------- the model
 
@@ -271,7 +274,18 @@ class Target(Protocol):
         """Raises Refused, in one sentence, where this model has no such layers."""
 
     def check_view(self, view: View) -> None:
-        """Raises Refused, in one sentence, where this model cannot run under a view."""
+        """Raises Refused, in one sentence, where this model cannot run under a view, or is not the one that it was
+        calibrated on."""
+
+    def generate_under(self, view: View) -> None:
+        """Run all following passes but those over prompts under a view.
+
+        Raises:
+            Refused: see `check_view`.
+        """
+
+    def check_drafts(self) -> None:
+        """Raises Refused, in one sentence, where drafts cannot be verified, because of the view."""
 
     def share(self, view: View) -> float:
         """The bytes of weights that a pass under a view reads, over those that a pass of the whole model reads.

@@ -137,7 +137,8 @@ class DecoderTarget(ViewPasses):
     @property
     def runtime(self) -> str:
         notes = [self.fallback_reason or "", str(self._copied) if self._copied else ""]
-        return f"{self.runner.name} ({'; '.join(filter(None, notes))})" if any(notes) else self.runner.name
+        name = self.runner.name if self.view is None else f"{self.runner.name} under {self.view.lossy}"
+        return f"{name} ({'; '.join(filter(None, notes))})" if any(notes) else name
 
     @property
     def shared_vocabulary(self) -> bool:
@@ -161,13 +162,15 @@ class DecoderTarget(ViewPasses):
 
     @property
     def weight_bytes(self) -> int:
-        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        whole = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        return whole if self.view is None else round(whole * self.share(self.view))
 
     @property
     def cost_key(self) -> tuple[str, ...]:
         return (
             type(self.model).__name__, self.config.to_json_string(use_diff=False), str(self.dtype),
             self.model.config._attn_implementation, self.runner.name, "panels" if self._copied else "in place",
+            *(() if self.view is None else (repr(self.view),)),
         )  # fmt: skip
 
     @property
@@ -314,7 +317,7 @@ class DecoderTarget(ViewPasses):
         self._rows.discard(slot)
 
     def prefixes(self, limit: int, shared: bool) -> Prefixes | None:
-        if self._switches:  # the keys of a prefix depend on the length of its prompt
+        if self._switches or self.view is not None:  # keys depend on the length of the prompt, or on where it ends
             return None
         check_room(
             self.config, self._cached_layers, *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
@@ -335,6 +338,8 @@ class DecoderTarget(ViewPasses):
         if view is not None:
             return self._score_under(view, trees, slots)
         self.rewind()
+        if self.view is not None:
+            return self._score_lossy(self.view, trees)
         try:
             return self.runner.score(trees, self.taps)
         except NotCompilable as why:  # the pass could not be captured

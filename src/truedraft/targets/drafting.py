@@ -14,9 +14,10 @@ from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.caches.subset import SubsetCache
 from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
+from truedraft.runtime.identity import fingerprint
 from truedraft.runtime.shares import weight_share
 from truedraft.targets.memory import check_room
-from truedraft.tree import DraftTree, Scores
+from truedraft.tree import DraftTree, Scores, Taps
 from truedraft.views._base import Selection, View
 
 SCRATCH = 64  # places for it behind chosen entries, at first
@@ -30,11 +31,26 @@ class ViewPasses:
     device: torch.device
     layer_types: list[str]
     runner: Runner
+    taps: Taps
     _cached_layers: int
     _cache: RowCache | Seq2SeqCache | None
+    view: View | None = None
 
     def check_view(self, view: View) -> None:
         self.runner.reduced(view)
+        if (found := view.fingerprint) is not None and found != (given := fingerprint(self.model)):
+            raise Refused(f"{view.name} was calibrated on another model ({found}; this is {given}): calibrate it again")
+
+    def generate_under(self, view: View) -> None:
+        self.check_view(view)
+        self.view = view
+
+    def check_drafts(self) -> None:
+        if self.view is not None and (self.view.varies or self.runner.reduced(self.view).entries is not None):
+            raise Refused(
+                f"under {self.view.lossy} what a token reads depends on its position, so that its text would depend on "
+                "the drafts: accelerate(draft=None)"
+            )
 
     def share(self, view: View) -> float:
         return weight_share(self.model, len(self.layer_types), self.runner.reduced(view))
@@ -75,6 +91,15 @@ class ViewPasses:
                 )
             with nullcontext() if cache is rows else self.runner.over(cache):
                 return self.runner.score(padded, view.taps, view).of(slots)
+
+    def _score_lossy(self, view: View, trees: Sequence[DraftTree]) -> Scores:
+        """The pass of a target that generates under a view; what it writes can be committed."""
+        rows = self._whole
+        view = view.at(max(rows.cursor.generated())).tapping(self.taps)
+        scores = self._score_under(view, trees, None)
+        if (entries := self.runner.reduced(view).entries) is not None:
+            rows.subsets[entries].return_nodes(rows, list(map(len, trees)))
+        return scores
 
     def _subset(self, entries: Selection, trees: Sequence[DraftTree], slots: Sequence[int]) -> SubsetCache:
         """The cache of chosen entries, up to date in these slots, and with room for the trees of all slots in use.

@@ -23,21 +23,23 @@ from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import DraftTree, Prompt
+from truedraft.views._base import View
 
 KINDS: dict[str, type[DecoderTarget]] = {
     "decoder": DecoderTarget, "encoder-decoder": Seq2SeqTarget, "recurrent": RecurrentTarget,
 }  # fmt: skip
 
 
-def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
+def hosted(model: Any, runtime: str = "auto", strict: bool = False, view: View | None = None) -> Target:
     """A target for a model, checked against the model's own decoding on this machine.
 
     Args:
         runtime: see DecoderTarget.
         strict: require passes whose results do not depend on their width.
+        view: what it generates under; None for the whole model.
 
     Raises:
-        Refused: the model cannot be hosted exactly, or not strictly.
+        Refused: the model cannot be hosted exactly, or not strictly, or not under the view.
     """
     with _refused(model, "its modules cannot be read"):
         check_hosted(model)
@@ -57,6 +59,8 @@ def hosted(model: Any, runtime: str = "auto", strict: bool = False) -> Target:
             "runtime='stock' was requested" if runtime == "stock" else "this model is not on the CPU"
         )
         raise Refused(f"strict=True needs the compiled pass, whose results do not depend on its width, and {why}")
+    if view is not None:
+        target.generate_under(view)
     return target
 
 

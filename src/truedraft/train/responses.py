@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.accelerated import Accelerated
-from truedraft.drafters._learned import fingerprint
 from truedraft.errors import NoRoom, Refused
+from truedraft.runtime.identity import fingerprint
 from truedraft.stores import _file as file
 from truedraft.train.batches import Line
 

@@ -103,6 +103,16 @@ class View:
         """Its name in reports and messages."""
         return method_name(self)
 
+    @property
+    def lossy(self) -> str:
+        """Its name as what a target generates under, for those who choose the approximation itself."""
+        return f"lossy/{self.name}"
+
+    @property
+    def varies(self) -> bool:
+        """Whether it depends on the depth of a token."""
+        return self.at(0) != self or self.at(1) != self
+
     def reduction(self, layers: int) -> Reduction:
         """What is left out of a decoder with `layers` layers.
 

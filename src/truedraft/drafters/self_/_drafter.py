@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from truedraft.card import Card, knob
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._confidence import ConfidenceTree
-from truedraft.drafters._learned import fingerprint
 from truedraft.drafters.self_._reader import ViewReader
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
@@ -61,11 +60,11 @@ class SelfDrafter(ConfidenceTree):
         return self._reader
 
     def bind(self, target: Target) -> None:
+        if target.view is not None:
+            raise Refused(f"{self.name} drafts for the whole model, not for {target.view.lossy}: use another drafter")
         views = [self.view.at(depth) for depth in range(self.depth)]
         for view in dict.fromkeys(views):
             target.check_view(view)
-        if (found := self.view.fingerprint) is not None and found != (given := fingerprint(target.model)):
-            raise Refused(f"{self.name} was calibrated on another model ({found}; this is {given}): calibrate it again")
         self._reader = ViewReader(target, views)
         self._share = sum(map(target.share, views)) / len(views)
 
