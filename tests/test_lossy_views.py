@@ -4,7 +4,9 @@ prompt, whatever is drafted, and is labelled."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,10 @@ from test_view_bits import coarse, rounded_after
 from test_view_entries import unwindowed
 from test_views import COMPILED, LAYERS, cut, deep
 from truedraft import Refused, registry
+from truedraft.bench.lossy import approximations, qualities
+from truedraft.bench.workloads import Item, Workload
+from truedraft.cli import main
+from truedraft.loading import load
 from truedraft.views.skip_layers import SkipLayers
 
 NEW = 24
@@ -234,5 +240,66 @@ def test_a_view_that_leaves_out_nothing_is_the_model() -> None:
 
 
 def test_every_view_may_be_chosen() -> None:
-    for name in registry.names("views"):
-        assert registry.lossy_view(f"lossy/{name}").lossy == f"lossy/{name}"
+    for name in [*registry.names("views"), *registry.presets("views")]:
+        view = registry.lossy_view(f"lossy/{name}")
+        assert view.lossy == f"lossy/{view.name}" and view.name in (name, *registry.presets("views"))
+
+
+def by_hand(model: Any, texts: Sequence[Sequence[int]], **given: Any) -> tuple[float, list[Tensor]]:
+    """The perplexity of the second halves of texts but their first tokens, and the likeliest tokens there."""
+    losses, best = [], []
+    for text in texts:
+        with torch.no_grad():
+            logits = model(torch.tensor([text]), **given).logits[0, len(text) // 2 : -1].double()
+        later = torch.tensor(text[len(text) // 2 + 1 :])
+        losses.append(-logits.log_softmax(-1)[torch.arange(len(later)), later])
+        best.append(logits.argmax(-1))
+    return float(torch.cat(losses).mean().exp()), best
+
+
+def test_the_quality_that_is_reported_is_that_of_a_masked_forward() -> None:
+    """Of the whole model by its own forward; over a window by a forward of all layers under a mask, one text long."""
+    model, tokenizer = load("nano")
+    text = "one day, tom and ben went to the park. ben saw a red ball, and tom saw a big dog. the dog ran to the ball."
+    ids = tokenizer(text)["input_ids"]
+    views = ["lossy/window-kv:sinks=1,recent=4", "lossy/window-kv"]
+    ways = approximations(model, tokenizer, views, ["none"], "cost")
+    whole, window, nothing = qualities(ways, tokenizer, Workload("w", (Item(text),), 99), None, print)
+    perplexity, best = by_hand(model, [ids])
+    assert whole.perplexity == pytest.approx(perplexity, rel=1e-3) and whole.agreement == 1.0
+    assert (nothing.perplexity, nothing.agreement) == (whole.perplexity, 1.0)
+    at, half = torch.arange(len(ids)), len(ids) // 2
+    sees = (at <= at[:, None]) & ((at < 1) | (at >= at[:, None] - 4) | (at[:, None] < half))
+    mask = torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)[None, None]
+    perplexity, masked = by_hand(model, [ids], attention_mask=mask)
+    assert window.perplexity == pytest.approx(perplexity, rel=1e-3)
+    assert window.agreement == pytest.approx(float((masked[0] == best[0]).double().mean()))
+    assert window.agreement < 1 and window.tokens == len(ids) - half - 1
+
+
+def test_command_reports_quality_beside_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--limit", "1", "--rounds", "1", "--max-new-tokens", "8", "--lossy", "lossy/skip-layers:layers=3"]
+    html = tmp_path / "page.html"
+    assert main(["bench", "nano", *options, "--draft", "none", "--draft", "auto", "--json", "--html", str(html)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = ["no drafts", "lossy/skip-layers:layers=3", "lossy/skip-layers:layers=3, auto"]
+    assert [q["side"] for q in found["quality"][:3]] == names == [f["side"] for f in found["figures"][:3]]
+    whole, lossy, drafted = found["quality"][:3]
+    assert whole["agreement"] == 1 > lossy["agreement"] == drafted["agreement"]
+    assert whole["perplexity"] < lossy["perplexity"] == drafted["perplexity"]
+    assert found["figures"][1]["against_no_drafts"] and "Lossy: another text" in html.read_text()
+    assert main(["bench", "nano", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "Lossy: another text" in printed and "agreement" in printed and "speed-up" not in printed
+
+
+def test_commands_generate_under_a_view(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "nano", "one day, a little girl", "--max-new-tokens", "12", "--json"]
+    assert main([*command, "--view", "lossy/skip-layers:layers=2;3"]) == 0
+    lossy = json.loads(capsys.readouterr().out)
+    assert main(command) == 0
+    assert lossy["guarantee"] == "none" and json.loads(capsys.readouterr().out)["token_ids"] != lossy["token_ids"]
+    assert main([*command, "--view", "skip-layers"]) == 2
+    assert "choose it with view='lossy/skip-layers'" in capsys.readouterr().err
+    assert main(["serve", "nano", "--view", "lossy/skip-layer", "--check"]) == 2
+    assert "did you mean 'skip-layers'" in capsys.readouterr().err

@@ -272,7 +272,7 @@ def test_weights_in_int8_are_rounded_to_int4_and_no_others() -> None:
     model: Any = tiny.__wrapped__("llama", torch.float32)
     quantize(model, "int8")
     target = DecoderTarget(model)
-    with pytest.raises(Refused, match="LlamaForCausalLM cannot run under quantized: its weights have 8 bits already"):
+    with pytest.raises(Refused, match="LlamaForCausalLM cannot run under int8-self: its weights have 8 bits already"):
         target.check_view(Quantized("int8"))
     plain = copy.deepcopy(model)
     for module in plain.modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from truedraft.bench.compare import Figures
+from truedraft.bench.lossy import Quality
 from truedraft.bench.oracle import Attained
 from truedraft.bench.replay import Replayed
 from truedraft.bench.roofline import Machine, RooflinePoint
@@ -16,6 +17,7 @@ IDENTICAL = "whether every token equals that of model.generate; where one differ
 SPEED_UP = "time of transformers' generate over the time of this way, in the same round: 2.00x is twice as fast"
 TOKENS_PER_SECOND = "new tokens per second, prompts' own passes included in the time"
 PASSES = "forward passes of the model, those over prompts included"
+LOSSY = "Lossy: another text than the model's own, by choice"
 ACCEPTED = "mean acceptance length: emitted tokens per pass, the bonus token included; plain decoding has 1"
 
 
@@ -98,6 +100,27 @@ def with_oracle(attained: Sequence[Attained]) -> Table[Attained]:
         Column("share", "attained, of what theory allows", lambda a: _percent(a.share)),
     ]
     return Table("Oracle drafts, each token right with a set probability", columns, {"": attained})
+
+
+def lossy(figures: Sequence[Figures], found: Sequence[Quality]) -> Table[tuple[Figures, Quality]]:
+    """Views that the model generates under: quality beside speed."""
+    of = {(quality.workload, quality.side): quality for quality in found}
+    rows = [(f, of[f.workload, f.side]) for f in figures]
+    columns: list[Column[tuple[Figures, Quality]]] = [
+        Column("way", "the whole model, or a view that it generates under, with drafts or none", lambda r: r[0].side),
+        Column("perplexity", "of the second halves of the texts, behind the first", lambda r: f"{r[1].perplexity:.3f}"),
+        Column(
+            "agreement",
+            "share of these tokens at which its likeliest token is the whole model's",
+            lambda r: f"{r[1].agreement:.1%}",
+        ),
+        Column("scored", "tokens of these halves", lambda r: str(r[1].tokens)),
+        Column("behind", "mean number of tokens before them", lambda r: f"{r[1].behind:.0f}"),
+        Column("tokens/s", TOKENS_PER_SECOND, lambda r: f"{r[0].tokens_per_second:.0f}"),
+        Column("over whole", "speed over the whole model without drafts", lambda r: _decimals(r[0].against_no_drafts)),
+        Column("tokens/pass", ACCEPTED, lambda r: _decimals(r[0].mean_acceptance_length)),
+    ]
+    return Table(LOSSY, columns, grouped(rows, lambda r: label(r[0])))
 
 
 def roofline(rows: Sequence[RooflinePoint], machine: Machine) -> Table[RooflinePoint]:

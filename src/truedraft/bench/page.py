@@ -8,6 +8,7 @@ from typing import Any
 
 from truedraft.bench import columns, plots
 from truedraft.bench.compare import Figures
+from truedraft.bench.lossy import Quality
 from truedraft.bench.oracle import Attained
 from truedraft.bench.replay import Replayed
 from truedraft.bench.roofline import Machine, RooflinePoint
@@ -64,6 +65,7 @@ def measured(
     machine: Machine | None = None,
     rows: Sequence[RooflinePoint] = (),
     attained: Sequence[Attained] = (),
+    found: Sequence[Quality] = (),
 ) -> str:
     """The page of measurements with a model.
 
@@ -72,9 +74,12 @@ def measured(
         figures: of all workloads and ways, medians of `rounds` rounds.
         machine, rows: a roofline, where one was measured.
         attained: speed-ups with an oracle drafter, where they were measured.
+        found: the quality of each way, where these are views that the model generates under.
     """
     parts = [_paragraph(WHAT), _defined(facts.items())]
-    if figures:
+    if found:
+        parts.append(_section(columns.lossy(figures, found)))
+    elif figures:
         parts += _speed(figures, rounds)
     if attained:
         parts.append(_section(columns.with_oracle(attained)))

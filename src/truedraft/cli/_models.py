@@ -85,6 +85,7 @@ def accelerated(
     threads: int | None = None,
     ties: str = "keep",
     stretched: str | None = None,
+    view: str | None = None,
 ) -> Accelerated:
     """Load and accelerate a model, with drafter, rule and control by name.
 
@@ -93,7 +94,7 @@ def accelerated(
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
     """
-    check_names(name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule)
+    check_names(name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule, views=[view])
     if stretched is not None:
         size_of(stretched, name)
     with waiting("loading the model"):
@@ -105,4 +106,4 @@ def accelerated(
         controller = registry.load("control", control)
         accept = None if rule is None else registry.load("accept", rule)
         loaded = load(name, dtype, quantize, argument, reads_sources, stretched)
-        return accelerate(*loaded, draft=drafter, rule=accept, control=controller, ties=ties)
+        return accelerate(*loaded, draft=drafter, rule=accept, control=controller, ties=ties, view=view)

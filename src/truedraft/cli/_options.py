@@ -21,6 +21,7 @@ Stretched = Annotated[
     str | None, Option(help="Same text at a larger model's cost: nano at 0.1B or 0.5B; any at LAYERSxHIDDEN.")
 ]
 Threads = Annotated[int | None, Option(metavar="N", help="Threads to use; by default torch's choice.")]
+View = Annotated[str | None, Option(help="lossy/NAME: generate under a view, an approximation; another text.")]
 AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output.")]
 
 
@@ -44,13 +45,19 @@ def check_names(
     drafts: Sequence[str] = (),
     control: str = "cost",
     rule: str | None = None,
+    views: Sequence[str | None] = (),
 ) -> None:
-    """Raises Refused for an unknown model, dtype, quantisation, method or knob."""
+    """Raises Refused for an unknown model, dtype, quantisation, method or knob.
+
+    views: that the model generates under.
+    """
     for draft in drafts:
         registry.check("drafters", draft)
     registry.check("control", control)
     if rule is not None:
         registry.check("accept", rule)
+    for view in filter(None, views):
+        registry.check_lossy_view(view)
     loading.check(model, dtype, quantize, argument)
 
 

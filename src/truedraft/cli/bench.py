@@ -38,10 +38,13 @@ from truedraft.targets.kinds import reads_sources
 
 if TYPE_CHECKING:
     from truedraft.bench.compare import Figures
+    from truedraft.bench.lossy import Quality
     from truedraft.bench.oracle import Attained
     from truedraft.bench.roofline import Machine, RooflinePoint
     from truedraft.bench.sides import Side
     from truedraft.bench.workloads import Workload
+
+    Sides = Callable[[Sequence[Side]], list[Side]]  # those that are compared, given those of transformers
 
 DRAFTS = ["auto", "prompt-lookup-long"]
 LIMIT = 8
@@ -50,8 +53,9 @@ UNUSED = {
     "oracle": ("draft", "limit", "batch", "temperature", "seed", "control", "ties", "baselines", "assistant"),
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
                  "ties", "baselines", "assistant"),
+    "lossy": ("ties", "baselines", "assistant"),
     "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties", "baselines",
-               "assistant", "dtype", "quantize", "stretched", "oracle", "roofline"),
+               "assistant", "dtype", "quantize", "stretched", "oracle", "roofline", "lossy"),
 }  # fmt: skip
 REPLAYED = ("tokenizer", "questions", "budget")  # options for recorded outputs only
 
@@ -81,6 +85,10 @@ def bench(
     threads: Threads = None,
     oracle: Annotated[bool, Option(help="Known outputs drafted at set acceptance rates, against theory.")] = False,
     roofline: Annotated[bool, Option(help="Only pass times by width, against bandwidth and multiply rate.")] = False,
+    lossy: Annotated[
+        list[str] | None,
+        Option(help="A view that the model generates under, lossy/NAME: quality and speed; may be repeated."),
+    ] = None,
     replay: Annotated[list[Path] | None, Option(help="Recorded outputs, replayed without a model.")] = None,
     tokenizer: Annotated[str | None, Option(help="Tokenizer of recorded outputs, if not that of MODEL.")] = None,
     questions: Annotated[Path | None, Option(help="MT-Bench's questions, if not beside its answers.")] = None,
@@ -96,12 +104,14 @@ def bench(
     counts = {"--limit": limit, "--rounds": rounds, "--budget": budget, "--max-new-tokens": max_new_tokens}
     _check_numbers(counts, batch or [], temperature or [], seed if _given(context, "seed") else None)
     check_page(html)
-    modes = [mode for mode, given in (("oracle", oracle), ("roofline", roofline)) if given]
+    modes = [mode for mode, given in (("oracle", oracle), ("roofline", roofline), ("lossy", lossy)) if given]
     _refuse_unused(context, ["replay"] if replay else modes)
     if replay:
         reads, page = _tokenizer(context, model, tokenizer), (html, context.obj)
         return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
-    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts)
+    if lossy and len(modes) > 1:
+        raise Refused(f"--lossy and --{modes[0]} measure different things: leave one of them out")
+    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts, lossy or ())
     if stretched is not None:
         size_of(stretched, model)
     with waiting("loading the model") as show:
@@ -111,6 +121,7 @@ def bench(
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
         machine, rows = _roofline(loaded) if roofline or (html and not sources) else (None, [])
         figures: list[Figures] = []
+        found: list[Quality] = []
         interrupted = False
         attained: list[Attained] = []
         if oracle:
@@ -118,31 +129,33 @@ def bench(
 
             attained = attain(loaded, reader, todo, show, rounds)
         elif not roofline:
-            of_transformers = _baselines(model, assistant, loaded, dtype) if baselines else []
+            of_transformers = _baselines(model, assistant, loaded, dtype) if baselines and not lossy else []
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
-            sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
+            sides: Sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
+            if lossy:
+                found, sides = _lossy(loaded, reader, lossy, draft or ["none"], control, todo, show)
             interrupted = _compare(figures, sides, of_transformers, todo, loaded, reader, *settings, show)
     name = model if stretched is None else f"{model} stretched to {stretched}"
     if html is not None:
         weights = quantize or str(loaded.dtype).removeprefix("torch.")
         facts = {"model": name, "weights": weights, **origin(context.obj)}
-        _write_page(html, facts, figures, rounds, machine, rows, attained)
+        _write_page(html, facts, figures, rounds, machine, rows, attained, found)
     if as_json:
         of_model = {"model": name, "dtype": str(loaded.dtype), "quantized": quantize}
-        print(json.dumps({**of_model, **_result(figures, attained, rows)}, indent=2))
+        print(json.dumps({**of_model, **_result(figures, attained, rows, found)}, indent=2))
     else:
         if stretched is not None:
             print_folded(console(), name, "bold")
-        _print(figures, attained, machine, rows, rounds)
+        _print(figures, attained, machine, rows, rounds, found)
     if interrupted:
         print("interrupted: the workloads that were finished are shown", file=sys.stderr)
         return 130
-    return int(any(f.differs is not None and f.passes is not None for f in figures))
+    return int(not found and any(f.differs is not None and f.passes is not None for f in figures))
 
 
 def _compare(
     figures: list[Figures],
-    sides: Callable[[Sequence[Side]], list[Side]],
+    sides: Sides,
     baselines: Sequence[Side],
     workloads: Sequence[Workload],
     model: Any,
@@ -176,12 +189,15 @@ def _write_page(path: Path, facts: Mapping[str, str], *results: Any) -> None:
     write_page(path, measured(f"truedraft bench: {facts['model']}", facts, *results))
 
 
-def _result(figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[RooflinePoint]) -> dict[str, Any]:
+def _result(
+    figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[RooflinePoint], found: Sequence[Quality]
+) -> dict[str, Any]:
     return {
         "machine": measured_on(),
         "figures": [asdict(f) for f in figures],
         "oracle": [{**asdict(a), "share": a.share} for a in attained],
         "roofline": [{**asdict(row), "attained": row.attained} for row in rows],
+        "quality": [asdict(quality) for quality in found],
     }
 
 
@@ -268,6 +284,19 @@ def _sides(
     return sides
 
 
+def _lossy(
+    model: Any, tokenizer: Any, views: Sequence[str], drafts: Sequence[str], control: str, todo: Sequence[Workload],
+    show: Callable[[str], None],
+) -> tuple[list[Quality], Sides]:  # fmt: skip
+    """The quality of views that the model generates under, by workload, and the sides that compare their speed."""
+    from truedraft.bench.lossy import approximations, qualities
+    from truedraft.bench.sides import truedraft_side
+
+    ways = approximations(model, tokenizer, views, drafts, control)
+    found = [one for work in todo for one in qualities(ways, tokenizer, work, _room(model, work), show)]
+    return found, lambda _: [truedraft_side(name, fast) for name, fast in ways.items()]
+
+
 def _roofline(model: Any) -> tuple[Machine, list[RooflinePoint]]:
     from truedraft.bench.roofline import Gauge, measure_passes, roofline
     from truedraft.targets.hosting import hosted
@@ -283,10 +312,10 @@ def _roofline(model: Any) -> tuple[Machine, list[RooflinePoint]]:
 
 def _check_names(
     model: str, dtype: str, quantize: str | None, drafts: Sequence[str], control: str, assistant: str | None,
-    prompts: Sequence[Path] | None,
+    prompts: Sequence[Path] | None, views: Sequence[str],
 ) -> None:  # fmt: skip
     """Raises Refused, before a model is loaded, for an unknown name or an unusable file."""
-    check_names(model, dtype, quantize, drafts=drafts, control=control)
+    check_names(model, dtype, quantize, drafts=drafts, control=control, views=views)
     if assistant is not None:
         check_names(assistant, argument="--assistant")
     _workloads(prompts, LIMIT, None, sources=False)
@@ -317,11 +346,14 @@ def _print(
     machine: Machine | None,
     rows: Sequence[RooflinePoint],
     rounds: int,
+    found: Sequence[Quality],
 ) -> None:
     from truedraft.bench import columns
 
     out = console()
-    if figures:
+    if found:
+        print_table(out, columns.lossy(figures, found))
+    elif figures:
         print_table(out, columns.speed(figures, rounds))
         print_table(out, columns.latency(figures, rounds))
         for note in columns.notes(figures):

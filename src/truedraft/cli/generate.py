@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from truedraft.cli._models import accelerated
-from truedraft.cli._options import Control, Dtype, Quantize, Threads, check_names
+from truedraft.cli._options import Control, Dtype, Quantize, Threads, View, check_names
 from truedraft.cli._request import Request, check_seed, read_prompts, read_settings
 from truedraft.cli._text import read, waiting
 from truedraft.errors import Refused
@@ -34,6 +34,7 @@ def generate(
         str, Option(help="A drafter, `name:knob=value`, auto, or none (see `truedraft methods`).")
     ] = "auto",
     rule: Annotated[str | None, Option(help="An acceptance rule; by default the output is the model's.")] = None,
+    view: View = None,
     control: Control = "cost",
     ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     reference: Annotated[list[Path] | None, Option(help="A text that the output may copy from; repeatable.")] = None,
@@ -85,9 +86,9 @@ def generate(
     documents = [read(path, "--reference") for path in reference or ()]
     check_seed(seed, sample)
     read_items = read_prompts(prompt, file, prompts)
-    check_names(model, dtype, quantize, drafts=[draft], control=control, rule=rule)
+    check_names(model, dtype, quantize, drafts=[draft], control=control, rule=rule, views=[view])
     config = read_settings(fields, settings or ())
-    fast = accelerated(model, dtype, draft, control, quantize, rule, threads=threads, ties=ties)
+    fast = accelerated(model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view)
     items = read_items(fast.target.reads_sources)
     places = [f"prompt {i} of {len(items)}" for i in range(1, len(items) + 1)] if prompts is not None else [""]
     requests = [

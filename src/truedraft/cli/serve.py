@@ -37,7 +37,10 @@ def serve(**options: Any) -> int:
         if importlib.util.find_spec(package) is None:
             raise Refused(f"truedraft serve needs {package}: pip install 'truedraft[serve]'")
     drafts = [name for name in config.drafts if name != "none"]
-    check_names(config.model, config.dtype, config.quantize, drafts=drafts, control=config.control, rule=config.rule)
+    check_names(
+        config.model, config.dtype, config.quantize,
+        drafts=drafts, control=config.control, rule=config.rule, views=[config.view],
+    )  # fmt: skip
     from truedraft.serve.keys import read_keys
 
     keys = read_keys(config.api_keys)
@@ -49,7 +52,7 @@ def serve(**options: Any) -> int:
         return 0
     load = functools.partial(
         accelerated, config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
-        threads=config.threads, stretched=config.stretched,
+        threads=config.threads, stretched=config.stretched, view=config.view,
     )  # fmt: skip
     if config.ray:
         if importlib.util.find_spec("ray") is None:

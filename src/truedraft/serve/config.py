@@ -45,6 +45,7 @@ class ServeConfig:
     draft: str = _setting("auto", "The drafter of requests that name none; none for no drafts.")
     allow_draft: tuple[str, ...] = _setting((), "A further drafter that requests may name; repeatable.")
     rule: str | None = _setting(None, "An acceptance rule; by default the output is the model's.")
+    view: str | None = _setting(None, "lossy/NAME: generate under a view, an approximation; another text.")
     control: str = _setting("cost", "Draft size: cost (what pays here) or fixed (always full).")
     memory: Path | None = _setting(None, "A file of earlier outputs, read at the start and written at the end.")
     reference: dict[str, Path] = _setting({}, "NAME=PATH of a text that requests may name as a reference; repeatable.")

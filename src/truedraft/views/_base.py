@@ -100,8 +100,9 @@ class View:
 
     @property
     def name(self) -> str:
-        """Its name in reports and messages."""
-        return method_name(self)
+        """Its name in reports and messages: that of a preset whose knobs it has, if there is one."""
+        alike = (preset for preset, knobs in self.card.presets.items() if knobs.items() <= vars(self).items())
+        return next(alike, method_name(self))
 
     @property
     def lossy(self) -> str:
