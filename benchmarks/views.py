@@ -41,9 +41,10 @@ from truedraft.calibrating import TextEvaluator
 from truedraft.drafters.self_._drafter import SelfDrafter
 from truedraft.files import write_whole
 from truedraft.loading import load
+from truedraft.runtime.rounded_entries import CHUNK
 from truedraft.targets.hosting import hosted
 from truedraft.tree import DraftTree, Prompt
-from truedraft.views._base import View
+from truedraft.views._base import Rounded, Selection, View
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BEHIND, DEPTH = 256, 8
@@ -64,7 +65,12 @@ def share_of_bytes(target: Any, view: View, kept: float, behind: int) -> float:
     kept: bytes of keys and values of a position.
     """
     entries = view.reduction(len(target.layer_types)).entries
-    read = behind if entries is None else min(entries.kept + entries.recent, behind)
+    read: float = behind
+    if isinstance(entries, Selection):
+        read = min(entries.kept + entries.recent, behind)
+    elif isinstance(entries, Rounded):
+        rounds = max(behind - entries.recent, 0) // CHUNK * CHUNK
+        read = behind - rounds + rounds * entries.bits / (8 * target.dtype.itemsize)
     return (target.share(view) * target.weight_bytes + read * kept) / (target.weight_bytes + behind * kept)
 
 

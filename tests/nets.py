@@ -28,7 +28,8 @@ VIEWS = registry.names("views")
 NAMES = [*registry.names("drafters"), *VIEWS, *COMPOSED]
 PRESETS = registry.presets("drafters") | registry.presets("views")
 REGISTERED = [*NAMES, *PRESETS]
-COMPILED = {name for name in REGISTERED if PRESETS.get(name, (name,))[0] == "quantized"}  # by the compiled pass alone
+BITS = ("quantized", "quantized-kv")
+COMPILED = {name for name in REGISTERED if PRESETS.get(name, (name,))[0] in BITS}  # by the compiled pass alone
 TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps", "view"]
 EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
 FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from tiny models and short texts

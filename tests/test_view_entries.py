@@ -131,7 +131,7 @@ def test_in_bf16() -> None:
 def test_with_layers_skipped(runtime: str) -> None:
     view = Together((skipping((0, 2)), VIEW))
     check_against_picked(target_of(deep("llama", torch.float32), runtime), view, 1e-3, (0, 2))
-    with pytest.raises(Refused, match=r"two views choose .* \(2 first and 6 recent positions; 1 first"):
+    with pytest.raises(Refused, match=r"two views say .* \(2 first and 6 recent positions; 1 first"):
         target_of(deep("llama", torch.float32), runtime).check_view(Together((VIEW, WindowKv(1, 3))))
 
 

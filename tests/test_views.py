@@ -302,11 +302,11 @@ def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype:
     check_same_bits(deep(architecture, dtype), skipping((1,)))
 
 
-def check_same_bits(model: PreTrainedModel, view: View) -> None:
+def check_same_bits(model: PreTrainedModel, view: View, lengths: Sequence[int] = (17, 1, 5)) -> None:
     """In one tree, or token by token through scratch, alone or beside other rows: no tolerance."""
-    rng = random.Random(6)
-    prompts = [words(rng, n) for n in (17, 1, 5)]
-    target = begun(DecoderTarget(model, strict=True), prompts)
+    rng, capacity = random.Random(6), max(lengths) + 64
+    prompts = [words(rng, n) for n in lengths]
+    target = begun(DecoderTarget(model, strict=True), prompts, capacity)
     trees = [random_tree(rng, prompt[-1], n) for prompt, n in zip(prompts, (9, 20, 1), strict=True)]
     together = target.score(trees, view).logits
     alone = DecoderTarget(model, strict=True)
@@ -314,7 +314,7 @@ def check_same_bits(model: PreTrainedModel, view: View) -> None:
         for leaf in leaves(tree):
             for given, slot in ((alone, 0), (target, row)):
                 if given is alone:
-                    begun(alone, [prompts[row]])
+                    begun(alone, [prompts[row]], capacity)
                 given.rewind()
                 for node in tree.path(leaf):
                     own = given.score([DraftTree.chain(tree.tokens[node])], view, [slot]).logits
@@ -341,11 +341,13 @@ def test_views_do_not_affect_the_whole_model(architecture: str, runtime: str) ->
     check_unaffected(deep(architecture, torch.float32), runtime, skipping((0, 2)), (0, 2))
 
 
-def check_unaffected(model: PreTrainedModel, runtime: str, view: View, skipped: Sequence[int] = ()) -> None:
+def check_unaffected(
+    model: PreTrainedModel, runtime: str, view: View, skipped: Sequence[int] = (), lengths: Sequence[int] = LENGTHS
+) -> None:
     """Committed keys and values stay to the bit, and so do the passes that follow, as if nothing had been drafted."""
     rng = random.Random(2)
-    prompts = [words(rng, n) for n in LENGTHS]
-    target, plain = (begun(target_of(model, runtime), prompts) for _ in range(2))
+    prompts = [words(rng, n) for n in lengths]
+    target, plain = (begun(target_of(model, runtime), prompts, max(lengths) + 64) for _ in range(2))
     assert target.cache is not None and plain.cache is not None
     for _ in range(4):
         lengths = list(target.cache.lengths)

@@ -224,6 +224,7 @@ class RowCache(Cache):
         self.cursor = CacheCursor(slots, capacity)
         self._entries: dict[frozenset[int], Entries] = {}  # of all layers but those skipped
         self.subsets: dict[Hashable, Any] = {}  # `SubsetCache`, for passes over a part of its entries
+        self.rounded: dict[Hashable, Any] = {}  # copies of its entries in fewer bits
         Cache.__init__(self, layers=[RowLayer(self.cursor) for _ in range(layers)])
 
     @property
@@ -242,6 +243,7 @@ class RowCache(Cache):
         self.cursor.reading.clear()
         self.rewind()
         self.subsets.clear()
+        self.rounded.clear()
         for layer in self.attention:
             if layer.is_initialized:
                 layer.keys.zero_()
@@ -276,8 +278,8 @@ class RowCache(Cache):
         """Discard the entries of a slot beyond its first `length`. Scratch is dropped."""
         self.rewind()
         self.lengths[slot] = length
-        for subset in self.subsets.values():
-            subset.shorten(slot, length)
+        for copies in (*self.subsets.values(), *self.rounded.values()):
+            copies.shorten(slot, length)
 
     def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
         """Move the entries of `path`, offsets from `first`, to positions from `first` on, except in skipped layers."""
@@ -295,6 +297,8 @@ class RowCache(Cache):
         for subset in self.subsets.values():
             subset.cursor.use(len(self.lengths))
             subset.release(slot)
+        for rounded in self.rounded.values():
+            rounded.release(slot, len(self.lengths))
         self.cursor.released(slot)
         last = len(self.lengths) - 1
         if slot != last:

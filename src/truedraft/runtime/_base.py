@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
-from truedraft.views._base import Reduction, View
+from truedraft.views._base import Reduction, Rounded, View
 
 PROMPT = 512  # most positions of prompts in one call
 
@@ -84,6 +84,11 @@ class Runner(ABC):
         Raises:
             Refused: this model cannot run under it.
         """
+
+    def round_entries(self, entries: Rounded, slots: Sequence[int]) -> None:
+        """Bring the copies of the cache's entries that are read in fewer bits up to date, in these slots; of runners
+        whose `reduced` refuses no such view."""
+        raise NotImplementedError
 
     @abstractmethod
     def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:

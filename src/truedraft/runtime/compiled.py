@@ -26,12 +26,13 @@ from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rounded import RoundedOps
-from truedraft.runtime.selecting import fitted
+from truedraft.runtime.rounded_entries import RoundedEntries
+from truedraft.runtime.selecting import fitted, over
 from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
-from truedraft.views._base import WHOLE, Reduction, View
+from truedraft.views._base import WHOLE, Reduction, Rounded, View
 
 VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ class CompiledPass(Runner):
         """
         self.cache: RowCache = cache  # type: ignore[assignment]
         self._whole: RowCache = cache  # type: ignore[assignment]
-        self._variants: dict[tuple[tuple[int, ...], Reduction, RowCache | None], ctypes.Array[Op]] = {}
+        self._variants: dict[tuple[tuple[int, ...], Reduction, RowCache | RoundedEntries | None], ctypes.Array[Op]] = {}
         if cache is None:
             return
         p = self.program
@@ -184,6 +185,12 @@ class CompiledPass(Runner):
         self._reductions[view] = fitted(self.model, reduction, bool(by_place), window)
         return self._reductions[view]
 
+    def round_entries(self, entries: Rounded, slots: Sequence[int]) -> None:
+        if (copies := self._whole.rounded.get(entries)) is None:
+            copies = self._whole.rounded[entries] = RoundedEntries(self._whole, entries.bits, entries.recent)
+        for slot in slots:
+            copies.follow(self._whole, slot)
+
     def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:
         p, nodes, names = self.program, Nodes(), list(self.program.widths)
         for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
@@ -247,15 +254,25 @@ class CompiledPass(Runner):
         """
         kept = {layer: _floats(len(nodes), self._stride("x")) for layer in hidden}
         logits = _floats(*(shape or (len(gather),)), self._stride("logits"))
-        self._execute(self._ops(tuple(hidden), reduction), nodes, gather, embeds, [logits, *kept.values()])
+        copies = self._whole.rounded.get(reduction.entries)
+        self._execute(
+            self._ops(tuple(hidden), reduction), nodes, gather, embeds, [logits, *kept.values()],
+            copies.lengths if copies else (),
+        )  # fmt: skip
         if logits.shape[-1] > self._vocabulary:
             logits = logits[..., : self._vocabulary]
         return logits, {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
     def _execute(
-        self, ops: ctypes.Array[Op], nodes: Nodes, gather: Sequence[int], embeds: Tensor | None, out: Sequence[Tensor]
+        self, ops: ctypes.Array[Op], nodes: Nodes, gather: Sequence[int], embeds: Tensor | None, out: Sequence[Tensor],
+        rounded: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Run operations over the nodes; out: fp32 buffers behind those of the program, the logits first."""
+        """Run operations over the nodes.
+
+        Args:
+            out: fp32 buffers behind those of the program, the logits first.
+            rounded: by slot, the first places that attention reads in fewer bits.
+        """
         n, m = len(nodes), len(gather)
         self._reserve(n)
         buffers = [*self._buffers, *[one.data_ptr() for one in out]]
@@ -274,6 +291,7 @@ class CompiledPass(Runner):
             "token": nodes.token, "slot": nodes.slot, "position": nodes.position, "place": nodes.place,
             "base": nodes.base, "extra_from": nodes.extra_from, "extra": nodes.extra,
             "extra_position": nodes.extra_position, "gather": gather, "group_from": nodes.group_from,
+            "rounded": rounded,
             "room": room, "buffer": buffers, "stride": strides,
         }  # fmt: skip
         self._complete(nodes, numbers, lists)
@@ -338,7 +356,7 @@ class CompiledPass(Runner):
 
     def _ops(self, hidden: tuple[int, ...], reduction: Reduction) -> ctypes.Array[Op]:
         """The operations under a reduction, with a copy of "x" after each layer in `hidden`."""
-        part = None if self.cache is self._whole else self.cache
+        part = self._whole.rounded.get(reduction.entries) if self.cache is self._whole else self.cache
         key = hidden, reduction, part
         if key not in self._variants:
             p = self.program
@@ -350,7 +368,7 @@ class CompiledPass(Runner):
                     ops[-1] = Op.from_buffer_copy(ops[-1])
                     ops[-1].wait = 1
                 elif i not in skipped:
-                    ops.append(op if part is None or p.layers[i] < 0 else _over(op, part.layers[p.layers[i]]))
+                    ops.append(op if part is None or p.layers[i] < 0 else over(op, p.layers[i], part))
                 ops += [_copy(p, "x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
             for k, number in enumerate(numbers):
                 if number == -1:  # after the final norm, for all nodes
@@ -366,15 +384,6 @@ class CompiledPass(Runner):
 def _point(op: Op, layer: RowLayer) -> None:
     """Point an operation at keys and values."""
     op.keys, op.values = layer.keys.data_ptr(), layer.values.data_ptr()
-
-
-def _over(op: Op, layer: RowLayer) -> Op:
-    """An operation over a part of the entries of a layer; where it attends, it sees all of them."""
-    copied = Op.from_buffer_copy(op)
-    _point(copied, layer)
-    if op.kind == OpKind.ATTEND:
-        copied.window = 0
-    return copied
 
 
 def _floats(*shape: int) -> Tensor:

@@ -33,7 +33,7 @@ from truedraft.runtime.tapping import LayerTaps, one_token
 from truedraft.runtime.tempered import tempered
 from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
-from truedraft.views._base import Reduction, View
+from truedraft.views._base import Reduction, Rounded, View
 
 # Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: where
 # both have the same instructions, in fp32 on Intel processors, for which torch's matrix products are tuned, in bf16
@@ -209,16 +209,17 @@ class ForwardPass(Runner):
             Refused: this model cannot run under it.
         """
         reduction = view.reduction(len(self.layer_types))
-        if reduction.bits:
+        entries = reduction.entries
+        if reduction.bits or isinstance(entries, Rounded):
             raise Refused(
-                f"{type(self.model).__name__} cannot run under {view.name} by the {self.name}: weights of fewer bits "
-                "need the compiled pass"
+                f"{type(self.model).__name__} cannot run under {view.name} by the {self.name}: weights or entries of "
+                "fewer bits need the compiled pass"
             )
         if reduction.skips:
             if self._skippable is None:
                 self._skippable = SkippableLayers(self.model, len(self.layer_types))
             self._skippable.check(reduction)
-        if reduction.entries is not None and reduction.entries.chunk and not self._queries_seen:
+        if entries is not None and entries.chunk and not self._queries_seen:
             check_seen(self.model, len(self.layer_types) - self.layer_types.count("dummy"))
             self._queries_seen = True
         by_place = self._by_place or {"chunked_attention", "indexed_attention"}.intersection(self.layer_types)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
+from truedraft.runtime.native import Op, OpKind
+from truedraft.runtime.rounded_entries import RoundedEntries
 from truedraft.runtime.tapping import one_token
-from truedraft.views._base import Reduction
+from truedraft.views._base import Reduction, Rounded
 
 
 def fitted(model: Any, reduction: Reduction, by_place: bool, window: int | None) -> Reduction:
@@ -28,12 +31,30 @@ def fitted(model: Any, reduction: Reduction, by_place: bool, window: int | None)
     entries, name = reduction.entries, type(model).__name__
     if entries is None:
         return reduction
+    latents = getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None)
+    if isinstance(entries, Rounded):
+        if latents:
+            raise Refused(f"{name} cannot read its KV cache in fewer bits: it keeps latents, and no keys")
+        return reduction
     if by_place:
         raise Refused(f"{name} cannot read a part of its KV cache: its attention depends on the places of keys")
-    if entries.chunk and getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+    if entries.chunk and latents:
         raise Refused(f"{name} cannot choose entries of its KV cache by attention: it keeps latents, and no keys")
     recent = entries.recent if window is None else min(entries.recent, window)
     return replace(reduction, entries=replace(entries, recent=recent))
+
+
+def over(op: Op, layer: int, part: RowCache | RoundedEntries) -> Op:
+    """An operation of a layer over a part of the entries, all of which it sees where it attends, or over those in fewer
+    bits."""
+    if isinstance(part, RoundedEntries):
+        return part.pointed(op, layer)
+    copied = Op.from_buffer_copy(op)
+    of = part.layers[layer]
+    copied.keys, copied.values = of.keys.data_ptr(), of.values.data_ptr()
+    if op.kind == OpKind.ATTEND:
+        copied.window = 0
+    return copied
 
 
 class SeenQueries(TorchFunctionMode):

@@ -18,7 +18,7 @@ from truedraft.runtime.identity import fingerprint
 from truedraft.runtime.shares import weight_share
 from truedraft.targets.memory import check_room
 from truedraft.tree import DraftTree, Scores, Taps
-from truedraft.views._base import Selection, View
+from truedraft.views._base import Rounded, Selection, View
 
 SCRATCH = 64  # places for it behind chosen entries, at first
 
@@ -57,7 +57,7 @@ class ViewPasses:
 
     def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
         reduction, rows = self.runner.reduced(view), self._whole
-        cache = rows if reduction.entries is None else rows.subsets[reduction.entries]
+        cache = rows.subsets.get(reduction.entries, rows)
         for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
             cache.advance(slot, path, reduction.attention)
 
@@ -77,10 +77,13 @@ class ViewPasses:
         padded = [DraftTree.chain(0)] * len(rows.lengths)  # slots without a tree score a dummy token
         for slot, tree in zip(slots, trees, strict=True):
             padded[slot] = tree
-        entries, caches = reduction.entries, {None: rows, **rows.subsets}
-        if any(any(other.cursor.scratch) for chosen, other in caches.items() if chosen != entries):
+        entries, caches = reduction.entries, [rows, *rows.subsets.values()]
+        written = rows.subsets.get(entries) if isinstance(entries, Selection) else rows
+        if any(any(other.cursor.scratch) for other in caches if other is not written):
             raise Refused(f"{view.name} reads other entries than what has written the scratch: rewind before it")
-        cache = rows if entries is None else self._subset(entries, padded, slots)
+        cache = self._subset(entries, padded, slots) if isinstance(entries, Selection) else rows
+        if isinstance(entries, Rounded):
+            self._round(entries, slots)
         if missing := sorted(cache.cursor.partial - reduction.attention):
             raise Refused(f"{view.name} runs layers {missing}, which have not written the scratch: rewind before it")
         with cache.cursor.behind_scratch():
@@ -97,9 +100,20 @@ class ViewPasses:
         rows = self._whole
         view = view.at(max(rows.cursor.generated())).tapping(self.taps)
         scores = self._score_under(view, trees, None)
-        if (entries := self.runner.reduced(view).entries) is not None:
-            rows.subsets[entries].return_nodes(rows, list(map(len, trees)))
+        if (subset := rows.subsets.get(self.runner.reduced(view).entries)) is not None:
+            subset.return_nodes(rows, list(map(len, trees)))
         return scores
+
+    def _round(self, entries: Rounded, slots: Sequence[int]) -> None:
+        """Bring the copies of entries in fewer bits up to date.
+
+        Raises:
+            NoRoom: they do not fit in free memory.
+        """
+        if entries not in self._whole.rounded:
+            of, remedy = self._whole.cursor, "draft by a view that reads it as it is"
+            check_room(self.config, self._cached_layers, of.slots, of.capacity, torch.int8, self.device, remedy)
+        self.runner.round_entries(entries, slots)
 
     def _subset(self, entries: Selection, trees: Sequence[DraftTree], slots: Sequence[int]) -> SubsetCache:
         """The cache of chosen entries, up to date in these slots, and with room for the trees of all slots in use.

@@ -11,6 +11,7 @@ from truedraft.errors import Refused
 from truedraft.tree import Taps
 
 NONE: frozenset[int] = frozenset()
+BITS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,33 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """The committed entries of a row that a pass reads in fewer bits: all but the most recent ones.
+
+    bits: 8 or 4.
+    recent: positions at the end that are read as they are, one or more.
+    """
+
+    bits: int
+    recent: int
+
+    def __str__(self) -> str:
+        return f"all but {self.recent} recent positions in {self.bits} bits"
+
+
+@dataclass(frozen=True)
 class Reduction:
     """What passes under a view leave out of the target; what passes prepare for it is kept by its value.
 
     attention, feed_forward: decoder layers without this half: the hidden states pass it unchanged.
     bits: of the weights of linear layers, 8 or 4; 0 for weights as they are.
-    entries: the entries of the KV cache that are read; None for all of them.
+    entries: the entries of the KV cache that are read, or are read in fewer bits; None for all of them as they are.
     """
 
     attention: frozenset[int] = NONE
     feed_forward: frozenset[int] = NONE
     bits: int = 0
-    entries: Selection | None = None
+    entries: Selection | Rounded | None = None
 
     @property
     def layers(self) -> frozenset[int]:
@@ -64,10 +80,10 @@ class Reduction:
         """Without what either leaves out.
 
         Raises:
-            Refused: both choose entries of the KV cache.
+            Refused: both say what is read of the KV cache.
         """
         if self.entries is not None and other.entries is not None:
-            raise Refused(f"two views choose what is read of the KV cache ({self.entries}; {other.entries}): use one")
+            raise Refused(f"two views say what is read of the KV cache ({self.entries}; {other.entries}): use one")
         return Reduction(
             self.attention | other.attention,
             self.feed_forward | other.feed_forward,

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.views._base import Reduction, View
-
-BITS = {"int8": 8, "int4": 4}
+from truedraft.views._base import BITS, Reduction, View
 
 
 @dataclass(frozen=True)

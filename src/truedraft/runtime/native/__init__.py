@@ -136,6 +136,7 @@ class PassArguments(ctypes.Structure):
                 "extra_position",
                 "source_lengths",
                 "gather",
+                "rounded",
             )
         ),
         ("groups", c_int64),

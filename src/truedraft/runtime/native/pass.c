@@ -34,7 +34,7 @@ typedef uint16_t bf16;
 #include "team.inc"
 
 enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192 };
-enum { KEYS = 64, MANY = 16, SPINS = 2000, RUNNING = 12, CHANNELS = 256, STREAMS = 8 };
+enum { KEYS = 64, MANY = 16, ROUNDED = 128, TOGETHER = 8, MOST_ROUNDED = 512, SPINS = 2000, RUNNING = 12, CHANNELS = 256, STREAMS = 8 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
 
@@ -484,8 +484,11 @@ typedef struct {
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   int64_t groups;                       /* LINEAR, GATED: of columns that share a scale */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL;
-                                           SCAN: logarithms of rates (head, in); UNIT: of channels (in,) */
-  const void *scales, *second_scales;   /* of quantised weights; INT8: (out,), padded to 16; others: see Factors */
+                                           SCAN: logarithms of rates (head, in); UNIT: of channels (in,);
+                                           ATTEND: keys and values in fewer bits, in panels of `form`, `apart` places of
+                                           each slot and head, or NULL */
+  const void *scales, *second_scales;   /* of quantised weights; INT8: (out,), padded to 16; others: see Factors;
+                                           ATTEND: by chunk of places and number of a key; by place */
   const void *offsets, *second_offsets; /* of quantised weights in panels, or NULL */
   const float *bias, *other_bias;       /* small vectors, fp32, padded to 16; ATTEND: (heads, out) by distance, or by position;
                                            ROUTE: added to the weights where experts are chosen, or NULL, and factors
@@ -539,6 +542,7 @@ typedef struct {
   const int64_t *extra, *extra_position;
   const int64_t *source_lengths;                 /* CROSS: source positions that a node sees */
   const int64_t *gather;                /* the nodes of the tail */
+  const int64_t *rounded;               /* by slot: so many first places are read in fewer bits, where there are such keys */
   int64_t groups;                       /* attention: groups of nodes of one slot */
   const int64_t *group_from;            /* (groups + 1,) */
   int64_t longest;                      /* most positions that a node sees */
@@ -1023,6 +1027,46 @@ static void blend(const Op *op, const float *p, int64_t ld, int64_t count, const
   if (whole < head && !op->narrow) values_float_avx2(p, ld, count, n, (const float *)values + whole, head, L, y + whole, head);
 }
 
+/* Keys and values in fewer bits lie in chunks of ROUNDED places, those of a slot and head one after another: keys in panels
+ * of places, with a scale for each number of a key in a chunk; values in panels of numbers, with a scale for each place. */
+static const float ones[MOST_ROUNDED] = {[0 ... MOST_ROUNDED - 1] = 1.0f};
+static const Factors unscaled = {.scale = ones, .groups = 1};
+
+/* As score(), of the first n places of a slot and head, the `of`-th. */
+AVX2 static void score_rounded(const Op *op, const Worker *worker, int64_t count, int64_t of, int64_t n, float *y, int64_t ld) {
+  const int64_t head = op->head, chunk = ROUNDED * head * bits_of[op->form] / 8;
+  const char *keys = (const char *)op->weight + of * (op->apart / ROUNDED) * chunk;
+  const float *scales = (const float *)op->scales + of * (op->apart / ROUNDED) * head;
+  float *x = (float *)worker->keys;
+  for (int64_t j = 0; j < n; j += ROUNDED, keys += chunk, scales += head)
+    for (int64_t m = 0; m < count; m += TOGETHER) {
+      const int64_t some = count - m < TOGETHER ? count - m : TOGETHER;
+      for (int64_t i = 0; i < some * head; i += L)
+        _mm256_storeu_ps(x + i, _mm256_mul_ps(_mm256_loadu_ps(worker->queries + m * head + i), _mm256_loadu_ps(scales + i % head)));
+      linears[op->form](x, head, some, keys, ROUNDED, head, y + m * ld + j, ld, &unscaled);
+    }
+}
+
+/* As blend(), of the first n places of a slot and head; multiplies p by the scales of the values. */
+AVX2 static void blend_rounded(const Op *op, const Worker *worker, float *p, int64_t ld, int64_t count, int64_t of, int64_t n, float *y) {
+  const int64_t head = op->head, wide = (head + PANEL - 1) / PANEL * PANEL, chunk = ROUNDED * wide * bits_of[op->form] / 8;
+  const char *values = (const char *)op->second + of * (op->apart / ROUNDED) * chunk;
+  const float *scales = (const float *)op->second_scales + of * op->apart;
+  float *sums = (float *)worker->keys;
+  for (int64_t m = 0; m < count; m++)
+    for (int64_t j = 0; j < n; j += L)
+      _mm256_storeu_ps(p + m * ld + j, _mm256_mul_ps(_mm256_loadu_ps(p + m * ld + j), _mm256_loadu_ps(scales + j)));
+  for (int64_t j = 0; j < n; j += ROUNDED, values += chunk)
+    for (int64_t m = 0; m < count; m += TOGETHER) {
+      const int64_t some = count - m < TOGETHER ? count - m : TOGETHER;
+      linears[op->form](p + m * ld + j, ld, some, values, wide, ROUNDED, sums, wide, &unscaled);
+      for (int64_t i = 0; i < some; i++)
+        for (int64_t d = 0; d < head; d += L)
+          _mm256_storeu_ps(y + (m + i) * head + d,
+                           _mm256_add_ps(_mm256_loadu_ps(y + (m + i) * head + d), _mm256_loadu_ps(sums + i * wide + d)));
+    }
+}
+
 /* Softmax over n scores, in place, and over a sink if there is one; overwrites the padding up to a multiple of eight. */
 AVX2 static void softmax(float *s, int64_t n, float scale, float cap, const float *sink) {
   const __m256 low = _mm256_set1_ps(-INFINITY);
@@ -1075,6 +1119,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   const int64_t head = op->head, share = op->heads / op->kv_heads, count = (to - from) * share;
   const int64_t size = op->narrow ? 2 : 4, bytes = head * size, wide = key_size(op), ld = pass->reach + 2 * PANEL;
   const int cross = op->kind == CROSS, latents = wide > head;
+  const int64_t of = pass->slot[from] * op->kv_heads + kv, rounds = op->weight ? pass->rounded[pass->slot[from]] : 0;
   const int64_t *base = cross ? pass->source_lengths : pass->base;
   const int64_t origin = (latents ? pass->slot[from] : pass->slot[from] * op->kv_heads + kv) *
                          (cross ? pass->sources : pass->capacity);
@@ -1102,11 +1147,12 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
     for (int64_t h = 0; h < share; h++, at++) {
       const float *q = ROW(op->src, i) + (kv * share + h) * op->step;
       if (op->narrow && units) narrow_row(q, wide, worker->x + at * padded_to_32(wide));
-      else memcpy(worker->queries + at * wide, q, sizeof(float) * (size_t)wide);
+      if (!(op->narrow && units) || rounds) memcpy(worker->queries + at * wide, q, sizeof(float) * (size_t)wide);
     }
   worker->op = NULL; /* its nodes are overwritten */
-  score(op, worker, count, keys + start * bytes, latents ? rotated + start * (wide - head) * size : NULL, end - start,
-        worker->scores, ld);
+  score_rounded(op, worker, count, of, rounds, worker->scores, ld);
+  score(op, worker, count, keys + (start + rounds) * bytes, latents ? rotated + start * (wide - head) * size : NULL,
+        end - start - rounds, worker->scores + rounds, ld);
   for (int64_t i = from, at = 0; i < to; i++)
     for (int64_t h = 0; h < share; h++, at++) {
       float *row = worker->scores + at * ld, *s = row + low[i - from] - start;
@@ -1124,11 +1170,14 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
     }
   float *y = worker->queries;
   memset(y, 0, sizeof(float) * (size_t)(count * head));
-  if (shared > start) blend(op, worker->scores, ld, count, values + start * bytes, shared - start, y);
+  blend_rounded(op, worker, worker->scores, ld, count, of, rounds, y);
+  start += rounds; /* nodes see all places before it */
+  const float *scores = worker->scores + rounds;
+  if (shared > start) blend(op, scores, ld, count, values + start * bytes, shared - start, y);
   else shared = start;
   for (int64_t i = from, at = 0; i < to; i++)
     for (int64_t h = 0; h < share; h++, at++) {
-      const float *row = worker->scores + at * ld, *p = row + base[i] - start;
+      const float *row = scores + at * ld, *p = row + base[i] - start;
       const int64_t first = low[i - from] > shared ? low[i - from] : shared;
       if (base[i] > first) blend(op, row + first - start, ld, 1, values + first * bytes, base[i] - first, y + at * head);
       EXTRAS(i, e) blend(op, p++, ld, 1, values + pass->extra[e] * bytes, 1, y + at * head);
@@ -1677,6 +1726,10 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case CROSS:
     case ATTEND:
       if (op->kind == ATTEND && (!within(op->in, 0, MOST) || op->in % 2)) return 0;
+      if (op->weight &&
+          (op->kind != ATTEND || op->in || op->window || op->head > MOST_ROUNDED || !op->second || !op->scales ||
+           !op->second_scales || !within(op->form, PANEL_INT8, PANEL_INT4) || op->apart % ROUNDED || !pass->rounded))
+        return 0;
       return heads_fit(op, share) && within(key_size(op), 1, MOST) &&
              fits(pass, op->src, (op->heads - 1) * op->step + key_size(op), nodes) &&
              fits(pass, op->dst, op->heads * op->head, nodes) && op->window >= 0 &&
@@ -1757,6 +1810,15 @@ static int biases_fit(const Op *op, const Pass *pass, int64_t node) {
   return 1;
 }
 
+/* Whether all nodes see the places of their slots that are read in fewer bits. */
+static int rounded_fit(const Op *op, const Pass *pass) {
+  for (int64_t i = 0; i < pass->nodes; i++) {
+    const int64_t n = pass->rounded[pass->slot[i]];
+    if (!within(n, 0, pass->base[i] < op->apart ? pass->base[i] : op->apart) || n % ROUNDED) return 0;
+  }
+  return 1;
+}
+
 /* Whether the tokens, slots, positions and nodes that a pass refers to are in range. */
 static int nodes_fit(const Pass *pass) {
   const int64_t n = pass->nodes;
@@ -1826,6 +1888,7 @@ int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share
   if (!rows_fit(pass)) return BAD_NODES;
   for (int64_t i = 0; i < count; i++) {
     if (!op_fits(ops + i, pass, share)) return BAD_OP;
+    if (ops[i].kind == ATTEND && ops[i].weight && !rounded_fit(ops + i, pass)) return BAD_NODES;
     if (ops[i].kind != ATTEND || !ops[i].bias) continue;
     for (int64_t node = 0; node < pass->nodes; node++)
       if (!biases_fit(ops + i, pass, node)) return BAD_PLACE;
