@@ -17,11 +17,12 @@ from transformers.cache_utils import DynamicCache
 import truedraft
 from models import tiny
 from nets import RULES
+from test_native_checks import array, changed, read
 from test_runtime import random_tree, words
 from test_views import COMPILED, begun, check_same_bits, check_unaffected, cut, deep, error
 from truedraft import DraftTree, Refused
 from truedraft.errors import NoRoom
-from truedraft.runtime.native import OpKind
+from truedraft.runtime.native import Failure, Op, OpKind
 from truedraft.runtime.rounded_entries import CHUNK
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Prompt
@@ -227,3 +228,24 @@ def test_a_window_is_read_as_it_is() -> None:
     ops = target.runner.program.ops  # type: ignore[attr-defined]
     read = [copies.pointed(op, 0).weight is not None for op in ops if op.kind == OpKind.ATTEND]
     assert read == [not op.window for op in ops if op.kind == OpKind.ATTEND] and len(set(read)) == 2
+
+
+def test_invalid_arguments_of_a_pass_are_refused() -> None:
+    """Counts of rounded places that nodes do not see, or of parts of a chunk; operations without scales."""
+    target: Any = begun(DecoderTarget(tiny("llama", torch.float32)), [words(random.Random(1), 300)], 400)
+    own, calls = target.runner._run, []
+    target.runner._run = lambda *given: calls.append(given) or own(*given)
+    target.score([DraftTree.chain(7, [8])], QuantizedKv(recent=RECENT))
+    ops, count, given, share, threads = calls[0]
+    assert read(given, "rounded", 1) == [256] and own(ops, count, given, share, threads) == 0
+    for wrong in (-128, 129, 384, 2**40):
+        assert own(ops, count, changed(given, rounded=array([wrong])), share, threads) == Failure.NODES
+    at = next(i for i in range(count) if ops[i].kind == OpKind.ATTEND)
+    assert own(ops, count, changed(given, rounded=0), share, threads) == Failure.OP
+    for field, wrong in (("scales", None), ("second_scales", None), ("second", None), ("apart", 384 + 7), ("form", 5)):
+        spoilt = (Op * count).from_buffer_copy(ops)
+        setattr(spoilt[at], field, wrong)
+        assert own(spoilt, count, given, share, threads) == Failure.OP, field
+    spoilt = (Op * count).from_buffer_copy(ops)
+    spoilt[at].apart = 128
+    assert own(spoilt, count, given, share, threads) == Failure.NODES

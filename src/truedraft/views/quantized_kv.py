@@ -30,9 +30,7 @@ class QuantizedKv(View):
         published="Up to 2.5x, more than 90 % of the drafts accepted, with kernels for GPUs.",
     )
     kv: str = knob("int8", form="int8 or int4", reader=list(BITS).index)  # scales by chunk, by place
-    weights: str = knob(
-        "", form="int8, int4 or nothing", reader=["", *BITS].index
-    )  # as of int8-self; nothing: as they are
+    weights: str = knob("", form="int8, int4 or nothing", reader=["", *BITS].index)  # as of int8-self
     recent: int = knob(128, 1, 1048576)  # last positions, read as they are; published 128 to 256
 
     def reduction(self, layers: int) -> Reduction:
