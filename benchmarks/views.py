@@ -6,7 +6,8 @@ passes: a random Llama of 0.1 B parameters behind 256 positions, and behind 16,3
 width 1 under a view over one of the whole model, beside the share of bytes that it reads, of weights and of keys and
 values; medians of ratios within rounds.
 acceptance: `nano`, whose layers all add something: drafts of 8 tokens without more and more of what a calibration by
-`sleb` finds redundant, and in fewer bits; and the loss and the agreement of the view alone, which is the lossy model.
+`sleb` finds redundant, by fewer layers for each further token, and in fewer bits; and the loss and the agreement of the
+view alone, which is the lossy model.
 long: the same model behind a prompt of 16,384 tokens, wired so that every draft is right: what views save at best.
 text: `nano` stretched to passes of 0.1 B and 0.5 B. Its further layers add nothing, so that bits are measured there and
 skipped layers are not: those would be free.
@@ -143,12 +144,13 @@ def acceptance(tokens: int) -> list[dict[str, Any]]:
     encoded = [tokenizer(item.text, return_tensors="pt", return_token_type_ids=False)["input_ids"] for item in items]
     texts = [model.generate(ids, max_new_tokens=tokens, do_sample=False)[0].tolist() for ids in encoded]
     evaluator = TextEvaluator(model, texts)
-    sleb: Any = registry.load("views", "sleb:share=0.5")
-    order: list[str] = []
-    sleb.search(evaluator, order.append)
-    found = [line.split(":")[0].removeprefix("without layers ").replace(", ", ";") for line in order[1:]]
+    d3: Any = registry.load("views", "d3")
+    order = d3.search(evaluator, lambda line: None).split(";")  # that of `sleb`
+    found = [";".join(sorted(order[:n])) for n in (1, 2, 3)]
     halves = [f"skip-layers:layers={found[0]}{half}" for half in "af"]
-    specs = ["", *halves, *(f"skip-layers:layers={layers}" for layers in found), *BITS]
+    falling = [f"d3:layers={';'.join(order)},alpha={alpha}" for alpha in (0.95, 0.9)]
+    falling += [f"skipdecode:most={most},least={least}" for most, least in ((1.0, 0.75), (0.9, 0.5), (0.75, 0.25))]
+    specs = ["", *halves, *(f"skip-layers:layers={layers}" for layers in found), *falling, *BITS]
     rows = []
     for spec in specs:
         view = view_of(spec)
@@ -157,10 +159,13 @@ def acceptance(tokens: int) -> list[dict[str, Any]]:
         for ids in encoded:
             fast.generate(ids, max_new_tokens=tokens, do_sample=False)
             emitted, made = emitted + fast.report().tokens, made + fast.report().row_passes
+        levels = [view.at(depth) for depth in range(DEPTH)]
+        alone = levels[1:] == levels[:-1]  # else it is another model at every depth of a draft
         rows.append(
             {
-                "view": spec, "share": evaluator.target.share(view), "mean_acceptance_length": emitted / made,
-                "loss": evaluator.loss(view), "agreement": evaluator.agreement(view),
+                "view": spec, "share": sum(map(evaluator.target.share, levels)) / DEPTH,
+                "mean_acceptance_length": emitted / made, "loss": evaluator.loss(view) if alone else None,
+                "agreement": evaluator.agreement(view) if alone else None,
             }
         )  # fmt: skip
     return rows

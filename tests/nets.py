@@ -34,8 +34,9 @@ TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps", "v
 EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
 FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from tiny models and short texts
     "skip-layers": {"layers": "1a"},
+    "skipdecode": {"most": 1.0, "least": 0.5, "levels": 2},
     "window-kv": {"sinks": 1, "recent": 3},
-    "top-kv": {"entries": 2, "chunk": 1, "recent": 2},
+    "top-kv": {"entries": 2, "chunk": 1, "recent": 2, "refresh": 5},
 }
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 SEED = 5

@@ -22,7 +22,9 @@ from test_seq2seq import sources
 from test_seq2seq import tiny as seq2seq
 from test_views import COMPILED, LAYERS, RUNTIMES, begun, check_unaffected, cut, deep, error, target_of
 from truedraft import DraftTree, Refused
+from truedraft.bench.workloads import embedded
 from truedraft.errors import NoRoom
+from truedraft.loading import load
 from truedraft.targets import drafting
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Piece, Prompt, Taps
@@ -297,29 +299,52 @@ def eager(model: PreTrainedModel) -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunk", [1, CHUNK])
+@pytest.mark.parametrize(("chunk", "refresh"), [(1, 0), (CHUNK, 0), (1, 5), (CHUNK, 2)])
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_the_entries_with_the_most_attention(runtime: str, chunk: int) -> None:
-    """Chosen once per row: new ones are in the ring. A row that all places have room for is read whole."""
+def test_the_entries_with_the_most_attention(runtime: str, chunk: int, refresh: int) -> None:
+    """Chosen once there are more than places, and anew after `refresh` tokens; new ones are in the ring. A row that all
+    places have room for is read whole. One leaves, and another moves into its slot."""
     model = tiny("qwen3", torch.float32, sharpen=1.0, layers=LAYERS)
-    rng, view = random.Random(7), TopKv(TOP, chunk, RECENT)
-    texts = [words(rng, n) for n in (34, 4, 25)]
+    rng, view = random.Random(7), TopKv(TOP, chunk, RECENT, refresh)
+    texts = [words(rng, n) for n in (34, 7, 29, 25)]
     target, picked = begun(target_of(model, runtime), texts, capacity=64), Attended(model)
-    starts = [len(text) - 1 for text in texts]
-    for step in range(4):
-        trees = [random_tree(rng, text[-1], n) for text, n in zip(texts, (5, 2, 1), strict=True)]
+    chosen: list[int | None] = [None] * len(texts)
+    for step in range(6):
+        for row, text in enumerate(texts):
+            read, before = len(text) - 1, chosen[row]
+            if read > TOP + RECENT and (before is None or 0 < refresh <= read - before):
+                chosen[row] = read
+        trees = [random_tree(rng, text[-1], n) for text, n in zip(texts, (5, 2, 1, 1), strict=False)]
         scores = target.score(trees, view).logits
-        for row, tree in enumerate(trees):
+        for row, (tree, at) in enumerate(zip(trees, chosen, strict=True)):
             tokens = [tree.tokens[i] for i in tree.path(len(tree) - 1)]
-            if row == 1:
+            if at is None:
                 plain = picked.logits(texts[row][:-1], tokens, 100, 100)[-1]
             else:
-                plain = picked.logits_of(texts[row], tokens, starts[row], chunk)[-1]
+                plain = picked.logits_of(texts[row], tokens, at, chunk)[-1]
             assert error(scores[row, len(tree) - 1], plain) < 1e-3, (step, row)
         target.score([DraftTree.chain(text[-1], [3]) for text in texts])
         target.commit([[0, 1]] * len(texts))
         for text in texts:
             text += [3, rng.randrange(30)]
+        if step == 2:
+            target.release(0)
+            texts[0], chosen[0] = texts.pop(), chosen.pop()
+    assert None not in chosen, "one had room for all of its positions at first"
+
+
+def test_entries_chosen_anew_follow_the_subject() -> None:
+    """Of a text that is copied with changes, each part in turn."""
+    model, tokenizer = load("nano", "float32")
+    item = next(load_.items[0] for load_ in embedded() if load_.name == "edit")
+    inputs = tokenizer(item.text, return_tensors="pt", return_token_type_ids=False)
+    accepted = []
+    for refresh in (0, 8):
+        knobs = f"entries=64,recent=16,refresh={refresh},depth=4,nodes=4"
+        fast = truedraft.accelerate(model, draft=f"top-kv:{knobs}", control="fixed")
+        fast.generate(**inputs, max_new_tokens=96, do_sample=False)
+        accepted.append(fast.report().mean_acceptance_length)
+    assert accepted[1] > 1.5 * accepted[0]
 
 
 LATENT, UNSEEN = "it keeps latents, and no keys", "its layers do not call torch's attention"

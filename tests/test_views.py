@@ -40,6 +40,7 @@ from truedraft.tree import Prompt, Taps
 from truedraft.views._base import WHOLE, View
 from truedraft.views.early_exit import EarlyExit
 from truedraft.views.skip_layers import SkipLayers
+from truedraft.views.skipdecode import SkipDecode
 
 COMPILED = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 LAYERS = 4
@@ -442,6 +443,31 @@ def test_a_lighter_view_may_continue_another_s_scratch_but_no_heavier_one(runtim
             joined.update(halfway.committed.layers[at].keys, halfway.committed.layers[at].values, new)
         plain = cut(model, (1, 2))(torch.tensor([[10]]), past_key_values=joined, use_cache=True).logits[0, 0]
     assert error(mine, plain) < 1e-4
+
+
+def test_skipdecode_runs_both_ends_and_less_of_the_upper_one_along_a_draft() -> None:
+    view = SkipDecode(warm=2, most=0.9, least=0.3, levels=3)
+    ran = [sorted({*range(10)} - view.at(depth).reduction(10).layers) for depth in range(5)]
+    assert ran == [[0, 1, *range(3, 10)], [0, 1, 5, 6, 7, 8, 9], [0, 1, 7, 8, 9], [0, 1, 9], [0, 1, 9]]
+    assert view.at(0) == view and [view.at(1).at(0), view.at(3)] == [view.at(1), view.at(9)]
+    assert SkipDecode(warm=3, most=0.0, least=0.0).reduction(4).layers == {3}, "what warms up always runs"
+    with pytest.raises(Refused, match=r"skipdecode:least=0.5 is above most=0.4: depth falls along a draft"):
+        SkipDecode(most=0.4, least=0.5)
+    with pytest.raises(Refused, match=r"skipdecode:warm=4: the decoder has 4 layers, leave out at least one"):
+        truedraft.accelerate(deep("llama", torch.float32), draft="skipdecode:warm=4")
+
+
+def test_a_text_drafted_at_falling_depth_is_that_of_model_generate() -> None:
+    """Drafts that begin with the whole model are right at first, and less so the deeper they get."""
+    model, inputs = tiny("llama", torch.float32, sharpen=1.5, layers=LAYERS), ragged(tiny("llama", torch.float32), 4)
+    lengths = []
+    for least in (1.0, 0.5):
+        draft = f"skipdecode:most=1.0,least={least},levels=2,depth=4,nodes=4"
+        fast = truedraft.accelerate(model, draft=draft, control="fixed")
+        mine = fast.generate(**inputs, max_new_tokens=30, do_sample=False)
+        assert torch.equal(mine, generated(model, inputs, max_new_tokens=30, do_sample=False).text)
+        lengths.append(fast.report().mean_acceptance_length)
+    assert lengths[0] > lengths[1] > 2, "the first level is drafted by all layers"
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

@@ -116,7 +116,8 @@ def views(part: str) -> list[str]:
         rows = [
             [
                 f"`{one['view']}`" if one["view"] else "the whole model", f"{one['share']:.2f}",
-                f"{one['mean_acceptance_length']:.2f}", f"{one['agreement']:.1%}", f"{one['loss']:.3f}",
+                f"{one['mean_acceptance_length']:.2f}",
+                *(["", ""] if one["loss"] is None else [f"{one['agreement']:.1%}", f"{one['loss']:.3f}"]),
             ]
             for one in found
         ]  # fmt: skip

@@ -26,6 +26,7 @@ class CacheCursor:
     reading: slot -> committed positions of a row whose prompt is being read; none of these slots is in use.
     offsets: what the positions of nodes exceed their places by, per slot in use; empty where every entry is at the
         place of its position (else `caches/subset.py`).
+    chosen: committed positions of each of these rows when its entries were chosen, 0 where they never were.
     scratch: positions per slot in use that passes under views have kept behind these; empty where there are none.
     partial: layers that have not written all of the scratch.
     begun: committed positions per slot in use when `generated` was first asked for it.
@@ -44,6 +45,7 @@ class CacheCursor:
         self.lengths: list[int] = []
         self.reading: dict[int, int] = {}
         self.offsets: list[int] = []
+        self.chosen: list[int] = []
         self.scratch: list[int] = []
         self.partial: frozenset[int] = frozenset()
         self.begun: list[int] = []
@@ -82,7 +84,7 @@ class CacheCursor:
 
     def use(self, rows: int) -> None:
         """Take slots into use, up to so many, without entries: of a cache whose entries have offsets."""
-        for per_slot in (self.lengths, self.offsets):
+        for per_slot in (self.lengths, self.offsets, self.chosen):
             per_slot += [0] * (rows - len(per_slot))
 
     def generated(self) -> list[int]:

@@ -71,6 +71,12 @@ class SubsetCache(RowCache):
             [kept[slot, :, first:last] for kept in whole._kept],
         )
 
+    def due(self, whole: RowCache, slot: int, refresh: int) -> bool:
+        """Whether entries are to be chosen in a slot: it has more positions than places, and they never were, or before
+        `refresh` positions or more, if that is not 0."""
+        now, before = whole.lengths[slot], self.cursor.chosen[slot]
+        return now > self.kept + self.recent and (not before or 0 < refresh <= now - before)
+
     def choose(self, whole: RowCache, slot: int, queries: Sequence[Tensor], chunk: int) -> None:
         """Keep, instead of the first positions, those before the recent ones that queries attend to the most; the first
         chunk is always among them.
@@ -90,15 +96,17 @@ class SubsetCache(RowCache):
             positions = (chunks + torch.arange(chunk, device=chunks.device)).flatten(1)[..., None]
             for mine, theirs in zip(own.kept, layer.kept, strict=True):
                 mine[slot, :, : self.kept] = theirs[slot].gather(1, positions.expand(-1, -1, theirs.shape[-1]))
+        self.cursor.chosen[slot] = whole.lengths[slot]
 
     def release(self, slot: int) -> None:
         super().release(slot)
-        last = self.cursor.offsets.pop()
-        if slot < len(self.lengths):
-            self.cursor.offsets[slot] = last
+        for per_slot in (self.cursor.offsets, self.cursor.chosen):
+            last = per_slot.pop()
+            if slot < len(per_slot):
+                per_slot[slot] = last
 
     def shorten(self, slot: int, length: int) -> None:
         """Forget the row, since entries that were overwritten in the ring may be recent again."""
         self.rewind()
         self.cursor.use(slot + 1)
-        self.lengths[slot] = self.cursor.offsets[slot] = 0
+        self.lengths[slot] = self.cursor.offsets[slot] = self.cursor.chosen[slot] = 0

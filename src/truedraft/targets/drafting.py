@@ -132,11 +132,11 @@ class ViewPasses:
             )  # fmt: skip
             subset = rows.subsets[entries] = SubsetCache(rows, entries.kept, entries.recent, capacity, subset)
         subset.cursor.use(len(rows.lengths))
-        new = [slot for slot in slots if not subset.cursor.positions[slot] and rows.lengths[slot] > places]
         for slot in slots:
             subset.follow(rows, slot)
-        if entries.chunk and new:
+        due = [slot for slot in slots if entries.chunk and subset.due(rows, slot, entries.refresh)]
+        if due:
             queries = self.runner.queries(trees)
-            for slot in new:
+            for slot in due:
                 subset.choose(rows, slot, [of_layer[slot] for of_layer in queries], entries.chunk)
         return subset

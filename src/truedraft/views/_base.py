@@ -16,17 +16,19 @@ BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class Selection:
-    """The committed entries of a row that a pass reads: some that are chosen once, and the most recent ones.
+    """The committed entries of a row that a pass reads: some that are chosen, and the most recent ones.
 
     kept: the first positions; or where there is a `chunk`, positions by layer and head, chosen before the first pass
-        over a row that has more, by the attention of its pending token.
+        over a row that has more than `kept` and `recent`, by the attention of its pending token.
     recent: positions at the end, one or more.
     chunk: adjacent positions that are chosen together, by their mean key; `kept` is a multiple of it.
+    refresh: committed positions after which they are chosen anew, before the next draft; 0 for never.
     """
 
     kept: int
     recent: int
     chunk: int = 0
+    refresh: int = 0
 
     def __str__(self) -> str:
         return f"{self.kept} {'chosen' if self.chunk else 'first'} and {self.recent} recent positions"
