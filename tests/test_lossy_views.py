@@ -33,7 +33,7 @@ NEW = 24
 SKIPPED = (1, 2)
 SKIPS = "lossy/skip-layers:layers=1;2"
 WINDOW = "lossy/window-kv:sinks=2,recent=5"
-DECAYS = "lossy/d3:layers=1;2,alpha=0.97"
+DECAYS = "lossy/d3:layers=1;2,alpha=0.98"
 SHORT = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
 RUNTIMES = [pytest.param("auto", marks=COMPILED), "stock"]
 
@@ -82,8 +82,8 @@ def test_text_of_falling_depth(runtime: str) -> None:
     model = deep("llama", torch.float32)
     ids = prompt_of(model)
     fast = truedraft.accelerate(model, draft=None, view=DECAYS, runtime=runtime)
-    count = [LAYERS - int(LAYERS * 0.97 ** (step + 1)) for step in range(NEW)]
-    assert sorted(set(count)) == [1, 2, 3]  # of which two are named
+    count = [LAYERS - int(LAYERS * 0.98 ** (step + 1)) for step in range(NEW)]
+    assert sorted(set(count)) == [1, 2, 3]
     assert new_tokens(fast, ids) == by_steps(model, ids, lambda step: SKIPPED[: count[step]])
 
 
@@ -137,7 +137,7 @@ def test_rows_that_end_early_do_not_change_the_depth_of_others() -> None:
     for row, tokens in enumerate(alone):
         length = tokens.index(end) + 1 if end in tokens else NEW
         assert together[row][:length] == tokens[:length]
-    assert 4 < alone[0].index(end) < 9  # layers are dropped after it
+    assert 4 < alone[0].index(end) < 13  # layers are dropped after it
 
 
 def test_requests_that_come_and_go() -> None:
