@@ -83,7 +83,7 @@ def test_text_of_falling_depth(runtime: str) -> None:
     ids = prompt_of(model)
     fast = truedraft.accelerate(model, draft=None, view=DECAYS, runtime=runtime)
     count = [LAYERS - int(LAYERS * 0.98 ** (step + 1)) for step in range(NEW)]
-    assert sorted(set(count)) == [1, 2, 3]
+    assert sorted(set(count)) == [1, 2]
     assert new_tokens(fast, ids) == by_steps(model, ids, lambda step: SKIPPED[: count[step]])
 
 
@@ -131,13 +131,13 @@ def test_rows_that_end_early_do_not_change_the_depth_of_others() -> None:
     batch = ragged(model, 3)
     fast = truedraft.accelerate(model, draft=None, view=DECAYS)
     alone = [new_tokens(fast, ids[mask.bool()][None]) for ids, mask in zip(*batch.values(), strict=True)]
-    end = next(token for i, token in enumerate(alone[0]) if i > 4 and token not in alone[0][:i])
+    end = next(row[i] for row in alone[:2] for i in range(5, 13) if row[i] not in row[:i])  # before layers are dropped
     given = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=end, pad_token_id=0)
     together = fast.generate(**batch, **given)[:, batch["input_ids"].shape[1] :].tolist()
     for row, tokens in enumerate(alone):
         length = tokens.index(end) + 1 if end in tokens else NEW
         assert together[row][:length] == tokens[:length]
-    assert 4 < alone[0].index(end) < 13  # layers are dropped after it
+    assert any(end not in tokens[:16] for tokens in alone)
 
 
 def test_requests_that_come_and_go() -> None:
