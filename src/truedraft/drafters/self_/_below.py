@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from weakref import WeakSet
 
 from truedraft.drafters._base import Continuing, PassCost, moving_average, usual_seconds
 from truedraft.drafters._growing import GrowingTree
@@ -28,7 +27,7 @@ class Below:
 
     def __init__(self, drafter: Continuing):
         self.drafter = drafter
-        self._begun: WeakSet[Row] = WeakSet()  # rows that it has drafted for
+        self._begun: set[Row] = set()  # rows that it has drafted for
         self._right, self._tried = PRIOR * drafter.prior_confidence, PRIOR  # decayed counts of tokens
         self._seconds = self._of_token = 0.0  # of drafting; moving averages
         self._gain = 0.0  # seconds that it saved per pass; a moving average
@@ -77,6 +76,9 @@ class Below:
             self._gain = self._seconds
         elif saved > 0:
             self._rest = AGAIN
+
+    def end(self, row: Row) -> None:
+        self._begun.discard(row)
 
     @property
     def _rate(self) -> float:

@@ -45,6 +45,12 @@ class Reviewer(SelfDrafter):
         super().forget()
         self._below = Below(self._inner)
         self._of_pass = 0.0  # seconds of a pass under the view; a moving average
+        self._rows: Sequence[Row] = ()  # of the pass that is drafted for
+
+    def end(self, row: Row) -> None:
+        super().end(row)
+        self._below.end(row)
+        self._rows = [other for other in self._rows if other is not row]
 
     @property
     def width(self) -> int:
