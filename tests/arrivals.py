@@ -150,6 +150,7 @@ def state_left(part: Any) -> list[Any]:
     for reader in [getattr(part, "_reader", None), *getattr(part, "_readers", ())]:
         held += [getattr(reader, name, None) for name in ("slot_rows", "written", "_confirmed", "_unread", "_branches")]
         held += [getattr(getattr(reader, "_hosted", None), "cache", None), getattr(reader, "_cache", None)]
+    held += [getattr(getattr(part, "_below", None), "_begun", None)]
     for inner in [*getattr(part, "parts", ()), *filter(None, [getattr(part, "_bottom", None)])]:
         held += state_left(inner)
     return [kept for kept in held if kept]

@@ -23,7 +23,8 @@ from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 
-COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model"]
+REVIEWED = ["skip-layers<token-recycling", "window-kv<draft-model"]
+COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model", *REVIEWED]
 VIEWS = registry.names("views")
 NAMES = [*registry.names("drafters"), *VIEWS, *COMPOSED]
 PRESETS = registry.presets("drafters") | registry.presets("views")

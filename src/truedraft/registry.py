@@ -69,7 +69,7 @@ KINDS = {
     ),
 }
 SELF_DRAFTER = "truedraft.drafters.self_._drafter"  # drafts by any view
-SIGNS = "|+?>"  # between drafters that act as one, the loosest first
+SIGNS = "|+?><"  # between drafters that act as one, the loosest first
 AUTO, NONE = "auto", "none"  # drafters without a file of their own: the default, and no drafts
 DEFAULT = "input-guided+suffix-wide+token-recycling"  # the drafters of "auto"
 
@@ -279,17 +279,25 @@ def split(spec: str) -> tuple[str, list[str]]:
     as several views are.
 
     Raises:
-        Refused: a side is empty.
+        Refused: a side is empty, or one of several views has its drafter before the next.
     """
     for sign in SIGNS:
         if sign in spec:
             sides = [side.strip() for side in spec.split(sign)]
             if not all(sides):
                 raise Refused(f"draft={spec!r}: there is no drafter on one side of {sign!r}")
-            if sign == "+" and len(views := [side for side in sides if is_view(side)]) > 1:
+            if sign == "+" and len(views := [side for side in sides if _of_view(side)]) > 1:
+                if any("<" in view for view in views[:-1]):
+                    raise Refused(f"draft={spec!r}: views that draft together stand together before the '<'")
                 sides = [sign.join(views), *(side for side in sides if side not in views)]
-            return (sign, sides) if len(sides) > 1 else ("", sides)
+            if len(sides) > 1:
+                return sign, sides
     return "", [spec]
+
+
+def _of_view(side: str) -> bool:
+    """Whether a side of a "+" is a view, drafted for or not."""
+    return is_view(side.partition("<")[0]) and not set(side) & set("?>")
 
 
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:

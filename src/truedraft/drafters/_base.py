@@ -158,7 +158,21 @@ class Plain(Drafter):
         return [DraftTree.chain(row.tokens[-1]) for row in rows]
 
 
-class PerRow(Drafter, Generic[State]):
+class Continuing(Drafter):
+    """A drafter that can continue the drafts of others."""
+
+    @abstractmethod
+    def extend_each(
+        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
+    ) -> list[DraftTree]:
+        """For each row a draft of at most `budget` nodes after its tokens and then `after`, the drafted ones; its root
+        is the last of these tokens.
+
+        rows: all rows of the pass, some with a budget of 0.
+        """
+
+
+class PerRow(Continuing, Generic[State]):
     """A drafter that treats every sequence by itself: a state per row, and a chain or tree from it.
 
     The confidence of its nodes is calibrated by how often earlier ones were right (`_calibration.py`), verified or not.
@@ -217,6 +231,14 @@ class PerRow(Drafter, Generic[State]):
         """A draft that continues the row after the drafted tokens `after`; see `draft`."""
         self._requested = True
         return self._calibration.proposed(row, self.draft(row, self._states[id(row)], after, budget), after)
+
+    def extend_each(
+        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
+    ) -> list[DraftTree]:
+        return [
+            self.extend(row, drafted, most) if most > 0 else DraftTree.chain((drafted or row.tokens)[-1])
+            for row, drafted, most in zip(rows, after, budget, strict=True)
+        ]
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]

@@ -1,12 +1,13 @@
-"""Combines drafters: merges their drafts, chooses between them, or continues one draft by another.
+"""Combines drafters: merges their drafts, chooses between them, or lets one draft behind or for another.
 
     a+b   merge: one tree of both drafts under one budget, what both draft once, the likeliest nodes first
     a|b   route: in each pass the draft with the most expected tokens per second
     a?b   fallback: the first that drafts anything (the published rules of SAM decoding and CopySpec)
     a>b   cascade: b continues a's draft at its leaves, and drafts alone where a drafts nothing
+    a<b   review: b drafts for the target under the view a, which drafts for the whole target
 
-Operators later in this list bind closer, except `|`, which binds least: `a>b+c|d` is `((a>b)+c)|d`. All parts observe
-every pass.
+Operators later in this list bind closer, except `|`, which binds least: `a>b+c|d` is `((a>b)+c)|d`. Views joined by `+`
+are one: `a+b<c+d` is `((a+b)<c)+d` where a and b are views. All parts observe every pass.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from truedraft.card import Card, method_name
-from truedraft.drafters._base import Drafter, PassCost, PerRow, Plain, moving_average, usual_seconds
+from truedraft.drafters._base import Continuing, Drafter, PassCost, PerRow, Plain, moving_average, usual_seconds
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._joint import Joint
 from truedraft.drafters._trees import grafted, placed, values_of
 from truedraft.drafters.self_._drafter import SelfDrafter
+from truedraft.drafters.self_._reviewer import Reviewer
 from truedraft.errors import Refused
 from truedraft.registry import AUTO, DEFAULT, NONE, split
 from truedraft.stores.union import Union, union
@@ -332,7 +334,32 @@ class Cascade(Many):
         return tree
 
 
-KINDS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Fallback, Cascade)}
+class Review(Many):
+    """`a<b`: a drafts by passes of the target under a view, which read what b drafts for them."""
+
+    sign = "<"
+
+    def __init__(self, parts: Sequence[Drafter]):
+        if len(parts) != 2:
+            raise Refused(f"{self.sign!r} stands between a view and one drafter, got {'<'.join(map(name_of, parts))}")
+        view, inner = parts
+        if not isinstance(view, SelfDrafter):
+            raise Refused(f"{name_of(view)} is no view, and reviews no drafts: put a view before the '<'")
+        if not isinstance(inner, Continuing):
+            raise Refused(
+                f"{name_of(inner)} cannot continue the drafts of a view: put a lookup or draft-model behind the '<'"
+            )
+        super().__init__([Reviewer(view, inner), inner])
+
+    @property
+    def adaptive(self) -> bool:  # type: ignore[override]
+        return self.parts[0].adaptive
+
+    def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        return self.propose_by(0, rows, budget)
+
+
+KINDS: dict[str, type[Many]] = {kind.sign: kind for kind in (Route, Merge, Fallback, Cascade, Review)}
 
 
 def compose(spec: str, load: Callable[[str], Drafter]) -> Drafter:

@@ -37,6 +37,7 @@ class ConfidenceTree(GrowingDrafter):
     drawn: bool
 
     _of_level = 0.0  # seconds of a level after the first; a moving average
+    _per_level = 1.0  # levels of a draft that a pass of the reader adds; a moving average
 
     @property
     def adaptive(self) -> bool:  # type: ignore[override]
@@ -61,13 +62,13 @@ class ConfidenceTree(GrowingDrafter):
         """Whether the next level adds more tokens per second than the pass has with the draft so far.
 
         Nodes whose children would not be worth their share of the verifying pass are not expanded. The rate of
-        acceptance of the next level is taken to be the mean of those of the levels before.
+        acceptance of the next levels is taken to be the mean of those of the levels before.
         """
         if self.pass_cost is None or not growing.score or self.is_drawn(growing.row):
             return True
         node, level = self.pass_cost.node, self._of_level / active
         depth = growing.depth[growing.frontier[0]]
-        tokens, seconds = 1.0, self.pass_cost.plain / rows + depth * level
+        tokens, seconds = 1.0, self.pass_cost.plain / rows + growing.passes * level
         for score in sorted(growing.score.values(), reverse=True)[: min(self.nodes, growing.budget)]:
             if score * seconds <= tokens * node:
                 break
@@ -75,7 +76,9 @@ class ConfidenceTree(GrowingDrafter):
         goodput = tokens / seconds
         mean = min(sum(growing.score[n] for n in growing.frontier), 1.0) ** (1 / depth)
         growing.frontier = [n for n in growing.frontier if mean * growing.score[n] > goodput * node]
-        return mean * sum(growing.score[n] for n in growing.frontier) > goodput * (level + node)
+        more = round(self._per_level)
+        gain = sum(mean**k for k in range(1, more + 1)) * sum(growing.score[n] for n in growing.frontier)
+        return gain > goodput * (level + more * node)
 
     def _level(self, active: Sequence[GrowingTree]) -> None:
         begins = any(tree.frontier == [tree.root] for tree in active)

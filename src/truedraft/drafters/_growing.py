@@ -38,6 +38,8 @@ class GrowingTree:
     arrival: node -> its arrival time, for stochastic beam search.
     place: node -> its place in its level, in trees of a given shape.
     budget: most nodes of the finished draft.
+    after: tokens that another drafter has drafted; the root is the last of them, at this depth.
+    passes: of its reader, so far.
     """
 
     row: Row
@@ -54,11 +56,13 @@ class GrowingTree:
     arrival: dict[int, float] = field(default_factory=dict)
     place: dict[int, int] = field(default_factory=dict)
     budget: int = 0
+    after: Sequence[int] = ()
+    passes: int = 0
 
     def __post_init__(self) -> None:
         self.parent = list(range(-1, self.root))
-        self.depth = [0] * (self.root + 1)
-        self.frontier = [self.root] if self.room > 0 and self.deepest > 0 else []
+        self.depth = [len(self.after)] * (self.root + 1)
+        self.frontier = [self.root] if self.room > 0 and self.deepest > len(self.after) else []
 
     def add(self, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
         """Add children of a node, as far as `room` allows; returns their indices."""
@@ -80,12 +84,12 @@ class GrowingTree:
         ]
 
     def path(self, node: int) -> list[int]:
-        """The tokens from below the root to a node."""
+        """The tokens drafted up to a node."""
         tokens: list[int] = []
         while node > self.root:
             tokens.append(self.tokens[node])
             node = self.parent[node]
-        return tokens[::-1]
+        return [*self.after, *tokens[::-1]]
 
     def tree(self, draws: Draws, chosen: Sequence[int] | None = None) -> DraftTree:
         """The draft, of the nodes `chosen` (parents before children) or of all nodes."""
@@ -156,9 +160,13 @@ class GrowingDrafter(Drafter):
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
         self.reader.catch_up(rows)
-        active = growing = [self._growing(row, most) for row, most in zip(rows, budget, strict=True)]
+        return self._grown([self._growing(row, most) for row, most in zip(rows, budget, strict=True)])
+
+    def _grown(self, growing: Sequence[GrowingTree]) -> list[DraftTree]:
+        """The finished drafts."""
+        active = growing
         while ready := [tree for tree in active if tree.frontier]:
-            active = [tree for tree in ready if self.continues(tree, len(rows), len(ready))]
+            active = [tree for tree in ready if self.continues(tree, len(growing), len(ready))]
             if active:
                 self._level(active)
         return [self.finished(tree) for tree in growing]
@@ -178,14 +186,15 @@ class GrowingDrafter(Drafter):
         """The draft to verify, from all that was grown."""
         return growing.tree(self.draws if self.preferred(growing.row) == "law" else "certain")
 
-    def _growing(self, row: Row, budget: int) -> GrowingTree:
-        """A row's draft before its first level."""
-        deepest = min(self.levels, row.room - row.step - 1)
+    def _growing(self, row: Row, budget: int, after: Sequence[int] = ()) -> GrowingTree:
+        """A row's draft before its first level, behind tokens that another drafter has drafted."""
+        deepest = min(len(after) + self.levels, row.room - row.step - 1)
         read = self.reader.tokens_read(row, deepest)
         if read is None:
-            read, deepest = len(row.tokens) - 1, 0
+            read, deepest = len(row.tokens) + len(after) - 1, 0
         most = min(budget, self.width)
-        return GrowingTree(row, row.tokens[read:], len(row.tokens) - 1 - read, self.room(most), deepest, budget=most)
+        unread = [*row.tokens[read:], *after[max(read - len(row.tokens), 0) :]]
+        return GrowingTree(row, unread, len(unread) - 1, self.room(most), deepest, budget=most, after=after)
 
     def _level(self, active: Sequence[GrowingTree]) -> None:
         """One pass of the reader, and the level grown from it."""
@@ -196,6 +205,7 @@ class GrowingDrafter(Drafter):
         for growing in active:
             nodes = growing.frontier
             self.grow(growing, nodes, laws[first : first + len(nodes)])
+            growing.passes += 1
             first += len(nodes)
         self.reader.grown(active)
 

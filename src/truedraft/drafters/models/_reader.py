@@ -159,11 +159,15 @@ class Reader:
             kept[slot] = kept[-1]
             kept.pop()
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
-        """Admit these rows and no others, and read their tokens up to the last `CHUNK` or fewer."""
+    def catch_up(self, rows: Sequence[Row], after: Sequence[Sequence[int]] = ()) -> None:
+        """Admit these rows and no others, and read their tokens up to the last `CHUNK` or fewer.
+
+        after: by row, drafted tokens to read behind its own.
+        """
         self._branches.clear()
         self.admit(rows)
-        self.follow([row.tokens if self.fits(row, 0) else None for row in self.slot_rows])
+        drafted = dict(zip(rows, after, strict=bool(after)))
+        self.follow([[*row.tokens, *drafted.get(row, ())] if self.fits(row, 0) else None for row in self.slot_rows])
 
     def tokens_read(self, row: Row, after: int) -> int | None:
         if row not in self.slot_rows or not self.fits(row, after):

@@ -15,13 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
+from truedraft.drafters._base import Continuing
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters.models._model import ModelDrafter
-from truedraft.tree import Draws
+from truedraft.tree import DraftTree, Draws, Row
 
 
 @dataclass
-class DraftModel(ModelDrafter):
+class DraftModel(ModelDrafter, Continuing):
     card = Card(
         paper="arXiv 2211.17192, 2302.01318 (2023)",
         idea="A smaller model with the same tokenizer drafts the next few tokens.",
@@ -51,3 +52,10 @@ class DraftModel(ModelDrafter):
         sure = all(law[token] >= self.confidence for token in tokens)
         added = growing.add(node, tokens, law)
         growing.end_level(added if sure else [])
+
+    def extend_each(
+        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
+    ) -> list[DraftTree]:
+        self.reader.catch_up(rows, after)
+        each = zip(rows, budget, after, strict=True)
+        return self._grown([self._growing(row, most, drafted) for row, most, drafted in each])

@@ -13,16 +13,22 @@ from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Row
 from truedraft.views._base import View
 
+NOTHING = DraftTree.chain(0)
+
 
 @dataclass
 class _Path:
     """The nodes of a growing draft that all nodes of its frontier descend from: the target's scratch holds them.
 
-    scored: the nodes of the last pass, in order.
+    scored: the nodes of the last pass, in order. tree: these, and what was read ahead.
     """
 
     nodes: list[int] = field(default_factory=list)
     scored: list[int] = field(default_factory=list)
+    tree: DraftTree = NOTHING
+
+    def place(self, node: int) -> int:
+        return self.scored.index(node)
 
 
 class ViewReader:
@@ -35,6 +41,7 @@ class ViewReader:
 
     def __init__(self, target: Target, views: Sequence[View]):
         self.target, self.views = target, views
+        self._view = views[0]  # of the last pass
         self._paths: dict[int, _Path] = {}  # by growing draft
 
     def start(self, rows: Sequence[Row], more: int) -> None:
@@ -51,17 +58,24 @@ class ViewReader:
     def tokens_read(self, row: Row, after: int) -> int | None:
         return len(row.tokens) - 1
 
-    def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
-        trees = [self._scored(tree) for tree in growing]
-        view = self.views[growing[0].depth[growing[0].frontier[0]]]
+    def expand(self, growing: Sequence[GrowingTree], ahead: Sequence[DraftTree] = ()) -> Tensor:
+        """One pass under the view of the shallowest frontier; see `LevelReader`.
+
+        ahead: by draft, a tree below the last node of its frontier, the root, to be scored in the same pass; the logits
+            at its other nodes follow those of the frontier.
+        """
+        ahead = ahead or [NOTHING] * len(growing)
+        paths = [self._scored(tree, more) for tree, more in zip(growing, ahead, strict=True)]
+        self._view = self.views[min(tree.depth[tree.frontier[0]] for tree in growing)]
         slots = [tree.row.slot for tree in growing]
         order = sorted(range(len(slots)), key=slots.__getitem__)
-        logits = self.target.score([trees[i] for i in order], view, [slots[i] for i in order]).logits
-        place = {i: k for k, i in enumerate(order)}
+        logits = self.target.score([paths[i].tree for i in order], self._view, [slots[i] for i in order]).logits
+        row = {i: k for k, i in enumerate(order)}
         at = [
-            (place[i], self._paths[id(tree)].scored.index(node))
-            for i, tree in enumerate(growing) for node in tree.frontier
-        ]  # fmt: skip
+            (row[i], node)
+            for i, (tree, path) in enumerate(zip(growing, paths, strict=True))
+            for node in [*map(path.place, tree.frontier), *range(len(path.scored), len(path.tree))]
+        ]
         return logits[torch.tensor([row for row, _ in at]), torch.tensor([node for _, node in at])]
 
     def grown(self, growing: Sequence[GrowingTree]) -> None:
@@ -70,17 +84,22 @@ class ViewReader:
             return
         growing = sorted(growing, key=lambda tree: tree.row.slot)
         kept = [self._shared(tree) for tree in growing]
-        view = self.views[growing[0].depth[growing[0].frontier[0]] - 1]
-        paths = [
-            [self._paths[id(tree)].scored.index(node) for node in nodes]
-            for tree, nodes in zip(growing, kept, strict=True)
-        ]
-        self.target.advance(view, paths, [tree.row.slot for tree in growing])
+        places = [self._places(tree, nodes) for tree, nodes in zip(growing, kept, strict=True)]
+        self.target.advance(self._view, places, [tree.row.slot for tree in growing])
         for tree, nodes in zip(growing, kept, strict=True):
             self._paths[id(tree)].nodes += nodes
 
-    def _scored(self, tree: GrowingTree) -> DraftTree:
-        """The frontier of a draft and its ancestors that the scratch does not hold, as a tree."""
+    def _places(self, tree: GrowingTree, nodes: Sequence[int]) -> list[int]:
+        """The places in the last pass of nodes on one path, from the top; those read ahead are found by their token."""
+        path, places = self._paths[id(tree)], list[int]()
+        for node in nodes:
+            place = path.place(node) if node in path.scored else path.tree.child(places[-1], tree.tokens[node])
+            assert place is not None
+            places.append(place)
+        return places
+
+    def _scored(self, tree: GrowingTree, ahead: DraftTree) -> _Path:
+        """A draft's path, to be scored: its frontier and its ancestors that the scratch does not hold, and `ahead`."""
         path = self._paths.setdefault(id(tree), _Path())
         held, needed = set(path.nodes), set[int]()
         for node in tree.frontier:
@@ -88,18 +107,22 @@ class ViewReader:
                 needed.add(node)
                 node = tree.parent[node]
         path.scored = sorted(needed)
-        new = {node: i for i, node in enumerate(path.scored)}
-        return DraftTree(
-            tuple(tree.tokens[node] for node in path.scored),
-            tuple(new.get(tree.parent[node], -1) for node in path.scored),
+        new, last = {node: i for i, node in enumerate(path.scored)}, len(path.scored) - 1
+        path.tree = DraftTree(
+            (*(tree.tokens[node] for node in path.scored), *ahead.tokens[1:]),
+            (
+                *(new.get(tree.parent[node], -1) for node in path.scored),
+                *(last + p if p else new[tree.frontier[-1]] for p in ahead.parent[1:]),
+            ),
         )
+        return path
 
     def _shared(self, tree: GrowingTree) -> list[int]:
         """The nodes of the last pass that all nodes of the new frontier descend from, from the top; without the last of
         them where several do, since a pass scores a tree from one root."""
         shared = sorted(set.intersection(*[self._ancestors(tree, node) for node in tree.frontier]))
-        scored = set(self._paths[id(tree)].scored)
-        return [node for node in shared[: len(shared) - (len(tree.frontier) > 1)] if node in scored]
+        held = set(self._paths[id(tree)].nodes)
+        return [node for node in shared[: len(shared) - (len(tree.frontier) > 1)] if node not in held]
 
     @staticmethod
     def _ancestors(tree: GrowingTree, node: int) -> set[int]:
