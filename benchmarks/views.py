@@ -1,6 +1,6 @@
 """The target drafting for itself: what passes under views cost, how often drafts are accepted, and the speed of text.
 
-    python benchmarks/views.py [--parts passes acceptance long text] [--sizes 0.1B 0.5B] [--json FILE] [--svg PICTURE]
+    python benchmarks/views.py [--parts passes acceptance long lossy text] [--sizes 0.1B 0.5B] [--json FILE] [--svg FILE]
 
 passes: a random Llama of 0.1 B parameters behind 256 positions, and behind 16,384 and 65,536 of random keys: a pass of
 width 1 under a view over one of the whole model, beside the share of bytes that it reads, of weights and of keys and
@@ -9,6 +9,8 @@ acceptance: `nano`, whose layers all add something: drafts of 8 tokens without m
 `sleb` finds redundant, by fewer layers for each further token, and in fewer bits; and the loss and the agreement of the
 view alone, which is the lossy model.
 long: the same model behind a prompt of 16,384 tokens, wired so that every draft is right: what views save at best.
+lossy: `nano`, as it is and stretched to passes of 0.1 B, generating under views: the perplexity of the second halves of
+texts, the agreement with the whole model there, and the speed over it. It needs a file of stories (--texts).
 text: `nano` stretched to passes of 0.1 B and 0.5 B. Its further layers add nothing, so that bits are measured there and
 skipped layers are not: those would be free.
 """
@@ -33,11 +35,12 @@ import truedraft
 from peers import VOCABULARY, successors, wired
 from truedraft import registry
 from truedraft.bench.compare import compare
+from truedraft.bench.lossy import approximations, qualities
 from truedraft.bench.plots import Panel, picture
 from truedraft.bench.sides import transformers_side, truedraft_side
 from truedraft.bench.sizes import SIZES
 from truedraft.bench.stretched import stretched
-from truedraft.bench.workloads import Workload, embedded
+from truedraft.bench.workloads import Item, Workload, embedded
 from truedraft.calibrating import TextEvaluator
 from truedraft.drafters.self_._drafter import SelfDrafter
 from truedraft.files import write_whole
@@ -51,7 +54,17 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BEHIND, DEPTH = 256, 8
 PASSES = ("skip-layers:share=0.25", "skip-layers:share=0.5", "skip-layers:layers=1-10a", "skip-layers:layers=1-10f")
 BITS = ("int8-self", "int4-self")
-ENTRIES, LONG = ("window-kv", "sparse-to-dense", "int8-self", "window-kv+int8-self"), (16384, 65536)
+ENTRIES = (
+    "window-kv", "sparse-to-dense", "int8-kv", "int4-kv", "int8-self", "window-kv+int8-self", "int8-self+int8-kv",
+    "quantspec",
+)  # fmt: skip
+LONG = (16384, 65536)
+LAYERS = ("skip-layers:layers=3f", "skip-layers:layers=3", "skip-layers:layers=3;4", "early-exit", "skipdecode", *BITS)
+CACHE = (
+    *BITS, "int8-kv", "int4-kv", "quantspec", "window-kv:recent=124", "window-kv:recent=508",
+    "sparse-to-dense:entries=128,recent=124",
+)  # fmt: skip
+TEXT, CHARACTERS = 1600, 6  # tokens of a text for lossy views, and more characters than a token has
 DRAFTS = (*BITS, "int8-self+suffix", "int4-self+suffix", "auto")
 
 
@@ -171,6 +184,33 @@ def acceptance(tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
+def lossy(size: str, specs: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The quality and the speed of views that the model generates under, behind texts and in their second halves.
+
+    size: of `nano`, "" for its own, whose layers all add something.
+    """
+    model: Any
+    model, tokenizer = load("nano", "float32")
+    if size:
+        layers, hidden = SIZES["nano"][size]
+        model = stretched(model, layers=layers, hidden=hidden)
+    ids = tokenizer(args.texts.read_text("utf-8")[: args.limit * TEXT * CHARACTERS].lower())["input_ids"]
+    texts = [tokenizer.decode(ids[at : at + TEXT]) for at in range(0, args.limit * TEXT, TEXT)]
+    chosen = Workload("texts", tuple(map(Item, texts)), args.tokens)
+    ways = approximations(model, tokenizer, [f"lossy/{spec}" for spec in specs], ["none"], "cost")
+    found = {one.side: one for one in qualities(ways, tokenizer, chosen, None, print)}
+    sides = [truedraft_side(name, fast) for name, fast in ways.items()]
+    rows = compare(sides, chosen, tokenizer, model.device, 1, args.rounds)
+    return [
+        {
+            "size": size, "view": row.side, "perplexity": found[row.side].perplexity, "tokens": found[row.side].tokens,
+            "agreement": found[row.side].agreement, "behind": found[row.side].behind,
+            "tokens_per_second": row.tokens_per_second, "over_whole": row.against_no_drafts,
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
 def drawn(rows: list[dict[str, Any]]) -> str:
     """Acceptance, agreement and loss by the share of layers skipped."""
     whole = [
@@ -216,6 +256,7 @@ def shown(console: Console, title: str, rows: list[dict[str, Any]], names: tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["passes", "acceptance", "long", "text"])
+    parser.add_argument("--texts", type=Path, help="of the part lossy: a file of stories")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES["nano"]))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -244,6 +285,10 @@ def main() -> None:
     if "long" in args.parts:
         found["long"] = [row for dtype in args.dtypes for row in behind_texts(dtype, LONG[0], args.tokens)]
         shown(console, "Behind long prompts", found["long"], ("dtype", "behind", "view", "over_no_drafts", "seconds"))
+    if "lossy" in args.parts:
+        found["lossy"] = [row for size, specs in (("", LAYERS), ("0.1B", CACHE)) for row in lossy(size, specs, args)]
+        names = ("size", "view", "perplexity", "agreement", "tokens", "behind", "over_whole")
+        shown(console, "Lossy", found["lossy"], names)
     if "text" in args.parts:
         found["text"] = [row for size in args.sizes for dtype in args.dtypes for row in text(size, dtype, args)]
         names = ("size", "dtype", "workload", "side", "differs", "against_no_drafts", "mean_acceptance_length")
