@@ -1,6 +1,6 @@
 """The target drafting for itself: what passes under views cost, how often drafts are accepted, and the speed of text.
 
-    python benchmarks/views.py [--parts passes acceptance long lossy text] [--sizes 0.1B 0.5B] [--json FILE] [--svg FILE]
+    python benchmarks/views.py [--parts passes acceptance long lossy text] [--json FILE] [--svg PICTURE]
 
 passes: a random Llama of 0.1 B parameters behind 256 positions, and behind 16,384 and 65,536 of random keys: a pass of
 width 1 under a view over one of the whole model, beside the share of bytes that it reads, of weights and of keys and

@@ -49,7 +49,7 @@ class ViewPasses:
         if self.view is not None and (self.view.varies or self.runner.reduced(self.view).entries is not None):
             raise Refused(
                 f"under {self.view.lossy} what a token reads depends on its position, so that its text would depend on "
-                "the drafts: accelerate(draft=None)"
+                "the drafts: use draft='none'"
             )
 
     def share(self, view: View) -> float:
