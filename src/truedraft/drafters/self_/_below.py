@@ -14,6 +14,7 @@ from truedraft.tree import DraftTree, Row
 
 KEPT = 0.98  # weight that the counts of tokens keep at each later one
 PRIOR = 4.0  # of them, to begin with
+CREDIT = 0.15  # of a pass: what it is expected to save to begin with, and when it is called again
 AGAIN, LONGEST = 8, 64  # passes that nothing is drafted for, after some for which it did not pay: at first, and at most
 
 
@@ -66,14 +67,14 @@ class Below:
             if self.cost is not None:
                 saved += right * self.cost.plain / len(drafts) - (len(tree) - 1) * self.cost.node
         if self.cost is not None:
-            self._review(saved)
+            self._review(saved, CREDIT * self.cost.plain)
 
-    def _review(self, saved: float) -> None:
-        """Rest where it does not pay, longer each time; then it is called for a few passes at least."""
-        self._gain = moving_average(self._gain, saved)
+    def _review(self, saved: float, expected: float) -> None:
+        """Rest where it does not pay, longer each time."""
+        self._gain = moving_average(self._gain or expected, saved)
         if self._gain < 0:
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST)
-            self._gain = self._seconds
+            self._gain = 0.0
         elif saved > 0:
             self._rest = AGAIN
 

@@ -52,10 +52,6 @@ class Reviewer(SelfDrafter):
         self._below.end(row)
         self._rows = [other for other in self._rows if other is not row]
 
-    @property
-    def width(self) -> int:
-        return max(self.nodes, 2 * self.depth)  # of two rows one may hold a long draft, and the other get one
-
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         self._rows = rows
         return super().propose(rows, budget)
