@@ -207,7 +207,7 @@ def test_costs_are_those_of_the_view() -> None:
         (dict(view="lossy/skip-layers:depth=4"), "depth is a knob of drafts"),
         (dict(view="lossy/skip-layers:layers=9"), "9"),
         (dict(view=3), "view=3: give a View"),
-        (dict(view=WINDOW), "lossy/window-kv what a token reads depends on its position.* accelerate.draft=None"),
+        (dict(view=WINDOW), "lossy/window-kv what a token reads depends on its position.* use draft='none'"),
         (dict(view=DECAYS, draft="suffix"), "use draft='none'"),
         (dict(view=SKIPS, draft="early-exit"), "early-exit drafts for the whole model, not for lossy/skip-layers"),
         (dict(view=SKIPS, ties="recheck"), "ties='recheck' is for the model's own text"),
