@@ -10,7 +10,7 @@ from torch import Tensor
 
 from truedraft.drafters._growing import GrowingTree
 from truedraft.targets._base import Target
-from truedraft.tree import DraftTree, Row
+from truedraft.tree import DraftTree, Row, Scores
 from truedraft.views._base import View
 
 
@@ -52,17 +52,28 @@ class ViewReader:
         return len(row.tokens) - 1
 
     def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
+        scores, at = self._pass(growing)
+        return scores.logits[torch.tensor([row for row, _ in at]), torch.tensor([node for _, node in at])]
+
+    def states(self, growing: Sequence[GrowingTree], layer: int) -> Tensor:
+        """One pass, in the place of `expand`: (k, H) hidden states of a layer that the views tap, at the k frontier
+        nodes of all trees, in order."""
+        scores, at = self._pass(growing)
+        return torch.stack([scores.hidden[layer][row][node] for row, node in at])
+
+    def _pass(self, growing: Sequence[GrowingTree]) -> tuple[Scores, list[tuple[int, int]]]:
+        """Its scores, and the row and the node there of each frontier node of all trees, in order."""
         trees = [self._scored(tree) for tree in growing]
         view = self.views[growing[0].depth[growing[0].frontier[0]]]
         slots = [tree.row.slot for tree in growing]
         order = sorted(range(len(slots)), key=slots.__getitem__)
-        logits = self.target.score([trees[i] for i in order], view, [slots[i] for i in order]).logits
+        scores = self.target.score([trees[i] for i in order], view, [slots[i] for i in order])
         place = {i: k for k, i in enumerate(order)}
         at = [
             (place[i], self._paths[id(tree)].scored.index(node))
             for i, tree in enumerate(growing) for node in tree.frontier
         ]  # fmt: skip
-        return logits[torch.tensor([row for row, _ in at]), torch.tensor([node for _, node in at])]
+        return scores, at
 
     def grown(self, growing: Sequence[GrowingTree]) -> None:
         growing = [tree for tree in growing if tree.frontier]
