@@ -172,9 +172,7 @@ class StatefulLearner(StepwiseLearner):
     def _passes(self, batch: Batch, tokens: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         head = self.module
         tapped = torch.cat([batch.features[layer] for layer in head.layers], -1)[:, :-1].to(head.dtype)
-        states = head.fuse(
-            tapped if head.prefix is None else head.prefix.logits(states_along(head.prefix, tapped))
-        )
+        states = head.fuse(tapped if head.prefix is None else head.prefix.logits(states_along(head.prefix, tapped)))
         for step, some in enumerate(tokens):
             states = head.step(states, some, step)
             yield states, head.logits(states, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -11,23 +11,37 @@ from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import Branches, HeadReader, joined
 from truedraft.drafters.self_._reader import ViewReader
+from truedraft.errors import Refused
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.panels import Int8Copies
 from truedraft.tree import Row
-from truedraft.views._base import Reduction
-from truedraft.views.early_exit import EarlyExit
+from truedraft.views._base import Reduction, View
+
+
+def exit_of(exit: int, layers: int) -> int:
+    """The layers of a target that run before the exit: a third of them where it is 0.
+
+    Raises:
+        Refused: there are no layers left.
+    """
+    if exit >= layers:
+        raise Refused(f"eesd:exit={exit}: the decoder has {layers} layers, leave out at least one")
+    return exit or max(layers // 3, 1)
 
 
 @dataclass(frozen=True)
-class FirstLayers(EarlyExit):
+class FirstLayers(View):
     """The first layers of a decoder, without its output head."""
+
+    exit: int
 
     @property
     def name(self) -> str:
         return "eesd"
 
     def reduction(self, layers: int) -> Reduction:
-        return replace(super().reduction(layers), output_head=True)
+        rest = frozenset(range(exit_of(self.exit, layers), layers))
+        return Reduction(rest, rest, output_head=True)
 
 
 class ExitReader(HeadReader):

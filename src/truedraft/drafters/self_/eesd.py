@@ -32,8 +32,7 @@ from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, la
 from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._unroll import StepwiseLearner, layer_like, states_along
 from truedraft.drafters.self_._drafter import ViewTree
-from truedraft.drafters.self_._exits import ExitReader, FirstLayers
-from truedraft.errors import Refused
+from truedraft.drafters.self_._exits import ExitReader, FirstLayers, exit_of
 from truedraft.runtime.program import Program
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores
@@ -82,17 +81,6 @@ class EesdHead(Head):
         layer_program(p, 0, self.layer, self.config, "h")
         p.end(self, lambda src, dst: p.rms_norm(src, dst, self.norm))
         p.fed_back = 1
-
-
-def exit_of(exit: int, layers: int) -> int:
-    """The layers of a target that run before the exit: a third of them where it is 0.
-
-    Raises:
-        Refused: there are no layers left.
-    """
-    if exit >= layers:
-        raise Refused(f"eesd:exit={exit}: the decoder has {layers} layers, leave out at least one")
-    return exit or max(layers // 3, 1)
 
 
 @dataclass
