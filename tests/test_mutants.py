@@ -31,7 +31,6 @@ from truedraft.caches.rows import CacheCursor, RowCache, RowLayer
 from truedraft.caches.seq2seq import SourceLayer
 from truedraft.caches.subset import SubsetCache
 from truedraft.chance import PositionNoise
-from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.self_._exits import ExitReader, FirstLayers
 from truedraft.drafters.self_._reader import ViewReader
 from truedraft.engine import Cohort, Engine
@@ -302,6 +301,17 @@ def stale_slot(self: Engine, slot: int) -> None:
     moved.slot = old
 
 
+true_states, true_rooted = ViewReader.states, ExitReader._rooted
+
+
+def states_of_other_rows(self: ViewReader, growing: Sequence[Any], layer: int) -> Tensor:
+    return true_states(self, growing, layer).flip(0)
+
+
+def rooted_one_early(self: ExitReader, tree: Any, slot: int, length: int) -> Any:
+    return replace(true_rooted(self, tree, slot, length), position=length - 1)
+
+
 def exit_one_early(self: FirstLayers, layers: int) -> Reduction:
     rest = frozenset(range(self.exit - 1, layers))
     return Reduction(rest, rest, output_head=True)
@@ -370,8 +380,8 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "places of chosen entries as positions": (replaced(SubsetCache, "follow", followed_by_place), chosen_entries),
     "ring of recent entries not followed": (replaced(SubsetCache, "_copy", lambda *_: None), chosen_entries),
     "skipped layers of a view executed": (replaced(SkippableLayers, "without", lambda *_: nullcontext()), cut_model),
-    "scratch of a draft's first layers lost": (replaced(ViewReader, "grown", lambda *_: None), exits),
-    "a drafted token's exit state placed one early": (replaced(ExitReader, "_rooted", HeadReader._rooted), exits),
+    "exit states of other rows": (replaced(ViewReader, "states", states_of_other_rows), exits),
+    "positions of exit states one early": (replaced(ExitReader, "_rooted", rooted_one_early), exits),
     "exit states one layer early": (replaced(FirstLayers, "reduction", exit_one_early), exits),
     "rows shifted where slots are swapped": (replaced(Engine, "_leave", slots_move_up), arrivals),
     "new rows' KV committed to the first slots": (
