@@ -209,7 +209,10 @@ def test_costs_are_those_of_the_view() -> None:
         (dict(view=3), "view=3: give a View"),
         (dict(view=WINDOW), "lossy/window-kv what a token reads depends on its position.* use draft='none'"),
         (dict(view=DECAYS, draft="suffix"), "use draft='none'"),
-        (dict(view=SKIPS, draft="early-exit"), "early-exit drafts for the whole model, not for lossy/skip-layers"),
+        (
+            dict(view=SKIPS, draft="early-exit"),
+            "drafts for the whole model, and this one generates under lossy/skip-layers",
+        ),
         (dict(view=SKIPS, ties="recheck"), "ties='recheck' is for the model's own text"),
         (dict(view="lossy/sleb"), "sleb has no layers to skip"),
     ],

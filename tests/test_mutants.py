@@ -19,6 +19,7 @@ from arrivals import run_events
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
 from nets import RULES, drafter, eos_inside, node_net, text_net
+from test_eesd import check_drafts
 from test_view_bits import check_against_rounded
 from test_view_entries import VIEW, check_against_picked
 from test_views import check_against_cut, check_against_muted, deep
@@ -30,6 +31,8 @@ from truedraft.caches.rows import CacheCursor, RowCache, RowLayer
 from truedraft.caches.seq2seq import SourceLayer
 from truedraft.caches.subset import SubsetCache
 from truedraft.chance import PositionNoise
+from truedraft.drafters.self_._exits import ExitReader, FirstLayers
+from truedraft.drafters.self_._reader import ViewReader
 from truedraft.engine import Cohort, Engine
 from truedraft.runtime import native
 from truedraft.runtime.halves import Halves
@@ -42,6 +45,7 @@ from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Row
 from truedraft.tree_shape import TreeShape
+from truedraft.views._base import Reduction
 
 Net = Callable[[], Any]
 
@@ -129,6 +133,11 @@ def pieces() -> None:
     rng = random.Random(2)
     events = [(rng.choice((0, 2, 5, 5, 9)), rng.randrange(6), rng.randint(1, 9)) for _ in range(60)]
     run_events(["token-recycling", "plain"], events, piece=5, prefix_bytes=100_000)
+
+
+def exits() -> None:
+    need_compiled()
+    check_drafts()
 
 
 def view() -> None:
@@ -292,6 +301,22 @@ def stale_slot(self: Engine, slot: int) -> None:
     moved.slot = old
 
 
+true_states, true_rooted = ViewReader.states, ExitReader._rooted
+
+
+def states_of_other_rows(self: ViewReader, growing: Sequence[Any], layer: int) -> Tensor:
+    return true_states(self, growing, layer).flip(0)
+
+
+def rooted_one_early(self: ExitReader, tree: Any, slot: int, length: int) -> Any:
+    return replace(true_rooted(self, tree, slot, length), position=length - 1)
+
+
+def exit_one_early(self: FirstLayers, layers: int) -> Reduction:
+    rest = frozenset(range(self.exit - 1, layers))
+    return Reduction(rest, rest, output_head=True)
+
+
 def without_ancestors(s: TreeShape) -> TreeShape:
     """Of a path beside the first nodes only the node itself is left."""
     own = [s.extra[end - 1 : end] if end > start else () for start, end in pairwise(s.extra_from)]
@@ -355,6 +380,9 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "places of chosen entries as positions": (replaced(SubsetCache, "follow", followed_by_place), chosen_entries),
     "ring of recent entries not followed": (replaced(SubsetCache, "_copy", lambda *_: None), chosen_entries),
     "skipped layers of a view executed": (replaced(SkippableLayers, "without", lambda *_: nullcontext()), cut_model),
+    "exit states of other rows": (replaced(ViewReader, "states", states_of_other_rows), exits),
+    "positions of exit states one early": (replaced(ExitReader, "_rooted", rooted_one_early), exits),
+    "exit states one layer early": (replaced(FirstLayers, "reduction", exit_one_early), exits),
     "rows shifted where slots are swapped": (replaced(Engine, "_leave", slots_move_up), arrivals),
     "new rows' KV committed to the first slots": (
         replaced(DecoderTarget, "commit", commit_from_the_first),

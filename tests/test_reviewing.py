@@ -231,10 +231,10 @@ def load(part: str) -> Drafter:
     [
         ("suffix<suffix", "suffix is no view, and reviews no drafts"),
         ("window-kv<eagle", "cannot continue the drafts of a view: put a lookup or draft-model behind the '<'"),
-        ("window-kv<int8-self", "quantized cannot continue the drafts of a view"),
+        ("window-kv<int8-self", "int8-self cannot continue the drafts of a view"),
         ("window-kv<none", "plain cannot continue the drafts of a view"),
         ("window-kv<auto", "cannot continue the drafts of a view"),
-        ("window-kv<int8-self<suffix", "'<' stands between a view and one drafter, got window-kv<quantized<suffix"),
+        ("window-kv<int8-self<suffix", "'<' stands between a view and one drafter, got window-kv<int8-self<suffix"),
         ("window-kv:top_k=2<suffix", "window-kv drafts a chain of its likeliest tokens .* leave out top_k and drawn"),
         ("window-kv:drawn=True<suffix", "leave out top_k and drawn"),
         ("window-kv<", "there is no drafter on one side of '<'"),

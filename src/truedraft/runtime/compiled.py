@@ -227,7 +227,11 @@ class CompiledPass(Runner):
         if inputs is not None:
             inputs = torch.cat([line[:size] for line, size in zip(inputs, sizes, strict=True)])
         shape = (len(trees), width) if len(nodes) == width * len(trees) else None
-        logits, states = self(nodes, range(len(nodes)), inputs, taps.hidden, reduction, shape)
+        if reduction.output_head:
+            shape, gather = (len(trees), 0), range(0)
+        else:
+            gather = range(len(nodes))
+        logits, states = self(nodes, gather, inputs, taps.hidden, reduction, shape)
         if shape is None:
             logits = torch.nn.utils.rnn.pad_sequence(list(logits.split(sizes)), batch_first=True)
         hidden = {layer: list(state.split(sizes)) for layer, state in states.items()}

@@ -31,6 +31,8 @@ def weight_share(model: PreTrainedModel, layers: int, reduction: Reduction) -> f
         for i, block in enumerate(blocks)
         for part in _left_out(block, i in reduction.attention, i in reduction.feed_forward)
     )
+    if reduction.output_head and head is not None:
+        left_out += _bytes(head.parameters(), reduction.bits)
     return (lighter - left_out) / whole
 
 

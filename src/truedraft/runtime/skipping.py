@@ -43,7 +43,7 @@ class SkippableLayers:
         if layers is None:
             raise self._refused("they are not found")
         check_own_keys(model)
-        self._layers = layers
+        self._layers, self._head = layers, model.get_output_embeddings()
         if any(does_more(layer) for layer in self._layers):
             raise self._refused("they have hooks or replaced forwards")
         self._halves = [_Halves(layer) for layer in layers]
@@ -58,10 +58,11 @@ class SkippableLayers:
             )
 
     def without(self, reduction: Reduction) -> AbstractContextManager[None]:
-        """Within the block, this thread's calls of the model leave these layers and halves out."""
+        """Within the block, this thread's calls of the model leave these layers, halves and output head out."""
         skipped = [(self._layers[i], "forward", _returning(self._values[i])) for i in sorted(reduction.layers)]
         halves = [self._halves[i].without(i in reduction.attention) for i in sorted(reduction.halves)]
-        return overridden([*skipped, *halves])
+        head = [(self._head, CALL, lambda states: states[..., :0])] if reduction.output_head and self._head else []
+        return overridden([*skipped, *halves, *head])
 
     @torch.no_grad()
     def _observed(self, model: Any) -> list[int]:

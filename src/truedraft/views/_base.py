@@ -56,12 +56,14 @@ class Reduction:
     attention, feed_forward: decoder layers without this half: the hidden states pass it unchanged.
     bits: of the weights of linear layers, 8 or 4; 0 for weights as they are.
     entries: the entries of the KV cache that are read, or are read in fewer bits; None for all of them as they are.
+    output_head: whether the output head is left out; of a pass there are hidden states then, and its logits are empty.
     """
 
     attention: frozenset[int] = NONE
     feed_forward: frozenset[int] = NONE
     bits: int = 0
     entries: Selection | Rounded | None = None
+    output_head: bool = False
 
     @property
     def layers(self) -> frozenset[int]:
@@ -91,6 +93,7 @@ class Reduction:
             self.feed_forward | other.feed_forward,
             min(filter(None, (self.bits, other.bits)), default=0),
             self.entries or other.entries,
+            self.output_head or other.output_head,
         )
 
 

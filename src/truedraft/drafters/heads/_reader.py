@@ -46,15 +46,29 @@ class Unread:
 class Branches:
     """The nodes of a growing tree that the head has read in this draft.
 
-    length: places of the row's own tokens. written: places in use. seen: node -> the places of it and its ancestors
-    below the root. states: node of the last level -> its row in the states of the last pass.
+    slot: of its row. length: places of the row's own tokens. position: of the root. seen: node -> the places of it and
+    its ancestors behind the row's own. states: node of the last level -> its row in the states of the last pass.
     """
 
     tree: GrowingTree
+    slot: int
     length: int
-    written: int
-    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    position: int
+    seen: dict[int, tuple[int, ...]]
     states: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.written = self.length  # places in use
+
+    def add_frontier(self, nodes: Nodes) -> None:
+        """Add the frontier of the tree to the nodes of a pass."""
+        tree = self.tree
+        for node in tree.frontier:
+            above = self.seen[tree.parent[node]]
+            self.seen[node] = (*above, self.written)
+            nodes.add_node(self.slot, self.position + tree.depth[node], self.written, self.length, above)
+            self.written += 1
+        nodes.group(len(tree.frontier))
 
 
 class RowReader:
@@ -177,12 +191,14 @@ class HeadReader(RowReader):
         slot = self.slot_rows.index(row)
         first = self._cache.lengths[slot]
         nodes.add_chain(slot, first, None, count)
-        embeds.append(self._embeds(row, first + 1, count))
-        features.append(self.passes.fuse(self._unread[id(row)].take(count).to(self.head.dtype)))
+        fused = self.passes.fuse(self._unread[id(row)].take(count).to(self.head.dtype))
+        embeds.append(self._beside(row, first, fused))
+        features.append(fused)
         self._cache.lengths[slot] += count
 
-    def _embeds(self, row: Row, first: int, count: int) -> Tensor:
-        """(count, H) embeddings of a row's tokens from `first` on."""
+    def _beside(self, row: Row, place: int, features: Tensor) -> Tensor:
+        """What the head reads beside features, (count, H), from a place on: the embeddings of the tokens after them."""
+        first, count = place + 1, len(features)
         device = next(self.head.parameters()).device
         given = None if row.given is None else row.given.embeds
         if given is None:
@@ -212,20 +228,19 @@ class HeadReader(RowReader):
         """The unread tokens of a row; the last one is the root of its tree."""
         assert self._cache is not None
         self._add_tokens(tree.row, len(self._unread[id(tree.row)]), nodes, embeds, features)
-        length = self._cache.lengths[self.slot_rows.index(tree.row)]
-        self._branches[id(tree.row)] = Branches(tree, length, length, {tree.root: ()})
+        slot = self.slot_rows.index(tree.row)
+        length = self._cache.lengths[slot]
+        self._branches[id(tree.row)] = self._rooted(tree, slot, length)
+
+    def _rooted(self, tree: GrowingTree, slot: int, length: int) -> Branches:
+        """A growing tree whose root is at the last of the places that are read."""
+        return Branches(tree, slot, length, length - 1, {tree.root: ()})
 
     def _add_frontier(self, branches: Branches, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]) -> None:
         """The frontier of a tree, each node with the state of its parent as its feature."""
         assert self._states is not None
-        tree, slot = branches.tree, self.slot_rows.index(branches.tree.row)
-        device = self._states.device
-        for node in tree.frontier:
-            above = branches.seen[tree.parent[node]]
-            branches.seen[node] = (*above, branches.written)
-            nodes.add_node(slot, branches.length - 1 + tree.depth[node], branches.written, branches.length, above)
-            branches.written += 1
-        nodes.group(len(tree.frontier))
+        tree, device = branches.tree, self._states.device
+        branches.add_frontier(nodes)
         embeds.append(self.head.embed(torch.tensor([tree.tokens[node] for node in tree.frontier], device=device)))
         features.append(self._states[[branches.states[tree.parent[node]] for node in tree.frontier]])
 

@@ -15,7 +15,7 @@ from truedraft.drafters._learned import Batch
 from truedraft.drafters.heads._drafter import HeadTree, TrainedDrafter
 from truedraft.drafters.heads._head import Head, LearnedHead
 from truedraft.drafters.heads._reader import HeadReader
-from truedraft.drafters.heads._unroll import DRAFTED, StepwiseLearner, Unrolled
+from truedraft.drafters.heads._unroll import DRAFTED, StepwiseLearner, states_along
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.panels import Int8Copies
 from truedraft.tree import Accepted, Row, Scores
@@ -172,16 +172,7 @@ class StatefulLearner(StepwiseLearner):
     def _passes(self, batch: Batch, tokens: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         head = self.module
         tapped = torch.cat([batch.features[layer] for layer in head.layers], -1)[:, :-1].to(head.dtype)
-        states = head.fuse(tapped if head.prefix is None else _prefixed(head.prefix, tapped))
+        states = head.fuse(tapped if head.prefix is None else head.prefix.logits(states_along(head.prefix, tapped)))
         for step, some in enumerate(tokens):
             states = head.step(states, some, step)
             yield states, head.logits(states, step)
-
-
-def _prefixed(prefix: Head, features: Tensor) -> Tensor:
-    """What a prefix gives at every position of texts, (rows, length, H), each seeing those up to its own."""
-    length = features.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=features.device).tril()
-    rotary = prefix.rotary(features, torch.arange(length, device=features.device)[None])
-    attends = [Unrolled(causal[None, None]) for _ in prefix.blocks]
-    return prefix.logits(prefix(features, prefix.fuse(features), rotary, attends))

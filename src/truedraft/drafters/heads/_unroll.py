@@ -206,6 +206,16 @@ class UnrolledLearner(StepwiseLearner):
         return states
 
 
+def states_along(head: Head, features: Tensor) -> Tensor:
+    """A head's states at every position of texts, (rows, length, H), of features alone; each sees those up to its
+    own."""
+    length = features.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=features.device).tril()
+    rotary = head.rotary(features, torch.arange(length, device=features.device)[None])
+    attends = [Unrolled(causal[None, None]) for _ in head.blocks]
+    return head(features, head.fuse(features), rotary, attends)
+
+
 def target_logits(model: Any, states: Tensor) -> Tensor:
     """A target's logits from its hidden states after the final norm; fp32."""
     head, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)

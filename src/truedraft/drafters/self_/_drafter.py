@@ -15,8 +15,39 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores
 from truedraft.views._base import View
 
 
+class ViewTree(ConfidenceTree):
+    """Dynamic trees, each level of them by a pass of the target under a view; fields as of `ConfidenceTree`."""
+
+    @property
+    def width(self) -> int:
+        return max(self.nodes, self.depth * self.top_k + 1)  # positions behind a row that a pass under the view needs
+
+    def run_under(self, target: Target, views: Sequence[View]) -> ViewReader:
+        """What runs a target under the view of each depth.
+
+        Raises:
+            Refused: it cannot run under one of them, or generates under a view itself.
+        """
+        if target.view is not None:
+            raise Refused(
+                f"a target that drafts for itself drafts for the whole model, and this one generates under "
+                f"{target.view.lossy}: use another drafter"
+            )
+        for view in dict.fromkeys(views):
+            target.check_view(view)
+        self._target, self._share = target, sum(map(target.share, views)) / len(views)
+        return ViewReader(target, views)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        if self.pass_cost is not None and not self._of_level:
+            self._of_level = self._share * self.pass_cost.plain  # until it is measured
+        drafts = super().propose(rows, budget)
+        self._target.rewind()
+        return drafts
+
+
 @dataclass
-class SelfDrafter(ConfidenceTree):
+class SelfDrafter(ViewTree):
     """Drafts by passes of the target under a view.
 
     Args:
@@ -51,29 +82,12 @@ class SelfDrafter(ConfidenceTree):
         return self.view.name
 
     @property
-    def width(self) -> int:
-        return max(self.nodes, self.depth * self.top_k + 1)  # positions behind a row that a pass under the view needs
-
-    @property
     def reader(self) -> ViewReader:
         assert self._reader is not None
         return self._reader
 
     def bind(self, target: Target) -> None:
-        if target.view is not None:
-            raise Refused(f"{self.name} drafts for the whole model, not for {target.view.lossy}: use another drafter")
-        views = [self.view.at(depth) for depth in range(self.depth)]
-        for view in dict.fromkeys(views):
-            target.check_view(view)
-        self._reader = ViewReader(target, views)
-        self._share = sum(map(target.share, views)) / len(views)
-
-    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        if self.pass_cost is not None and not self._of_level:
-            self._of_level = self._share * self.pass_cost.plain  # until it is measured
-        drafts = super().propose(rows, budget)
-        self.reader.target.rewind()
-        return drafts
+        self._reader = self.run_under(target, [self.view.at(depth) for depth in range(self.depth)])
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]

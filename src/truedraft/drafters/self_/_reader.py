@@ -10,7 +10,7 @@ from torch import Tensor
 
 from truedraft.drafters._growing import GrowingTree
 from truedraft.targets._base import Target
-from truedraft.tree import DraftTree, Row
+from truedraft.tree import DraftTree, Row, Scores
 from truedraft.views._base import View
 
 NOTHING = DraftTree.chain(0)
@@ -64,19 +64,32 @@ class ViewReader:
         ahead: by draft, a tree below the last node of its frontier, the root, to be scored in the same pass; the logits
             at its other nodes follow those of the frontier.
         """
+        scores, at = self._pass(growing, ahead)
+        return scores.logits[torch.tensor([row for row, _ in at]), torch.tensor([node for _, node in at])]
+
+    def states(self, growing: Sequence[GrowingTree], layer: int) -> Tensor:
+        """One pass, in the place of `expand`: (k, H) hidden states of a layer that the views tap, at the k frontier
+        nodes of all trees, in order."""
+        scores, at = self._pass(growing)
+        return torch.stack([scores.hidden[layer][row][node] for row, node in at])
+
+    def _pass(
+        self, growing: Sequence[GrowingTree], ahead: Sequence[DraftTree] = ()
+    ) -> tuple[Scores, list[tuple[int, int]]]:
+        """Its scores, and the row and the node there of each frontier node of all trees and those ahead, in order."""
         ahead = ahead or [NOTHING] * len(growing)
         paths = [self._scored(tree, more) for tree, more in zip(growing, ahead, strict=True)]
         self._view = self.views[min(tree.depth[tree.frontier[0]] for tree in growing)]
         slots = [tree.row.slot for tree in growing]
         order = sorted(range(len(slots)), key=slots.__getitem__)
-        logits = self.target.score([paths[i].tree for i in order], self._view, [slots[i] for i in order]).logits
+        scores = self.target.score([paths[i].tree for i in order], self._view, [slots[i] for i in order])
         row = {i: k for k, i in enumerate(order)}
         at = [
             (row[i], node)
             for i, (tree, path) in enumerate(zip(growing, paths, strict=True))
             for node in [*map(path.place, tree.frontier), *range(len(path.scored), len(path.tree))]
         ]
-        return logits[torch.tensor([row for row, _ in at]), torch.tensor([node for _, node in at])]
+        return scores, at
 
     def grown(self, growing: Sequence[GrowingTree]) -> None:
         growing = [tree for tree in growing if tree.frontier]
