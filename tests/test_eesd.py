@@ -17,8 +17,8 @@ from test_heads import learner_of, plain_attention, rounded_forward
 from test_views import COMPILED, begun, target_of
 from truedraft import DraftTree, Refused, registry
 from truedraft.drafters._learned import Batch
-from truedraft.drafters.self_._exits import ExitReader, FirstLayers
-from truedraft.drafters.self_.eesd import Bandit, EesdHead, Training
+from truedraft.drafters.heads._exits import ExitReader, FirstLayers
+from truedraft.drafters.heads.eesd import Bandit, EesdHead, Training
 from truedraft.runtime import linears
 from truedraft.runtime.heads import TorchHeadPass
 from truedraft.tree import Taps

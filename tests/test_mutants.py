@@ -31,8 +31,8 @@ from truedraft.caches.rows import CacheCursor, RowCache, RowLayer
 from truedraft.caches.seq2seq import SourceLayer
 from truedraft.caches.subset import SubsetCache
 from truedraft.chance import PositionNoise
-from truedraft.drafters.self_._exits import ExitReader, FirstLayers
-from truedraft.drafters.self_._reader import ViewReader
+from truedraft.drafters._views import ViewReader
+from truedraft.drafters.heads._exits import ExitReader, FirstLayers
 from truedraft.engine import Cohort, Engine
 from truedraft.runtime import native
 from truedraft.runtime.halves import Halves

@@ -7,43 +7,10 @@ from dataclasses import dataclass
 
 from truedraft.card import Card, knob
 from truedraft.drafters._calibration import Calibration
-from truedraft.drafters._confidence import ConfidenceTree
-from truedraft.drafters.self_._reader import ViewReader
-from truedraft.errors import Refused
+from truedraft.drafters._views import ViewReader, ViewTree
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 from truedraft.views._base import View
-
-
-class ViewTree(ConfidenceTree):
-    """Dynamic trees, each level of them by a pass of the target under a view; fields as of `ConfidenceTree`."""
-
-    @property
-    def width(self) -> int:
-        return max(self.nodes, self.depth * self.top_k + 1)  # positions behind a row that a pass under the view needs
-
-    def run_under(self, target: Target, views: Sequence[View]) -> ViewReader:
-        """What runs a target under the view of each depth.
-
-        Raises:
-            Refused: it cannot run under one of them, or generates under a view itself.
-        """
-        if target.view is not None:
-            raise Refused(
-                f"a target that drafts for itself drafts for the whole model, and this one generates under "
-                f"{target.view.lossy}: use another drafter"
-            )
-        for view in dict.fromkeys(views):
-            target.check_view(view)
-        self._target, self._share = target, sum(map(target.share, views)) / len(views)
-        return ViewReader(target, views)
-
-    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        if self.pass_cost is not None and not self._of_level:
-            self._of_level = self._share * self.pass_cost.plain  # until it is measured
-        drafts = super().propose(rows, budget)
-        self._target.rewind()
-        return drafts
 
 
 @dataclass

@@ -26,13 +26,13 @@ from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._learned import Batch
 from truedraft.drafters._losses import LOSSES, named
+from truedraft.drafters._views import ViewTree
 from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadTree, TrainedDrafter
+from truedraft.drafters.heads._exits import ExitReader, FirstLayers, exit_of
 from truedraft.drafters.heads._head import Head, begin_program, layer_program
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._unroll import StepwiseLearner, layer_like, states_along
-from truedraft.drafters.self_._drafter import ViewTree
-from truedraft.drafters.self_._exits import ExitReader, FirstLayers, exit_of
 from truedraft.runtime.program import Program
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores

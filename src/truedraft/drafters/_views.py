@@ -1,4 +1,4 @@
-"""Runs the target under a view, level by level of growing drafts."""
+"""Drafts that grow level by level, by passes of the target under a view."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from truedraft.drafters._confidence import ConfidenceTree
 from truedraft.drafters._growing import GrowingTree
+from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Row, Scores
 from truedraft.views._base import View
@@ -143,3 +145,34 @@ class ViewReader:
         while (node := tree.parent[node]) >= 0:
             found.add(node)
         return found
+
+
+class ViewTree(ConfidenceTree):
+    """Dynamic trees, each level of them by a pass of the target under a view; fields as of `ConfidenceTree`."""
+
+    @property
+    def width(self) -> int:
+        return max(self.nodes, self.depth * self.top_k + 1)  # positions behind a row that a pass under the view needs
+
+    def run_under(self, target: Target, views: Sequence[View]) -> ViewReader:
+        """What runs a target under the view of each depth.
+
+        Raises:
+            Refused: it cannot run under one of them, or generates under a view itself.
+        """
+        if target.view is not None:
+            raise Refused(
+                f"a target that drafts for itself drafts for the whole model, and this one generates under "
+                f"{target.view.lossy}: use another drafter"
+            )
+        for view in dict.fromkeys(views):
+            target.check_view(view)
+        self._target, self._share = target, sum(map(target.share, views)) / len(views)
+        return ViewReader(target, views)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        if self.pass_cost is not None and not self._of_level:
+            self._of_level = self._share * self.pass_cost.plain  # until it is measured
+        drafts = super().propose(rows, budget)
+        self._target.rewind()
+        return drafts

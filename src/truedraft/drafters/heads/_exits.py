@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._views import ViewReader
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import Branches, HeadReader, joined
-from truedraft.drafters.self_._reader import ViewReader
 from truedraft.errors import Refused
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.panels import Int8Copies
