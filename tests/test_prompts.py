@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 import truedraft
@@ -16,6 +19,7 @@ from nets import text_net
 from truedraft import DraftTree
 from truedraft.runtime import forward, native
 from truedraft.runtime.compiled import CompiledPass
+from truedraft.runtime.parts import PartAttention
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.runtime.quantize import quantize
 from truedraft.targets.decoder import DecoderTarget
@@ -69,7 +73,7 @@ def test_long_prompt_has_the_same_bits_alone_and_in_a_batch(
 ) -> None:
     """In any batch, and with any size of the cache, which depends on the drafter."""
     if part:
-        monkeypatch.setattr(forward, "ROOM", 0)
+        monkeypatch.setattr(forward, "WHOLE", 0)
         monkeypatch.setattr(forward, "PART", part)
     target = DecoderTarget(tiny(architecture, dtype))
     target.taps = Taps(tapped(architecture, 0, 1, -1))
@@ -97,8 +101,8 @@ def test_both_ways_of_prefill_write_the_same_cache_up_to_rounding(
     if dtype == torch.bfloat16 and any("experts" in name for name in ARCHITECTURES[architecture]):
         pytest.skip("in bf16 a near-tie of experts may be decided differently, and later values differ then")
     model, found = tiny(architecture, dtype), []
-    for room, part in ((forward.ROOM, 16), (0, 16), (0, 7)):
-        monkeypatch.setattr(forward, "ROOM", room)
+    for whole, part in ((forward.WHOLE, 16), (0, 16), (0, 7)):
+        monkeypatch.setattr(forward, "WHOLE", whole)
         monkeypatch.setattr(forward, "PART", part)
         for strict in (False, True):
             target = DecoderTarget(model, strict=strict)
@@ -202,10 +206,21 @@ def test_quantised_models_prefill_by_compiled_passes() -> None:
     assert DecoderTarget(model).long is None
 
 
-def test_prefill_activations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "spans"),
+    [
+        ({"WHOLE": 100}, [100]),
+        ({"WHOLE": 99, "PART": 32}, [32, 32, 32, 4]),
+        ({"ROOM": 1 << 16}, [28, 28, 28, 16]),  # (8 x 32 + 4 x 64 + 100) x 4 + 100 bytes each
+        ({"ROOM": 0}, [1] * 100),
+    ],
+)
+def test_prefill_activations_are_bounded(
+    sizes: dict[str, int], spans: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No call reads more positions than there is room for, and only the last one's logits are made."""
-    monkeypatch.setattr(forward, "ROOM", 1 << 16)
-    monkeypatch.setattr(forward, "PART", 32)
+    for name, value in sizes.items():
+        monkeypatch.setattr(forward, name, value)
     model = tiny("llama", torch.float32)
     calls: list[tuple[int, int]] = []
 
@@ -222,4 +237,72 @@ def test_prefill_activations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         target.prefill([prompt(100)])
     finally:
         handle.remove()
-    assert calls == [(32, 1), (32, 1), (32, 1), (4, 1)]
+    assert calls == [(n, 1) for n in spans]
+
+
+def masks_of(queries: int, keys: int) -> dict[str, Tensor]:
+    """Of the last positions of a text: causal, within a window, and two that are neither."""
+    place, own = torch.arange(keys), torch.arange(keys - queries, keys)[:, None]
+    causal, holed = place <= own, place <= own
+    holed[-1, 0] = False
+    return {"causal": causal, "window": causal & (place > own - 3), "holed": holed, "bidirectional": place >= 2}
+
+
+@BOTH
+@pytest.mark.parametrize("kind", masks_of(1, 1))
+@pytest.mark.parametrize(("queries", "keys"), [(5, 23), (16, 16), (1, 9)])
+def test_attention_of_a_part_is_that_under_its_mask(kind: str, queries: int, keys: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, 2, n, 8, generator=generator).to(dtype) for n in (queries, keys, keys))
+    mask = masks_of(queries, keys)[kind].expand(queries, keys)[None, None]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    plain = attend(query.double(), key.double(), value.double(), attn_mask=mask, scale=0.7)
+    with PartAttention():
+        mine = attend(query, key, value, attn_mask=mask, scale=0.7)
+        added = attend(query, key, value, attn_mask=torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf))
+    assert mine.dtype == dtype and far(mine, plain) < (1e-5 if dtype == torch.float32 else 0.03)
+    assert torch.equal(added, attend(query, key, value, attn_mask=mask)), "masks that are added are left alone"
+
+
+class KeysRead(TorchFunctionMode):
+    """Notes the keys of torch's attention under masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_masks: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and kwargs["attn_mask"] is not None:
+            self.under_masks.append(args[1].shape[-2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("architecture", "keys"), [("llama", set()), ("mistral", {16 + 8})])
+def test_parts_read_no_more_keys_than_they_see(
+    architecture: str, keys: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without windows there is no mask, and with one the keys are those of the part and those of the window before."""
+    monkeypatch.setattr(forward, "WHOLE", 0)
+    monkeypatch.setattr(forward, "PART", 16)
+    target = DecoderTarget(tiny(architecture, torch.float32))
+    target.reserve(1, 128)
+    with KeysRead() as seen:
+        target.prefill([prompt(96)])
+    assert set(seen.under_masks[2 * target.model.config.num_hidden_layers :]) == keys
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks of memory are read from /proc")
+def test_memory_of_a_long_prompt_is_bounded() -> None:
+    """Within windows too: in one call their mask would take a byte of each pair of positions, and torch four more."""
+    target, length = DecoderTarget(tiny("mistral", torch.float32)), 12_288
+    target.reserve(1, length)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = proc("VmRSS")
+    target.prefill([prompt(length)])
+    assert proc("VmHWM") - before < length**2
+
+
+def proc(name: str) -> int:
+    """Bytes of this process's memory, by a name in /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10

@@ -25,6 +25,7 @@ from truedraft.runtime.local import local
 from truedraft.runtime.modules import inner_size
 from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
+from truedraft.runtime.parts import PartAttention
 from truedraft.runtime.positions import Positions, has_table, table_size
 from truedraft.runtime.rotary import by_row, changes
 from truedraft.runtime.selecting import SeenQueries, check_seen, fitted
@@ -40,8 +41,8 @@ from truedraft.views._base import Reduction, Rounded, View
 # by tiles, which torch keeps busier, and in bf16 without instructions for it.
 LONG = {"equal": 8192, "intel": 256, "amx_bf16": 1536, "widened": 16384}
 WIDE = 768
-ROOM = 4 << 30  # most bytes of activations for a prompt read in one call;
-PART = 2048  # tokens per call of longer prompts
+WHOLE, PART = 4096, 1024  # most tokens of a prompt that is read in one call, and of each call for a longer one
+ROOM = 1 << 30  # most bytes of activations and masks in such a call; fewer tokens where they need more
 SPANS = {"cpu": 128, "cuda": 512}  # positions per call of prompts that are read in pieces
 
 Output = tuple[Tensor, dict[int, Tensor]]  # logits (rows, width, V); tapped layers, (rows, width, H) each
@@ -312,8 +313,8 @@ class PromptPass(ForwardPass):
     """The model's own forward for the prompts of a target whose other passes are compiled.
 
     Each prompt is read alone, so that its keys, values and logits do not depend on other rows; in one call, or in parts
-    of PART positions where its activations would need more than ROOM bytes, which depends only on its length and the
-    model's sizes.
+    where it is longer than WHOLE tokens or its activations would need more than ROOM bytes, which depends only on its
+    length and the model's sizes.
     """
 
     @torch.no_grad()
@@ -330,7 +331,13 @@ class PromptPass(ForwardPass):
             numbers += 2 * config.vocab_size
         if config._attn_implementation == "eager":
             numbers += 3 * getattr(config, "num_attention_heads", 0) * length
-        return length if length * numbers * self.model.dtype.itemsize <= ROOM else PART
+        size = self.model.dtype.itemsize
+        fit = ROOM // (numbers * size + length * (1 + size))  # beside a mask, as the model and as torch makes it
+        return length if length <= min(fit, WHOLE) else max(min(fit, PART), 1)
+
+    def call(self, inputs: dict[str, Any], mask: Any, positions: Tensor) -> Any:
+        with PartAttention():
+            return super().call(inputs, mask, positions)
 
 
 class LinearsPass(ForwardPass):
