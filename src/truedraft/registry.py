@@ -60,7 +60,12 @@ KINDS = {
     ),
     "control": Kind("Control", "control", "Controls", "How much is drafted and verified.", "control", "NAME"),
     "views": Kind(
-        "View", "view", "Views", "The target drafts for itself, run lighter; `a+b` is both at once.", "draft", "NAME"
+        "View",
+        "view",
+        "Views",
+        "The target drafts for itself, run lighter; `a+b` is both at once, `a<b` lets the drafter b draft for a.",
+        "draft",
+        "NAME",
     ),
 }
 SELF_DRAFTER = "truedraft.drafters.self_._drafter"  # drafts by any view
