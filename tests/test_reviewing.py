@@ -228,6 +228,13 @@ def test_precedence() -> None:
     assert merge.name == "skip-layers+window-kv<suffix+token-recycling"
 
 
+def test_it_is_called_as_the_view_alone() -> None:
+    """Whatever stands behind the sign, a model too."""
+    view, draft = load("window-kv"), Review([load("window-kv"), load("draft-model:nano-draft")])
+    for name in ("prior_confidence", "autoregressive", "adaptive", "draws"):
+        assert getattr(draft, name) == getattr(view, name)
+
+
 def load(part: str) -> Drafter:
     return registry.load("drafters", part)  # type: ignore[no-any-return]
 
