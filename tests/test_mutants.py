@@ -19,7 +19,7 @@ from arrivals import run_events
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
 from nets import RULES, drafter, eos_inside, node_net, text_net
-from test_eesd import check_drafts
+from test_reviewing import SKIPPING, check_drafts
 from test_view_bits import check_against_rounded
 from test_view_entries import VIEW, check_against_picked
 from test_views import check_against_cut, check_against_muted, deep
@@ -31,6 +31,7 @@ from truedraft.caches.rows import CacheCursor, RowCache, RowLayer
 from truedraft.caches.seq2seq import SourceLayer
 from truedraft.caches.subset import SubsetCache
 from truedraft.chance import PositionNoise
+from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._views import ViewReader
 from truedraft.drafters.heads._exits import ExitReader, FirstLayers
 from truedraft.engine import Cohort, Engine
@@ -102,7 +103,7 @@ def wrong_operands(kind: OpKind, **fields: int) -> Fault:
     return unchecked(plant)
 
 
-true_leave = Engine._leave
+true_leave, true_places = Engine._leave, ViewReader._places
 
 
 def second_best(self: Greedy, scores: Tensor, *_: Any) -> list[int]:
@@ -152,6 +153,10 @@ def view_of_all_layers() -> None:
 
 def cut_model() -> None:
     check_against_cut(DecoderTarget(tiny(layers=4), "stock"), (1, 3), 1e-6)
+
+
+def reviewed() -> None:
+    check_drafts("10", SKIPPING, "none", "seeded")
 
 
 def without_halves() -> None:
@@ -332,6 +337,11 @@ def as_a_chain(s: TreeShape) -> TreeShape:
     return replace(s, run=tuple(range(1, n + 1)), extra=(), extra_depth=(), extra_from=(0,) * (n + 1))
 
 
+def one_too_far(self: ViewReader, tree: GrowingTree, nodes: Sequence[int]) -> list[int]:
+    places = true_places(self, tree, nodes)
+    return [min(place + 1, len(self._paths[id(tree)].tree) - 1) if i else place for i, place in enumerate(places)]
+
+
 MUTANTS: dict[str, tuple[Fault, Net]] = {
     "lost tree mask": (reshaped(lambda s: masked(s, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
     "tree attended to as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
@@ -373,6 +383,7 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "committed KV overwritten by a view": (faults.COMMITTED_OVERWRITTEN, view),
     "slot number of a moved row not updated": (replaced(Engine, "_leave", stale_slot), view_arrivals),
     "skipped halves of a view executed": (replaced(Halves, "without", lambda *_: set()), without_halves),
+    "tokens read ahead kept under a view from the next on": (replaced(ViewReader, "_places", one_too_far), reviewed),
     "weights of a view not rounded": (
         replaced(RoundedOps, "ops", property(lambda self: list(self.whole.ops))),
         rounded_weights,

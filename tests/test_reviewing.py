@@ -13,7 +13,7 @@ import torch
 import truedraft
 from drafters_for_tests import Noise
 from models import V, ragged, sibling, tiny
-from nets import PROCESSORS, generated, made
+from nets import PROCESSORS, generated, made, padding_of
 from truedraft import Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PassCost, PerRow
 from truedraft.drafters._compose import Fallback, Merge, Review, Route, compose, name_of
@@ -22,7 +22,7 @@ from truedraft.drafters.self_._below import Below
 from truedraft.tree import Row
 
 RULES: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "seeded": {"do_sample": True, "top_k": 0}}
-VIEW = "skip-layers:layers=1a,depth=8,nodes=8"
+SKIPPING = "skip-layers:layers=1a,depth=8,nodes=8"
 
 
 @dataclass
@@ -58,6 +58,11 @@ def inner(kind: str, model: Any, answers: dict[int, list[int]]) -> Drafter:
     return registry.load("drafters", kind)  # type: ignore[no-any-return]
 
 
+def texts(plain: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[int, list[int]]:
+    """The rows of an output without padding."""
+    return {i: row[n:].tolist() for i, (row, n) in enumerate(zip(plain, padding_of(inputs), strict=True))}
+
+
 def text_and_drafts(
     model: Any, draft: Any, inputs: dict[str, torch.Tensor], control: str = "fixed", **settings: Any
 ) -> Any:
@@ -84,20 +89,12 @@ def text_and_drafts(
     return text, drafts, passes
 
 
-@pytest.mark.parametrize(
-    ("view", "processors", "rule"),
-    [(VIEW, "none", "seeded"), ("window-kv:sinks=1,recent=5,depth=8,nodes=6", "penalties", "greedy")],
-)
-@pytest.mark.parametrize("kind", ["0", "5", "10", "token-recycling", "suffix", "draft-model"])
-def test_drafts_are_those_of_the_view_alone(kind: str, view: str, processors: str, rule: str) -> None:
+def check_drafts(kind: str, view: str, processors: str, rule: str) -> None:
     """With the same confidences, whatever is drafted for it, right or wrong; in batches of different lengths."""
     model = tiny("llama", torch.float32, sharpen=1.5, layers=4)
     inputs, settings = ragged(model, 3), {"max_new_tokens": 20, **RULES[rule], **PROCESSORS[processors]}
     plain = generated(model, inputs, **settings).text
-    answers = {
-        i: row[seen.logical_not().sum() :].tolist()
-        for i, (row, seen) in enumerate(zip(plain, inputs["attention_mask"], strict=True))
-    }
+    answers = texts(plain, inputs)
     text, alone, passes = text_and_drafts(model, registry.load("drafters", view), inputs, **settings)
     assert torch.equal(text, plain)
     draft = Review([registry.load("drafters", view), inner(kind, model, answers)])
@@ -109,6 +106,15 @@ def test_drafts_are_those_of_the_view_alone(kind: str, view: str, processors: st
     assert fewer <= passes if kind != "10" else fewer < passes
 
 
+@pytest.mark.parametrize(
+    ("view", "processors", "rule"),
+    [(SKIPPING, "none", "seeded"), ("window-kv:sinks=1,recent=5,depth=8,nodes=6", "penalties", "greedy")],
+)
+@pytest.mark.parametrize("kind", ["0", "5", "10", "token-recycling", "suffix", "draft-model"])
+def test_drafts_are_those_of_the_view_alone(kind: str, view: str, processors: str, rule: str) -> None:
+    check_drafts(kind, view, processors, rule)
+
+
 @pytest.mark.parametrize("kind", ["10", "draft-model"])
 @pytest.mark.parametrize(
     "view",
@@ -118,7 +124,7 @@ def test_the_text_is_that_of_model_generate_where_drafts_have_to_pay(view: str, 
     model = tiny("llama", torch.float32, sharpen=1.5, layers=4)
     inputs, settings = ragged(model, 3), {"max_new_tokens": 30, "do_sample": False}
     plain = generated(model, inputs, **settings).text
-    answers = {i: row[-30 - len(row) :].tolist() for i, row in enumerate(plain)}
+    answers = texts(plain, inputs)
     draft = Review([registry.load("drafters", view), inner(kind, model, answers)])
     for control in ("fixed", "cost"):
         assert torch.equal(text_and_drafts(model, draft, inputs, control, **settings)[0], plain)
@@ -220,6 +226,13 @@ def test_precedence() -> None:
     review, other = merge.parts
     assert isinstance(review, Review) and name_of(other) == "token-recycling"
     assert merge.name == "skip-layers+window-kv<suffix+token-recycling"
+
+
+def test_it_is_called_as_the_view_alone() -> None:
+    """Whatever stands behind the sign, a model too."""
+    view, draft = load("window-kv"), Review([load("window-kv"), load("draft-model:nano-draft")])
+    for name in ("prior_confidence", "autoregressive", "adaptive", "draws"):
+        assert getattr(draft, name) == getattr(view, name)
 
 
 def load(part: str) -> Drafter:

@@ -63,7 +63,8 @@ KINDS = {
         "View",
         "view",
         "Views",
-        "The target drafts for itself, run lighter; `a+b` is both at once. `view=lossy/NAME` generates so.",
+        "The target drafts for itself, run lighter; `a+b` is both at once, in `a<b` the drafter b drafts for a. "
+        "`view=lossy/NAME` generates so.",
         "draft",
         "NAME",
     ),

@@ -338,6 +338,7 @@ class Review(Many):
     """`a<b`: a drafts by passes of the target under a view, which read what b drafts for them."""
 
     sign = "<"
+    prior_confidence = SelfDrafter.prior_confidence
 
     def __init__(self, parts: Sequence[Drafter]):
         if len(parts) != 2:

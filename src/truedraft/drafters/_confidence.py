@@ -84,7 +84,10 @@ class ConfidenceTree(GrowingDrafter):
         begins = any(tree.frontier == [tree.root] for tree in active)
         start = time.perf_counter()
         super()._level(active)
-        seconds = time.perf_counter() - start
+        self._measure(time.perf_counter() - start, begins)
+
+    def _measure(self, seconds: float, begins: bool) -> None:
+        """The time of a level. begins: whether it was the first of a draft."""
         if begins:  # it reads more tokens than later levels, and bounds their time where these were interrupted
             self._of_level = min(self._of_level, seconds)
         else:

@@ -57,8 +57,8 @@ class Reviewer(SelfDrafter):
         return super().propose(rows, budget)
 
     def _level(self, active: Sequence[GrowingTree]) -> None:
-        began = time.perf_counter()
-        self._below.cost = self._cost()
+        begins, began = any(tree.frontier == [tree.root] for tree in active), time.perf_counter()
+        self._below.cost = cost = self._cost()
         ahead = self._below.drafts(self._rows, active, [self._more(tree) for tree in active])
         drafted = time.perf_counter()
         logits = self.reader.expand(active, ahead)
@@ -71,9 +71,8 @@ class Reviewer(SelfDrafter):
         reached = [self._add(*each) for each in zip(active, ahead, laws, strict=True)]
         self.reader.grown(active)
         ended = time.perf_counter()
-        self._of_pass, self._of_level = (
-            usual_seconds(self._of_pass, ended - drafted), usual_seconds(self._of_level, ended - began)
-        )  # fmt: skip
+        self._of_pass = usual_seconds(cost.plain if cost is not None else 0.0, ended - drafted)
+        self._measure(ended - began, begins)
         added = [1 + tree.shape.depth[node] for tree, node in zip(ahead, reached, strict=True)]
         self._per_level = moving_average(self._per_level, sum(added) / len(added))
         self._below.reviewed(ahead, reached)
