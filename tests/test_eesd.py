@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import truedraft
-from models import tiny
+from models import sibling, tiny
 from test_heads import learner_of, plain_attention, rounded_forward
 from test_views import COMPILED, begun, target_of
 from truedraft import DraftTree, Refused, registry
-from truedraft.drafters._learned import Batch
+from truedraft.drafters._learned import Batch, save_learnt
 from truedraft.drafters.heads._exits import ExitReader, FirstLayers
 from truedraft.drafters.heads.eesd import Bandit, EesdHead, Training
 from truedraft.runtime import linears
@@ -183,3 +184,27 @@ def test_exits_beyond_the_decoder_are_refused() -> None:
     draft = registry.load("drafters", "eesd", model=trained(model, exit=3))
     with pytest.raises(Refused, match="eesd:exit=3: the decoder has 2 layers"):
         truedraft.accelerate(other, draft=draft)
+
+
+def test_a_checkpoint_is_of_one_model(tmp_path: Path) -> None:
+    """It gives the drafts of the head that was saved, and is refused for a target with other weights."""
+    model, drafts = target(), list[list[tuple[int, ...]]]()
+    learner = learner_of("eesd", model, exit=EXIT, vocabulary=20)
+    learner.prepare(torch.arange(61).flip(0))
+    save_learnt(tmp_path, "eesd", learner.module, model, learner.config())
+    for source in (learner.module.eval(), str(tmp_path)):
+        fast = truedraft.accelerate(model, draft=registry.load("drafters", "eesd", model=source), control="fixed")
+        propose, drafted = fast.drafter.propose, list[tuple[int, ...]]()
+
+        def noted(*given: Any, propose: Any = propose, drafted: Any = drafted) -> list[DraftTree]:
+            made: list[DraftTree] = propose(*given)
+            drafted += [tree.tokens for tree in made]
+            return made
+
+        fast.drafter.propose = noted  # type: ignore[method-assign]
+        fast.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=12, do_sample=False)
+        drafts.append(drafted)
+    assert drafts[0] == drafts[1] and max(map(len, drafts[0])) > 2
+    other = sibling(model)
+    with pytest.raises(Refused, match="was trained for another model"):
+        truedraft.accelerate(other, draft=f"eesd:{tmp_path}")
