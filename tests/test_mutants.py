@@ -138,7 +138,7 @@ def pieces() -> None:
 
 def exits() -> None:
     need_compiled()
-    check_drafts()
+    check_exits()
 
 
 def view() -> None:
