@@ -19,6 +19,7 @@ from arrivals import run_events
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
 from nets import RULES, drafter, eos_inside, node_net, text_net
+from test_eesd import check_drafts as check_exits
 from test_reviewing import SKIPPING, check_drafts
 from test_view_bits import check_against_rounded
 from test_view_entries import VIEW, check_against_picked

@@ -93,8 +93,8 @@ class Training(StepwiseLearner):
     name: ClassVar[str] = "eesd"
     steps = 1
     decay = 1.0
-    exit: int = knob(0, 0, 4095)  # layers of the target before the trained one; 0 for a third; published 5 of 40
-    loss_name: str = knob("kl", form=f"one of {', '.join(LOSSES)}", reader=named)  # published: of the target's text
+    exit: int = knob(0, 0, 4095)  # layers of the target before the trained one; 0 for a third; published about 5 of 40
+    loss_name: str = knob("kl", form=f"one of {', '.join(LOSSES)}", reader=named)  # published: self-distillation
     vocabulary: int = knob(0, 0, 1 << 20)  # tokens of the draft vocabulary, 0 for all; published all
 
     def initialise(self) -> None:
