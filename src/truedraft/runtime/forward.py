@@ -41,7 +41,7 @@ from truedraft.views._base import Reduction, View
 # by tiles, which torch keeps busier, and in bf16 without instructions for it.
 LONG = {"equal": 8192, "intel": 256, "amx_bf16": 1536, "widened": 16384}
 WIDE = 768
-WHOLE, PART = 4096, 1024  # most tokens of a prompt that is read in one call, and of each call for a longer one
+WHOLE, PART = 4096, 2048  # most tokens of a prompt that is read in one call, and of each call for a longer one
 ROOM = 1 << 30  # most bytes of activations and masks in such a call; fewer tokens where they need more
 SPANS = {"cpu": 128, "cuda": 512}  # positions per call of prompts that are read in pieces
 
