@@ -125,6 +125,8 @@ class CompiledPass(Runner):
             pieces = [Piece(prompts[i], len(lengths) + i, start, end) for i, start, end in part]
             for (i, _, _), scores in zip(part, self.read_pieces(pieces, taps), strict=True):
                 parts[i].append(scores)
+            if self.on_read is not None:
+                self.on_read(sum(map(len, pieces)))
         lengths += [len(p) - 1 for p in prompts]  # the root is committed with its path
         return joined([continued(of_prompt) for of_prompt in parts])
 

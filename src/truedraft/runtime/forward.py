@@ -134,6 +134,8 @@ class ForwardPass(Runner):
                 logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
             for layer, read in parts.items():
                 read.append(states[layer])
+            if self.on_read is not None:
+                self.on_read(positions.numel())
         hidden = {layer: list(torch.cat(read, 1) if read[1:] else read[0]) for layer, read in parts.items()}
         return Scores(logits[:, -1:], hidden, [spans[-1][1] - spans[0][0] - 1] * len(batch))
 

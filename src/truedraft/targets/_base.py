@@ -31,11 +31,14 @@ class Target(Protocol):
         branching: whether it scores trees. If not, only chains without probes: its layers have states, which follow one
             text at a time.
         croppable: whether committed tokens can be discarded again (`crop`).
+        on_read: called while prompts are read by `admit` and `prefill`, with the tokens that are read and those of all
+            these prompts; None for nothing.
     """
 
     taps: Taps
     branching: bool
     croppable: bool
+    on_read: Callable[[int, int], None] | None
 
     # ---------------------------------------------------------------- the model
 
