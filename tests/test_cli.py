@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -149,6 +150,14 @@ def test_json_has_the_report(folder, capsys):
 def test_report_goes_to_stderr(folder, capsys):
     assert main(["generate", folder, PROMPT, "--max-new-tokens", "5", "--report"]) == 0
     assert "mean acceptance length" in capsys.readouterr().err
+
+
+def test_progress_of_the_prompt_and_of_the_text_is_shown(folder, tokenizer, monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys.modules["truedraft.cli.generate"], "waiting", lambda text: nullcontext(shown.append))
+    assert main(["generate", folder, PROMPT, "--draft", "none", "--max-new-tokens", "3"]) == 0
+    read = len(tokenizer(PROMPT)["input_ids"])
+    assert shown == [f"reading the prompt: {read} of {read} tokens", *(f"writing: {n} tokens" for n in (1, 2, 3))]
 
 
 def test_set_option_passes_generation_settings(model, tokenizer, folder, capsys):

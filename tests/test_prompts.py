@@ -17,7 +17,7 @@ from drafters_for_tests import HiddenReader
 from models import ARCHITECTURES, RECURRENT, ROUGH, V, ragged, tapped, tiny
 from nets import text_net
 from truedraft import DraftTree
-from truedraft.runtime import forward, native
+from truedraft.runtime import forward, native, nodes
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.parts import PartAttention
 from truedraft.runtime.programs import PROGRAMS
@@ -289,6 +289,33 @@ def test_parts_read_no_more_keys_than_they_see(
     with KeysRead() as seen:
         target.prefill([prompt(96)])
     assert set(seen.under_masks[2 * target.model.config.num_hidden_layers :]) == keys
+
+
+@pytest.mark.parametrize("how", [{}, {"strict": True}, {"runtime": "stock"}])
+def test_what_is_read_is_reported(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every call over prompts; Ctrl-C between two of them ends the call, and the next one is not affected."""
+    monkeypatch.setattr(forward, "WHOLE", 0)
+    monkeypatch.setattr(forward, "PART", 16)
+    monkeypatch.setattr(nodes, "PROMPT", 20)
+    model = tiny("llama", torch.float32)
+    ids = torch.stack([prompt(40).ids, prompt(40, seed=1).ids])  # type: ignore[list-item]
+    given: dict[str, Any] = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids))
+    fast = truedraft.accelerate(model, **how)
+    seen: list[tuple[int, int]] = []
+    plain = model.generate(ids, **given)
+    assert torch.equal(fast.generate(ids, **given, on_read=lambda *read: seen.append(read)), plain)
+    ends = {"strict": [20, 40, 60, 80], "runtime": [80]}.get("".join(how), [16, 32, 40, 56, 72, 80])
+    assert seen == [(end, 80) for end in ends]
+
+    def interrupt(read: int, total: int) -> None:
+        seen.append((read, total))
+        raise KeyboardInterrupt
+
+    seen.clear()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fast.generate(ids, **given, on_read=interrupt)
+    assert seen == [(ends[0], 80)] and torch.equal(raised.value.output, ids)
+    assert torch.equal(fast.generate(ids, **given), plain) and len(seen) == 1
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks of memory are read from /proc")

@@ -157,6 +157,7 @@ class Accelerated(StandIn):
         chance: Chance | None = None,
         namespace: str | Sequence[str] = "",
         on_pass: Callable[[Pass], None] | None = None,
+        on_read: Callable[[int, int], None] | None = None,
         **kwargs: Any,
     ) -> Any:
         """`model.generate`, with its arguments and its return value, in fewer passes.
@@ -179,6 +180,7 @@ class Accelerated(StandIn):
             namespace: owner of the text, for drafters that keep outputs for later calls: they draft from them only for
                 the same namespace. One for all rows, or a list.
             on_pass: called after every pass, with the tokens that it emitted.
+            on_read: called while long prompts are read, with the tokens that are read and those of all rows' prompts.
             **kwargs: other arguments of `model.generate`.
 
         Returns:
@@ -194,7 +196,7 @@ class Accelerated(StandIn):
         kwargs["generation_config"] = generation_config
         assistant = kwargs.pop("assistant_model", None)
         sources, streamer = sources_of(inputs, kwargs), kwargs.get("streamer")
-        call = Call(references, assistant, seed, chance, namespace, streamer, on_pass, sources)
+        call = Call(references, assistant, seed, chance, namespace, streamer, on_pass, on_read, sources)
         with self._call(), defaults():
             self._report = None
             check_arguments(self.target, inputs, kwargs)
@@ -272,6 +274,7 @@ class Accelerated(StandIn):
         engine, stream = Engine(self.target, self.control), Stream(call.streamer, rows, history)
         watch.attach(engine)
         engine.admit(request)
+        self.target.on_read = call.on_read
         advance = watch.timed("all", engine.step)
         try:
             while engine.running:
@@ -289,6 +292,7 @@ class Accelerated(StandIn):
             vars(interrupt).update(output=text, report=report)
             raise
         finally:
+            self.target.on_read = None
             engine.close()
             reports.complete(report, self.target, request.rule)
 

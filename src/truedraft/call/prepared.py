@@ -45,6 +45,7 @@ class Call:
     namespace: str | Sequence[str] = ""
     streamer: Any = None
     on_pass: Callable[[Pass], None] | None = None
+    on_read: Callable[[int, int], None] | None = None
     sources: Tensor | None = None
     logprobs: int | None = None  # of the likeliest tokens at each place of a single row; None for no log-probabilities
 

@@ -86,7 +86,9 @@ class Request:
         except Refused as e:
             raise Refused(f"{self.place}{e}") from e
 
-    def run(self, fast: Accelerated, on_pass: Callable[[Pass], None]) -> list[list[int]]:
+    def run(
+        self, fast: Accelerated, on_pass: Callable[[Pass], None], on_read: Callable[[int, int], None]
+    ) -> list[list[int]]:
         """The new ids of every text; after Ctrl-C those generated so far.
 
         Raises:
@@ -99,7 +101,8 @@ class Request:
         if self.seed is not None:
             torch.manual_seed(self.seed)
         out: Any
-        given = {**inputs, "references": list(self.references) or None, "on_pass": on_pass, **self.settings}
+        hooks = {"on_pass": on_pass, "on_read": on_read}
+        given = {**inputs, "references": list(self.references) or None, **hooks, **self.settings}
         try:
             out = fast.generate(**given)
         except KeyboardInterrupt as interrupt:

@@ -59,6 +59,11 @@ def waiting(text: str) -> Iterator[Callable[[str | None], None]]:
         yield update
 
 
+def reading(show: Callable[[str], None], text: str) -> Callable[[int, int], None]:
+    """An `on_read` that shows how far it is."""
+    return lambda read, total: show(f"{text}: {read:,} of {total:,} tokens")
+
+
 @contextmanager
 def notes_on_stderr() -> Iterator[None]:
     """Within the block, every `Note` is a line on stderr; other warnings are shown as before."""

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import Control, Dtype, Quantize, Threads, View, check_names
 from truedraft.cli._request import Request, check_seed, read_prompts, read_settings
-from truedraft.cli._text import read, waiting
+from truedraft.cli._text import read, reading, waiting
 from truedraft.errors import Refused
 from truedraft.text.pieces import Pieces
 
@@ -146,7 +146,7 @@ class Output:
                 for emission in done.emitted:
                     print(pieces.feed(emission.tokens), end="", flush=True)
 
-            rows = request.run(fast, on_pass)
+            rows = request.run(fast, on_pass, reading(show, "reading the prompt"))
         if self.stream:
             print(pieces.end())
         return rows

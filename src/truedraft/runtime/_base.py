@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ class Runner(ABC):
     padded: whether every row of a pass costs as many nodes as its widest tree has.
     cold: whether the last pass was slower than later ones of its size, because it was captured first.
     cache: the one that passes read and write.
+    on_read: called after each call over prompts of `prefill`, with its positions; None for nothing.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Runner(ABC):
     batch_invariant: ClassVar[bool] = False
     padded: ClassVar[bool] = True
     cold: bool = False
+    on_read: Callable[[int], None] | None = None
 
     @property
     @abstractmethod

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.caches.rows import RowCache, RowLayer
+from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime._base import Runner
@@ -27,7 +27,7 @@ from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rounded import RoundedOps
 from truedraft.runtime.rounded_entries import RoundedEntries
-from truedraft.runtime.selecting import fitted, over
+from truedraft.runtime.selecting import fitted, over, point
 from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
@@ -107,7 +107,7 @@ class CompiledPass(Runner):
                 layer.allocate(heads, op.head, self.model.dtype, torch.device("cpu"), size)
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
-                _point(op, cache.layers[at])
+                point(op, cache.layers[at])
                 rotary = p.rotaries.get(at, p.rotary)
                 if op.kind in (OpKind.PREPARE, OpKind.LATENT) and rotary is not None and at not in p.unrotated:
                     cos, sin = self._tables(rotary, p.layer_types[at], cache.cursor.capacity, self.model.dtype)
@@ -126,6 +126,8 @@ class CompiledPass(Runner):
             pieces = [Piece(prompts[i], len(lengths) + i, start, end) for i, start, end in part]
             for (i, _, _), scores in zip(part, self.read_pieces(pieces, taps), strict=True):
                 parts[i].append(scores)
+            if self.on_read is not None:
+                self.on_read(sum(map(len, pieces)))
         lengths += [len(p) - 1 for p in prompts]  # the root is committed with its path
         return joined([continued(of_prompt) for of_prompt in parts])
 
@@ -383,11 +385,6 @@ class CompiledPass(Runner):
                 del self._variants[next(iter(self._variants))]
             self._variants[key] = (Op * len(ops))(*ops)
         return self._variants[key]
-
-
-def _point(op: Op, layer: RowLayer) -> None:
-    """Point an operation at keys and values."""
-    op.keys, op.values = layer.keys.data_ptr(), layer.values.data_ptr()
 
 
 def _floats(*shape: int) -> Tensor:

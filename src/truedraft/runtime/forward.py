@@ -41,7 +41,7 @@ from truedraft.views._base import Reduction, Rounded, View
 # by tiles, which torch keeps busier, and in bf16 without instructions for it.
 LONG = {"equal": 8192, "intel": 256, "amx_bf16": 1536, "widened": 16384}
 WIDE = 768
-WHOLE, PART = 4096, 1024  # most tokens of a prompt that is read in one call, and of each call for a longer one
+WHOLE, PART = 4096, 2048  # most tokens of a prompt that is read in one call, and of each call for a longer one
 ROOM = 1 << 30  # most bytes of activations and masks in such a call; fewer tokens where they need more
 SPANS = {"cpu": 128, "cuda": 512}  # positions per call of prompts that are read in pieces
 
@@ -134,6 +134,8 @@ class ForwardPass(Runner):
                 logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
             for layer, read in parts.items():
                 read.append(states[layer])
+            if self.on_read is not None:
+                self.on_read(positions.numel())
         hidden = {layer: list(torch.cat(read, 1) if read[1:] else read[0]) for layer, read in parts.items()}
         return Scores(logits[:, -1:], hidden, [spans[-1][1] - spans[0][0] - 1] * len(batch))
 

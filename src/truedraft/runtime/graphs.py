@@ -144,6 +144,7 @@ class GraphPass(Runner):
 
     def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
         """Read the prompts of new rows by plain forwards."""
+        self.stock.on_read = self.on_read
         return self.stock.prefill(prompts, taps)
 
     def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:

@@ -51,7 +51,8 @@ class PartAttention(TorchFunctionMode):
             own = torch.ones(queries, queries, dtype=torch.bool).tril_()
             causal = queries <= keys and torch.equal(mask[0, 0, :, keys - queries :], own)
             causal = causal and bool(mask[..., : keys - queries].all())
-            self._masks[place] = _Mask(mask, int(mask.any(-2).int().argmax()), causal)
+            first = 0 if causal else int(mask.any(-2).int().argmax())
+            self._masks[place] = _Mask(mask, first, causal)
         return self._masks[place]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from truedraft.caches.rows import RowCache
+from truedraft.caches.rows import RowCache, RowLayer
 from truedraft.errors import Refused
 from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.rounded_entries import RoundedEntries
@@ -50,11 +50,15 @@ def over(op: Op, layer: int, part: RowCache | RoundedEntries) -> Op:
     if isinstance(part, RoundedEntries):
         return part.pointed(op, layer)
     copied = Op.from_buffer_copy(op)
-    of = part.layers[layer]
-    copied.keys, copied.values = of.keys.data_ptr(), of.values.data_ptr()
+    point(copied, part.layers[layer])
     if op.kind == OpKind.ATTEND:
         copied.window = 0
     return copied
+
+
+def point(op: Op, layer: RowLayer) -> None:
+    """Point an operation at keys and values."""
+    op.keys, op.values = layer.keys.data_ptr(), layer.values.data_ptr()
 
 
 class SeenQueries(TorchFunctionMode):

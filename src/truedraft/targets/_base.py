@@ -33,12 +33,15 @@ class Target(Protocol):
         croppable: whether committed tokens can be discarded again (`crop`).
         view: what every pass but those over prompts runs under, and its text is not the model's; None for the whole
             model.
+        on_read: called while prompts are read by `admit` and `prefill`, with the tokens that are read and those of all
+            these prompts; None for nothing.
     """
 
     taps: Taps
     branching: bool
     croppable: bool
     view: View | None
+    on_read: Callable[[int, int], None] | None
 
     # ---------------------------------------------------------------- the model
 

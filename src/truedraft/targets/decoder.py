@@ -7,7 +7,7 @@ and the mask implements the window. Models with recurrent state are hosted by `r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import Any, ClassVar
@@ -64,6 +64,7 @@ class DecoderTarget(ViewPasses):
     output_class: ClassVar[type[Any]] = GenerateDecoderOnlyOutput
     branching = croppable = pads = True
     noise = 0.0
+    on_read: Callable[[int, int], None] | None = None
     _copied: Panels | None = None
     _cache_class: ClassVar[type[RowCache | Seq2SeqCache]] = RowCache
     _forward_class: ClassVar[type[ForwardPass]] = ForwardPass
@@ -280,9 +281,10 @@ class DecoderTarget(ViewPasses):
         """By the pass that is faster for a prompt of its length; the choice depends on nothing else."""
         self.rewind()
         parts: list[Scores] = []
-        for (long, _), group in groupby(prompts, lambda p: (self._is_long(p), p.ids is None)):
-            batch = list(group)
-            parts.append(self.read(batch) if long else self.runner.prefill(batch, self.taps))
+        with self._reporting(sum(map(len, prompts))):
+            for (long, _), group in groupby(prompts, lambda p: (self._is_long(p), p.ids is None)):
+                batch = list(group)
+                parts.append(self.read(batch) if long else self.runner.prefill(batch, self.taps))
         self.wait()
         return joined(parts)
 
@@ -290,6 +292,25 @@ class DecoderTarget(ViewPasses):
     def read(self, prompts: Sequence[Prompt]) -> Scores:
         """Read the prompts of new rows by the model's own forward; see `prefill`."""
         return self._reader.prefill(prompts, self.taps)
+
+    @contextmanager
+    def _reporting(self, total: int) -> Iterator[None]:
+        """Within the block, calls over prompts of so many tokens are reported to `on_read`."""
+        report, done = self.on_read, 0
+
+        def read(positions: int) -> None:
+            nonlocal done
+            done += positions
+            report(done, total)  # type: ignore[misc]
+
+        readers = [self.runner, self._reader] if report is not None else []
+        try:
+            for reader in readers:
+                reader.on_read = read
+            yield
+        finally:
+            for reader in readers:
+                reader.on_read = None
 
     @property
     def granularity(self) -> int | None:
