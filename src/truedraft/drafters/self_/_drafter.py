@@ -1,4 +1,4 @@
-"""The drafter of any view: the target drafts under it, and verifies whole."""
+"""Drafters by views: the target drafts under one, and verifies whole."""
 
 from __future__ import annotations
 
@@ -16,30 +16,16 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores
 from truedraft.views._base import View
 
 
-@dataclass
-class SelfDrafter(ConfidenceTree):
-    """Drafts by passes of the target under a view.
+class ViewDrafter(ConfidenceTree):
+    """Drafts by passes of the target under a view. Fields of every subclass: those of `ConfidenceTree`.
 
-    Args:
-        view: how the target drafts.
-
-    The other fields are knobs of every view's drafter (`draft="NAME:knob=value"`), beside those of the view.
+    view: how the target drafts.
     """
 
-    card = Card(
-        paper="arXiv 2309.08168 (2023), 2406.16858 (2024)",
-        idea="The target drafts for itself, run lighter.",
-        family="self-drafting",
-    )
     reads_texts = False  # the target has read them
     view: View
-    nodes: int = knob(24, 1, 1024)  # of the draft
-    depth: int = knob(24, 1, 64)  # levels at most; published 8 and 12, SWIFT 25
-    top_k: int = knob(1, 1, 64)  # nodes expanded per level, and children of each; SWIFT up to 10 children of one
-    drawn: bool = knob(False)  # a drawn chain for rejection rules
 
     def __post_init__(self) -> None:
-        self.card = self.view.card  # type: ignore[misc]
         self._reader: ViewReader | None = None
         self.forget()
 
@@ -47,13 +33,8 @@ class SelfDrafter(ConfidenceTree):
         self._calibration = Calibration()
 
     @property
-    def name(self) -> str:
-        """Its name in reports: the view's."""
-        return self.view.name
-
-    @property
     def width(self) -> int:
-        return max(self.nodes, self.depth * self.top_k + 1)  # positions behind a row that a pass under the view needs
+        return max(self.nodes, self.depth * self.expanded + 1)  # positions behind a row that passes under a view need
 
     @property
     def reader(self) -> ViewReader:
@@ -61,12 +42,19 @@ class SelfDrafter(ConfidenceTree):
         return self._reader
 
     def bind(self, target: Target) -> None:
-        views = [self.view.at(depth) for depth in range(self.depth)]
-        for view in dict.fromkeys(views):
-            target.check_view(view)
-        if (found := self.view.fingerprint) is not None and found != (given := fingerprint(target.model)):
-            raise Refused(f"{self.name} was calibrated on another model ({found}; this is {given}): calibrate it again")
-        self._reader = ViewReader(target, views)
+        self._reader = ViewReader(target)
+        self.use(self.view)
+
+    def use(self, view: View) -> None:
+        """Draft by a view from now on.
+
+        Raises:
+            Refused: the target cannot run under it.
+        """
+        target, views = self.reader.target, [view.at(depth) for depth in range(self.depth)]
+        for one in dict.fromkeys(views):
+            target.check_view(one)
+        self.view, self.reader.views = view, views
         self._share = sum(map(target.share, views)) / len(views)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
@@ -83,3 +71,39 @@ class SelfDrafter(ConfidenceTree):
 
     def end(self, row: Row) -> None:
         self._calibration.end(row)
+
+
+@dataclass
+class SelfDrafter(ViewDrafter):
+    """The drafter of a given view.
+
+    Args:
+        view: how the target drafts.
+
+    The other fields are knobs of every view's drafter (`draft="NAME:knob=value"`), beside those of the view.
+    """
+
+    card = Card(
+        paper="arXiv 2309.08168 (2023), 2406.16858 (2024)",
+        idea="The target drafts for itself, run lighter.",
+        family="self-drafting",
+    )
+    view: View
+    nodes: int = knob(24, 1, 1024)  # of the draft
+    depth: int = knob(24, 1, 64)  # levels at most; published 8 and 12
+    top_k: int = knob(1, 1, 64)  # nodes expanded per level, and children of each
+    drawn: bool = knob(False)  # a drawn chain for rejection rules
+
+    def __post_init__(self) -> None:
+        self.card = self.view.card  # type: ignore[misc]
+        super().__post_init__()
+
+    @property
+    def name(self) -> str:
+        """Its name in reports: the view's."""
+        return self.view.name
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if (found := self.view.fingerprint) is not None and found != (given := fingerprint(target.model)):
+            raise Refused(f"{self.name} was calibrated on another model ({found}; this is {given}): calibrate it again")

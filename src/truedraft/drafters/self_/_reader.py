@@ -28,13 +28,13 @@ class _Path:
 class ViewReader:
     """The distributions of the target under a view; see `LevelReader`.
 
-    Args:
-        target: the target.
-        views: the view by depth of the nodes that a pass expands, the pending token at 0.
+    views: the view by depth of the nodes that a pass expands, the pending token at 0.
     """
 
-    def __init__(self, target: Target, views: Sequence[View]):
-        self.target, self.views = target, views
+    views: Sequence[View]
+
+    def __init__(self, target: Target):
+        self.target = target
         self._paths: dict[int, _Path] = {}  # by growing draft
 
     def start(self, rows: Sequence[Row], more: int) -> None:
