@@ -37,7 +37,7 @@ FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from t
     "skip-layers": {"layers": "1a"},
     "window-kv": {"sinks": 1, "recent": 3},
     "top-kv": {"entries": 2, "chunk": 1, "recent": 2},
-    "swift": {"ends": 0, "window": 3, "enough": 1.0, "effort": 1.0},
+    "swift": {"ends": 0, "window": 3, "enough": 1.0, "effort": 1000.0},
 }
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 SEED = 5

@@ -12,15 +12,14 @@ import truedraft
 from models import ragged, tiny
 from test_runtime import random_tree, words
 from test_views import COMPILED, LAYERS, RUNTIMES, CutModel, begun, deep, error, skipping, target_of
-from truedraft import Refused
+from truedraft import Refused, registry
 from truedraft.drafters.self_._search import SkipSearch
 from truedraft.drafters.self_.swift import Swift
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Row
 from truedraft.views.window_kv import WindowKv
 
 LENGTHS = (17, 9, 12)  # of prompts
-MOST = dict(window=6, enough=1.0, effort=1.0)  # knobs with which the search takes all the time it can
+MOST = dict(window=6, enough=1.0, effort=1000.0)  # knobs with which every pass is followed by a trial
 
 
 # ---------------------------------------------------------------- committed tokens that are read again
@@ -92,15 +91,19 @@ def test_a_search_keeps_the_best_set_and_its_model_finds_the_parts_that_matter()
     search, best = SkipSearch(12, 5, modelled=25), 0.0
     for _ in range(100):
         chosen = search.propose()
-        assert len(chosen) == 5 and chosen <= set(range(12))
+        assert len(set(chosen)) == 5 and set(chosen) <= set(range(12)) and list(chosen) == sorted(chosen)
         better = search.record(chosen, score(chosen))
         assert better == (score(chosen) > best) and search.score == max(best, score(chosen))
         assert search.score == score(search.best)
         best = search.score
-    assert search.best == frozenset(sorted(range(12), key=weights.__getitem__)[:5])
+    assert search.best == tuple(sorted(sorted(range(12), key=weights.__getitem__)[:5]))
     tried = [chosen for chosen, _ in search.tried]
-    assert tried[0] == {1, 3, 6, 8, 10} and len(set(tried)) > 60
+    assert tried[0] == (1, 3, 6, 8, 10) and len(set(tried)) > 60
     assert all(score(tried[i]) > 0.97 * best for i in (49, 74, 99)), "drawn from the model"
+
+
+def searched(draft: Swift, namespace: str = "") -> SkipSearch:
+    return draft._streams.of(namespace).search
 
 
 def run(model: Any, tokens: int = 40, rows: int = 3, **knobs: Any) -> Swift:
@@ -115,17 +118,20 @@ def run(model: Any, tokens: int = 40, rows: int = 3, **knobs: Any) -> Swift:
 @torch.no_grad()
 def test_the_score_of_a_set_is_the_agreement_of_a_cut_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the text decoded, at its last positions; of a model whose halves cannot be skipped, so that layers are."""
-    model, trials = tiny("gpt_neox", torch.float32, layers=LAYERS), list[tuple[list[int], int]]()
+    model, trials = tiny("gpt_neox", torch.float32, layers=6), list[tuple[list[int], int]]()
     attempt = Swift._try
-    monkeypatch.setattr(Swift, "_try", lambda self, row: (trials.append((row.tokens[:], row.slot)), attempt(self, row)))
+    monkeypatch.setattr(
+        Swift, "_try", lambda *given: (trials.append((given[2].tokens[:], given[2].slot)), attempt(*given))
+    )
     draft = run(model)
-    assert len(draft.search.tried) == len(trials) > 10
-    assert {len(chosen) for chosen, _ in draft.search.tried} == {2} and len({slot for _, slot in trials}) > 1
-    for (tokens, _), (chosen, score) in zip(trials, draft.search.tried, strict=True):
+    assert len(searched(draft).tried) == len(trials) > 10
+    assert {len(chosen) for chosen, _ in searched(draft).tried} == {3} and len(dict(searched(draft).tried)) == 4
+    assert len({slot for _, slot in trials}) > 1
+    for (tokens, _), (chosen, score) in zip(trials, searched(draft).tried, strict=True):
         cut = CutModel(model, [1 + i for i in chosen], [*tokens[:-7], 0])
         assert score == float((cut.logits(tokens[-7:-1]).argmax(-1) == torch.tensor(tokens[-6:])).float().mean())
-    assert len({score for _, score in draft.search.tried}) > 2
-    assert draft.view == draft.without(draft.search.best)
+    assert len({score for _, score in searched(draft).tried}) > 2
+    assert draft.found() == draft.without(searched(draft).best)
 
 
 def test_sampled_text_is_scored_by_what_the_model_finds_likeliest() -> None:
@@ -137,7 +143,7 @@ def test_sampled_text_is_scored_by_what_the_model_finds_likeliest() -> None:
     draft = Swift(**MOST, top_k=1, depth=1)
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
     fast.generate(**ragged(model, 2), max_new_tokens=20, do_sample=True, top_k=0)
-    assert draft.search.score == 1.0 and fast.report().acceptance_rate == 1.0
+    assert searched(draft).score == 1.0 and fast.report().acceptance_rate == 1.0
 
 
 def test_the_search_belongs_to_the_stream() -> None:
@@ -148,22 +154,38 @@ def test_the_search_belongs_to_the_stream() -> None:
     counts = []
     for _ in range(2):
         fast.generate(**ragged(model, 3), max_new_tokens=20, do_sample=False)
-        counts.append(len(draft.search.tried))
+        counts.append(len(searched(draft).tried))
         assert not draft._decoded, "rows that have ended are kept"
-    assert 0 < counts[0] < counts[1] and "swift drafts by skip-layers:layers=" in str(fast.report())
+    assert 0 < counts[0] < counts[1]
+    assert registry.load("views", draft.found().name).reduction(LAYERS) == draft.found().reduction(LAYERS)
     draft.forget()
-    assert not draft.search.tried and draft.view == draft.without(draft.search.best)
+    assert not searched(draft).tried and draft.found() == draft.without(searched(draft).best)
+
+
+def test_namespaces_search_for_themselves() -> None:
+    """In one batch, whose rows draft under different views; each has the set that its own texts found."""
+    model, seen = tiny("gpt_neox", torch.float32, layers=6), list[int]()
+    inputs, settings = ragged(model, 3), dict(max_new_tokens=40, do_sample=False)
+    draft = Swift(**MOST, depth=2)
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    propose = draft.propose
+    draft.propose = lambda rows, budget: (seen.append(len(set(map(draft.view_of, rows)))), propose(rows, budget))[1]  # type: ignore[method-assign]
+    for _ in range(2):
+        out = fast.generate(**inputs, **settings, namespace=["a", "b", "a"])
+        assert torch.equal(out, model.generate(**inputs, **settings))
+    assert max(seen) == 2 and searched(draft, "a").tried and searched(draft, "b").tried
+    assert not searched(draft).tried and draft.found("a") != draft.found("b")
 
 
 def test_the_search_ends() -> None:
     model = tiny("llama", torch.float32, layers=LAYERS)
-    assert len(run(model, trials=3).search.tried) == 3
-    assert run(model, patience=2).search.stale == 2
-    good = run(model, enough=0.0).search
+    assert len(searched(run(model, trials=3)).tried) == 3
+    assert searched(run(model, patience=2)).stale == 2
+    good = searched(run(model, enough=0.0))
     assert good.score > 0 and good.tried[-1][1] == good.score
-    assert not run(model, effort=0.0).search.tried
-    assert not run(model, window=50).search.tried, "no row has so many tokens"
-    apart, usual = (len(run(model, interval=n).search.tried) for n in (4, 1))
+    assert not searched(run(model, effort=0.0)).tried
+    assert not searched(run(model, window=50)).tried, "no row has so many tokens"
+    apart, usual = (len(searched(run(model, interval=n)).tried) for n in (4, 1))
     assert 0 < apart < usual
 
 
@@ -174,9 +196,9 @@ def test_its_time_is_a_share_of_that_of_decoding(effort: float, monkeypatch: pyt
     monkeypatch.setattr("truedraft.drafters.self_.swift.time.perf_counter", lambda: now[0])
     attempt, score = Swift._try, DecoderTarget.score
 
-    def counted(self: Swift, row: Row) -> None:
-        monkeypatch.setattr(DecoderTarget, "replayed", lambda *given: (ticked(2.0), replayed(*given))[1])
-        attempt(self, row)
+    def counted(*given: Any) -> None:
+        monkeypatch.setattr(DecoderTarget, "replayed", lambda *of: (ticked(2.0), replayed(*of))[1])
+        attempt(*given)
         spent.append(now[0])
 
     def ticked(seconds: float) -> None:
@@ -200,7 +222,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 def test_the_first_and_the_last_layer_are_kept(layers: int) -> None:
     draft = Swift(share=1.0)
     truedraft.accelerate(tiny("llama", torch.float32, layers=layers), draft=draft)
-    left_out = draft.view.reduction(layers)
+    left_out = draft.found().reduction(layers)
     assert left_out.attention == left_out.feed_forward == set(range(1, layers - 1))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from truedraft.card import Card, knob
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._confidence import ConfidenceTree
+from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._learned import fingerprint
 from truedraft.drafters.self_._reader import ViewReader
 from truedraft.errors import Refused
@@ -19,7 +20,7 @@ from truedraft.views._base import View
 class ViewDrafter(ConfidenceTree):
     """Drafts by passes of the target under a view. Fields of every subclass: those of `ConfidenceTree`.
 
-    view: how the target drafts.
+    view: how the target drafts for rows that have no view of their own (`view_of`).
     """
 
     reads_texts = False  # the target has read them
@@ -27,6 +28,7 @@ class ViewDrafter(ConfidenceTree):
 
     def __post_init__(self) -> None:
         self._reader: ViewReader | None = None
+        self._drafting: View | None = None  # what the reader runs under
         self.forget()
 
     def forget(self) -> None:
@@ -42,27 +44,38 @@ class ViewDrafter(ConfidenceTree):
         return self._reader
 
     def bind(self, target: Target) -> None:
-        self._reader = ViewReader(target)
-        self.use(self.view)
+        for view in dict.fromkeys(self._by_depth(self.view)):
+            target.check_view(view)
+        self._reader, self._drafting = ViewReader(target), None
 
-    def use(self, view: View) -> None:
-        """Draft by a view from now on.
+    def _by_depth(self, view: View) -> list[View]:
+        return [view.at(depth) for depth in range(self.depth)]
 
-        Raises:
-            Refused: the target cannot run under it.
-        """
-        target, views = self.reader.target, [view.at(depth) for depth in range(self.depth)]
-        for one in dict.fromkeys(views):
-            target.check_view(one)
-        self.view, self.reader.views = view, views
-        self._share = sum(map(target.share, views)) / len(views)
+    def view_of(self, row: Row) -> View:
+        """How a row is drafted for. Rows with equal views share passes, others do not."""
+        return self.view
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        if self.pass_cost is not None and not self._of_level:
-            self._of_level = self._share * self.pass_cost.plain  # until it is measured
-        drafts = super().propose(rows, budget)
+        by_view: dict[View, list[int]] = {}
+        for i, row in enumerate(rows):
+            by_view.setdefault(self.view_of(row), []).append(i)
+        self._verified, drafts = len(rows), dict[int, DraftTree]()
+        for view, places in by_view.items():
+            self._draft_under(view)
+            proposed = super().propose([rows[i] for i in places], [budget[i] for i in places])
+            drafts |= zip(places, proposed, strict=True)
         self.reader.target.rewind()
-        return drafts
+        return [drafts[i] for i in range(len(rows))]
+
+    def _draft_under(self, view: View) -> None:
+        if view != self._drafting:
+            self._drafting, self.reader.views = view, self._by_depth(view)
+        if self.pass_cost is not None and not self._of_level:  # until it is measured
+            shares = map(self.reader.target.share, self.reader.views)
+            self._of_level = self.pass_cost.plain * sum(shares) / self.depth
+
+    def continues(self, growing: GrowingTree, rows: int, active: int) -> bool:
+        return super().continues(growing, self._verified, active)
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]

@@ -13,7 +13,7 @@ class SkipSearch:
 
     Sets are drawn at random, and every so many-th from a model of the scores of all sets before: a linear one, of which
     parts are skipped, with Gaussian weights. One sample of its posterior is maximised exactly, by the parts with the
-    largest weights (Thompson sampling; Baptista & Poloczek, arXiv 1806.08838).
+    largest weights (Thompson sampling; Baptista & Poloczek, arXiv 1806.08838). A set is given by ascending indices.
 
     Args:
         parts: among which the sets are.
@@ -21,7 +21,7 @@ class SkipSearch:
         modelled: every so many-th set is drawn from the model.
 
     Attributes:
-        best: the set with the highest score; before any is scored, parts at even distances. A set of indices.
+        best: the set with the highest score; before any is scored, parts at even distances.
         score: that of the best.
         tried: the sets that were scored, with their scores.
         stale: sets that were scored since the best one.
@@ -29,21 +29,21 @@ class SkipSearch:
 
     def __init__(self, parts: int, size: int, modelled: int):
         self.parts, self.size, self.modelled = parts, size, modelled
-        self.best = frozenset((2 * i + 1) * parts // (2 * size) for i in range(size))
+        self.best = tuple((2 * i + 1) * parts // (2 * size) for i in range(size))
         self.score = 0.0
-        self.tried: list[tuple[frozenset[int], float]] = []
+        self.tried: list[tuple[tuple[int, ...], float]] = []
         self.stale = 0
         self._chance = torch.Generator().manual_seed(0)
 
-    def propose(self) -> frozenset[int]:
+    def propose(self) -> tuple[int, ...]:
         """The next set to score; the first is `best`."""
         if not self.tried:
             return self.best
         modelled = (len(self.tried) + 1) % self.modelled == 0
         weights = self._sampled_weights() if modelled else torch.rand(self.parts, generator=self._chance)
-        return frozenset(weights.topk(self.size).indices.tolist())
+        return tuple(sorted(weights.topk(self.size).indices.tolist()))
 
-    def record(self, chosen: frozenset[int], score: float) -> bool:
+    def record(self, chosen: tuple[int, ...], score: float) -> bool:
         """Add the score of a set; returns whether it is the best so far."""
         self.tried.append((chosen, score))
         better = score > self.score

@@ -2,8 +2,9 @@
 
 Xia et al., "SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration", ICLR 2025 (arXiv 2410.06916).
 One pass without the layers of a candidate set reads the last tokens of a row again; the score of the set is the share
-of them at which its likeliest token is that of the whole model. The search goes on from call to call. It pays for large
-models, whose layers are redundant, and long streams of like texts; `calibrate` does the same before the first text.
+of them at which its likeliest token is that of the whole model. Each namespace has a search, which goes on from call to
+call. It pays for large models, whose layers are redundant, and long streams of like texts; views that are calibrated
+are the same with the search before the first text.
 
 What differs from the publication: the time of the search is bounded by a share of the time of decoding; the sets that
 are not random come from a linear model of the scores, whose fit takes no time (`SkipSearch`); of the candidates at a
@@ -25,18 +26,35 @@ from truedraft.card import Card, knob
 from truedraft.drafters.self_._drafter import ViewDrafter
 from truedraft.drafters.self_._search import SkipSearch
 from truedraft.errors import Refused
+from truedraft.stores.memory import Tenants
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 from truedraft.views._base import NONE, Reduction, View
 from truedraft.views._layers import Without
 
+NAMESPACES = 64  # whose searches are kept
+
+
+@dataclass
+class _Stream:
+    """The search over the texts of one namespace.
+
+    view: that without the best set.
+    passes: since a set was scored.
+    decoding, searching, trial: seconds of passes, of scoring sets, and of scoring the last one.
+    """
+
+    search: SkipSearch
+    view: View
+    passes: int = 0
+    decoding: float = 0.0
+    searching: float = 0.0
+    trial: float = 0.0
+
 
 @dataclass
 class Swift(ViewDrafter):
-    """Drafts under a view that it searches for. See `Drafter`.
-
-    search: of the target that it is bound to.
-    """
+    """Drafts under views that it searches for. See `Drafter`."""
 
     card = Card(
         paper="arXiv 2410.06916 (2024)",
@@ -52,27 +70,30 @@ class Swift(ViewDrafter):
     enough: float = knob(0.95, 0, 1)  # score with which the search ends; published 0.93 to 0.95
     patience: int = knob(300, 1, 100_000)  # sets without improvement after which it ends; published 300
     trials: int = knob(1000, 1, 100_000)  # sets at most; published 1,000
-    effort: float = knob(0.03, 0, 1)  # seconds that the search may take, per second of decoding; 0 for no search
+    effort: float = knob(0.03, 0, 1000)  # seconds that the search may take, per second of decoding; 0 for no search
     nodes: int = knob(24, 1, 1024)  # of the draft
     depth: int = knob(25, 1, 64)  # levels at most; published 25
     top_k: int = knob(10, 1, 64)  # children of a node, of which the likeliest is expanded; published 3 to 10
     drawn: bool = knob(False)  # a drawn chain for rejection rules
 
-    view = View()  # until it is bound to a target
+    view = View()  # of no row
 
     def forget(self) -> None:
         super().forget()
+        self._streams: Tenants[_Stream] = Tenants(NAMESPACES, self._stream, _nbytes)
         self._decoded: dict[int, deque[int]] = {}  # by row, the whole model's likeliest tokens at its last positions
-        self._began = self._decoding = 0.0  # when the pass began, and seconds of all passes
-        self._searching = self._trial = 0.0  # seconds of all trials, and of the last one
-        self._passes = 0  # since the last trial
-        if self._reader is not None:
-            self._begin()
+        self._began = 0.0  # when the pass began
 
-    @property
-    def notes(self) -> list[str]:
-        tried, agreed = len(self.search.tried), f"{self.search.score:.0%} of the tokens that sets were scored on"
-        return [f"swift drafts by {self.view.name}: it agrees with {agreed}, the best of {tried}"] if tried else []
+    def _stream(self) -> _Stream:
+        search = SkipSearch(len(self._parts), self._size, self.modelled)
+        return _Stream(search, self.without(search.best))
+
+    def view_of(self, row: Row) -> View:
+        return self.found(row.namespace)
+
+    def found(self, namespace: str = "") -> View:
+        """The view that was found for rows of a namespace."""
+        return self._streams.of(namespace).view
 
     @property
     def expanded(self) -> int:
@@ -85,7 +106,7 @@ class Swift(ViewDrafter):
     def bind(self, target: Target) -> None:
         self._parts, self._size = self._spared(target)
         super().bind(target)
-        self._begin()
+        self._streams = Tenants(NAMESPACES, self._stream, _nbytes)
 
     def _spared(self, target: Target) -> tuple[list[Reduction], int]:
         """What sets are made of: halves of layers in order, or whole layers; and the size of a set.
@@ -110,20 +131,9 @@ class Swift(ViewDrafter):
         of_all = round(self.share * target.layers * len(parts) / len(within))
         return parts, min(max(of_all, 1), len(parts))
 
-    def _begin(self) -> None:
-        self.search = SkipSearch(len(self._parts), self._size, self.modelled)
-        self.use(self.without(self.search.best))
-
-    def without(self, chosen: frozenset[int]) -> View:
+    def without(self, chosen: tuple[int, ...]) -> View:
         """The view without a set of parts."""
-        return Without(reduce(Reduction.joined, (self._parts[i] for i in sorted(chosen))))
-
-    @property
-    def searches(self) -> bool:
-        """Whether the search goes on."""
-        search = self.search
-        good = search.score > self.enough or search.stale >= self.patience
-        return self.effort > 0 and not good and len(search.tried) < self.trials
+        return Without(reduce(Reduction.joined, (self._parts[i] for i in chosen)))
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         self._began = time.perf_counter()
@@ -133,33 +143,42 @@ class Swift(ViewDrafter):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         super().observe(rows, trees, scores, accepted)
-        if not self.searches:
-            return
+        of_row = (time.perf_counter() - self._began) / len(rows) if self._began else 0.0
+        ready: dict[str, list[Row]] = {}
         for row, logits, one in zip(rows, scores.logits, accepted, strict=True):
-            decoded = self._decoded.setdefault(id(row), deque(maxlen=self.window))
-            decoded.extend(logits[list(one.path)].argmax(-1).tolist())
-        self._decoding += time.perf_counter() - self._began if self._began else 0.0
-        self._passes += 1
-        if self._passes >= self.interval and self._searching + self._trial < self.effort * self._decoding:
-            ready = [row for row, one in zip(rows, accepted, strict=True) if not one.ended and self._known(row)]
-            if ready:
-                self._try(ready[len(self.search.tried) % len(ready)])
+            stream, mine = self._streams.of(row.namespace), ready.setdefault(row.namespace, [])
+            stream.decoding += of_row
+            if not one.ended and self.effort and self._goes_on(stream.search):
+                decoded = self._decoded.setdefault(id(row), deque(maxlen=self.window))
+                decoded.extend(logits[list(one.path)].argmax(-1).tolist())
+                if len(decoded) == self.window < len(row.tokens):
+                    mine.append(row)
+        for namespace, some in ready.items():
+            stream = self._streams.of(namespace)
+            stream.passes += 1
+            paid = stream.searching + stream.trial < self.effort * stream.decoding
+            if some and paid and stream.passes >= self.interval:
+                self._try(stream, some[len(stream.search.tried) % len(some)])
 
-    def _known(self, row: Row) -> bool:
-        """Whether as many tokens as a set is scored on have been decoded."""
-        return len(self._decoded[id(row)]) == self.window < len(row.tokens)
+    def _goes_on(self, search: SkipSearch) -> bool:
+        return search.score <= self.enough and search.stale < self.patience and len(search.tried) < self.trials
 
-    def _try(self, row: Row) -> None:
+    def _try(self, stream: _Stream, row: Row) -> None:
         """Score the next set on a row, and draft by it if it is the best."""
         began = time.perf_counter()
-        chosen = self.search.propose()
-        tokens, decoded = row.tokens[-self.window - 1 : -1], torch.tensor(self._decoded[id(row)])
-        logits = self.reader.target.replayed(self.without(chosen), row.slot, tokens)
-        if self.search.record(chosen, float((logits.argmax(-1).cpu() == decoded).float().mean())):
-            self.use(self.without(chosen))
-        self._trial, self._passes = time.perf_counter() - began, 0
-        self._searching += self._trial
+        chosen = stream.search.propose()
+        view, tokens = self.without(chosen), row.tokens[-self.window - 1 : -1]
+        likeliest = self.reader.target.replayed(view, row.slot, tokens).argmax(-1).cpu()
+        agreed = likeliest == torch.tensor(self._decoded[id(row)])
+        if stream.search.record(chosen, float(agreed.float().mean())):
+            stream.view = view
+        stream.trial, stream.passes = time.perf_counter() - began, 0
+        stream.searching += stream.trial
 
     def end(self, row: Row) -> None:
         super().end(row)
         self._decoded.pop(id(row), None)
+
+
+def _nbytes(stream: _Stream) -> int:
+    return 8 * sum(map(len, (chosen for chosen, _ in stream.search.tried)))
