@@ -18,6 +18,7 @@ from truedraft import Drafter, DraftTree, registry
 from truedraft.drafters._compose import compose
 from truedraft.drafters.heads._mtp import MtpHead
 from truedraft.drafters.heads._unroll import layer_like
+from truedraft.drafters.self_._drafter import ViewDrafter
 from truedraft.runtime import native
 from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
@@ -33,11 +34,13 @@ BITS = ("quantized", "quantized-kv")
 COMPILED = {name for name in REGISTERED if PRESETS.get(name, (name,))[0] in BITS}  # by the compiled pass alone
 TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps", "view"]
 EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
+VIEWED = {*VIEWS, *(n for n in registry.names("drafters") if issubclass(registry.method("drafters", n), ViewDrafter))}
 FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from tiny models and short texts
     "skip-layers": {"layers": "1a"},
     "skipdecode": {"most": 1.0, "least": 0.5, "levels": 2},
     "window-kv": {"sinks": 1, "recent": 3},
     "top-kv": {"entries": 2, "chunk": 1, "recent": 2, "refresh": 5},
+    "swift": {"ends": 0, "window": 3, "enough": 1.0, "effort": 1000.0},
 }
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 SEED = 5
@@ -187,7 +190,7 @@ def drafter(
         other = {"model": mtp_head(model), **other}
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}
-    return registry.load("drafters", base, **{**knobs, **other})
+    return registry.load("drafters", base, **{**knobs, **FEW.get(base, {}), **other})
 
 
 def mtp_head(model: PreTrainedModel, depths: int = 3) -> MtpHead:

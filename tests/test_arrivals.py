@@ -27,7 +27,7 @@ from arrivals import (
     run_events,
 )
 from models import COMPILED_ALONE, RECURRENT
-from nets import COMPILED, REGISTERED, drafter
+from nets import COMPILED, REGISTERED, VIEWED, drafter
 from truedraft import registry
 from truedraft.errors import Refused
 from truedraft.runtime import latency
@@ -98,7 +98,7 @@ def test_ten_thousand_events(kind: str) -> None:
 
 def _runs(name: str, kind: str, runtime: str) -> bool:
     """Views of encoder-decoders need the compiled pass, as do views with weights of fewer bits."""
-    viewed = name == "view" or registry.is_view(name.partition("<")[0])
+    viewed = name == "view" or name in VIEWED or registry.is_view(name.partition("<")[0])
     return not (runtime == "stock" and (name in COMPILED or (viewed and kind == "encoder-decoder")))
 
 

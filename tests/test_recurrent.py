@@ -15,7 +15,7 @@ from drafters_for_tests import Sampler
 from matrix import SPELT
 from model_types import built
 from models import COMPILED_ALONE, RECURRENT, ragged, tiny
-from nets import EVERY, PROCESSORS, REVIEWED, RULES, SEED, VIEWS, drafter, node_net, text_net
+from nets import EVERY, PROCESSORS, REVIEWED, RULES, SEED, VIEWED, VIEWS, drafter, node_net, text_net
 from served import running
 from truedraft import DraftTree, Refused
 from truedraft.caches.states import StateCache
@@ -35,7 +35,8 @@ REFUSED = {
     "sam|lookahead": "reads guesses beside its draft",
     "probes": "the draft has probes",
     "view": "cannot run under skip-layers",
-    **{name: f"cannot run under {name.partition('<')[0]}" for name in (*VIEWS, *REVIEWED)},
+    **{name: "cannot run under " + (name if name in VIEWS else "skip-layers") for name in VIEWED},
+    **{name: f"cannot run under {name.partition('<')[0]}" for name in REVIEWED},
 }
 
 
@@ -108,7 +109,7 @@ def test_a_text_outgrows_the_positions_of_a_configuration_that_has_none() -> Non
         for way, (architecture, runtime, others) in enumerate(
             [
                 ("falcon_h1", "stock", REFUSED),  # chains, by its own forward
-                ("qwen3_5_text", "auto", ["view", *VIEWS, *REVIEWED]),  # trees, by the compiled pass
+                ("qwen3_5_text", "auto", ["view", *VIEWED, *REVIEWED]),  # trees, by the compiled pass
             ]
         )
         for i, name in enumerate(EVERY)

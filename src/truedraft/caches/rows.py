@@ -283,6 +283,21 @@ class RowCache(Cache):
         for copies in (*self.subsets.values(), *self.rounded.values()):
             copies.shorten(slot, length)
 
+    @contextmanager
+    def set_back(self, slot: int, count: int) -> Iterator[None]:
+        """Within the block, passes read and write behind a slot without its last `count` entries; afterwards it has
+        them again, bit for bit. Scratch is dropped."""
+        length = self.lengths[slot]
+        entries = self.copied(slot, length - count, length)
+        try:
+            self.rewind()
+            self.lengths[slot] = length - count
+            yield
+        finally:
+            self.rewind()
+            self.lengths[slot] = length
+            self.paste(slot, length - count, entries)
+
     def _gather(self, slot: int, first: int, path: Sequence[int], skipped: frozenset[int] = frozenset()) -> None:
         """Move the entries of `path`, offsets from `first`, to positions from `first` on, except in skipped layers."""
         stay = next((i for i, node in enumerate(path) if node != i), len(path))

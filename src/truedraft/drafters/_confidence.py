@@ -19,7 +19,7 @@ class ConfidenceTree(GrowingDrafter):
     calibrated.
 
     Under the cost control a draft ends where another level would not pay, by the measured seconds of levels and passes.
-    At each level the `top_k` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes`
+    At each level the `expanded` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes`
     likeliest are drafted. Under `seeded` the probabilities are those by the target's own noise, see
     `_candidates.candidates`.
 
@@ -50,6 +50,11 @@ class ConfidenceTree(GrowingDrafter):
     @property
     def levels(self) -> int:
         return self.depth
+
+    @property
+    def expanded(self) -> int:
+        """Nodes that a level expands at most."""
+        return self.top_k
 
     @property
     def draws(self) -> Draws:
@@ -120,7 +125,7 @@ class ConfidenceTree(GrowingDrafter):
                 (child,) = growing.add(node, [token])
                 growing.score[child], growing.chance[child] = value, chance
                 added.append(child)
-        growing.end_level(added[: self.top_k])
+        growing.end_level(added[: self.expanded])
 
     def is_drawn(self, row: Row) -> bool:
         return self.drawn and self.preferred(row) == "law"

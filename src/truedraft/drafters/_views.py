@@ -152,7 +152,9 @@ class ViewTree(ConfidenceTree):
 
     @property
     def width(self) -> int:
-        return max(self.nodes, self.depth * self.top_k + 1)  # positions behind a row that a pass under the view needs
+        return max(
+            self.nodes, self.depth * self.expanded + 1
+        )  # positions that passes need behind a row
 
     def run_under(self, target: Target, views: Sequence[View]) -> ViewReader:
         """What runs a target under the view of each depth.
@@ -167,8 +169,13 @@ class ViewTree(ConfidenceTree):
             )
         for view in dict.fromkeys(views):
             target.check_view(view)
-        self._target, self._share = target, sum(map(target.share, views)) / len(views)
+        self._target = target
+        self._share = self.mean_share(views)
         return ViewReader(target, views)
+
+    def mean_share(self, views: Sequence[View]) -> float:
+        """What a level reads of the target's weights, over all of them, in the mean over the views."""
+        return sum(map(self._target.share, views)) / len(views)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if self.pass_cost is not None and not self._of_level:

@@ -70,6 +70,10 @@ class Target(Protocol):
         """Width of the embeddings that probes may have in the place of tokens; None where the model reads none."""
 
     @property
+    def layers(self) -> int:
+        """Layers of the decoder, as views number them."""
+
+    @property
     def context(self) -> int | None:
         """Positions that the model was trained for; None where its configuration names none."""
 
@@ -303,6 +307,17 @@ class Target(Protocol):
         Args:
             paths: node indices from the root on; none for a row whose scratch does not grow.
             slots: as in `score`.
+        """
+
+    def replayed(self, view: View, slot: int, tokens: Sequence[int]) -> Tensor:
+        """(n, V) logits at the last n committed tokens of a row, by a pass under a view that reads what is committed
+        before them. Scratch is dropped; what is committed has the same bits afterwards, whether this raises or not.
+
+        Args:
+            tokens: these tokens.
+
+        Raises:
+            Refused: as `score`, or the view chooses entries of the cache.
         """
 
     def rewind(self) -> None:

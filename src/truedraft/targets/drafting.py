@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
@@ -36,6 +37,10 @@ class ViewPasses:
     _cache: RowCache | Seq2SeqCache | None
     view: View | None = None
 
+    @property
+    def layers(self) -> int:
+        return len(self.layer_types)
+
     def check_view(self, view: View) -> None:
         self.runner.reduced(view)
         if (found := view.fingerprint) is not None and found != (given := fingerprint(self.model)):
@@ -53,13 +58,19 @@ class ViewPasses:
             )
 
     def share(self, view: View) -> float:
-        return weight_share(self.model, len(self.layer_types), self.runner.reduced(view))
+        return weight_share(self.model, self.layers, self.runner.reduced(view))
 
     def advance(self, view: View, paths: Sequence[Sequence[int]], slots: Sequence[int] | None = None) -> None:
         reduction, rows = self.runner.reduced(view), self._whole
         cache = rows.subsets.get(reduction.entries, rows)
         for slot, path in zip(range(len(paths)) if slots is None else slots, paths, strict=True):
             cache.advance(slot, path, reduction.attention)
+
+    def replayed(self, view: View, slot: int, tokens: Sequence[int]) -> Tensor:
+        if self.runner.reduced(view).entries is not None:
+            raise Refused(f"{view.name} cannot read committed tokens again: what it reads of the cache follows commits")
+        with self._whole.set_back(slot, len(tokens)):
+            return self._score_under(view, [DraftTree.chain(tokens[0], tokens[1:])], [slot]).logits[0]
 
     def rewind(self) -> None:
         if self._cache is not None:

@@ -54,5 +54,9 @@ class Without(View):
 
     left_out: Reduction
 
+    @property
+    def name(self) -> str:
+        return f"skip-layers:layers={text_of(self.left_out)}"
+
     def reduction(self, layers: int) -> Reduction:
         return self.left_out

@@ -1,4 +1,4 @@
-"""The drafter of any view: the target drafts under it, and verifies whole."""
+"""Drafters by views: the target drafts under one, and verifies whole."""
 
 from __future__ import annotations
 
@@ -7,15 +7,76 @@ from dataclasses import dataclass
 
 from truedraft.card import Card, knob
 from truedraft.drafters._calibration import Calibration
+from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._views import ViewReader, ViewTree
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 from truedraft.views._base import View
 
 
+class ViewDrafter(ViewTree):
+    """Drafts by passes of the target under a view. Fields of every subclass: those of `ViewTree`.
+
+    view: how the target drafts for rows that have no view of their own (`view_of`).
+    """
+
+    reads_texts = False  # the target has read them
+    view: View
+
+    def __post_init__(self) -> None:
+        self._reader: ViewReader | None = None
+        self._drafting: View | None = None  # what the reader runs under
+        self.forget()
+
+    def forget(self) -> None:
+        self._calibration = Calibration()
+
+    @property
+    def reader(self) -> ViewReader:
+        assert self._reader is not None
+        return self._reader
+
+    def bind(self, target: Target) -> None:
+        self._reader, self._drafting = self.run_under(target, self._by_depth(self.view)), self.view
+
+    def _by_depth(self, view: View) -> list[View]:
+        return [view.at(depth) for depth in range(self.depth)]
+
+    def view_of(self, row: Row) -> View:
+        """How a row is drafted for. Rows with equal views share passes, others do not."""
+        return self.view
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        by_view: dict[View, list[int]] = {}
+        for i, row in enumerate(rows):
+            by_view.setdefault(self.view_of(row), []).append(i)
+        self._verified, drafts = len(rows), dict[int, DraftTree]()
+        for view, places in by_view.items():
+            self._draft_under(view)
+            proposed = super().propose([rows[i] for i in places], [budget[i] for i in places])
+            drafts |= zip(places, proposed, strict=True)
+        return [drafts[i] for i in range(len(rows))]
+
+    def _draft_under(self, view: View) -> None:
+        if view != self._drafting:
+            self._drafting, self.reader.views = view, self._by_depth(view)
+            self._share = self.mean_share(self.reader.views)
+
+    def continues(self, growing: GrowingTree, rows: int, active: int) -> bool:
+        return super().continues(growing, self._verified, active)
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        self._calibration.update(rows)
+
+    def end(self, row: Row) -> None:
+        self._calibration.end(row)
+
+
 @dataclass
-class SelfDrafter(ViewTree):
-    """Drafts by passes of the target under a view.
+class SelfDrafter(ViewDrafter):
+    """The drafter of a given view.
 
     Args:
         view: how the target drafts.
@@ -28,38 +89,17 @@ class SelfDrafter(ViewTree):
         idea="The target drafts for itself, run lighter.",
         family="self-drafting",
     )
-    reads_texts = False  # the target has read them
     view: View
     nodes: int = knob(24, 1, 1024)  # of the draft
-    depth: int = knob(24, 1, 64)  # levels at most; published 8 and 12, SWIFT 25
-    top_k: int = knob(1, 1, 64)  # nodes expanded per level, and children of each; SWIFT up to 10 children of one
+    depth: int = knob(24, 1, 64)  # levels at most; published 8 and 12
+    top_k: int = knob(1, 1, 64)  # nodes expanded per level, and children of each
     drawn: bool = knob(False)  # a drawn chain for rejection rules
 
     def __post_init__(self) -> None:
         self.card = self.view.card  # type: ignore[misc]
-        self._reader: ViewReader | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        self._calibration = Calibration()
+        super().__post_init__()
 
     @property
     def name(self) -> str:
         """Its name in reports: the view's."""
         return self.view.name
-
-    @property
-    def reader(self) -> ViewReader:
-        assert self._reader is not None
-        return self._reader
-
-    def bind(self, target: Target) -> None:
-        self._reader = self.run_under(target, [self.view.at(depth) for depth in range(self.depth)])
-
-    def observe(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
-    ) -> None:
-        self._calibration.update(rows)
-
-    def end(self, row: Row) -> None:
-        self._calibration.end(row)
