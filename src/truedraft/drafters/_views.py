@@ -152,9 +152,7 @@ class ViewTree(ConfidenceTree):
 
     @property
     def width(self) -> int:
-        return max(
-            self.nodes, self.depth * self.expanded + 1
-        )  # positions that passes need behind a row
+        return max(self.nodes, self.depth * self.expanded + 1)  # positions that passes need behind a row
 
     def run_under(self, target: Target, views: Sequence[View]) -> ViewReader:
         """What runs a target under the view of each depth.
