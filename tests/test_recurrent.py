@@ -15,7 +15,7 @@ from drafters_for_tests import Sampler
 from matrix import SPELT
 from model_types import built
 from models import COMPILED_ALONE, RECURRENT, ragged, tiny
-from nets import EVERY, PROCESSORS, REVIEWED, RULES, SEED, VIEWED, VIEWS, drafter, node_net, text_net
+from nets import EVERY, PROCESSORS, REVIEWED, RULES, SEED, VIEWED, drafter, node_net, text_net
 from served import running
 from truedraft import DraftTree, Refused
 from truedraft.caches.states import StateCache
@@ -36,6 +36,7 @@ REFUSED = {
     "probes": "the draft has probes",
     "view": "cannot run under skip-layers",
     **dict.fromkeys([*sorted(VIEWED), *REVIEWED, "eesd"], "cannot run under "),
+}
 
 
 @pytest.mark.parametrize(
