@@ -22,8 +22,14 @@ from truedraft.views.skip_layers import SkipLayers
 from truedraft.views.sleb import Sleb
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4, 3, 4, 3], [20]]
-KNOBS: dict[str, dict[str, Any]] = {"sleb": {"share": 0.25}, "draft-and-verify": {"trials": 24}}
-CALIBRATED = [n for n in registry.names("views") if "calibration" in registry.method("views", n).card.needs]
+KNOBS: dict[str, dict[str, Any]] = {
+    "sleb": {"share": 0.25},
+    "draft-and-verify": {"trials": 24},
+    "knn-ssd": {"trials": 24},
+}
+CALIBRATED = [  # knn-ssd searches as draft-and-verify does
+    n for n in registry.names("views") if "calibration" in registry.method("views", n).card.needs and n != "knn-ssd"
+]
 
 
 def idle(layer: int) -> Any:

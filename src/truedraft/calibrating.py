@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from truedraft.accelerated import accelerate
 from truedraft.drafters.self_._drafter import SelfDrafter
 from truedraft.errors import Refused
 from truedraft.targets.hosting import hosted
-from truedraft.tree import DraftTree, Prompt
+from truedraft.tree import DraftTree, Prompt, Taps
 from truedraft.views._base import View
 
 LONGEST = 256  # tokens of a text that the loss is computed over
@@ -29,6 +29,8 @@ class TextEvaluator:
     Args:
         model: the target.
         texts: token ids of texts.
+        prompts: of the texts, for `states`.
+        subjects: by name, the same on texts of one subject each.
 
     Raises:
         Refused: the model cannot be hosted, or no text has two tokens.
@@ -36,6 +38,8 @@ class TextEvaluator:
 
     model: PreTrainedModel
     texts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]] = ()
+    subjects: Mapping[str, TextEvaluator] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.target = hosted(self.model)
@@ -53,6 +57,18 @@ class TextEvaluator:
             after = torch.tensor(text[1:], device=self.target.device)
             total += float(cross_entropy(self._logits(text, view), after, reduction="sum"))
         return total / self._predicted
+
+    @torch.no_grad()
+    def states(self) -> Tensor:
+        target, last, states = self.target, Taps((-1,)), []
+        target.check_taps(last)
+        for prompt in self.prompts:
+            with target.temporary_cache(1, len(prompt) + 1):
+                target.taps = last
+                scores = target.prefill([Prompt(torch.tensor(prompt, device=target.device))])
+                states.append(scores.features(0, (0,), last.hidden)[-1].float().cpu())
+        target.taps = Taps()
+        return torch.stack(states)
 
     def agreement(self, view: View) -> float:
         """The share of tokens whose likeliest successor, behind the text before, is that of the whole model."""

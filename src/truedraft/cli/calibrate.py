@@ -13,18 +13,21 @@ from truedraft.cli._options import Threads, use_threads
 from truedraft.cli.train import lines_of
 from truedraft.errors import Refused
 
+PROMPTS = 1000  # of each file whose hidden states are read; published
+
 
 def calibrate(
     view: Annotated[str, Argument(metavar="VIEW", help="Its name, or with knobs: sleb:share=0.25.")],
     target: Annotated[str, Option(help="The model that drafts for itself: a local folder, or a name on the hub.")],
     data: Annotated[
-        Path,
+        list[Path],
         Option(
-            help='Texts, a line each, plain or .gz; or .jsonl: {"prompt": ..., "response": ...}, response optional.'
+            help='Texts, a line each, plain or .gz; or .jsonl: {"prompt": ..., "response": ...}, response optional. '
+            "Several times for texts of several subjects, each named by its file."
         ),
     ],
     out: Annotated[Path, Option(help="The file to write.")],
-    limit: Annotated[int, Option(help="Texts to measure on, at most.")] = 32,
+    limit: Annotated[int, Option(help="Texts of each file to measure on, at most.")] = 32,
     threads: Threads = None,
 ) -> None:
     """Find which layers of a model a view skips, on your texts; use the file as `--draft VIEW:file=OUT`.
@@ -36,7 +39,9 @@ def calibrate(
         raise Refused(f"--limit {limit}: give at least 1")
     registry.check("views", view)
     loading.check(target, argument="--target")
-    _, prompts, responses = lines_of(data)
+    if len({file.stem for file in data}) < len(data):
+        raise Refused("two files of --data have one name: it names their subject, give each another")
+    lines = {file.stem: lines_of(file)[1:] for file in data}
     use_threads(threads)
     from truedraft.calibrating import TextEvaluator
     from truedraft.cli._models import load
@@ -48,10 +53,19 @@ def calibrate(
     if not isinstance(chosen, CalibratedLayers):
         raise Refused(f"{chosen.name} has nothing to calibrate: `truedraft methods` lists views that need it")
     model, tokenizer = load(target, argument="--target")
-    texts: Any = [tokenizer(f"{a}{b or ''}")["input_ids"] for a, b in zip(prompts[:limit], responses, strict=False)]
-    found = chosen.search(TextEvaluator(model, texts), print)
-    if not found:
+    encoded: Any = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
+    subjects = {
+        name: TextEvaluator(
+            model,
+            [encoded(f"{a}{b or ''}") for a, b in zip(prompts[:limit], responses, strict=False)],
+            [encoded(prompt) for prompt in prompts[:PROMPTS]],
+        )
+        for name, (prompts, responses) in lines.items()
+    }
+    texts = [text for subject in subjects.values() for text in subject.texts]
+    record = chosen.calibrate(TextEvaluator(model, texts, subjects=subjects), print)
+    if not record["layers"]:
         raise Refused(f"{chosen.name}: {target} can spare no layers on these texts: draft by another view or drafter")
-    record = {"view": chosen.name, "layers": found, "target": type(model).__name__, "fingerprint": fingerprint(model)}
+    record = {"view": chosen.name, "target": type(model).__name__, "fingerprint": fingerprint(model), **record}
     write_whole(out, json.dumps(record, indent=2) + "\n")
-    print(f"{out}: layers {found} are skipped; use it as --draft {chosen.name}:file={out}")
+    print(f"{out}: layers {record['layers']} are skipped; use it as --draft {chosen.name}:file={out}")

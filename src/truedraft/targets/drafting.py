@@ -47,6 +47,11 @@ class ViewPasses:
             raise Refused(f"{view.name} was calibrated on another model ({found}; this is {given}): calibrate it again")
 
     def generate_under(self, view: View) -> None:
+        if view.alternatives:
+            raise Refused(
+                f"{view.lossy} has several sets of layers, for rows of several subjects: choose one of them by "
+                "lossy/skip-layers:layers=..."
+            )
         self.check_view(view)
         self.view = view
 

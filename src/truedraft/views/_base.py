@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
+
+from torch import Tensor
 
 from truedraft.card import Card, method_name
 from truedraft.errors import Refused
@@ -146,6 +149,15 @@ class View:
     def at(self, depth: int) -> View:
         """The view for drafted tokens at a depth, the children of the pending token at 0; none may run a layer that
         those before it do not."""
+        return self
+
+    @property
+    def alternatives(self) -> Sequence[View]:
+        """What `behind` may return besides the view itself; where there are none, all rows have this view."""
+        return ()
+
+    def behind(self, state: Tensor) -> View:
+        """The view for a row, by the (H,) hidden state after the final norm at the last token of its prompt."""
         return self
 
     def tapping(self, taps: Taps) -> Self:

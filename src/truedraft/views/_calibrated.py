@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from truedraft.errors import Refused
 from truedraft.files import read_bytes
@@ -18,10 +20,17 @@ class Evaluator(Protocol):
     """Measures views of one target on texts.
 
     layers: of the target's decoder.
+    subjects: by name, the same on texts of one subject each.
     """
 
     @property
     def layers(self) -> int: ...
+
+    @property
+    def subjects(self) -> Mapping[str, Evaluator]: ...
+
+    def states(self) -> Tensor:
+        """(prompts, H) fp32 hidden states after the final norm, at the last token of each prompt of the texts."""
 
     def loss(self, view: View) -> float:
         """Mean negative log-likelihood of a token of the texts, in nats, by the target run under the view alone."""
@@ -39,10 +48,30 @@ class CalibratedLayers(View):
     file: str
 
     def __post_init__(self) -> None:
-        if self.file:
-            layers, fingerprint = found_in(Path(self.file))
-            object.__setattr__(self, "layers", layers)
-            object.__setattr__(self, "fingerprint", fingerprint)
+        if not self.file:
+            return
+        try:
+            record = json.loads(read_bytes(Path(self.file)))
+            listed(record["layers"])
+            object.__setattr__(self, "layers", record["layers"])
+            object.__setattr__(self, "fingerprint", str(record["fingerprint"]))
+            self.read(record)
+        except (ValueError, KeyError, TypeError) as e:
+            raise Refused(f"{self.file!r} is no file of `truedraft calibrate` for {self.name}") from e
+
+    def read(self, record: dict[str, Any]) -> None:
+        """Read what a calibration found besides `layers`.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is no such record.
+        """
+
+    def calibrate(self, evaluator: Evaluator, progress: Callable[[str], None]) -> dict[str, Any]:
+        """What the file keeps: `layers`, found by `search`, and what `read` reads.
+
+        progress: called with a line for each set that was tried.
+        """
+        return {"layers": self.search(evaluator, progress)}
 
     @abstractmethod
     def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
@@ -86,17 +115,3 @@ def removed(evaluator: Evaluator, count: int, ends: int, progress: Callable[[str
         gone.append(least)
         progress(f"without layers {', '.join(map(str, sorted(gone)))}: loss {losses[least]:.3f}")
     return gone
-
-
-def found_in(file: Path) -> tuple[str, str]:
-    """What `truedraft calibrate` wrote: layers, and the fingerprint of the target.
-
-    Raises:
-        Refused: there is no such file, or it was written by something else.
-    """
-    try:
-        found = json.loads(read_bytes(file))
-        listed(found["layers"])
-        return found["layers"], str(found["fingerprint"])
-    except (ValueError, KeyError, TypeError) as e:
-        raise Refused(f"{str(file)!r} is no file of `truedraft calibrate`") from e

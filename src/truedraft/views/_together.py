@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+
+from torch import Tensor
 
 from truedraft.card import Card
 from truedraft.views._base import WHOLE, Reduction, View
@@ -29,6 +33,14 @@ class Together(View):
         for part in self.parts:
             found = found.joined(part.reduction(layers))
         return found
+
+    @property
+    def alternatives(self) -> Sequence[View]:
+        choices = [(part, *part.alternatives) for part in self.parts]
+        return [Together(parts) for parts in product(*choices)][1:]
+
+    def behind(self, state: Tensor) -> View:
+        return Together(tuple(part.behind(state) for part in self.parts))
 
     def at(self, depth: int) -> View:
         return Together(tuple(part.at(depth) for part in self.parts))

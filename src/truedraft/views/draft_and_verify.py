@@ -10,16 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from truedraft.card import Card, knob
-from truedraft.errors import Refused
-from truedraft.views._base import WHOLE, Reduction
+from truedraft.views._bayesian import spared
 from truedraft.views._calibrated import CalibratedLayers, Evaluator
-from truedraft.views._layers import FORM, Without, evenly, listed, text_of
-
-RANDOM = 16  # sets tried at random before the search models what it has seen
-SKIPPED = 0.5  # from where on a variable means that its half is skipped; published
+from truedraft.views._layers import FORM, listed
 
 
 @dataclass(frozen=True)
@@ -38,35 +33,4 @@ class DraftAndVerify(CalibratedLayers):
     trials: int = knob(200, 1, 100_000)  # sets that a calibration tries; published 1,000
 
     def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
-        try:
-            import optuna
-        except ImportError as e:
-            raise Refused(f"the calibration of {self.name} needs optuna: pip install 'truedraft[search]'") from e
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        goodput: dict[Reduction, float] = {}
-        best = WHOLE
-
-        def tried(trial: Any) -> float:
-            nonlocal best
-            attention, feed_forward = (
-                frozenset(i for i in range(evaluator.layers) if trial.suggest_float(f"{half}{i}", 0, 1) >= SKIPPED)
-                for half in "af"
-            )
-            found = Reduction(attention, feed_forward)
-            if found not in goodput:
-                goodput[found] = evaluator.goodput(Without(found))
-                if goodput[found] > goodput.get(best, 0.0):
-                    best = found
-                    progress(
-                        f"without {text_of(found) or 'nothing'}: {goodput[found]:.3f} tokens per reading of all weights"
-                    )
-            return goodput[found]
-
-        study = optuna.create_study(
-            direction="maximize", sampler=optuna.samplers.GPSampler(seed=0, n_startup_trials=RANDOM)
-        )
-        for share in (0.0, 0.25, 0.5):
-            even = evenly(evaluator.layers, share)
-            study.enqueue_trial({f"{half}{i}": float(i in even) for half in "af" for i in range(evaluator.layers)})
-        study.optimize(tried, n_trials=self.trials)
-        return text_of(best)
+        return spared(evaluator, self.trials, self.name, progress)

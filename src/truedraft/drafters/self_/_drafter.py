@@ -10,8 +10,10 @@ from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._views import ViewReader, ViewTree
 from truedraft.targets._base import Target
-from truedraft.tree import Accepted, DraftTree, Row, Scores
+from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 from truedraft.views._base import View
+
+LAST = Taps((-1,))  # what the output head reads
 
 
 class ViewDrafter(ViewTree):
@@ -38,6 +40,11 @@ class ViewDrafter(ViewTree):
 
     def bind(self, target: Target) -> None:
         self._reader, self._drafting = self.run_under(target, self._by_depth(self.view)), self.view
+
+    def check(self, target: Target, view: View) -> None:
+        """Raises Refused where the target cannot run under a view."""
+        for one in dict.fromkeys(self._by_depth(view)):
+            target.check_view(one)
 
     def _by_depth(self, view: View) -> list[View]:
         return [view.at(depth) for depth in range(self.depth)]
@@ -97,9 +104,35 @@ class SelfDrafter(ViewDrafter):
 
     def __post_init__(self) -> None:
         self.card = self.view.card  # type: ignore[misc]
+        if self.view.alternatives:
+            self.needs = LAST
         super().__post_init__()
+
+    def forget(self) -> None:
+        super().forget()
+        self._views: dict[int, View] = {}  # by row, where they have views of their own
 
     @property
     def name(self) -> str:
         """Its name in reports: the view's."""
         return self.view.name
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        for view in self.view.alternatives:
+            self.check(target, view)
+
+    def view_of(self, row: Row) -> View:
+        return self._views.get(id(row), self.view)
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        super().observe(rows, trees, scores, accepted)
+        for place, row in enumerate(rows if self.needs.hidden else ()):
+            if id(row) not in self._views:
+                self._views[id(row)] = self.view.behind(scores.features(place, (0,), self.needs.hidden)[-1])
+
+    def end(self, row: Row) -> None:
+        super().end(row)
+        self._views.pop(id(row), None)
