@@ -122,6 +122,15 @@ def views(part: str) -> list[str]:
             for one in found
         ]  # fmt: skip
         return _table(["view", "share of weights", "tokens per pass", "agreement alone", "loss alone"], rows)
+    if part == "lossy":
+        rows = [
+            [
+                one["size"] or "as it is", "the whole model" if one["view"] == "no drafts" else f"`{one['view']}`",
+                f"{one['perplexity']:.3f}", f"{one['agreement']:.1%}",
+            ]
+            for one in found
+        ]  # fmt: skip
+        return _table(["`nano`", "generating under", "perplexity", "agreement"], rows)
     sides = [side for side in dict.fromkeys(one["side"] for one in found) if side not in ("transformers", "no drafts")]
     rows = []
     for key in dict.fromkeys((one["size"], one["dtype"], one["workload"]) for one in found):
