@@ -26,7 +26,9 @@ from truedraft import Refused, registry
 from truedraft.bench.lossy import approximations, qualities
 from truedraft.bench.workloads import Item, Workload
 from truedraft.cli import main
+from truedraft.drafters.heads._exits import FirstLayers
 from truedraft.loading import load
+from truedraft.runtime.graphs import GraphPass
 from truedraft.views.skip_layers import SkipLayers
 
 NEW = 24
@@ -36,6 +38,7 @@ WINDOW = "lossy/window-kv:sinks=2,recent=5"
 DECAYS = "lossy/d3:layers=1;2,alpha=0.98"
 SHORT = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
 RUNTIMES = [pytest.param("auto", marks=COMPILED), "stock"]
+DEEP = "lossy/d3:layers=1;2;9,alpha=0.95"  # the third one is left out after some tokens
 
 
 def prompt_of(model: PreTrainedModel, length: int = 9) -> Tensor:
@@ -193,6 +196,17 @@ def test_the_report_and_the_model_s_description_name_the_view() -> None:
     assert new_tokens(again, prompt_of(model)) == new_tokens(fast, prompt_of(model))
 
 
+def test_captured_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a substitute for capture; costs are measured by the plain forwards that passes under views are."""
+    model = deep("llama", torch.float32)
+    ids = prompt_of(model)
+    fast = truedraft.accelerate(model, draft="suffix", view=SKIPS, runtime="stock")
+    fast.target.runner = GraphPass(fast.target.runner, lambda run: run)
+    fast.target.runner.cold = True
+    assert new_tokens(fast, ids) == by_steps(model, ids, lambda _: SKIPPED)
+    assert fast.report().runtime == "transformers forward under lossy/skip-layers" and not fast.target.cold
+
+
 def test_costs_are_those_of_the_view() -> None:
     model = deep("llama", torch.float32)
     whole, lossy = (truedraft.accelerate(model, view=view).target for view in (None, SKIPS))
@@ -206,6 +220,9 @@ def test_costs_are_those_of_the_view() -> None:
         (dict(view="lossy/skip-layer"), "there is no view 'skip-layer': did you mean 'skip-layers'"),
         (dict(view="lossy/skip-layers:depth=4"), "depth is a knob of drafts"),
         (dict(view="lossy/skip-layers:layers=9"), "9"),
+        (dict(view=DEEP, draft=None), r"layers \[9\]"),
+        (dict(view=FirstLayers(2), draft=None), "has no output head, and generates no tokens"),
+        (dict(view="lossy/window-kv+nonsense"), "there is no view 'nonsense'"),
         (dict(view=3), "view=3: give a View"),
         (dict(view=WINDOW), "lossy/window-kv what a token reads depends on its position.* use draft='none'"),
         (dict(view=DECAYS, draft="suffix"), "use draft='none'"),

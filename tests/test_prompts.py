@@ -326,7 +326,7 @@ def test_memory_of_a_long_prompt_is_bounded() -> None:
     Path("/proc/self/clear_refs").write_text("5")
     before = proc("VmRSS")
     target.prefill([prompt(length)])
-    assert proc("VmHWM") - before < length**2
+    assert proc("VmHWM") - before < 2 * length**2
 
 
 def proc(name: str) -> int:

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from test_runtime import random_tree, words
 from test_views import COMPILED, begun, check_same_bits, check_unaffected, cut, deep, error
 from truedraft import DraftTree, Refused
 from truedraft.errors import NoRoom
+from truedraft.runtime import rounded_entries
 from truedraft.runtime.native import Failure, Op, OpKind
 from truedraft.runtime.rounded_entries import CHUNK
 from truedraft.targets.decoder import DecoderTarget
@@ -215,9 +217,11 @@ def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="quantized-kv:kv='int2': give int8 or int4"):
         truedraft.accelerate(tiny("llama", torch.float32), draft="quantized-kv:kv=int2")
     target = begun(DecoderTarget(tiny("llama", torch.float32)), [words(random.Random(1), 300)], 400)
-    monkeypatch.setattr("truedraft.targets.memory.free_memory", lambda _: 10_000)
-    with pytest.raises(NoRoom, match=r"1 rows x 400 positions needs .*: draft by a view that reads it as it is"):
+    monkeypatch.setattr(rounded_entries.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    with pytest.raises(NoRoom, match=r"KV cache in 8 bits needs .*: draft by a view that reads it as it is"):
         target.score([DraftTree.chain(7)], QuantizedKv())
+    with pytest.raises(Refused, match="all layers attend to windows"):
+        truedraft.accelerate(tiny("mistral", torch.float32), draft="int8-kv")
 
 
 def test_a_window_is_read_as_it_is() -> None:
@@ -225,9 +229,20 @@ def test_a_window_is_read_as_it_is() -> None:
     target = begun(DecoderTarget(tiny("exaone4", torch.float32)), [words(random.Random(1), 300)], 400)
     target.score([DraftTree.chain(7)], QuantizedKv(recent=RECENT))
     (copies,) = target.cache.rounded.values()  # type: ignore[union-attr]
-    ops = target.runner.program.ops  # type: ignore[attr-defined]
-    read = [copies.pointed(op, 0).weight is not None for op in ops if op.kind == OpKind.ATTEND]
-    assert read == [not op.window for op in ops if op.kind == OpKind.ATTEND] and len(set(read)) == 2
+    program = target.runner.program  # type: ignore[attr-defined]
+    attending = [(op, at) for op, at in zip(program.ops, program.layers, strict=True) if op.kind == OpKind.ATTEND]
+    read = [copies.pointed(op, at).weight is not None for op, at in attending]
+    assert read == [not op.window for op, _ in attending] and len(set(read)) == 2
+    assert set(copies.layers) == {at for op, at in attending if not op.window}
+
+
+def test_there_are_no_copies_before_a_chunk_is_due() -> None:
+    target = begun(DecoderTarget(tiny("llama", torch.float32)), [words(random.Random(1), n) for n in (30, 147)], 400)
+    for expected, tokens in ((0, 1), (1, 2)):
+        target.score([DraftTree.chain(7)] * 2, QuantizedKv(recent=RECENT))
+        assert len(target.cache.rounded) == expected  # type: ignore[union-attr]
+        target.score([DraftTree.chain(7, [8] * (tokens + 1))] * 2)
+        target.commit([range(tokens + 1)] * 2)
 
 
 def test_invalid_arguments_of_a_pass_are_refused() -> None:

@@ -35,7 +35,7 @@ from truedraft.views._base import View
 
 DRAFTS = 256  # positions of the cache beyond a row's tokens, for drafts and probes
 PIECE_SECONDS = 0.05  # that a piece of prompts should take at most, while rows wait for it
-WHOLE = "the whole prompt is computed: its hidden states are required, it is embeddings, or the model has states"
+WHOLE = "the whole prompt is computed: hidden states are required, it is embeddings, or the model has states or a view"
 CHECKING = 0.02  # most of the time that is spent on detecting, between steps, a model that was changed
 
 

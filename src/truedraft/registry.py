@@ -206,6 +206,8 @@ def _check_views(sides: Sequence[tuple[str, dict[str, Any]]], spec: str) -> None
     for name, own in sides:
         if name in _files("views"):
             built(declared(_files("views")[name]).knobs, name, spec, own)
+        elif name not in _foreign("views"):
+            raise _unknown("views", name)
 
 
 def _view(sides: Sequence[tuple[str, dict[str, Any]]], spec: str) -> Any:

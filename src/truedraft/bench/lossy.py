@@ -70,12 +70,16 @@ def qualities(
     room: tokens of a text at most; of longer ones the first are used.
 
     Raises:
-        Refused: no text has four tokens.
+        Refused: no text has four tokens, or the workload fewer than two new ones.
     """
     texts = [tokenizer(item.text)["input_ids"][:room] for item in workload.items]
-    halves = [(text[: len(text) // 2], text[len(text) // 2 :][: workload.tokens]) for text in texts if len(text) > 3]
+    halves = [(text[: len(text) // 2], text[len(text) // 2 :][: workload.tokens]) for text in texts]
+    halves = [(before, later) for before, later in halves if before and len(later) > 1]
     if not halves:
-        raise Refused(f"{workload.name}: no text has four tokens to measure a view on: give longer --prompts")
+        raise Refused(
+            f"{workload.name}: quality is measured on texts of four tokens or more, and two or more new tokens: give "
+            "longer --prompts, or more --max-new-tokens"
+        )
     after = torch.cat([torch.tensor(later[1:]) for _, later in halves])
     behind = [len(before) + n for before, later in halves for n in range(1, len(later))]
     found: dict[Any, tuple[float, float]] = {}

@@ -34,6 +34,11 @@ class Runner(ABC):
     on_read: Callable[[int], None] | None = None
 
     @property
+    def under_views(self) -> str:
+        """How it computes passes under views."""
+        return self.name
+
+    @property
     @abstractmethod
     def granularity(self) -> int:
         """Prompts that are read in pieces are computed in spans that end at multiples of so many positions, so that the
@@ -89,7 +94,11 @@ class Runner(ABC):
 
     def round_entries(self, entries: Rounded, slots: Sequence[int]) -> None:
         """Bring the copies of the cache's entries that are read in fewer bits up to date, in these slots; of runners
-        whose `reduced` refuses no such view."""
+        whose `reduced` refuses no such view.
+
+        Raises:
+            NoRoom: they do not fit in free memory.
+        """
         raise NotImplementedError
 
     @abstractmethod

@@ -26,7 +26,7 @@ from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rounded import RoundedOps
-from truedraft.runtime.rounded_entries import RoundedEntries
+from truedraft.runtime.rounded_entries import CHUNK, RoundedEntries, readable
 from truedraft.runtime.selecting import fitted, over, point
 from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
@@ -77,6 +77,7 @@ class CompiledPass(Runner):
         self._halves: dict[int, Halves] = {}
         self._reductions: dict[View, Reduction] = {}
         self._rounded: dict[int, RoundedOps] = {}  # by bits
+        self._readable = {at for op, at in zip(self.program.ops, self.program.layers, strict=True) if readable(op)}
         self._tables = RotaryTables()
         self._along = PositionTables()
 
@@ -184,14 +185,16 @@ class CompiledPass(Runner):
         window = min((op.window for op in attending if op.window), default=None)
         if len(self._reductions) == VARIANTS:
             del self._reductions[next(iter(self._reductions))]
-        self._reductions[view] = fitted(self.model, reduction, bool(by_place), window)
+        self._reductions[view] = fitted(self.model, reduction, bool(by_place), window, bool(self._readable))
         return self._reductions[view]
 
     def round_entries(self, entries: Rounded, slots: Sequence[int]) -> None:
-        if (copies := self._whole.rounded.get(entries)) is None:
-            copies = self._whole.rounded[entries] = RoundedEntries(self._whole, entries.bits, entries.recent)
-        for slot in slots:
-            copies.follow(self._whole, slot)
+        whole, copies = self._whole, self._whole.rounded.get(entries)
+        if copies is None and any(whole.lengths[slot] >= entries.recent + CHUNK for slot in slots):
+            copies = whole.rounded[entries] = RoundedEntries(whole, self._readable, entries.bits, entries.recent)
+        if copies is not None:
+            for slot in slots:
+                copies.follow(whole, slot)
 
     def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:
         p, nodes, names = self.program, Nodes(), list(self.program.widths)

@@ -162,6 +162,10 @@ class GraphPass(Runner):
     def check_taps(self, taps: Taps) -> None:
         self.stock.check_taps(taps)
 
+    @property
+    def under_views(self) -> str:
+        return self.stock.name
+
     def reduced(self, view: View) -> Reduction:
         """See `ForwardPass.reduced`: passes under a view are plain forwards."""
         return self.stock.reduced(view)
@@ -178,6 +182,7 @@ class GraphPass(Runner):
             NotCompilable: the pass could not be captured; nothing was committed.
         """
         if view is not None:
+            self.cold = False
             return self.stock.score(trees, taps, view)
         self.stock.check_taps(taps)
         cursor, width = self.stock.cache.cursor, max(map(len, trees))

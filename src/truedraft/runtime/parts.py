@@ -27,7 +27,7 @@ class PartAttention(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._masks: dict[tuple[int, torch.Size], _Mask] = {}
+        self._masks: dict[tuple[int, torch.Size, int], _Mask] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -39,13 +39,14 @@ class PartAttention(TorchFunctionMode):
         ):  # fmt: skip
             return func(*args, **given)
         (query, key, value), found = args, self._read(mask)
-        if found.causal and key.shape == value.shape and query.shape[:2] == key.shape[:2]:
+        plain = all(one.stride(-1) == 1 and one.dtype != torch.float64 for one in args)
+        if plain and found.causal and key.shape == value.shape and query.shape[:2] == key.shape[:2]:
             return _joined(query, key, value, given.get("scale"))
         key, value, mask = key[..., found.first :, :], value[..., found.first :, :], mask[..., found.first :]
         return func(query, key, value, **{**given, "attn_mask": mask})
 
     def _read(self, mask: Tensor) -> _Mask:
-        place = mask.data_ptr(), mask.shape
+        place = mask.data_ptr(), mask.shape, mask._version
         if place not in self._masks:
             queries, keys = mask.shape[-2:]
             own = torch.ones(queries, queries, dtype=torch.bool).tril_()

@@ -6,13 +6,16 @@ Keys have a scale for each of their numbers in a chunk of positions, and values 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from truedraft.caches.rows import RowCache, RowLayer
+from truedraft.errors import NoRoom
 from truedraft.runtime import native
 from truedraft.runtime.native import Form, Op, OpKind
 from truedraft.runtime.weights import padded_to_16
@@ -23,42 +26,59 @@ FORMS = {8: Form.PANEL_INT8, 4: Form.PANEL_INT4}
 MOST = {8: 127, 4: 7}  # of the integers
 
 
+def readable(op: Op) -> bool:
+    """Whether an operation attends to keys that it can read in fewer bits: not within a window, and no latents."""
+    return op.kind == OpKind.ATTEND and not op.window and not op.inner and op.head <= WIDEST
+
+
 class RoundedEntries:
     """Of the rows of a cache, in the same slots: whole chunks before the last `recent` positions.
 
+    Args:
+        layers: those that are kept, see `readable`.
+
     Attributes:
         lengths: by slot, the first positions that are kept.
+
+    Raises:
+        NoRoom: they do not fit in free memory.
     """
 
-    def __init__(self, whole: RowCache, bits: int, recent: int):
+    def __init__(self, whole: RowCache, layers: Collection[int], bits: int, recent: int):
         self.bits, self.recent, self.lengths = bits, recent, [0] * whole.cursor.slots
         chunks = -(-whole.cursor.capacity // CHUNK)
-        self.layers = [RoundedLayer.of(layer, chunks, bits) for layer in whole.layers]
+        numbers = sum(2 * whole.layers[at].keys[:, :, 0].numel() for at in layers) * chunks * CHUNK
+        need, free = numbers * (bits + 1) // 8, psutil.virtual_memory().available  # a bit for scales
+        if need > free:
+            remedy = "draft by a view that reads it as it is"
+            raise NoRoom(f"the KV cache in {bits} bits needs {need:,} bytes, {free:,} are free: {remedy}")
+        self.layers = {at: RoundedLayer.of(whole.layers[at], chunks, bits) for at in layers}
 
     def follow(self, whole: RowCache, slot: int) -> None:
         """Round what was committed to a slot since it was followed last."""
         first, last = self.lengths[slot], self._before(whole.lengths[slot])
         if last > first:
-            for own, layer in zip(self.layers, whole.layers, strict=True):
+            for at, own in self.layers.items():
+                layer = whole.layers[at]
                 own.write(slot, first, layer.keys[slot, :, first:last], layer.values[slot, :, first:last])
             self.lengths[slot] = last
 
     def pointed(self, op: Op, layer: int) -> Op:
-        """An operation of a layer that reads these; one that attends to a window of positions stays as it was."""
-        reads = op.kind == OpKind.ATTEND and not op.window and op.head <= WIDEST
-        return self.layers[layer].pointed(op) if reads else op
+        """An operation of a layer that reads these; others stay as they are."""
+        return self.layers[layer].pointed(op) if readable(op) else op
 
     def shorten(self, slot: int, length: int) -> None:
         self.lengths[slot] = min(self.lengths[slot], self._before(length))
 
     def _before(self, length: int) -> int:
+        """The first positions of a row of this length that are kept."""
         return max(length - self.recent, 0) // CHUNK * CHUNK
 
     def release(self, slot: int, rows: int) -> None:
         """Free one of so many slots in use; the last one is moved into it."""
         last = rows - 1
         if slot != last:
-            for layer in self.layers:
+            for layer in self.layers.values():
                 layer.move(last, slot)
         self.lengths[slot], self.lengths[last] = self.lengths[last], 0
 

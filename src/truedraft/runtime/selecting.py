@@ -17,13 +17,14 @@ from truedraft.runtime.tapping import one_token
 from truedraft.views._base import Reduction, Rounded
 
 
-def fitted(model: Any, reduction: Reduction, by_place: bool, window: int | None) -> Reduction:
+def fitted(model: Any, reduction: Reduction, by_place: bool, window: int | None, readable: bool = False) -> Reduction:
     """A reduction with as many recent positions at most as all layers attend to, because no window is applied to chosen
     entries.
 
     Args:
         by_place: whether attention depends on the places of keys, other than by a window.
         window: the fewest recent positions that layers attend to; None where all attend to everything.
+        readable: whether there are layers whose entries can be read in fewer bits.
 
     Raises:
         Refused: entries are chosen, and attention depends on their places; or by attention, and there are no keys.
@@ -35,6 +36,10 @@ def fitted(model: Any, reduction: Reduction, by_place: bool, window: int | None)
     if isinstance(entries, Rounded):
         if latents:
             raise Refused(f"{name} cannot read its KV cache in fewer bits: it keeps latents, and no keys")
+        if not readable:
+            raise Refused(
+                f"{name} cannot read its KV cache in fewer bits: all layers attend to windows, or heads are too wide"
+            )
         return reduction
     if by_place:
         raise Refused(f"{name} cannot read a part of its KV cache: its attention depends on the places of keys")

@@ -138,7 +138,7 @@ class DecoderTarget(ViewPasses):
     @property
     def runtime(self) -> str:
         notes = [self.fallback_reason or "", str(self._copied) if self._copied else ""]
-        name = self.runner.name if self.view is None else f"{self.runner.name} under {self.view.lossy}"
+        name = self.runner.name if self.view is None else f"{self.runner.under_views} under {self.view.lossy}"
         return f"{name} ({'; '.join(filter(None, notes))})" if any(notes) else name
 
     @property

@@ -21,6 +21,7 @@ from truedraft.targets.memory import check_room
 from truedraft.tree import DraftTree, Scores, Taps
 from truedraft.views._base import Rounded, Selection, View
 
+DEPTHS = (0, *(2**n for n in range(20)))  # at which a view that varies is checked before it generates
 SCRATCH = 64  # places for it behind chosen entries, at first
 
 
@@ -52,7 +53,10 @@ class ViewPasses:
                 f"{view.lossy} has several sets of layers, for rows of several subjects: choose one of them by "
                 "lossy/skip-layers:layers=..."
             )
-        self.check_view(view)
+        for one in dict.fromkeys(view.at(depth) for depth in DEPTHS):
+            self.check_view(one)
+            if self.runner.reduced(one).output_head:
+                raise Refused(f"{view.lossy} has no output head, and generates no tokens: draft by it")
         self.view = view
 
     def check_drafts(self) -> None:
@@ -99,7 +103,7 @@ class ViewPasses:
             raise Refused(f"{view.name} reads other entries than what has written the scratch: rewind before it")
         cache = self._subset(entries, padded, slots) if isinstance(entries, Selection) else rows
         if isinstance(entries, Rounded):
-            self._round(entries, slots)
+            self.runner.round_entries(entries, slots)
         if missing := sorted(cache.cursor.partial - reduction.attention):
             raise Refused(f"{view.name} runs layers {missing}, which have not written the scratch: rewind before it")
         with cache.cursor.behind_scratch():
@@ -119,17 +123,6 @@ class ViewPasses:
         if (subset := rows.subsets.get(self.runner.reduced(view).entries)) is not None:
             subset.return_nodes(rows, list(map(len, trees)))
         return scores
-
-    def _round(self, entries: Rounded, slots: Sequence[int]) -> None:
-        """Bring the copies of entries in fewer bits up to date.
-
-        Raises:
-            NoRoom: they do not fit in free memory.
-        """
-        if entries not in self._whole.rounded:
-            of, remedy = self._whole.cursor, "draft by a view that reads it as it is"
-            check_room(self.config, self._cached_layers, of.slots, of.capacity, torch.int8, self.device, remedy)
-        self.runner.round_entries(entries, slots)
 
     def _subset(self, entries: Selection, trees: Sequence[DraftTree], slots: Sequence[int]) -> SubsetCache:
         """The cache of chosen entries, up to date in these slots, and with room for the trees of all slots in use.

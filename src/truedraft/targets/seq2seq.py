@@ -133,6 +133,9 @@ class Seq2SeqTarget(DecoderTarget):
         assert self.cache is not None
         self.runner.read_source(*padded_sources(prompts))
         self.cache.lengths.extend([0] * len(prompts))
+        if self.on_read is not None:
+            total = sum(len(prompt.states) for prompt in prompts if prompt.states is not None)
+            self.on_read(total, total)
         return None
 
     def _encoded(self, ids: Tensor, source_mask: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class View:
     @property
     def varies(self) -> bool:
         """Whether it depends on the depth of a token."""
-        return self.at(0) != self or self.at(1) != self
+        return any(self.at(depth) != self for depth in range(64))
 
     def reduction(self, layers: int) -> Reduction:
         """What is left out of a decoder with `layers` layers.

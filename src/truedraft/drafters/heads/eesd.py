@@ -172,6 +172,7 @@ class Eesd(TrainedDrafter, ViewTree, HeadTree):
     def forget(self) -> None:
         super().forget()
         self._bandits: dict[int, Bandit] = {}  # by row
+        self._drafts: dict[int, tuple[int, DraftTree]] = {}  # by row: its length, and what was drafted behind it
 
     @property
     def adaptive(self) -> bool:  # type: ignore[override]
@@ -191,11 +192,23 @@ class Eesd(TrainedDrafter, ViewTree, HeadTree):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         super().observe(rows, trees, scores, accepted)
-        for row, tree, one in zip(rows, trees, accepted, strict=True):
-            if (bandit := self._bandits.get(id(row))) is not None:
-                right = len(one.path) - 1
-                bandit.update(right, max(tree.shape.depth) - right)
+        for row in rows:
+            if (bandit := self._bandits.get(id(row))) is not None and id(row) in self._drafts:
+                length, draft = self._drafts.pop(id(row))
+                node = right = 0
+                for token in row.tokens[length:]:
+                    if (child := draft.child(node, token)) is None:
+                        break
+                    node, right = child, right + 1
+                bandit.update(right, max(draft.shape.depth) - right)
 
     def end(self, row: Row) -> None:
         super().end(row)
         self._bandits.pop(id(row), None)
+        self._drafts.pop(id(row), None)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        drafts = super().propose(rows, budget)
+        for row, draft in zip(rows, drafts, strict=True):
+            self._drafts[id(row)] = len(row.tokens), draft
+        return drafts
