@@ -82,6 +82,7 @@ IMPOSSIBLE: dict[str, set[str]] = {  # the reason of a refusal, and the architec
     "some read the keys and values of others": SHARING,
     "its attention depends on the places of keys": BY_PLACE,
     "it keeps latents, and no keys": LATENT,
+    "need the compiled pass": {"deepseek_v32", "glm_moe_dsa"},  # which has no indexers
 }
 
 
