@@ -21,6 +21,7 @@ from truedraft.runtime.native import Form, Op, OpKind
 from truedraft.runtime.weights import padded_to_16
 
 CHUNK = 128  # positions, as ROUNDED in pass.c
+SOME = 4 * CHUNK  # positions that are rounded at a time, within the cache of the processor
 WIDEST = 512  # numbers of a key, as MOST_ROUNDED
 FORMS = {8: Form.PANEL_INT8, 4: Form.PANEL_INT4}
 MOST = {8: 127, 4: 7}  # of the integers
@@ -57,11 +58,12 @@ class RoundedEntries:
     def follow(self, whole: RowCache, slot: int) -> None:
         """Round what was committed to a slot since it was followed last."""
         first, last = self.lengths[slot], self._before(whole.lengths[slot])
-        if last > first:
-            for at, own in self.layers.items():
-                layer = whole.layers[at]
-                own.write(slot, first, layer.keys[slot, :, first:last], layer.values[slot, :, first:last])
-            self.lengths[slot] = last
+        for at in range(first, last, SOME):
+            some = slice(at, min(at + SOME, last))
+            for number, own in self.layers.items():
+                layer = whole.layers[number]
+                own.write(slot, at, layer.keys[slot, :, some], layer.values[slot, :, some])
+        self.lengths[slot] = max(first, last)
 
     def pointed(self, op: Op, layer: int) -> Op:
         """An operation of a layer that reads these; others stay as they are."""
