@@ -165,11 +165,15 @@ class ViewTree(ConfidenceTree):
                 f"a target that drafts for itself drafts for the whole model, and this one generates under "
                 f"{target.view.lossy}: use another drafter"
             )
-        for view in dict.fromkeys(views):
-            target.check_view(view)
+        self.check(target, views)
         self._target = target
         self._share = self.mean_share(views)
         return ViewReader(target, views)
+
+    def check(self, target: Target, views: Sequence[View]) -> None:
+        """Raises Refused where the target cannot run under one of these views."""
+        for view in dict.fromkeys(views):
+            target.check_view(view)
 
     def mean_share(self, views: Sequence[View]) -> float:
         """What a level reads of the target's weights, over all of them, in the mean over the views."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,8 +45,12 @@ class ViewPasses:
 
     def check_view(self, view: View) -> None:
         self.runner.reduced(view)
-        if (found := view.fingerprint) is not None and found != (given := fingerprint(self.model)):
+        if (found := view.fingerprint) is not None and found != (given := self._fingerprint):
             raise Refused(f"{view.name} was calibrated on another model ({found}; this is {given}): calibrate it again")
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.model)
 
     def generate_under(self, view: View) -> None:
         if view.alternatives:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.drafters._candidates import DraftVocabulary
-from truedraft.drafters.heads._layers import Attend, HeadLayer, Rotary
+from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
 from truedraft.errors import Refused
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
@@ -150,6 +150,31 @@ class Head(LearnedHead):
         Raises:
             NotCompilable: there is no compiled pass for it.
         """
+
+
+class LayerHead(Head):
+    """A head of one decoder layer and a norm, over features alone.
+
+    Args:
+        layers: of the target, whose states are the features.
+        layer: fields of the configuration of its layer.
+    """
+
+    def __init__(self, layers: Sequence[int], layer: dict[str, Any], model: PreTrainedModel):
+        super().__init__(model, layer_config(**layer))
+        self.layers, self.rotary = tuple(layers), rotary_of(self.config)
+        self.layer = HeadLayer(self.config)
+        self.norm = Norm(self.size, self.config.rms_norm_eps)
+
+    @property
+    def blocks(self) -> Sequence[HeadLayer]:
+        return [self.layer]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(self, embeds: Tensor, features: Tensor, rotary: Rotary, attends: Sequence[Attend]) -> Tensor:
+        return self.layer(features, rotary, attends[0])
 
 
 def sizes_of(model: PreTrainedModel) -> tuple[int, int]:

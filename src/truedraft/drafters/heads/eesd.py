@@ -29,8 +29,7 @@ from truedraft.drafters._losses import LOSSES, named
 from truedraft.drafters._views import ViewTree
 from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadTree, TrainedDrafter
 from truedraft.drafters.heads._exits import ExitReader, FirstLayers, exit_of
-from truedraft.drafters.heads._head import Head, begin_program, layer_program
-from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
+from truedraft.drafters.heads._head import LayerHead, begin_program, layer_program
 from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._unroll import StepwiseLearner, layer_like, states_along
 from truedraft.runtime.program import Program
@@ -40,7 +39,7 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores
 STOPS = ("cost", "thompson")
 
 
-class EesdHead(Head):
+class EesdHead(LayerHead):
     """A decoder layer over exit states, a norm and an output head: the logits of the token after each.
 
     Args:
@@ -49,25 +48,12 @@ class EesdHead(Head):
     """
 
     def __init__(self, record: dict[str, Any], model: PreTrainedModel):
-        super().__init__(model, layer_config(**record["layer"]))
-        self._record, self.layers = record, tuple(record["layers"])
-        self.rotary = rotary_of(self.config)
-        self.layer = HeadLayer(self.config)
-        self.norm = Norm(self.size, self.config.rms_norm_eps)
+        super().__init__(record["layers"], record["layer"], model)
+        self._record = record
         self.make_own(embeddings=False, output_head=True, draft_vocabulary=record["draft_vocabulary"])
 
     def record(self) -> dict[str, Any]:
         return self._record
-
-    @property
-    def blocks(self) -> Sequence[HeadLayer]:
-        return [self.layer]
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
-
-    def forward(self, embeds: Tensor, features: Tensor, rotary: Rotary, attends: Sequence[Attend]) -> Tensor:
-        return self.layer(features, rotary, attends[0])
 
     def logits(self, states: Tensor) -> Tensor:
         return self.lm_head(self.norm(states))

@@ -24,8 +24,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._losses import LOSSES, named
 from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded
 from truedraft.drafters.heads._drafter import SEQ2SEQ
-from truedraft.drafters.heads._head import Head, begin_program, layer_program
-from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
+from truedraft.drafters.heads._head import LayerHead, begin_program, layer_program
 from truedraft.drafters.heads._published import layer_fields, text_config
 from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._stateful import StatefulHead, StatefulLearner, StatefulTree
@@ -39,32 +38,11 @@ LAYERS = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|
 OUTPUTS = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
 
 
-class Prefix(Head):
-    """A decoder layer over the target's states, of a text alone; what it predicts are its own normalised states.
-
-    Args:
-        layers: of the target, whose states it reads.
-        layer: fields of the configuration of its layer.
-    """
-
-    def __init__(self, layers: tuple[int, ...], layer: dict[str, Any], model: PreTrainedModel):
-        super().__init__(model, layer_config(**layer))
-        self.layers, self.rotary = layers, rotary_of(self.config)
-        self.layer = HeadLayer(self.config)
-        self.norm = Norm(self.size, self.config.rms_norm_eps)
+class Prefix(LayerHead):
+    """A decoder layer over the target's states, of a text alone; what it predicts are its own normalised states."""
 
     def record(self) -> dict[str, Any]:
         return {}  # it is part of another's
-
-    @property
-    def blocks(self) -> Sequence[HeadLayer]:
-        return [self.layer]
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
-
-    def forward(self, embeds: Tensor, features: Tensor, rotary: Rotary, attends: Sequence[Attend]) -> Tensor:
-        return self.layer(features, rotary, attends[0])
 
     def logits(self, states: Tensor) -> Tensor:
         return self.norm(states)

@@ -41,11 +41,6 @@ class ViewDrafter(ViewTree):
     def bind(self, target: Target) -> None:
         self._reader, self._drafting = self.run_under(target, self._by_depth(self.view)), self.view
 
-    def check(self, target: Target, view: View) -> None:
-        """Raises Refused where the target cannot run under a view."""
-        for one in dict.fromkeys(self._by_depth(view)):
-            target.check_view(one)
-
     def _by_depth(self, view: View) -> list[View]:
         return [view.at(depth) for depth in range(self.depth)]
 
@@ -120,7 +115,7 @@ class SelfDrafter(ViewDrafter):
     def bind(self, target: Target) -> None:
         super().bind(target)
         for view in self.view.alternatives:
-            self.check(target, view)
+            self.check(target, self._by_depth(view))
 
     def view_of(self, row: Row) -> View:
         return self._views.get(id(row), self.view)
