@@ -90,6 +90,9 @@ ALLOWED = {
     "views": {"tree", "card", "errors", "files", "views"},
     "caches": {"tree", "errors", "caches"},
     "runtime": {"tree", "caches", "errors", "files", "runtime", "views"},
+    # registry: policies and speculators by name; call, standin, stopwatch: the surroundings of a call
+    "canvas": {"canvas", "caches", "runtime", "targets", "errors", "card", "stats", "call", "standin"}
+    | {"stopwatch", "registry"},
     "chains": {"tree"},
     "engine": {"tree", "chains", "request", "cohort", "stats", "accept", "drafters", "control", "targets"},
     "reading": {"tree", "request", "engine", "caches", "control", "targets", "runtime"},

@@ -22,6 +22,8 @@ from truedraft.call.prepared import Call, Prepared, request_of
 from truedraft.call.rechecking import check_ties
 from truedraft.call.streaming import Stream, ending_streamer
 from truedraft.call.surroundings import defaults, exclusive
+from truedraft.canvas.accelerated import AcceleratedCanvas, check_for_canvas
+from truedraft.canvas.layout import Layout, layout_of
 from truedraft.chance import Chance
 from truedraft.continuous import PIECE_SECONDS, ContinuousEngine
 from truedraft.control._base import Control
@@ -338,12 +340,14 @@ def accelerate(
     quantize: str | None = None,
     ties: str = "keep",
     view: str | View | None = None,
+    layout: Layout | None = None,
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, with the output of `model.generate`.
 
     Args:
-        model: a decoder language model or an encoder-decoder of `transformers`, in eval mode; not changed unless
-            `quantize` is given. A wrapper of PEFT or `torch.compile` is removed where that is exact.
+        model: a decoder language model, an encoder-decoder or a diffusion language model of `transformers`, in eval
+            mode; not changed unless `quantize` is given. A wrapper of PEFT or `torch.compile` is removed where that is
+            exact.
         tokenizer: required only for text (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
             model with the same tokenizer, or None for plain decoding; "auto" needs no training and uses references
@@ -365,6 +369,9 @@ def accelerate(
         view: "lossy/NAME" generates under a view (`truedraft methods` lists them): an approximation of the model, and
             another text. Prompts are read by the whole model, and all that follows is as under the view alone; the
             report and its guarantee are labelled. `truedraft bench --lossy` measures the quality beside the speed.
+        layout: how a diffusion language model reads a canvas; by default as its configuration declares it, or as models
+            of its type do. Such models have drafts and rules of their own: `draft` proposes later canvases, `rule` is
+            the step-by-step decoding whose text is reproduced, or "lossy/NAME"; the result is an `AcceleratedCanvas`.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
@@ -374,5 +381,8 @@ def accelerate(
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
+        if (layout := layout or layout_of(model.config, tokenizer)) is not None:
+            check_for_canvas(ties, view)
+            return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout)  # type: ignore
         lossy = None if view is None else view_of(view)
         return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, lossy, ties)

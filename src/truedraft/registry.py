@@ -2,8 +2,9 @@
 
 `drafters/lookup/prompt_lookup.py` is the drafter `prompt-lookup`: folders group methods and are no part of their names,
 and files that begin with an underscore are no methods. Packages outside register with an entry-point group per kind
-(`truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`, `truedraft.control`, `truedraft.views`), each entry
-pointing to a class.
+(`truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`, `truedraft.control`, `truedraft.views`,
+`truedraft.canvas.policies`, `truedraft.canvas.policies.lossy`, `truedraft.canvas.speculators`), each entry pointing to
+a class.
 """
 
 from __future__ import annotations
@@ -68,6 +69,30 @@ KINDS = {
         "draft",
         "NAME",
     ),
+    "canvas.speculators": Kind(
+        "Speculator",
+        "speculator",
+        "Speculators of diffusion models",
+        "Canvases that later steps may reach, verified in one pass.",
+        "draft",
+        "NAME",
+    ),
+    "canvas.policies": Kind(
+        "Policy",
+        "policy",
+        "References of diffusion models",
+        "Step-by-step decoding: which positions a step fixes.",
+        "rule",
+        "NAME",
+    ),
+    "canvas.policies.lossy": Kind(
+        "Policy",
+        "lossy policy",
+        "Lossy policies of diffusion models",
+        "More positions per step than step-by-step decoding fixes: another text; only by explicit choice.",
+        "rule",
+        "lossy/NAME",
+    ),
 }
 SELF_DRAFTER = "truedraft.drafters.self_._drafter"  # drafts by any view
 SIGNS = "|+?><"  # between drafters that act as one, the loosest first
@@ -127,7 +152,7 @@ def _unknown(kind: str, name: str) -> Refused:
     available = [*names(kind), *([*names("views"), AUTO, NONE] if kind == "drafters" else [])]
     near = difflib.get_close_matches(name, [*available, *presets(kind)], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(available)}."
-    if kind == "accept" and name in names("accept.lossy"):
+    if kind in ("accept", "canvas.policies") and name in names(f"{kind}.lossy"):
         hint = f"it is lossy: choose it with rule='lossy/{name}'"
     return Refused(f"there is no {KINDS[kind].noun} {name!r}: {hint} (`truedraft methods` lists all)")
 
@@ -268,8 +293,8 @@ def check(kind: str, spec: str) -> None:
 
 def _resolved(kind: str, spec: str, knobs: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     """The kind, name and knobs of a spec, which may name a lossy rule or a preset."""
-    if kind == "accept" and spec.startswith("lossy/"):
-        kind, spec = "accept.lossy", spec.removeprefix("lossy/")
+    if kind in ("accept", "canvas.policies") and spec.startswith("lossy/"):
+        kind, spec = f"{kind}.lossy", spec.removeprefix("lossy/")
     name, given = parsed(spec)
     preset: Mapping[str, Any] = {}
     if name not in names(kind) and name in (by_name := presets(kind)):

@@ -1,0 +1,229 @@
+"""What the parts of the canvas loop exchange, and the contracts of policies and speculators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.card import Card, Guarantee
+
+Fixed = frozenset[tuple[int, int]]  # positions with their tokens
+NOTHING: Fixed = frozenset()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A canvas that a row may reach.
+
+    fixed: what it fixes beyond the row's own.
+    steps: of the policy that lead to it.
+    """
+
+    fixed: Fixed
+    steps: int
+
+
+OWN = Draft(NOTHING, 0)
+
+
+@dataclass
+class Canvas:
+    """A text with masks.
+
+    tokens: ids, that of the mask where a position is not known.
+    known: whether each position is known.
+    """
+
+    tokens: list[int]
+    known: list[bool]
+
+    @classmethod
+    def behind(cls, prompt: Sequence[int], mask: int, length: int) -> Canvas:
+        """A prompt and masks up to a length."""
+        masks = length - len(prompt)
+        return cls([*prompt, *[mask] * masks], [True] * len(prompt) + [False] * masks)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def masked(self, span: range) -> list[int]:
+        """The positions of a span that are not known."""
+        return [i for i in span if not self.known[i]]
+
+    def fix(self, fixed: Fixed) -> None:
+        """Make positions known."""
+        for position, token in fixed:
+            self.tokens[position], self.known[position] = token, True
+
+    def after(self, fixed: Fixed) -> Canvas:
+        """A copy in which more positions are known."""
+        copied = Canvas(list(self.tokens), list(self.known))
+        copied.fix(fixed)
+        return copied
+
+
+@dataclass
+class CanvasRow:
+    """A row of a call.
+
+    canvas: the prompt, what is fixed so far, and masks.
+    prompt: length of the prompt.
+    blocks: the blocks to fill, in order.
+    ends: tokens that end the text.
+    new: most tokens behind the prompt.
+    at: index of the block that is being filled; len(blocks) when all are.
+    step: steps of the policy that led to this canvas.
+    committed: tokens whose keys and values are kept.
+    predictions: those at the latest canvas of the row that was scored, without the positions fixed since; None at the
+        start of a block.
+    emitted: new tokens that are known without a gap, up to the end of the text.
+    memory: of a policy or speculator, by its id.
+    """
+
+    index: int
+    canvas: Canvas
+    prompt: int
+    blocks: list[range]
+    ends: frozenset[int]
+    new: int
+    at: int = 0
+    step: int = 0
+    committed: int = 0
+    predictions: Predictions | None = None
+    emitted: int = 0
+    memory: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def block(self) -> range:
+        """The block that is being filled."""
+        return self.blocks[self.at]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text has ended within complete blocks, or the canvas is full."""
+        filled = self.blocks[self.at - 1].stop if self.at else self.prompt
+        return self.at == len(self.blocks) or self._ends(self.canvas.tokens[self.prompt : filled])
+
+    def finishes(self, fixed: Fixed) -> bool:
+        """Whether nothing is left to score when these positions of the block are fixed."""
+        places = dict(fixed)
+        if not all(self.canvas.known[i] or i in places for i in self.block):
+            return False
+        tokens = self.canvas.tokens
+        text = [places.get(i, tokens[i]) for i in range(max(self.block.start, self.prompt), self.block.stop)]
+        return self.at + 1 == len(self.blocks) or self._ends(text)
+
+    def reached(self, fixed: Fixed) -> tuple[Canvas, range, list[int]]:
+        """The canvas when these positions of the block are fixed, the block to fill then, and its masked positions."""
+        canvas = self.canvas.after(fixed) if fixed else self.canvas
+        if masked := canvas.masked(self.block):
+            return canvas, self.block, masked
+        block = self.blocks[self.at + 1]
+        return canvas, block, canvas.masked(block)
+
+    def _ends(self, tokens: Sequence[int]) -> bool:
+        return not self.ends.isdisjoint(tokens)
+
+    def emit(self) -> tuple[int, ...]:
+        """The new tokens that have become known without a gap, up to the end of the text, since this was called."""
+        first = self.prompt + self.emitted
+        tokens = self.canvas.tokens[first : self.prompt + self.new]
+        if self.emitted and self.canvas.tokens[first - 1] in self.ends:
+            return ()
+        known = zip(tokens, self.canvas.known[first:], strict=False)
+        found = [token for token, _ in takewhile(lambda pair: pair[1], known)]
+        end = next((i for i, token in enumerate(found) if token in self.ends), len(found) - 1)
+        self.emitted += end + 1
+        return tuple(found[: end + 1])
+
+    @property
+    def text(self) -> list[int]:
+        """The new tokens so far, up to the first end, included."""
+        return self.canvas.tokens[self.prompt : self.prompt + self.emitted]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a pass predicts at the masked positions of a block, n of them.
+
+    positions: (n,) in order.
+    logits: (n, V), warped.
+    tokens: (n,) the token chosen at each: the likeliest, or one that is drawn.
+    confidence: (n,) log-probabilities of these tokens in the model's own law.
+    block: the block.
+    drawn: chooses tokens anew at some of the positions, with the noise of a number of steps later: (indices, steps) ->
+        their tokens and confidence; None where tokens are chosen without noise.
+    """
+
+    positions: tuple[int, ...]
+    logits: Tensor
+    tokens: tuple[int, ...]
+    confidence: tuple[float, ...]
+    block: range
+    drawn: Callable[[Sequence[int], int], tuple[tuple[int, ...], tuple[float, ...]]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Indices by falling confidence; of equal ones the first position comes first."""
+        return tuple(sorted(range(len(self)), key=lambda i: -self.confidence[i]))
+
+    def fix(self, indices: Sequence[int]) -> Fixed:
+        """The choices at these indices."""
+        return frozenset((self.positions[i], self.tokens[i]) for i in indices)
+
+    def after(self, fixed: Fixed, steps: int) -> Predictions:
+        """The rest as the draft of a later step, when some positions are fixed."""
+        known = {position for position, _ in fixed}
+        rest = [i for i, position in enumerate(self.positions) if position not in known]
+        if self.drawn is None:
+            tokens, confidence = tuple(self.tokens[i] for i in rest), tuple(self.confidence[i] for i in rest)
+        else:
+            tokens, confidence = self.drawn(rest, steps)
+        positions, origin = tuple(self.positions[i] for i in rest), self.drawn
+        drawn = None if origin is None else lambda indices, later: origin([rest[i] for i in indices], steps + later)
+        return replace(
+            self, positions=positions, logits=self.logits[rest], tokens=tokens, confidence=confidence, drawn=drawn
+        )
+
+    @property
+    def probs(self) -> Tensor:
+        """(n, V)."""
+        return torch.softmax(self.logits, -1)
+
+
+class Policy(ABC):
+    """Decides which positions of a block a step fixes, from the predictions of one pass over the canvas before it.
+
+    guarantee: `tokens` of a reference, decoding step by step as models define it (`policies/`); `none` where more is
+        fixed at a time than the reference would fix (`policies/lossy/`).
+    """
+
+    card: ClassVar[Card]
+    guarantee: ClassVar[Guarantee]
+
+    @abstractmethod
+    def choose(self, predictions: Predictions, row: CanvasRow) -> Fixed:
+        """The positions that are fixed next, at least one, with their tokens."""
+
+    def begin(self, row: CanvasRow) -> None:
+        """A row begins."""
+
+
+class Speculator(ABC):
+    """Proposes canvases that a row may reach, to be scored in one pass with its own."""
+
+    card: ClassVar[Card]
+
+    @abstractmethod
+    def propose(self, row: CanvasRow, policy: Policy) -> list[Draft]:
+        """Later canvases of a row, likeliest first."""

@@ -1,0 +1,218 @@
+"""`accelerate(model)` for diffusion language models: the text of step-by-step decoding in fewer passes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from truedraft import registry
+from truedraft.call.surroundings import defaults, exclusive
+from truedraft.canvas._base import Canvas, CanvasRow, Policy, Speculator
+from truedraft.canvas.control import CanvasControl, CanvasCosts, FixedCanvases
+from truedraft.canvas.engine import CanvasEngine
+from truedraft.canvas.hosting import hosted_canvas
+from truedraft.canvas.layout import Layout
+from truedraft.canvas.settings import Settings, prompts_of, settings_of, with_tokens
+from truedraft.card import method_name
+from truedraft.errors import Refused
+from truedraft.standin import StandIn
+from truedraft.stats import Pass, Report
+from truedraft.stopwatch import Stopwatch
+
+REFERENCE, SPECULATOR = "low-confidence", "freedave"
+MOST = 64  # most canvases of a row in a pass besides its own
+
+
+class AcceleratedCanvas(StandIn):
+    """A diffusion language model with a faster `generate`; made by `accelerate`. Other attributes are the model's.
+
+    Attributes:
+        model: the model that was given, unchanged.
+        target, speculator, policy: the parts in use; speculator is None for one step per pass.
+        layout: how the model reads a canvas.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, draft: Any,
+        rule: Any, control: Any, runtime: str, strict: bool, layout: Layout,
+    ):  # fmt: skip
+        self.model, self.tokenizer, self.layout = model, tokenizer, layout
+        self.policy: Policy = _part(rule or REFERENCE, "canvas.policies", Policy)
+        lossy = self.policy.guarantee == "none"
+        if draft == "auto":
+            draft = None if lossy else SPECULATOR
+        self.speculator: Speculator | None = None
+        if draft is not None and draft != "none":
+            self.speculator = _part(draft, "canvas.speculators", Speculator)
+            if lossy:
+                raise Refused(
+                    f"draft={method_name(self.speculator)!r} verifies step-by-step decoding, which rule={self._rule!r} "
+                    "replaces: drop one of them"
+                )
+        if control not in ("cost", "fixed"):
+            raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
+        self.target = hosted_canvas(model, layout, runtime, strict)
+        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.control: CanvasControl = CanvasCosts(weight_bytes) if control == "cost" else FixedCanvases()
+        self._report: Report | None = None
+        self._complete()
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {type(self.model).__name__}: {self.model.num_parameters():,} parameters; drafter "
+            f"{self._drafter}, rule {self._rule}; passes by {self.target.runtime}>"
+        )
+
+    @property
+    def _drafter(self) -> str:
+        return "none" if self.speculator is None else method_name(self.speculator)
+
+    @property
+    def _rule(self) -> str:
+        return f"{'lossy/' if self.policy.guarantee == 'none' else ''}{method_name(self.policy)}"
+
+    def report(self) -> Report:
+        """Figures of the last call of `generate`; `tokens` are those known without a gap, up to the end of the text.
+
+        Raises:
+            Refused: there was no call yet.
+        """
+        if self._report is None:
+            raise Refused("there is nothing to report: call generate() first")
+        return self._report
+
+    def generate(
+        self, inputs: Tensor | None = None, *, attention_mask: Tensor | None = None, streamer: Any = None,
+        on_pass: Callable[[Pass], None] | None = None, on_canvas: Callable[[list[CanvasRow]], None] | None = None,
+        **given: Any,
+    ) -> Tensor:  # fmt: skip
+        """The text of step-by-step decoding, in fewer passes.
+
+        Args:
+            inputs: (batch, length) prompt ids; left-padded batches with their `attention_mask`.
+            streamer: of `transformers`, for one row: receives tokens as soon as all before them are known.
+            on_pass: called after every pass.
+            on_canvas: called after every pass with the rows, finished ones included.
+            **given: `generation_config`, its fields where they have a meaning for single positions, and `block_length`
+                (the model's own by default), `steps` (of decoding, as models count them; by default one per position)
+                and `seed` (of sampling; by default from torch's generator).
+
+        Returns:
+            (batch, length) token ids: prompts and new tokens, padded at the right.
+
+        Raises:
+            Refused: a setting that cannot be honoured, named before anything is computed.
+        """
+        inputs = given.pop("input_ids", None) if inputs is None else inputs
+        with exclusive([self]), defaults(), torch.no_grad():
+            self._report = None
+            prompts = prompts_of(inputs, attention_mask, self.layout, self.target.vocabulary)
+            settings = settings_of(self.model, self.layout, max(map(len, prompts)), given)
+            prompts = [prompt for prompt in prompts for _ in range(settings.count)]
+            if streamer is not None and len(prompts) > 1:
+                raise Refused(f"streamer: one text can be streamed, and there are {len(prompts)} rows")
+            rows = self._rows(prompts, settings)
+            self._decode(rows, settings, streamer, on_pass, on_canvas)
+            assert inputs is not None
+            return _output(inputs, rows, settings)
+
+    def _rows(self, prompts: list[list[int]], settings: Settings) -> list[CanvasRow]:
+        """Raises Refused where a canvas does not fit the context."""
+        rows = []
+        for i, prompt in enumerate(prompts):
+            blocks = settings.layout.blocks(len(prompt), settings.new)
+            length, context = blocks[-1].stop, self.target.context
+            if context is not None and length > context:
+                raise Refused(
+                    f"{len(prompt)} prompt tokens and {settings.new} new ones make a canvas of {length} positions, the "
+                    f"model's context has {context}: lower max_new_tokens or shorten the prompt"
+                )
+            canvas = Canvas.behind(prompt, settings.layout.mask, length)
+            rows.append(CanvasRow(i, canvas, len(prompt), blocks, settings.ends, settings.new))
+        return rows
+
+    def _decode(self, rows: list[CanvasRow], settings: Settings, streamer: Any, on_pass: Any, on_canvas: Any) -> None:
+        policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
+        self.target.layout = settings.layout
+        self._report = report = self._new_report(watch)
+        variants = MOST if self.speculator is None else getattr(self.speculator, "canvases", MOST)
+        self.target.reserve(len(rows), max(len(row.canvas) for row in rows), variants)
+        engine = CanvasEngine(self.target, policy, self.speculator, settings.chooser, self.control)
+        engine.score = watch.timed("target", engine.score)  # type: ignore[method-assign]
+        self.control.times = watch.times
+        advance = watch.timed("all", engine.step)
+        try:
+            if streamer is not None:
+                streamer.put(torch.tensor(rows[0].canvas.tokens[: rows[0].prompt]))
+            watch.timed("prefill", engine.admit)(rows)
+            while engine.running:
+                done = advance()
+                report.passes.append(done)
+                if streamer is not None:
+                    for token in done.emitted[0].tokens:
+                        streamer.put(torch.tensor([token]))
+                if on_pass is not None:
+                    on_pass(done)
+                if on_canvas is not None:
+                    on_canvas(rows)
+        finally:
+            self.target.free()
+            self.target.layout = self.layout
+            if streamer is not None:
+                streamer.end()
+
+    def _new_report(self, watch: Stopwatch) -> Report:
+        lossy = self.policy.guarantee == "none"
+        ties = "to the bit" if self.target.batch_invariant else f"up to ties of {_name(self.target.dtype)}"
+        report = Report(
+            self._drafter, self._rule, self.policy.guarantee, self.control.name, self.target.runtime,
+            dtype=_name(self.target.dtype), seconds=watch.seconds,
+            reference="none" if lossy else f"step-by-step decoding, one canvas per pass, {ties}",
+        )  # fmt: skip
+        if lossy:
+            report.notes.append(f"{self._rule} is lossy: this is not the text of step-by-step decoding")
+        return report
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedCanvas:
+        """A deep copy of the model, accelerated in the same way."""
+        speculator, policy = copy.copy(self.speculator), copy.copy(self.policy)
+        memo[id(self)] = copied = AcceleratedCanvas(
+            copy.deepcopy(self.model, memo), self.tokenizer, speculator, policy, self.control.name,
+            "auto" if self.target.batch_invariant else "stock", False, self.layout,
+        )  # fmt: skip
+        return copied
+
+
+def check_for_canvas(ties: str, view: Any) -> None:
+    """Raises Refused for arguments of `accelerate` that have no meaning for diffusion models."""
+    if ties != "keep":
+        raise Refused(f"ties={ties!r} is for autoregressive models: leave it out for a diffusion model")
+    if view is not None:
+        raise Refused(f"view={view!r} is for autoregressive models: leave it out for a diffusion model")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _part(given: Any, kind: str, base: type) -> Any:
+    """A policy or a speculator by its name, or one that was made already."""
+    if isinstance(given, str):
+        return registry.load(kind, given)
+    if isinstance(given, base):
+        return given
+    argument = registry.KINDS[kind].argument
+    raise Refused(f"{argument}={given!r}: give the name of a method for diffusion models (`truedraft methods`)")
+
+
+def _output(inputs: Tensor, rows: list[CanvasRow], settings: Settings) -> Tensor:
+    longest = max(len(row.text) for row in rows)
+    new = torch.full((len(rows), longest), settings.pad, dtype=inputs.dtype)
+    for line, row in zip(new, rows, strict=True):
+        line[: len(row.text)] = torch.tensor(row.text, dtype=inputs.dtype)
+    return torch.cat([inputs.repeat_interleave(settings.count, 0), new.to(inputs.device)], 1)

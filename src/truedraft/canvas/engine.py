@@ -1,0 +1,123 @@
+"""The canvas loop: canvases of all rows, and later ones that steps may lead to, are scored by one pass per step.
+
+propose  later canvases of each row, by its latest predictions
+score    one pass over the rows' own canvases and these
+verify   from the row's own canvas on, follow the steps of the policy for as long as they lead to canvases of this
+         pass; the last step leads beyond it, and its canvas is the row's next one
+commit   keys and values of blocks that are complete
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from truedraft.canvas._base import OWN, CanvasRow, Draft, Fixed, Policy, Speculator
+from truedraft.canvas.control import CanvasControl
+from truedraft.canvas.predicting import Chooser
+from truedraft.canvas.targets import CanvasTarget, Variant
+from truedraft.stats import Emission, Pass
+
+
+class CanvasEngine:
+    """Fills the canvases of rows.
+
+    Args:
+        target: reserved for these rows.
+        policy: the steps.
+        speculator: proposes later canvases; None for one step per pass.
+        chooser: of tokens.
+        control: how many canvases to propose.
+    """
+
+    def __init__(
+        self,
+        target: CanvasTarget,
+        policy: Policy,
+        speculator: Speculator | None,
+        chooser: Chooser,
+        control: CanvasControl,
+    ):
+        self.target, self.policy, self.speculator = target, policy, speculator
+        self.chooser, self.control = chooser, control
+        self.rows: list[CanvasRow] = []
+
+    def admit(self, rows: Sequence[CanvasRow]) -> None:
+        """Read the prompts of rows and begin them."""
+        committed = self.target.admit([row.canvas.tokens[: row.prompt] for row in rows])
+        for row, count in zip(rows, committed, strict=True):
+            row.committed = count
+            self.policy.begin(row)
+        self.rows += rows
+
+    @property
+    def running(self) -> bool:
+        return bool(self.rows)
+
+    def step(self) -> Pass:
+        """One pass over all rows."""
+        proposed = [self._propose(row) for row in self.rows]
+        possible = [
+            [self.target.variant(row, draft) for draft in (OWN, *drafts)]
+            for row, drafts in zip(self.rows, proposed, strict=True)
+        ]
+        kept = self.control.cut(self.rows, proposed, [[len(one.tokens) for one in row] for row in possible])
+        batches = [[OWN, *drafts[:count]] for drafts, count in zip(proposed, kept, strict=True)]
+        variants = [row[: count + 1] for row, count in zip(possible, kept, strict=True)]
+        logits = self.score(variants)
+        emitted, reached = [], []
+        for slot, (row, batch) in enumerate(zip(self.rows, batches, strict=True)):
+            path = self._verify(slot, row, batch, variants[slot], logits[slot])
+            emitted.append(Emission(row.index, row.emit(), len(path) - 1, len(batch) - 1))
+            reached.append(path)
+        self.control.observe(proposed, reached)
+        for slot in reversed(range(len(self.rows))):
+            if self.rows[slot].finished:
+                self._release(slot)
+        return Pass(max(sum(len(one.tokens) for one in row) for row in variants), tuple(emitted))
+
+    def score(self, variants: Sequence[Sequence[Variant]]) -> list[Tensor]:
+        """The pass, whose time the control reads."""
+        return self.target.score(variants)
+
+    def _propose(self, row: CanvasRow) -> list[Draft]:
+        """The drafts of a row; none that are finished, which have nothing to score."""
+        if self.speculator is None:
+            return []
+        return [draft for draft in self.speculator.propose(row, self.policy) if not row.finishes(draft.fixed)]
+
+    def _verify(
+        self, slot: int, row: CanvasRow, batch: Sequence[Draft], variants: Sequence[Variant], logits: Tensor
+    ) -> list[Fixed]:
+        """Follow the steps of the policy from the row's own canvas; what is fixed beyond it after each.
+
+        The row goes on from the last.
+        """
+        predictions = self.chooser.predictions(
+            logits, row.index, [row.step + draft.steps for draft in batch], [one.masked for one in variants],
+            [one.block for one in variants],
+        )  # fmt: skip
+        places = {draft: i for i, draft in enumerate(batch)}
+        path: list[Fixed] = []
+        at: int | None = 0
+        while at is not None:
+            last = at
+            fixed = batch[at].fixed | self.policy.choose(predictions[at], row)
+            path.append(fixed)
+            at = places.get(Draft(fixed, len(path)))
+        step = fixed - batch[last].fixed
+        row.canvas.fix(fixed)
+        row.step += len(path)
+        row.at = row.blocks.index(variants[last].block)
+        row.committed = self.target.commit(slot, last)
+        row.predictions = predictions[last].after(step, 1)
+        if not row.canvas.masked(row.block):
+            row.at, row.predictions = row.at + 1, None
+        return path
+
+    def _release(self, slot: int) -> None:
+        """Remove a row; the last one moves into its slot."""
+        self.target.release(slot)
+        self.rows[slot] = self.rows[-1]
+        self.rows.pop()

@@ -1,0 +1,1 @@
+"""Policies: which positions a step of a diffusion model fixes."""

@@ -1,0 +1,1 @@
+"""Speculators: later canvases that are verified together."""

@@ -1,0 +1,377 @@
+"""Canvases of diffusion models: the text of step-by-step decoding, whatever is verified beside it.
+
+The oracle is a loop of plain forwards, written here; that of sampled text is `canvas/reference.py`, which shares the
+choice of tokens with the engine, whose law is tested by itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+import truedraft
+from truedraft import registry
+from truedraft.canvas.engine import CanvasEngine
+from truedraft.canvas.layout import Layout
+from truedraft.canvas.noise import CanvasNoise
+from truedraft.canvas.predicting import Chooser
+from truedraft.canvas.reference import step_by_step
+from truedraft.canvas.targets import CanvasTarget, Variant
+from truedraft.errors import Refused
+
+MASK, END, PAD = 98, 5, 0
+REFERENCES, SPECULATORS = registry.names("canvas.policies"), registry.names("canvas.speculators")
+LAYOUTS = [
+    Layout(MASK, "blocks", 4), Layout(MASK, "blocks", 8), Layout(MASK, "blocks", 1), Layout(MASK, "blocks", 4, True),
+    Layout(MASK, "whole", 8), Layout(MASK, "whole", 5, True),
+]  # fmt: skip
+
+
+def model_of(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=99, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=END, pad_token_id=PAD,
+        bos_token_id=1, **(sizes | changes),
+    )  # fmt: skip
+    return sharpened(LlamaForCausalLM(config))
+
+
+def sharpened(model: Any) -> Any:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim == 2 else 1)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return model_of()
+
+
+class Bidirectional(PreTrainedModel):
+    """A model that attends to the whole text by itself and takes no mask, as LLaDA's own code does."""
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.inner = LlamaForCausalLM(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        length = input_ids.shape[1]
+        seen = torch.ones(len(input_ids), 1, length, length, dtype=torch.bool)
+        return self.inner(input_ids, attention_mask=seen, use_cache=False)
+
+
+def plain(model: Any, text: Sequence[int], layout: Layout) -> Tensor:
+    """(length, V) of a forward over a text, with a mask written out by hand."""
+    length = len(text)
+    seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
+    for i in range(length):
+        reach = length if layout.attention == "whole" else (i // layout.block + 1) * layout.block
+        seen[0, 0, i, :reach] = True
+    with torch.no_grad():
+        return model(torch.tensor([list(text)]), attention_mask=seen, use_cache=False).logits[0].float()
+
+
+def by_hand(model: Any, prompt: Sequence[int], new: int, layout: Layout, policy: str, tokens: int = 1) -> list[int]:
+    """Greedy step-by-step decoding as the models' own loops have it; up to the first end, included."""
+    first = 0 if layout.attention == "blocks" else len(prompt)
+    last = len(prompt) + new
+    starts = [a for a in range(first, last, layout.block) if a + layout.block > len(prompt)]
+    spans = [(a, a + layout.block if layout.attention == "blocks" else min(a + layout.block, last)) for a in starts]
+    text = [*prompt, *[MASK] * (spans[-1][1] - len(prompt))]
+    unknown = set(range(len(prompt), len(text)))
+    for start, end in spans:
+        while inside := sorted(i for i in unknown if start <= i < end):
+            given = text if layout.attention == "whole" else text[:end]
+            logits = plain(model, given, layout)
+            scored = {}
+            for i in inside:
+                probs = torch.softmax(logits[i - 1 if layout.shifted else i], -1)
+                scored[i] = (float(probs.max()), int(probs.argmax()))
+            order = sorted(inside, key=lambda i: -scored[i][0]) if policy == "low-confidence" else inside
+            for i in order[:tokens]:
+                text[i] = scored[i][1]
+                unknown.discard(i)
+        if END in text[len(prompt) : end]:
+            break
+    answer = text[len(prompt) : len(prompt) + new]
+    return answer[: answer.index(END) + 1] if END in answer else answer
+
+
+def ragged(rng: random.Random, lengths: Sequence[int]) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Prompts, and the same padded at the left with their mask."""
+    prompts = [[rng.randrange(6, 98) for _ in range(length)] for length in lengths]
+    longest = max(lengths)
+    ids = torch.tensor([[PAD] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    return prompts, ids, mask
+
+
+def texts_of(output: Tensor, start: int) -> list[list[int]]:
+    rows = [row[start:].tolist() for row in output]
+    return [row[: row.index(END) + 1] if END in row else row for row in rows]
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every pass is compared with plain forwards over the texts of its canvases; their numbers, by row and pass."""
+    score, counts = CanvasEngine.score, list[int]()
+
+    def checked(self: CanvasEngine, rows: Sequence[Sequence[Variant]]) -> list[Tensor]:
+        found = score(self, rows)
+        layout = self.target.layout
+        for row, variants, logits in zip(self.rows, rows, found, strict=True):
+            expected = []
+            for variant in variants:
+                text = [*row.canvas.tokens[: variant.start], *variant.tokens]
+                scored = plain(self.target.model, text, layout)
+                expected.append(scored[[place - layout.shifted for place in variant.masked]])
+            torch.testing.assert_close(logits, torch.cat(expected), atol=2e-3, rtol=1e-3)
+            counts.append(len(variants))
+        return found
+
+    monkeypatch.setattr(CanvasEngine, "score", checked)
+    return counts
+
+
+IDS = [f"{x.attention}{x.block}{'+1' * x.shifted}" for x in LAYOUTS]
+
+
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+@pytest.mark.parametrize("policy", REFERENCES)
+def test_text_is_that_of_step_by_step_decoding(model: Any, policy: str, layout: Layout, runtime: str) -> None:
+    prompts, ids, mask = ragged(random.Random(1), (3, 8, 13))
+    expected = [by_hand(model, prompt, 17, layout, policy) for prompt in prompts]
+    for draft, control in [(None, "fixed"), *((name, "fixed") for name in SPECULATORS), (SPECULATORS[0], "cost")]:
+        fast: Any = truedraft.accelerate(
+            model, draft=draft, rule=policy, control=control, runtime=runtime, layout=layout
+        )
+        output = fast.generate(ids, attention_mask=mask, max_new_tokens=17)
+        assert texts_of(output, ids.shape[1]) == expected
+        assert fast.report().guarantee == "tokens"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+@pytest.mark.parametrize("speculator", SPECULATORS)
+def test_every_canvas_of_a_pass_is_scored_as_by_a_plain_forward(
+    model: Any, speculator: str, layout: Layout, compared: list[int]
+) -> None:
+    prompts, ids, mask = ragged(random.Random(3), (2, 8, 21))
+    for runtime in ("auto", "stock"):
+        fast: Any = truedraft.accelerate(model, draft=speculator, control="fixed", runtime=runtime, layout=layout)
+        output = fast.generate(ids, attention_mask=mask, max_new_tokens=13)
+        assert texts_of(output, ids.shape[1]) == [by_hand(model, p, 13, layout, "low-confidence") for p in prompts]
+    assert layout.block == 1 or max(compared) > 2
+
+
+@pytest.mark.parametrize("speculator", SPECULATORS)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[4]], ids=lambda x: f"{x.attention}{x.block}")
+def test_several_positions_per_step(model: Any, speculator: str, layout: Layout) -> None:
+    prompts, ids, mask = ragged(random.Random(2), (4, 8))
+    fast: Any = truedraft.accelerate(model, draft=speculator, control="fixed", layout=layout)
+    output = fast.generate(ids, attention_mask=mask, max_new_tokens=16, steps=8)
+    assert texts_of(output, ids.shape[1]) == [by_hand(model, p, 16, layout, "low-confidence", 2) for p in prompts]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+@pytest.mark.parametrize("speculator", SPECULATORS)
+def test_sampled_text_is_a_function_of_the_seed(model: Any, speculator: str, layout: Layout) -> None:
+    """Whatever is verified beside it, and whatever rows it has beside it."""
+    prompts, ids, mask = ragged(random.Random(4), (3, 9))
+    settings: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_k=20, seed=11, max_new_tokens=12)
+    chooser = Chooser(LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)]), CanvasNoise(11))
+    for policy in REFERENCES:
+        scorer = partial(plain, model)
+        expected = [
+            step_by_step(scorer, layout, p, 12, registry.load("canvas.policies", policy), chooser, frozenset([END]), i)
+            for i, p in enumerate(prompts)
+        ]
+        for draft in (None, speculator):
+            fast: Any = truedraft.accelerate(model, draft=draft, rule=policy, control="fixed", layout=layout)
+            output = fast.generate(ids, attention_mask=mask, **settings)
+            assert texts_of(output, ids.shape[1]) == expected
+
+
+def test_sampled_tokens_have_the_law_of_the_model(model: Any) -> None:
+    """1,000 draws at the only mask; the hypothesis that they follow softmax(logits / 2) is rejected by chance once in
+    a thousand runs of other seeds."""
+    layout = Layout(MASK, "blocks", 4)
+    prompt = [7, 8, 9]
+    law = torch.softmax(plain(model, [*prompt, MASK], layout)[3] / 2, -1).double()
+    fast: Any = truedraft.accelerate(model, layout=layout)
+    seen = Counter(
+        int(fast.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=True, temperature=2.0, seed=seed)[0, -1])
+        for seed in range(1000)
+    )
+    frequent = [token for token in range(99) if law[token] * 1000 >= 5]
+    counts = [seen[token] for token in frequent]
+    expected = [float(law[token]) * 1000 for token in frequent]
+    rest = 1000 - sum(expected)
+    assert chisquare([*counts, 1000 - sum(counts)], [*expected, rest]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_model_that_attends_to_the_whole_by_itself(shifted: bool) -> None:
+    torch.manual_seed(1)
+    model = sharpened(Bidirectional(model_of().config))
+    layout = Layout(MASK, "whole", 4, shifted)
+    fast: Any = truedraft.accelerate(model, layout=layout)
+    prompt = [7, 8, 9, 10, 11]
+    output = fast.generate(torch.tensor([prompt]), max_new_tokens=12)
+    assert texts_of(output, 5) == [by_hand(model.inner, prompt, 12, layout, "low-confidence")]
+
+
+def test_layouts_are_declared_by_configurations(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, eos_token_id=END, pad_token_id=PAD, bos_token_id=1,
+    )  # fmt: skip
+    config.canvas_config = {"mask": MASK, "attention": "blocks", "block": 4}
+    model = sharpened(Qwen3ForCausalLM(config))
+    model.save_pretrained(tmp_path)
+    loaded = Qwen3ForCausalLM.from_pretrained(tmp_path).eval()
+    fast: Any = truedraft.accelerate(loaded)
+    assert isinstance(vars(fast)["target"], CanvasTarget) and fast.layout == Layout(MASK, "blocks", 4)
+    output = fast.generate(torch.tensor([[7, 8, 9, 10]]), max_new_tokens=9)
+    assert texts_of(output, 4) == [by_hand(model, [7, 8, 9, 10], 9, fast.layout, "low-confidence")]
+
+
+def test_streamed_tokens_are_those_known_without_a_gap(model: Any) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.ended = False
+
+        def put(self, value: Tensor) -> None:
+            self.tokens += value.tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    streamer = Streamer()
+    fast: Any = truedraft.accelerate(model, layout=Layout(MASK, "blocks", 8))
+    output = fast.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=20, streamer=streamer)
+    assert streamer.tokens == output[0].tolist() and streamer.ended
+    assert fast.report().tokens == len(output[0]) - 3
+
+
+LOSSY = [
+    f"lossy/{name}" for name in (*registry.names("canvas.policies.lossy"), *registry.presets("canvas.policies.lossy"))
+]
+
+
+@pytest.mark.parametrize("policy", LOSSY)
+def test_lossy_policies_fill_every_canvas_and_are_labelled(model: Any, policy: str) -> None:
+    for layout in (LAYOUTS[1], LAYOUTS[4]):
+        _, ids, mask = ragged(random.Random(5), (3, 9))
+        fast: Any = truedraft.accelerate(model, rule=policy, layout=layout)
+        output = fast.generate(ids, attention_mask=mask, max_new_tokens=14)
+        report = fast.report()
+        assert MASK not in output and report.guarantee == "none" and "is lossy" in report.notes[0]
+        assert report.rule.startswith("lossy/") and len(report.passes) <= 2 * 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": 0}, "must be greater than 0"),
+        ({"max_new_tokens": 300}, "the model's context has 256"),
+        ({"block_length": 0}, "block_length=0: give"),
+        ({"steps": 5}, "steps=5: give a divisor of the 128 positions"),
+        ({"stop_strings": ["a"]}, "stop_strings"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty=1.3 is not supported for diffusion models"),
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"logits_processor": [NoRepeatNGramLogitsProcessor(2)]}, "NoRepeatNGramLogitsProcessor"),
+        ({"seed": -1, "do_sample": True}, "seed=-1: give an integer"),
+        ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
+        ({"temperature": 0.0, "do_sample": True}, "temperature=0.0"),
+    ],
+)
+def test_settings_that_cannot_be_honoured(model: Any, arguments: dict[str, Any], message: str) -> None:
+    fast: Any = truedraft.accelerate(model, layout=Layout(MASK, "blocks", 4))
+    with pytest.raises(Refused) as refused:
+        fast.generate(torch.tensor([[7, 8, 9]]), **arguments)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([[7, MASK]], "contains the mask token"),
+        ([[7, 99]], "outside the model's vocabulary"),
+        ([[]], "at least one token"),
+    ],
+)
+def test_prompts_that_cannot_be_read(model: Any, inputs: list[list[int]], message: str) -> None:
+    fast: Any = truedraft.accelerate(model, layout=Layout(MASK, "blocks", 4))
+    with pytest.raises(Refused, match=message):
+        fast.generate(torch.tensor(inputs, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rule": "lossy/fast-dllm", "draft": "freedave"}, "verifies step-by-step decoding"),
+        ({"rule": "fast-dllm"}, "it is lossy: choose it with rule='lossy/fast-dllm'"),
+        ({"rule": "greedy"}, "there is no policy 'greedy'"),
+        ({"draft": "suffix"}, "there is no speculator 'suffix'"),
+        ({"view": "lossy/window-kv"}, "is for autoregressive models"),
+        ({"ties": "recheck"}, "is for autoregressive models"),
+        ({"control": "x"}, "diffusion models have 'cost' and 'fixed'"),
+        ({"layout": Layout(200)}, "outside the vocabulary"),
+    ],
+)
+def test_parts_that_do_not_fit(model: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        truedraft.accelerate(model, **{"layout": Layout(MASK, "blocks", 4), **arguments})
+
+
+def test_a_model_that_attends_backwards_only_is_refused() -> None:
+    class Causal(Bidirectional):
+        def forward(self, input_ids: Tensor) -> Any:
+            return self.inner(input_ids, use_cache=False)
+
+    with pytest.raises(Refused, match="attends to earlier positions only"):
+        truedraft.accelerate(sharpened(Causal(model_of().config)), layout=Layout(MASK))
+
+
+def test_a_call_ends_with_the_cache_released(model: Any) -> None:
+    fast: Any = truedraft.accelerate(model, layout=Layout(MASK, "blocks", 4))
+
+    def fail(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fast.generate(torch.tensor([[7, 8, 9]]), on_pass=fail)
+    assert fast.target.cache is None
+    expected = [by_hand(model, [7, 8, 9], 9, fast.layout, "low-confidence")]
+    assert texts_of(fast.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=9), 3) == expected
