@@ -303,7 +303,7 @@ def test_lossy_policies_fill_every_canvas_and_are_labelled(model: Any, policy: s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_new_tokens": 0}, "must be greater than 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: give a whole number"),
         ({"max_new_tokens": 300}, "the model's context has 256"),
         ({"block_length": 0}, "block_length=0: give"),
         ({"steps": 5}, "steps=5: give a divisor of the 128 positions"),

@@ -117,7 +117,7 @@ ALLOWED = {
     "stores": {"tree", "card", "errors", "files", "stores", "runtime"},
     "registry": {"card", "declared", "errors"},
     "declared": {"card"},
-    "loading": {"assets", "errors", "runtime", "targets"},
+    "loading": {"assets", "errors", "runtime", "targets", "canvas"},  # canvas: the layouts that configurations declare
     "assets": {"errors"},
 }
 

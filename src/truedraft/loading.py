@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft import assets
+from truedraft.canvas.layout import declares
 from truedraft.errors import Note, Refused, why
 from truedraft.runtime import QUANTIZED, checkpoints
 from truedraft.targets import kinds
@@ -100,6 +101,13 @@ def check(name: str, dtype: str = "auto", quantize: str | None = None, argument:
     if quantize is not None and quantize not in QUANTIZED:
         raise Refused(f"--quantize {quantize}: choose one of {', '.join(QUANTIZED)}")
     return source_of(name, argument)
+
+
+def fills_canvases(source: Path | str) -> bool:
+    """Whether a model is a diffusion model with a canvas; names on the hub are only known once they are loaded."""
+    if not isinstance(source, Path) or not (source / "config.json").is_file():
+        return False
+    return declares(json.loads((source / "config.json").read_bytes()))
 
 
 def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:

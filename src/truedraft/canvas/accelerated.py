@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,39 @@ from truedraft.stopwatch import Stopwatch
 
 REFERENCE, SPECULATOR = "low-confidence", "freedave"
 MOST = 64  # most canvases of a row in a pass besides its own
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions that are called during a call; see `AcceleratedCanvas.generate`."""
+
+    streamer: Any
+    on_pass: Callable[[Pass], None] | None
+    on_read: Callable[[int, int], None] | None
+    on_canvas: Callable[[list[CanvasRow]], None] | None
+
+    def read(self, rows: list[CanvasRow]) -> None:
+        """The prompts are read."""
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(rows[0].canvas.tokens[: rows[0].prompt]))
+        if self.on_read is not None:
+            total = sum(row.prompt for row in rows)
+            self.on_read(total, total)
+
+    def passed(self, done: Pass, rows: list[CanvasRow]) -> None:
+        """A pass is complete."""
+        if self.streamer is not None:
+            for token in done.emitted[0].tokens:
+                self.streamer.put(torch.tensor([token]))
+        if self.on_pass is not None:
+            self.on_pass(done)
+        if self.on_canvas is not None:
+            self.on_canvas(rows)
+
+    def end(self) -> None:
+        """The call ends, also by an error."""
+        if self.streamer is not None:
+            self.streamer.end()
 
 
 class AcceleratedCanvas(StandIn):
@@ -88,8 +122,8 @@ class AcceleratedCanvas(StandIn):
 
     def generate(
         self, inputs: Tensor | None = None, *, attention_mask: Tensor | None = None, streamer: Any = None,
-        on_pass: Callable[[Pass], None] | None = None, on_canvas: Callable[[list[CanvasRow]], None] | None = None,
-        **given: Any,
+        on_pass: Callable[[Pass], None] | None = None, on_read: Callable[[int, int], None] | None = None,
+        on_canvas: Callable[[list[CanvasRow]], None] | None = None, references: Any = None, **given: Any,
     ) -> Tensor:  # fmt: skip
         """The text of step-by-step decoding, in fewer passes.
 
@@ -97,6 +131,7 @@ class AcceleratedCanvas(StandIn):
             inputs: (batch, length) prompt ids; left-padded batches with their `attention_mask`.
             streamer: of `transformers`, for one row: receives tokens as soon as all before them are known.
             on_pass: called after every pass.
+            on_read: called once the prompts are read, with their tokens, twice.
             on_canvas: called after every pass with the rows, finished ones included.
             **given: `generation_config`, its fields where they have a meaning for single positions, and `block_length`
                 (the model's own by default), `steps` (of decoding, as models count them; by default one per position)
@@ -111,13 +146,16 @@ class AcceleratedCanvas(StandIn):
         inputs = given.pop("input_ids", None) if inputs is None else inputs
         with exclusive([self]), defaults(), torch.no_grad():
             self._report = None
+            if references is not None:
+                raise Refused("references are for autoregressive models: leave them out for a diffusion model")
             prompts = prompts_of(inputs, attention_mask, self.layout, self.target.vocabulary)
             settings = settings_of(self.model, self.layout, max(map(len, prompts)), given)
             prompts = [prompt for prompt in prompts for _ in range(settings.count)]
             if streamer is not None and len(prompts) > 1:
                 raise Refused(f"streamer: one text can be streamed, and there are {len(prompts)} rows")
             rows = self._rows(prompts, settings)
-            self._decode(rows, settings, streamer, on_pass, on_canvas)
+            hooks = Hooks(streamer, on_pass, on_read, on_canvas)
+            self._decode(rows, settings, hooks)
             assert inputs is not None
             return _output(inputs, rows, settings)
 
@@ -136,7 +174,7 @@ class AcceleratedCanvas(StandIn):
             rows.append(CanvasRow(i, canvas, len(prompt), blocks, settings.ends, settings.new))
         return rows
 
-    def _decode(self, rows: list[CanvasRow], settings: Settings, streamer: Any, on_pass: Any, on_canvas: Any) -> None:
+    def _decode(self, rows: list[CanvasRow], settings: Settings, hooks: Hooks) -> None:
         policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
         self.target.layout = settings.layout
         self._report = report = self._new_report(watch)
@@ -147,24 +185,15 @@ class AcceleratedCanvas(StandIn):
         self.control.times = watch.times
         advance = watch.timed("all", engine.step)
         try:
-            if streamer is not None:
-                streamer.put(torch.tensor(rows[0].canvas.tokens[: rows[0].prompt]))
             watch.timed("prefill", engine.admit)(rows)
+            hooks.read(rows)
             while engine.running:
-                done = advance()
-                report.passes.append(done)
-                if streamer is not None:
-                    for token in done.emitted[0].tokens:
-                        streamer.put(torch.tensor([token]))
-                if on_pass is not None:
-                    on_pass(done)
-                if on_canvas is not None:
-                    on_canvas(rows)
+                report.passes.append(advance())
+                hooks.passed(report.passes[-1], rows)
         finally:
             self.target.free()
             self.target.layout = self.layout
-            if streamer is not None:
-                streamer.end()
+            hooks.end()
 
     def _new_report(self, watch: Stopwatch) -> Report:
         lossy = self.policy.guarantee == "none"

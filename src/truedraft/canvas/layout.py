@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -56,6 +56,11 @@ class Layout:
         return [range(start, start + self.block) for start in range(first, prompt + new, self.block)]
 
 
+def declares(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration in a model's folder is that of a diffusion model with a canvas."""
+    return config.get(FIELD) is not None or config.get("model_type") in KNOWN
+
+
 def layout_of(config: Any, tokenizer: Any = None) -> Layout | None:
     """The layout that a configuration declares, or that its model type is known for; None for other models.
 
@@ -74,8 +79,3 @@ def layout_of(config: Any, tokenizer: Any = None) -> Layout | None:
             )
         settings["mask"] = mask
     return Layout(**settings)
-
-
-def span(blocks: Sequence[range], position: int) -> range:
-    """The block of a position."""
-    return next(block for block in blocks if position in block)

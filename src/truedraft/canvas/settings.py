@@ -71,11 +71,14 @@ def settings_of(model: Any, layout: Layout, prompt: int, given: Mapping[str, Any
     kwargs = dict(given)
     block, steps, seed = (kwargs.pop(name, None) for name in ("block_length", "steps", "seed"))
     processors = kwargs.pop("logits_processor", None) or []
+    most = kwargs.get("max_new_tokens")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or most < 1):
+        raise Refused(f"max_new_tokens={most!r}: give a whole number of at least 1")
     config = _config(model, kwargs)
     layout = layout.of_length(block)
     new = config.max_new_tokens or (config.max_length - prompt if config.max_length else NEW)
-    if isinstance(new, bool) or not isinstance(new, Integral) or new < 1:
-        raise Refused(f"max_new_tokens={new!r}: give a whole number of at least 1")
+    if new < 1:
+        raise Refused(f"max_length={config.max_length} leaves no room behind {prompt} prompt tokens: raise it")
     sample = bool(config.do_sample)
     noise = CanvasNoise(_seed(seed)) if sample else None
     ends = config.eos_token_id

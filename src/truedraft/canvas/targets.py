@@ -51,6 +51,9 @@ class CanvasTarget(ABC):
         batch_invariant: whether the logits of a canvas have the same bits whatever else is in the pass.
     """
 
+    reads_sources = False
+    hard_limit = None
+
     def __init__(self, model: PreTrainedModel, layout: Layout, runtime: str = "auto"):
         self.model, self.layout = model, layout
         self.config = model.config.get_text_config(decoder=True)

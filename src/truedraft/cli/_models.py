@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from truedraft import loading
 from truedraft.bench.sizes import size_of
-from truedraft.cli._options import check_names, use_threads
+from truedraft.canvas.layout import layout_of
+from truedraft.cli._options import DIFFUSES, check_names, use_threads
 from truedraft.cli._text import waiting
+from truedraft.errors import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,14 +28,22 @@ def load(
     argument: str = "MODEL",
     reads_sources: str | None = None,
     stretched: str | None = None,
+    canvases: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """As `loading.load`, without the log output of the libraries.
 
     stretched: the size to which the model is stretched, see `bench.sizes.size_of`.
+    canvases: whether the command runs diffusion models.
+
+    Raises:
+        Refused: as `loading.load`; or it is a diffusion model.
     """
     _hush()
     if stretched is None:
-        return loading.load(name, dtype, quantize, argument, reads_sources)
+        loaded = loading.load(name, dtype, quantize, argument, reads_sources)
+        if not canvases and layout_of(loaded[0].config, loaded[1]) is not None:
+            raise Refused(f"{argument} {name!r} {DIFFUSES}")
+        return loaded
     layers, hidden = size_of(stretched, name)
     from truedraft.bench import stretched as stretching
     from truedraft.runtime.quantize import quantize as quantized
@@ -86,15 +96,18 @@ def accelerated(
     ties: str = "keep",
     stretched: str | None = None,
     view: str | None = None,
+    canvases: bool = False,
 ) -> Accelerated:
-    """Load and accelerate a model, with drafter, rule and control by name.
+    """Load and accelerate a model, with drafter, rule and control by name; a diffusion model as `AcceleratedCanvas`.
 
     threads: of torch; None leaves them as they are. The other arguments are those of `load`.
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
     """
-    check_names(name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule, views=[view])
+    check_names(
+        name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule, views=[view], canvases=canvases
+    )
     if stretched is not None:
         size_of(stretched, name)
     with waiting("loading the model"):
@@ -102,6 +115,9 @@ def accelerated(
         from truedraft import accelerate, registry
 
         _hush()
+        if canvases and loading.fills_canvases(loading.check(name, dtype, quantize, argument)):
+            loaded = load(name, dtype, quantize, argument, reads_sources, stretched, canvases)
+            return accelerate(*loaded, draft=draft, rule=rule, control=control, ties=ties, view=view)
         drafter = registry.load("drafters", draft)  # first, so that a wrong knob fails before the model is loaded
         controller = registry.load("control", control)
         accept = None if rule is None else registry.load("accept", rule)

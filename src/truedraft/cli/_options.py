@@ -12,6 +12,9 @@ from typer.core import TyperCommand
 from truedraft import loading, registry
 from truedraft.errors import Refused
 
+DIFFUSES = (
+    "is a diffusion model, which this command does not run: `truedraft generate` and `truedraft demo --canvas` do"
+)
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 
 Control = Annotated[str, Option(help="Draft size: cost (what pays here) or fixed (always full).")]
@@ -46,11 +49,21 @@ def check_names(
     control: str = "cost",
     rule: str | None = None,
     views: Sequence[str | None] = (),
+    canvases: bool = False,
 ) -> None:
-    """Raises Refused for an unknown model, dtype, quantisation, method or knob.
+    """Raises Refused for an unknown model, dtype, quantisation, method or knob, or a diffusion model.
 
     views: that the model generates under.
+    canvases: whether the command runs diffusion models.
     """
+    if loading.fills_canvases(loading.check(model, dtype, quantize, argument)):
+        if not canvases:
+            raise Refused(f"{argument} {model!r} {DIFFUSES}")
+        for draft in {*drafts} - {registry.AUTO, registry.NONE}:
+            registry.check("canvas.speculators", draft)
+        if rule is not None:
+            registry.check("canvas.policies", rule)
+        return
     for draft in drafts:
         registry.check("drafters", draft)
     registry.check("control", control)
@@ -58,7 +71,6 @@ def check_names(
         registry.check("accept", rule)
     for view in filter(None, views):
         registry.check_lossy_view(view)
-    loading.check(model, dtype, quantize, argument)
 
 
 def use_threads(threads: int | None) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}  # fields that others override
 MOST_TEXTS = 10_000  # per prompt: transformers copies the prompt for each before memory can be checked here
+CANVAS = {"block_length", "steps"}  # settings of diffusion models
 SAMPLED = ("top_h",)  # as SAMPLING, without options of their own
 NUMBERS = ("top_h", "guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "length_penalty")
 LISTS = ("suppress_tokens", "begin_suppress_tokens")  # of token ids
@@ -74,7 +75,11 @@ class Request:
     def check(self, fast: Accelerated) -> None:
         """Raises Refused for what can be checked before any request is run."""
         from truedraft.call.arguments import check_lengths
+        from truedraft.canvas.targets import CanvasTarget
 
+        if not isinstance(fast.target, CanvasTarget):
+            for name in CANVAS & self.settings.keys():
+                raise Refused(f"--{name.replace('_', '-')} is for diffusion models: leave it out")
         check_tokens(self.settings, fast.target.vocabulary)
         sources = fast.target.reads_sources
         if self.chat and sources:
@@ -178,6 +183,19 @@ def check_seed(seed: int | None, sample: bool) -> None:
         check_seeds([seed])
         if not sample:
             raise Refused(f"--seed {seed} needs --sample: greedy text is the same under every seed")
+
+
+def of_canvas(block_length: int | None, steps: int | None) -> dict[str, int]:
+    """Settings that only diffusion models have.
+
+    Raises:
+        Refused: a number is below 1.
+    """
+    given = {"block_length": block_length, "steps": steps}
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise Refused(f"--{name.replace('_', '-')} {value} must be at least 1")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:

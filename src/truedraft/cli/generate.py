@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import Control, Dtype, Quantize, Threads, View, check_names
-from truedraft.cli._request import Request, check_seed, read_prompts, read_settings
+from truedraft.cli._request import Request, check_seed, of_canvas, read_prompts, read_settings
 from truedraft.cli._text import read, reading, waiting
 from truedraft.errors import Refused
 from truedraft.text.pieces import Pieces
@@ -55,6 +55,8 @@ def generate(
     num_return_sequences: Annotated[int, Option("--num-return-sequences", "-n", help="How many texts.")] = 1,
     max_time: Annotated[float | None, Option(help="End after this many seconds.")] = None,
     seed: Annotated[int | None, Option(help="Seed for torch.manual_seed.")] = None,
+    block_length: Annotated[int | None, Option(help="Positions in a block; of a diffusion model.")] = None,
+    steps: Annotated[int | None, Option(help="Steps of decoding; of a diffusion model, one per position.")] = None,
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Another GenerationConfig field; repeatable.")
     ] = None,
@@ -86,9 +88,12 @@ def generate(
     documents = [read(path, "--reference") for path in reference or ()]
     check_seed(seed, sample)
     read_items = read_prompts(prompt, file, prompts)
-    check_names(model, dtype, quantize, drafts=[draft], control=control, rule=rule, views=[view])
-    config = read_settings(fields, settings or ())
-    fast = accelerated(model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view)
+    names = {"drafts": [draft], "control": control, "rule": rule, "views": [view], "canvases": True}
+    check_names(model, dtype, quantize, **names)  # type: ignore[arg-type]
+    config = read_settings(fields, settings or ()) | of_canvas(block_length, steps)
+    fast = accelerated(
+        model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view, canvases=True
+    )
     items = read_items(fast.target.reads_sources)
     places = [f"prompt {i} of {len(items)}" for i in range(1, len(items) + 1)] if prompts is not None else [""]
     requests = [
