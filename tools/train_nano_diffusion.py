@@ -1,8 +1,8 @@
 """Train `nano-diffusion`, the embedded masked-diffusion model, on the text of `nano` with its tokenizer and a mask.
 
 One set of weights for both ways in which such models attend: to the whole canvas (LLaDA), and to the own block and all
-earlier ones (block diffusion, BD3-LM: noisy blocks beside clean ones in one forward). A masked position predicts its
-own token; noise of a level t is a mask with probability t, and its loss is divided by t.
+earlier ones (block diffusion, BD3-LM: noisy blocks beside clean ones in one forward). Logits are for the next position,
+as those of `nano`, which it starts from. Noise of a level t is a mask with probability t, and its loss is divided by t.
 
     python tools/train_nano_diffusion.py model  --stories FILE --plays FILE --out RUN --start FOLDER --minutes 120
     python tools/train_nano_diffusion.py export --out RUN --to src/truedraft/assets/nano-diffusion
@@ -27,7 +27,8 @@ from truedraft.train.loop import Plan, Run, fit
 
 MASK = "<|mask|>"
 BLOCKS = [4, 8, 16, 32]  # sizes of blocks in training
-LENGTHS = [96, 128, 192, 256, 384, 512]
+LENGTHS = [96, 128, 192, 256, 320, 512]
+LONG = 0.15  # share of the documents that may have the last of these lengths
 AFTER_END = 0.1  # weight in the loss of the marks that fill a canvas behind its end
 LEAST = 0.1  # level of noise that the loss is divided by at least
 
@@ -68,7 +69,10 @@ def batches(corpus: Corpus, rng: random.Random, tokens: int, causal: float) -> I
         in_blocks = rng.random() < causal
         length, rows = 0, 0
         while not rows or len(waiting[length]) < rows:
-            ids, weight = canvas(corpus, rng, False, LENGTHS[-1])
+            longest = LENGTHS[-1 if rng.random() < LONG else -2]
+            ids, weight = canvas(corpus, rng, False, longest)
+            ids += [ids[-1]] * (LENGTHS[-1] - longest)
+            weight += [AFTER_END] * (LENGTHS[-1] - longest)
             used = next((i for i in range(len(ids), 0, -1) if ids[i - 1] != ids[-1]), 1)
             length = next(n for n in LENGTHS if n > used or n == LENGTHS[-1])
             waiting[length].append((ids[:length], weight[:length]))
@@ -111,7 +115,8 @@ def attended(length: int, block: int) -> Tensor:
 
 
 def logits(model: LlamaForCausalLM, noisy: Tensor, batch: Canvases, at: Tensor) -> Tensor:
-    """(n, V) of the noisy positions where `at`, (rows, S) bool, is True."""
+    """(n, V) for the noisy positions where `at`, (rows, S) bool, is True: those of the position before, which for the
+    first of a block is the last of the clean block before it."""
     length = noisy.shape[1]
     if batch.block:
         ids, positions = torch.cat([noisy, batch.ids], 1), torch.arange(length).repeat(2)[None]
@@ -120,7 +125,11 @@ def logits(model: LlamaForCausalLM, noisy: Tensor, batch: Canvases, at: Tensor) 
         ids, positions = noisy, torch.arange(length)[None]
         reads = torch.ones(1, 1, length, length, dtype=torch.bool)
     states = model.model(ids, attention_mask=reads, position_ids=positions, use_cache=False).last_hidden_state
-    return model.lm_head(states[:, :length][at]).float()
+    row, place = at.nonzero(as_tuple=True)
+    before = place - 1
+    if batch.block:
+        before = torch.where(place % batch.block == 0, length + before, before)
+    return model.lm_head(states[row, before]).float()
 
 
 def loss(batch: Canvases, model: LlamaForCausalLM, mask: int, generator: torch.Generator) -> Tensor:

@@ -227,3 +227,6 @@ class Speculator(ABC):
     @abstractmethod
     def propose(self, row: CanvasRow, policy: Policy) -> list[Draft]:
         """Later canvases of a row, likeliest first."""
+
+    def observe(self, row: CanvasRow, policy: Policy, before: Predictions, step: Fixed) -> None:
+        """The step that a row took from its latest canvas, of which these were the predictions before."""

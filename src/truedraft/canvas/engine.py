@@ -107,6 +107,8 @@ class CanvasEngine:
             path.append(fixed)
             at = places.get(Draft(fixed, len(path)))
         step = fixed - batch[last].fixed
+        if row.predictions is not None and self.speculator is not None:
+            self.speculator.observe(row, self.policy, row.predictions, path[0])
         row.canvas.fix(fixed)
         row.step += len(path)
         row.at = row.blocks.index(variants[last].block)
