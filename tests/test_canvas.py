@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,13 +31,16 @@ from transformers import (
 
 import truedraft
 from truedraft import registry
+from truedraft.audit.canvases import audit_canvases
+from truedraft.audit.tokens import FAR, Audit
 from truedraft.canvas.engine import CanvasEngine
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.noise import CanvasNoise
 from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.reference import step_by_step
-from truedraft.canvas.targets import CanvasTarget, Variant
+from truedraft.canvas.targets import BlockTarget, CanvasTarget, Variant
 from truedraft.errors import Refused
+from truedraft.runtime.nodes import Nodes
 
 MASK, END, PAD = 98, 5, 0
 REFERENCES, SPECULATORS = registry.names("canvas.policies"), registry.names("canvas.speculators")
@@ -209,10 +213,10 @@ def test_sampled_text_is_a_function_of_the_seed(model: Any, speculator: str, lay
     settings: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_k=20, seed=11, max_new_tokens=12)
     chooser = Chooser(LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)]), CanvasNoise(11))
     for policy in REFERENCES:
-        scorer = partial(plain, model)
+        scorer, part = partial(plain, model), registry.load("canvas.policies", policy)
         expected = [
-            step_by_step(scorer, layout, p, 12, registry.load("canvas.policies", policy), chooser, frozenset([END]), i)
-            for i, p in enumerate(prompts)
+            step_by_step(scorer, layout, prompt, 12, part, chooser, frozenset([END]), i).text
+            for i, prompt in enumerate(prompts)
         ]
         for draft in (None, speculator):
             fast: Any = truedraft.accelerate(model, draft=draft, rule=policy, control="fixed", layout=layout)
@@ -375,3 +379,91 @@ def test_a_call_ends_with_the_cache_released(model: Any) -> None:
     assert fast.target.cache is None
     expected = [by_hand(model, [7, 8, 9], 9, fast.layout, "low-confidence")]
     assert texts_of(fast.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=9), 3) == expected
+
+
+# ---------------------------------------------------------------- the audit, and planted faults
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def __call__(self, texts: Sequence[str], **_: Any) -> Any:
+        rows = [[int(word) for word in text.split()] for text in texts]
+        longest = max(map(len, rows))
+        return SimpleNamespace(
+            input_ids=torch.tensor([[PAD] * (longest - len(row)) + row for row in rows]),
+            attention_mask=torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
+        )
+
+
+def audited(model: Any, layout: Layout, plant: Callable[[], None] = lambda: None) -> Audit:
+    sides: Any = {name: truedraft.accelerate(model, draft=name, control="fixed", layout=layout) for name in SPECULATORS}
+    plant()
+    prompts = [" ".join(map(str, prompt)) for prompt in ragged(random.Random(6), (3, 9, 14))[0]]
+    return audit_canvases(model, Words(), sides, prompts, tokens=16, batches=(1, 3))
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]], ids=["blocks", "shifted", "whole"])
+def test_an_audit_finds_nothing_in_what_is_exact(model: Any, layout: Layout) -> None:
+    found = audited(model, layout)
+    assert found.exact and not found.found and found.tokens > 150 and found.rows > 100 and found.worst_row < FAR
+
+
+def leaking_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A canvas beside the row's own reads an entry of the one before it."""
+    add = BlockTarget._add
+
+    def leaked(self: Any, nodes: Nodes, slot: int, tokens: Any, start: int, place: int, before: range) -> None:
+        beside = place > self.cache.lengths[slot] and not before and start > 0
+        add(self, nodes, slot, tokens, start, place, range(place - 1, place) if beside else before)
+
+    monkeypatch.setattr(BlockTarget, "_add", leaked)
+
+
+def other_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two positions with near confidences the second is fixed, beside the first canvas of a pass."""
+    verify = CanvasEngine._verify
+
+    def swapped(self: Any, slot: int, row: Any, batch: Any, variants: Any, logits: Tensor) -> Any:
+        scored, choose = 0, self.policy.choose
+
+        def second(predictions: Any, of_row: Any) -> Any:
+            nonlocal scored
+            scored += 1
+            return predictions.fix(
+                predictions.order[1:2] if scored == 2 and len(predictions) > 1 else predictions.order[:1]
+            )
+
+        self.policy.choose = second
+        try:
+            return verify(self, slot, row, batch, variants, logits)
+        finally:
+            self.policy.choose = choose
+
+    monkeypatch.setattr(CanvasEngine, "_verify", swapped)
+
+
+def stale_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of a complete block are kept as they were when it had a mask."""
+    commit = BlockTarget.commit
+
+    def stale(self: Any, slot: int, variant: int) -> int:
+        before = self.cache.lengths[slot]
+        length = commit(self, slot, variant)
+        if length > before:
+            for layer in self.cache.layers:
+                layer.keys[slot, :, length - 1] *= 0.9
+        return length
+
+    monkeypatch.setattr(BlockTarget, "commit", stale)
+
+
+@pytest.mark.parametrize("fault", [leaking_mask, other_order, stale_block])
+def test_an_audit_finds_a_planted_fault(model: Any, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not audited(model, LAYOUTS[1], partial(fault, monkeypatch)).exact
+
+
+def test_a_model_whose_passes_are_wrong_is_not_hosted(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaking_mask(monkeypatch)
+    with pytest.raises(Refused, match="differs from its plain forward"):
+        truedraft.accelerate(model, layout=LAYOUTS[1])

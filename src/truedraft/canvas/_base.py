@@ -79,7 +79,7 @@ class CanvasRow:
     ends: tokens that end the text.
     new: most tokens behind the prompt.
     at: index of the block that is being filled; len(blocks) when all are.
-    step: steps of the policy that led to this canvas.
+    taken: what each step of the policy so far has fixed.
     committed: tokens whose keys and values are kept.
     predictions: those at the latest canvas of the row that was scored, without the positions fixed since; None at the
         start of a block.
@@ -94,11 +94,16 @@ class CanvasRow:
     ends: frozenset[int]
     new: int
     at: int = 0
-    step: int = 0
+    taken: list[Fixed] = field(default_factory=list)
     committed: int = 0
     predictions: Predictions | None = None
     emitted: int = 0
     memory: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Steps of the policy that led to this canvas."""
+        return len(self.taken)
 
     @property
     def block(self) -> range:

@@ -10,6 +10,7 @@ commit   keys and values of blocks that are complete
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -110,7 +111,7 @@ class CanvasEngine:
         if row.predictions is not None and self.speculator is not None:
             self.speculator.observe(row, self.policy, row.predictions, path[0])
         row.canvas.fix(fixed)
-        row.step += len(path)
+        row.taken += [after - before for before, after in pairwise([OWN.fixed, *path])]
         row.at = row.blocks.index(variants[last].block)
         row.committed = self.target.commit(slot, last)
         row.predictions = predictions[last].after(step, 1)

@@ -22,8 +22,8 @@ Scorer = Callable[[Sequence[int], Layout], Tensor]  # ids of a text -> (length, 
 def step_by_step(
     scorer: Scorer, layout: Layout, prompt: Sequence[int], new: int, policy: Policy, chooser: Chooser,
     ends: frozenset[int] = frozenset(), index: int = 0,
-) -> list[int]:  # fmt: skip
-    """The new tokens behind a prompt, up to the first end, included.
+) -> CanvasRow:  # fmt: skip
+    """A prompt as a row that has ended: `text` are its new tokens up to the first end, included.
 
     Args:
         new: most new tokens.
@@ -37,12 +37,12 @@ def step_by_step(
         text = row.canvas.tokens if layout.attention == "whole" else row.canvas.tokens[: row.block.stop]
         logits = scorer(text, layout)[[place - layout.shifted for place in places]].float()
         [predictions] = chooser.predictions(logits, index, [row.step], [places], [row.block])
-        row.canvas.fix(policy.choose(predictions, row))
-        row.step += 1
+        row.taken.append(policy.choose(predictions, row))
+        row.canvas.fix(row.taken[-1])
         if not row.canvas.masked(row.block):
             row.at += 1
     row.emit()
-    return row.text
+    return row
 
 
 def attended(length: int, layout: Layout) -> Tensor:

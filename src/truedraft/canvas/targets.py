@@ -253,7 +253,7 @@ class WholeTarget(CanvasTarget):
     """A model that attends to the whole canvas: every variant is a text of its own, and nothing can be kept."""
 
     def __init__(self, model: PreTrainedModel, layout: Layout, runtime: str = "auto", unmasked: bool = False):
-        self._unmasked = unmasked
+        self.unmasked = unmasked
         super().__init__(model, layout, runtime)
 
     def reserve(self, rows: int, capacity: int, variants: int) -> None:
@@ -287,7 +287,7 @@ class WholeTarget(CanvasTarget):
             by_length.setdefault(len(text.tokens), []).append(i)
         found: list[Tensor] = [torch.empty(0)] * len(texts)
         for group in by_length.values():
-            logits = plain_logits(self.model, [texts[i].tokens for i in group], self.layout, self._unmasked)
+            logits = plain_logits(self.model, [texts[i].tokens for i in group], self.layout, self.unmasked)
             for i, scored in zip(group, logits, strict=True):
                 found[i] = scored[[position - self.layout.shifted for position in texts[i].masked]].float()
         return torch.cat(found)

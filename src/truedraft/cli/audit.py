@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from truedraft import loading
 from truedraft.cli._models import load
 from truedraft.cli._options import COLDEST, AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
 from truedraft.cli._tables import print_folded, print_table
@@ -62,7 +63,13 @@ def audit(
         except ImportError as e:
             raise Refused("--laws needs scipy: pip install 'truedraft[audit]'") from e
     check_seeds(seeds)
-    check_names(model, dtype, quantize, drafts=draft or (), control=control)
+    check_names(model, dtype, quantize, drafts=draft or (), control=control, canvases=True)
+    if loading.fills_canvases(loading.source_of(model, "MODEL")):
+        if laws or ties != "keep":
+            raise Refused("--laws and --ties are for autoregressive models: leave them out for a diffusion model")
+        found, tokenizer = _canvases(model, draft, control, texts, max_new_tokens, batches, seeds, temperature, dtype,
+                                     quantize, threads)  # fmt: skip
+        return _finished(found, [], tokenizer, as_json)
     with waiting("loading the model") as show:
         use_threads(threads)
         from truedraft import accelerate, registry
@@ -92,8 +99,38 @@ def audit(
             found = getattr(stop, "finished", None) or replace(
                 found, interrupted=True
             )  # interrupted in the comparison, or in the law tests
+    return _finished(found, tested, tokenizer, as_json)
+
+
+def _canvases(
+    model: str, draft: list[str] | None, control: str, texts: list[str], tokens: int, batches: list[int],
+    seeds: list[int], temperature: float, dtype: str, quantize: str | None, threads: int | None,
+) -> tuple[Audit, Any]:  # fmt: skip
+    """The audit of a diffusion model, and its tokenizer."""
+    with waiting("loading the model") as show:
+        use_threads(threads)
+        from truedraft import accelerate, registry
+        from truedraft.audit.canvases import audit_canvases
+        from truedraft.audit.tokens import Mode
+
+        target, tokenizer = load(model, dtype, quantize, canvases=True)
+        sides: Any = {
+            name: accelerate(target, tokenizer, draft=None if name == "plain" else name, control=control)
+            for name in ("plain", *(draft or registry.names("canvas.speculators")))
+        }
+        chosen = texts or _embedded(target, tokenizer, tokens)
+        modes = [Mode(False), *(Mode(True, seed, temperature) for seed in seeds)]
+        try:
+            found = audit_canvases(target, tokenizer, sides, chosen, model, tokens, batches, modes, show)
+        except KeyboardInterrupt as stop:
+            found = stop.finished  # type: ignore[attr-defined]
+    return found, tokenizer
+
+
+def _finished(found: Audit, tested: list[Law], tokenizer: Any, as_json: bool) -> int:
+    """Print the results; returns the exit code."""
     if as_json:
-        print(json.dumps({**found.as_dict(), **({"laws": [law.as_dict() for law in tested]} if laws else {})}))
+        print(json.dumps({**found.as_dict(), **({"laws": [law.as_dict() for law in tested]} if tested else {})}))
     else:
         _print(found, tested, tokenizer)
     if found.interrupted:

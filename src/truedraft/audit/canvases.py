@@ -1,0 +1,176 @@
+"""Audit of diffusion models: what the canvas loop fixes, step by step, against plain step-by-step decoding.
+
+The oracle is `canvas/reference.py` over the model's own forward, without caches. Every speculator is run on the same
+prompts, alone and in batches, greedily and under seeds. At the first step that differs, the canvas before it is scored
+again in higher precision: where the confidences or scores that decide are closer than the noise of the model's own
+logits the divergence is a tie, else a bug. In one of several passes the logits of all canvases are compared too, with
+those of plain forwards over their texts; what is not the model's is a bug, even where the text is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.audit.precise import Precise
+from truedraft.audit.tokens import FAR, Audit, Divergence, Mode, finished
+from truedraft.canvas._base import Canvas, CanvasRow, Fixed
+from truedraft.canvas.accelerated import AcceleratedCanvas
+from truedraft.canvas.engine import CanvasEngine
+from truedraft.canvas.layout import Layout
+from truedraft.canvas.reference import step_by_step
+from truedraft.canvas.settings import Settings, prompts_of, settings_of
+from truedraft.canvas.targets import Variant, plain_logits
+
+EVERY = 5  # of so many passes one is compared in its logits
+
+
+class Oracle:
+    """Step-by-step decoding of one model, and the noise of its logits.
+
+    noise: largest error of the logits at masked positions seen so far.
+    """
+
+    def __init__(self, model: Any, layout: Layout, unmasked: bool):
+        self.model, self.layout, self.unmasked = model, layout, unmasked
+        self.precise = Precise(model)
+        self.noise = 0.0
+
+    def plain(self, text: Sequence[int], layout: Layout) -> Tensor:
+        """(length, V) of the model's own forward."""
+        found = plain_logits(self.model, [text], layout, self.unmasked)[0].float().cpu()
+        true = self.exact(text, layout)
+        rounding = torch.finfo(self.model.dtype).eps * float(true.abs().max())
+        self.noise = max(self.noise, float((found - true).abs().max()), 4 * rounding)
+        return found
+
+    def exact(self, text: Sequence[int], layout: Layout) -> Tensor:
+        """The same in higher precision, fp64."""
+        return plain_logits(self.precise.model, [text], layout, self.unmasked)[0].double().cpu()
+
+    def row(self, side: AcceleratedCanvas, prompt: Sequence[int], index: int, settings: Settings) -> CanvasRow:
+        """A prompt decoded step by step."""
+        return step_by_step(
+            self.plain, settings.layout, prompt, settings.new, side.policy, settings.chooser, settings.ends, index
+        )
+
+
+def audit_canvases(
+    model: Any, tokenizer: Any, sides: Mapping[str, AcceleratedCanvas], prompts: Sequence[str], name: str = "",
+    tokens: int = 64, batches: Sequence[int] = (1, 4), modes: Sequence[Mode] = (Mode(False), Mode(True)),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Audit:  # fmt: skip
+    """Compare accelerated diffusion models with their step-by-step decoding; arguments as `tokens.audit`.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; its `finished` is the audit of what was compared before it.
+    """
+    first = next(iter(sides.values()))
+    oracle = Oracle(model, first.layout, getattr(first.target, "unmasked", False))
+    found = Audit(name, str(model.dtype).removeprefix("torch."), oracle.precise.dtype, first.target.runtime)
+    found.drafters, found.modes, found.batches = list(sides), [str(mode) for mode in modes], list(batches)
+    found.prompts = len(prompts)
+    with finished(found):
+        for mode in modes:
+            given: dict[str, Any] = {"max_new_tokens": tokens, "seed": mode.seed, "do_sample": mode.sample}
+            if mode.sample:
+                given["temperature"] = mode.temperature
+            for batch in batches:
+                for start in range(0, len(prompts), batch):
+                    texts = list(prompts[start : start + batch])
+                    where = f"{mode}, prompts {start + 1} to {start + len(texts)}"
+                    progress(f"{where}: the model alone")
+                    inputs = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left")
+                    settings = settings_of(model, first.layout, inputs.input_ids.shape[1], given)
+                    lines = prompts_of(inputs.input_ids, inputs.attention_mask, first.layout, first.target.vocabulary)
+                    expected = [oracle.row(first, line, i, settings) for i, line in enumerate(lines)]
+                    for drafter, side in sides.items():
+                        progress(f"{where}: {drafter}")
+                        for row, facts in _compared(side, oracle, inputs, given, settings, expected, found):
+                            place = dict(drafter=drafter, mode=str(mode), batch=len(texts), prompt=start + row)
+                            found.found.append(Divergence(**place, noise=oracle.noise, **facts))  # type: ignore[arg-type]
+    found.noise = oracle.noise
+    return found
+
+
+def _compared(
+    side: AcceleratedCanvas, oracle: Oracle, inputs: Any, given: Mapping[str, Any], settings: Settings,
+    expected: Sequence[CanvasRow], found: Audit,
+) -> Iterator[tuple[int, dict[str, Any]]]:  # fmt: skip
+    """The rows that differ, each with the fields of its `Divergence`."""
+    rows: list[CanvasRow] = []
+    with _checked(oracle, found) as wrong:
+        side.generate(
+            inputs.input_ids, attention_mask=inputs.attention_mask, on_canvas=lambda now: rows.extend(now[len(rows) :]),
+            **given,
+        )  # fmt: skip
+    for index, (reference, row) in enumerate(zip(expected, rows, strict=True)):
+        found.tokens += len(reference.text)
+        steps = list(zip_longest(reference.taken, row.taken))
+        at = next((i for i, (one, other) in enumerate(steps) if one != other), None)
+        error = wrong.get(index, 0.0)
+        if at is None and not error:
+            continue
+        gap, kind, a, b = None, "bug", -1, -1
+        if at is not None and None not in steps[at]:
+            gap = _gap(oracle, reference, at, *steps[at], settings)
+            (_, a), (_, b) = min(steps[at][0]), min(steps[at][1])
+            kind = "tie" if gap <= 4 * oracle.noise and not error else "bug"
+        yield index, dict(position=at or 0, expected=a, got=b, gap=gap, row_error=error, kind=kind)
+
+
+def _gap(oracle: Oracle, row: CanvasRow, at: int, expected: Fixed, got: Fixed, settings: Settings) -> float:
+    """How far apart the two steps are by the model's own scores, in higher precision."""
+    canvas = Canvas(list(row.canvas.tokens), list(row.canvas.known))
+    for step in row.taken[at:]:
+        for position, _ in step:
+            canvas.tokens[position], canvas.known[position] = settings.layout.mask, False
+    block = next(block for block in row.blocks if canvas.masked(block))
+    masked = canvas.masked(block)
+    text = canvas.tokens if settings.layout.attention == "whole" else canvas.tokens[: block.stop]
+    logits = oracle.exact(text, settings.layout)[[place - settings.layout.shifted for place in masked]]
+    [true] = settings.chooser.predictions(logits, row.index, [at], [masked], [block])
+    places = {place: i for i, place in enumerate(true.positions)}
+    scores = true.logits.double().log_softmax(-1)
+    if settings.chooser.noise is not None:
+        scores -= settings.chooser.noise.at(row.index, masked, at, scores.shape[-1]).double().log()
+    gaps = [float(scores[places[p]].max() - scores[places[p], token]) for p, token in expected | got if p in places]
+    confidences = [true.confidence[places[p]] for p, _ in expected ^ got if p in places]
+    return max([*gaps, max(confidences, default=0.0) - min(confidences, default=0.0)])
+
+
+@contextmanager
+def _checked(oracle: Oracle, found: Audit) -> Iterator[dict[int, float]]:
+    """Within the block, the logits of all canvases of one in `EVERY` passes are compared with plain forwards over their
+    texts; by row the largest error, where it is not the model's own noise."""
+    score, wrong, passes = CanvasEngine.score, dict[int, float](), 0
+
+    def compared(self: CanvasEngine, variants: Sequence[Sequence[Variant]]) -> list[Tensor]:
+        nonlocal passes
+        logits, passes = score(self, variants), passes + 1
+        if passes % EVERY:
+            return logits
+        layout = self.target.layout
+        for row, of_row, scored in zip(self.rows, variants, logits, strict=True):
+            true = []
+            for one in of_row:
+                text = oracle.exact([*row.canvas.tokens[: one.start], *one.tokens], layout)
+                true.append(text[[place - layout.shifted for place in one.masked]])
+            error = float((scored.double().cpu() - torch.cat(true)).abs().max())
+            found.rows += len(scored)
+            if error > FAR * oracle.noise:
+                wrong[row.index] = max(wrong.get(row.index, 0.0), error)
+            else:
+                found.worst_row = max(found.worst_row, error / oracle.noise)
+        return logits
+
+    CanvasEngine.score = compared  # type: ignore[method-assign]
+    try:
+        yield wrong
+    finally:
+        CanvasEngine.score = score  # type: ignore[method-assign]
