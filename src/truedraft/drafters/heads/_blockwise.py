@@ -110,7 +110,7 @@ class BlockDrafter(TrainedDrafter):
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         drafts = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
-        deepest = [self._deepest(row) if most > 0 else 0 for row, most in zip(rows, budget, strict=True)]
+        deepest = [min(self._deepest(row), most) for row, most in zip(rows, budget, strict=True)]
         if asked := [i for i, depth in enumerate(deepest) if depth > 0]:
             some = [rows[i] for i in asked]
             logits = self.filled(some, [deepest[i] for i in asked])[:, : max(deepest)].float()
@@ -128,7 +128,7 @@ class BlockDrafter(TrainedDrafter):
     def _drafted(self, row: Row, laws: Tensor, most: int) -> DraftTree:
         """A row's draft of at most `most` nodes. laws: (positions, V)."""
         if self.drawn and self.preferred(row) == "law":
-            return _drawn(row, laws[:most])
+            return _drawn(row, laws)
         found = candidates(self, row, laws, range(len(laws)), self.top_k, self._vocabulary)
         most = most if self.top_k == 1 else min(most, self.nodes)
         return self._calibration.proposed(row, likeliest_positions(row.tokens[-1], found, most, row.ends))
