@@ -36,7 +36,7 @@ from truedraft.runtime.padded import Padded
 from truedraft.runtime.panels import Int8Copies
 from truedraft.runtime.skipping import SkippableLayers
 from truedraft.targets._base import Target
-from truedraft.targets.hostable import layer_types
+from truedraft.targets.hostable import keeps_states, layer_types
 from truedraft.targets.quirks import window_of
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 from truedraft.views._base import Reduction
@@ -145,6 +145,10 @@ class Training(BlockLearner):
     decay: float = knob(0.8, 0, 1, open=True)  # weight of a token relative to the one before
 
     def head(self, model: PreTrainedModel) -> Masks:
+        if keeps_states(model.config):
+            raise Refused(
+                f"s3d leaves out layers, and {type(model).__name__} keeps states of all its layers: use another drafter"
+            )
         kinds = layer_types(model)
         made = Masks({"masks": self.masks, "skip": self.skip or middle(len(kinds))}, model)
         check_embeddings_given(model)
