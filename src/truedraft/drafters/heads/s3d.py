@@ -1,14 +1,14 @@
-"""S3D: the target, without its middle layers, reads trained masks behind the pending token, one for each drafted token.
+"""S3D: the target, without its middle layers, reads trained masks behind the pending token, one for each further token.
 
 Zhong & Bharadwaj, "S3D: A Simple and Cost-Effective Self-Speculative Decoding Scheme for Low-Memory GPUs", 2024 (arXiv
 2405.20314). A draft costs one pass of the layers that are kept, whatever its length, and nothing but the embeddings of
-the masks is added. They alone are trained, where the paper tunes the model, so that the text is that of the user's own
-model. Of the middle layers half are skipped, because the last ones turn states into tokens.
+the masks is added. They alone are trained, and no layer of the model, so that the text is that of the user's own model.
+Layers of the middle are skipped, because the last ones turn states into tokens.
 
-Which layers to skip, and how many masks to train, follows from the rate of acceptance `a` of each token whose earlier
-ones are right: with m masks and passes of a share c of the weights, a draft gives (1 - a^(m+1)) / (1 - a) tokens for
-the time of 1 + c passes. Fewer layers lower `a` and c; `truedraft train` shows the rates. It wins where there is no
-memory for a head and middle layers are redundant, as in large models; a trained head predicts more.
+Which layers to skip, and how many masks to train, follows from the rate `a` at which each token is right whose earlier
+ones are: with m masks and a pass of the share c of the weights, a draft gives (1 - a^(m + 2)) / (1 - a) tokens for the
+time of 1 + c passes of the whole model. Fewer layers lower `a` and c; `truedraft train` shows the rates. It wins where
+there is no memory for a head and middle layers are redundant, as in large models; a trained head predicts more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MaskedPass(Without):
 
 
 class Masks(Learned):
-    """Input embeddings of masks behind a pending token, each of which predicts a token.
+    """Input embeddings of masks behind a pending token. That token predicts the next one, and each mask a further one.
 
     Args:
         record: masks (their number), skip (layers that their passes leave out, see `views._layers.listed`).
@@ -139,8 +139,8 @@ class Training(BlockLearner):
     """Training of masks on the target's responses, through the layers that are kept; see `BlockLearner`."""
 
     name: ClassVar[str] = "s3d"
-    skip: str = knob("", form=FORM, reader=listed)  # left out of drafting passes; published: layers of the middle
-    masks: int = knob(4, 1, 64)  # tokens that a pass drafts; published: by the rate of acceptance
+    skip: str = knob("", form=FORM, reader=listed)  # left out; the middle half if empty; published: middle layers
+    masks: int = knob(4, 1, 64)  # a pass drafts as many tokens and one; published: by the rate of acceptance
     anchors: int = knob(32, 1, 4096)  # places of a text at which a step predicts
     decay: float = knob(0.8, 0, 1, open=True)  # weight of a token relative to the one before
 
@@ -219,7 +219,7 @@ class S3d(BlockDrafter):
         family="self-drafting",
         needs=("training",),
         cannot=SEQ2SEQ,
-        published="Phi-3: 1.4x to 2x over a quantised EAGLE, in less memory (tuned models, one GPU).",
+        published="Phi-3: 1.4x to 2x over a quantised EAGLE, in less memory (one GPU).",
     )
     learner = Training
     kind = Masks
